@@ -1,0 +1,48 @@
+# `make` alone lists the targets. Every target does its own set-up.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format docs bench chaos clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+# The stamp is newer than the requirement files once the environment matches them.
+.venv/.ready: requirements/runtime.txt requirements/dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Carpool needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { apt-get update -qq && apt-get install -y -qq python3-venv && $(PYTHON) -m venv .venv; }
+	@echo "installing into .venv ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+setup: .venv/.ready ## make .venv with .venv/bin/carpool in it
+
+demo: setup ## start a gateway and 32 simulated GPUs; shows the first curl to try
+	@$(BIN)/carpool demo
+
+test: setup lint ## every check: ruff, mypy, import-linter, pytest
+	@$(BIN)/python -m pytest
+
+lint: setup ## ruff, mypy strict, import-linter
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+format: setup ## rewrite the code in the one format
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+docs: setup ## write the generated pages again
+	@$(BIN)/python -m carpool.tools.docs
+
+bench: setup ## measure beside the floor (several minutes)
+	@$(BIN)/python bench/run.py
+
+chaos: setup ## kill, cut, overload; prints lost / wrong / duplicates (several minutes)
+	@$(BIN)/python -m pytest tests/chaos -s
+
+clean: ## remove what the targets made
+	@rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

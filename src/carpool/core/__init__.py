@@ -1,0 +1,1 @@
+"""The words of Carpool: request, outcome, errors, and the ports between the stages. Imports nothing of the rest."""

@@ -1,0 +1,10 @@
+"""Time as an argument: the one function that reads the monotonic clock, and its type."""
+
+from collections.abc import Callable
+from time import perf_counter
+
+Clock = Callable[[], float]
+
+# perf_counter is CLOCK_MONOTONIC here: it does not jump with the wall clock. uvloop's own loop.time() has
+# millisecond steps and stands still within one turn of the loop, too coarse for latencies.
+monotonic: Clock = perf_counter

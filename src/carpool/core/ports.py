@@ -1,0 +1,74 @@
+"""The Protocols between the stages. A stage knows its neighbours by these alone; `app.py` plugs them together."""
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from carpool.core.errors import CarpoolError
+from carpool.core.request import Request
+
+
+class LaneQueue(Protocol):
+    """What batching sees of one lane: requests that may share a batch."""
+
+    model: str
+    parameters: bytes
+    # Requests waiting now.
+    waiting: int
+    # How many have ever arrived; batching derives the arrival rate from it.
+    arrivals: int
+
+    def oldest(self) -> float:
+        """When the longest-waiting request arrived. Only for a lane with `waiting` > 0."""
+        ...
+
+    def place(self) -> float:
+        """The smallest virtual deadline in the lane. Only for a lane with `waiting` > 0."""
+        ...
+
+
+class Broker(Protocol):
+    """Keeps what was admitted until it has an outcome."""
+
+    def submit(self, request: Request) -> CarpoolError | None:
+        """Queue the request, or say why not. Its outcome comes through `request.settle`."""
+        ...
+
+    def cancel(self, request: Request) -> None:
+        """The client left: never send it if it has not been sent yet, discard its result otherwise."""
+        ...
+
+    def lanes(self, model: str) -> Iterable[LaneQueue]:
+        """The lanes of one model in which requests wait."""
+        ...
+
+    def take(self, lane: LaneQueue, count: int, now: float) -> list[Request]:
+        """Remove up to `count` requests, best place first, none of them past its deadline."""
+        ...
+
+    def when_work_arrives(self, model: str, ring: Callable[[], None]) -> None:
+        """Have `ring` called when requests of `model` arrive."""
+        ...
+
+
+class Slots(Protocol):
+    """What batching sees of the upstream pool: how many batches it takes at once, and one free slot at a time."""
+
+    def total(self) -> int:
+        """Slots of the endpoints in use."""
+        ...
+
+    def free(self) -> int:
+        """Slots that could take a batch now."""
+        ...
+
+    def when_slot_frees(self, ring: Callable[[], None]) -> None:
+        """Have `ring` called when a slot becomes free."""
+        ...
+
+
+class Dispatcher(Protocol):
+    """Sends one batch in a free slot and settles every member. Never raises."""
+
+    def dispatch(self, batch: list[Request], ring: Callable[[float], None]) -> None:
+        """Take a free slot (there is one), make the call in the background; `ring(seconds)` when it has ended."""
+        ...

@@ -1,0 +1,76 @@
+"""One client's input and everything Carpool must remember of it until it has an outcome.
+
+A request is in exactly one phase. Only `settle` ends it, and only once:
+
+    QUEUED ──take──► RUNNING ──settle──► DONE
+       └────────────settle──────────────►
+"""
+
+import logging
+from typing import Any, Protocol
+
+import msgspec
+
+from carpool.core.errors import CarpoolError
+from carpool.core.outcome import Outcome
+
+logger = logging.getLogger("carpool")
+
+QUEUED, RUNNING, DONE = 0, 1, 2
+
+
+class Waiter(Protocol):
+    """Whoever waits for an outcome: a parked connection, a task, a Python future."""
+
+    def settled(self, request: "Request", outcome: Outcome) -> None:
+        """Take the outcome of `request`; called exactly once for each request."""
+        ...
+
+
+class Request(msgspec.Struct, eq=False):
+    """One client's input, with its id, model, parameters, tier and deadline. Times are monotonic seconds."""
+
+    id: str
+    model: str
+    # Canonical JSON of the parameters, b"" for none. Same model and same parameters: same lane.
+    parameters: bytes
+    # The client's own JSON bytes (for the library: any object). Dropped when settled, so that a result
+    # waiting for a slow reader does not keep the input alive.
+    input: Any
+    # What `input` counts against the broker's bound.
+    size: int
+    # Index into the configured tiers; 0 is the highest.
+    tier: int
+    arrived: float
+    # The virtual deadline, arrived + the tier's target: the smallest of all waiting goes first.
+    place: float
+    # The queue must be left by then, or the outcome is a 504.
+    queue_deadline: float
+    # Nothing is sent, and nobody waits, after this.
+    deadline: float
+    waiter: Waiter
+    # The waiter's own reference (for a parked connection: its exchange). Nobody else touches it.
+    ticket: Any = None
+    # A task outlives its client and this process; a synchronous request does not.
+    is_task: bool = False
+    phase: int = QUEUED
+    # When it was taken into a batch; 0.0 before.
+    taken: float = 0.0
+    # The end, for /internal/requests/{id}: 0.0 and "" before; "ok" or the error's code after.
+    ended: float = 0.0
+    result_code: str = ""
+
+    def settle(self, outcome: Outcome, now: float) -> bool:
+        """Give the request its one outcome. Total: never raises, and any further call does nothing and says False."""
+        if self.phase == DONE:
+            return False
+        self.phase = DONE
+        self.input = b""
+        self.ended = now
+        self.result_code = outcome.code if isinstance(outcome, CarpoolError) else "ok"
+        try:
+            self.waiter.settled(self, outcome)
+        except Exception:  # a waiter's defect must not stop the outcomes of its neighbours
+            logger.exception("a waiter failed to take an outcome")
+        self.ticket = None
+        return True

@@ -1,0 +1,214 @@
+"""Every setting, its type, limits, default and meaning. Times end in _s or _ms, sizes in _bytes, limits in _max.
+
+Precedence: flags over `CARPOOL_<SECTION>_<KEY>` environment over `carpool.toml` over these defaults.
+Unknown keys are errors. `docs/configuration.md` is generated from this file by `make docs`.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+BodyBytes = Annotated[int, Meta(ge=1, le=64 * MIB)]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of the configuration file; unknown keys are errors."""
+
+
+class GatewaySettings(Section, frozen=True):
+    """The HTTP face: where it listens and what it takes from a client."""
+
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="port for clients; 0 picks a free one")] = 8000
+    admin_host: Annotated[
+        str, Meta(description="address of the admin port; other than loopback needs `admin_token`")
+    ] = "127.0.0.1"
+    admin_port: Annotated[
+        Port | None, Meta(description="port for health, metrics and the like; by default `port` + 1")
+    ] = None
+    admin_token: Annotated[
+        str, Meta(description="service token that the admin port asks for (`Authorization: Bearer …`); secret")
+    ] = ""
+    default_mode: Annotated[
+        Literal["sync", "async"],
+        Meta(description="what `POST /v1/inference` does when the client does not say"),
+    ] = "sync"
+    tls_cert: Annotated[str, Meta(description="PEM file with the certificate chain; turns TLS on")] = ""
+    tls_key: Annotated[str, Meta(description="PEM file with the private key")] = ""
+    header_bytes_max: Annotated[Count, Meta(description="request line and headers together (431)")] = 16 * KIB
+    header_count_max: Annotated[Count, Meta(description="number of headers (431)")] = 100
+    body_bytes_max: Annotated[
+        BodyBytes, Meta(description="body of one request (413); a model may set its own")
+    ] = MIB
+    receive_timeout_s: Annotated[
+        Seconds, Meta(description="a request must have arrived whole within this (408)")
+    ] = 10.0
+    idle_timeout_s: Annotated[
+        Seconds, Meta(description="a connection with no request is closed after this")
+    ] = 75.0
+    write_timeout_s: Annotated[
+        Seconds, Meta(description="a client that reads nothing of its answer for this long is cut off")
+    ] = 10.0
+    pipeline_max: Annotated[
+        Count, Meta(description="requests in flight on one connection before reading pauses")
+    ] = 32
+    connections_max: Annotated[
+        Annotated[int, Meta(ge=0)],
+        Meta(description="open client connections; 0: what the file limit allows"),
+    ] = 0
+    drain_grace_s: Annotated[
+        Annotated[float, Meta(ge=0)],
+        Meta(description="after SIGTERM, how long connections are still accepted"),
+    ] = 1.0
+
+
+class BatchingSettings(Section, frozen=True):
+    """When a batch is sent."""
+
+    max_batch: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)], Meta(description="most requests in one batch")
+    ] = 64
+    max_wait_ms: Annotated[
+        Annotated[float, Meta(ge=0, le=100)],
+        Meta(description="longest wait for company while a slot is free"),
+    ] = 50.0
+    policy: Annotated[
+        Literal["adaptive", "fixed", "pid"], Meta(description="how to decide between sending and waiting")
+    ] = "adaptive"
+    busy_share: Annotated[
+        Share, Meta(description="`adaptive`: share of the slots it may keep busy for the sake of latency")
+    ] = 0.75
+    fill_target: Annotated[Share, Meta(description="`pid`: the fill ratio of batches to hold")] = 0.8
+
+
+class UpstreamSettings(Section, frozen=True):
+    """The fixed API: where it is and how to speak to it."""
+
+    endpoints: Annotated[
+        list[str],
+        Meta(
+            description="URLs; a port range like `http://127.0.0.1:9000-9031/infer` stands for one endpoint "
+            "each; `sim:?latency_ms=50&slots=64` is a simulated GPU in this process"
+        ),
+    ] = []
+    protocol: Annotated[Literal["json", "kserve_v1"], Meta(description="wire format of the API")] = "json"
+    slots: Annotated[Count, Meta(description="batches that one endpoint takes at once")] = 1
+    timeout_s: Annotated[Seconds, Meta(description="longest time for one attempt")] = 3.0
+    attempts: Annotated[
+        Annotated[int, Meta(ge=1, le=10)], Meta(description="attempts for one batch, the first included")
+    ] = 3
+    backoff_ms: Annotated[
+        Annotated[float, Meta(ge=0)],
+        Meta(description="upper bound of the first pause between attempts; doubles each time, full jitter"),
+    ] = 50.0
+    answer_bytes_max: Annotated[Count, Meta(description="longest answer that is read")] = 64 * MIB
+    inputs_field: Annotated[str, Meta(description="`json`: field of the call that holds the inputs")] = "inputs"
+    outputs_field: Annotated[str, Meta(description="`json`: field of the answer that holds the outputs")] = (
+        "outputs"
+    )
+    parameters_field: Annotated[str, Meta(description="`json`: field of the call for the parameters")] = (
+        "parameters"
+    )
+
+
+class BrokerSettings(Section, frozen=True):
+    """Where requests wait, and how long."""
+
+    waiting_max: Annotated[Count, Meta(description="requests that may wait or run at once (503)")] = 100_000
+    bytes_max: Annotated[Count, Meta(description="bytes of their inputs, together (503)")] = 512 * MIB
+    lanes_max: Annotated[
+        Count, Meta(description="distinct model and parameter sets that may wait at once (503)")
+    ] = 1024
+    queue_timeout_s: Annotated[
+        Seconds, Meta(description="a synchronous request waits this long for a slot (504)")
+    ] = 2.0
+    total_timeout_s: Annotated[
+        Seconds, Meta(description="a synchronous request has its answer within this (504)")
+    ] = 4.0
+    order: Annotated[
+        Literal["deadline", "strict"],
+        Meta(description="`deadline`: arrival + the tier's target; `strict`: higher tiers always first"),
+    ] = "deadline"
+
+
+class TaskSettings(Section, frozen=True):
+    """Tasks: requests that are submitted and polled."""
+
+    journal: Annotated[
+        bool, Meta(description="keep tasks in a file, so that they survive `kill -9`; false: in memory only")
+    ] = True
+    data_dir: Annotated[str, Meta(description="directory of the journal")] = "carpool-data"
+    timeout_s: Annotated[Seconds, Meta(description="a task has its outcome within this; downtime not counted")] = (
+        600.0
+    )
+    result_ttl_s: Annotated[Seconds, Meta(description="how long a result is kept")] = 600.0
+    forget_after_read: Annotated[bool, Meta(description="forget a result once it has been read")] = False
+    dead_letter_ttl_s: Annotated[Seconds, Meta(description="how long a dead letter is kept")] = 7 * 86400.0
+    stored_bytes_max: Annotated[
+        Count, Meta(description="bytes of inputs and results kept, together (503 for new tasks)")
+    ] = 4 * GIB
+    wait_ms_max: Annotated[Count, Meta(description="longest long poll")] = 30_000
+
+
+class LogSettings(Section, frozen=True):
+    """What is logged; never payloads or credentials."""
+
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least severe level that is written")
+    ] = "info"
+    format: Annotated[
+        Literal["auto", "console", "json"],
+        Meta(description="`auto`: console on a terminal, else one JSON object a line"),
+    ] = "auto"
+
+
+class TierSettings(Section, frozen=True):
+    """One tier. The list is in order of rank; its last entry serves requests without a credential."""
+
+    name: str
+    target_ms: Annotated[
+        Annotated[float, Meta(ge=0)], Meta(description="a request's place in the order is arrival + this")
+    ]
+
+
+class ModelSettings(Section, frozen=True):
+    """One model. What is not set here comes from the sections above."""
+
+    endpoints: Annotated[list[str] | None, Meta(description="as `upstream.endpoints`")] = None
+    protocol: Annotated[Literal["json", "kserve_v1"] | None, Meta(description="as `upstream.protocol`")] = None
+    slots: Annotated[Count | None, Meta(description="as `upstream.slots`")] = None
+    timeout_s: Annotated[Seconds | None, Meta(description="as `upstream.timeout_s`")] = None
+    max_batch: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)] | None, Meta(description="as `batching.max_batch`")
+    ] = None
+    body_bytes_max: Annotated[BodyBytes | None, Meta(description="as `gateway.body_bytes_max`")] = None
+
+
+DEFAULT_TIERS = [
+    TierSettings(name="enterprise", target_ms=50.0),
+    TierSettings(name="paid", target_ms=150.0),
+    TierSettings(name="free", target_ms=500.0),
+]
+
+
+class Settings(Section, frozen=True):
+    """The whole configuration."""
+
+    model: Annotated[
+        str, Meta(description="the model's name when `models` is empty, and the one meant when a client names none")
+    ] = "default"
+    gateway: GatewaySettings = GatewaySettings()
+    batching: BatchingSettings = BatchingSettings()
+    upstream: UpstreamSettings = UpstreamSettings()
+    broker: BrokerSettings = BrokerSettings()
+    tasks: TaskSettings = TaskSettings()
+    log: LogSettings = LogSettings()
+    tiers: list[TierSettings] = DEFAULT_TIERS
+    models: dict[str, ModelSettings] = {}
