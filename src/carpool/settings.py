@@ -191,11 +191,11 @@ class ModelSettings(Section, frozen=True):
     body_bytes_max: Annotated[BodyBytes | None, Meta(description="as `gateway.body_bytes_max`")] = None
 
 
-DEFAULT_TIERS = [
+DEFAULT_TIERS = (
     TierSettings(name="enterprise", target_ms=50.0),
     TierSettings(name="paid", target_ms=150.0),
     TierSettings(name="free", target_ms=500.0),
-]
+)
 
 
 class Settings(Section, frozen=True):
@@ -210,5 +210,5 @@ class Settings(Section, frozen=True):
     broker: BrokerSettings = BrokerSettings()
     tasks: TaskSettings = TaskSettings()
     log: LogSettings = LogSettings()
-    tiers: list[TierSettings] = DEFAULT_TIERS
+    tiers: tuple[TierSettings, ...] = DEFAULT_TIERS
     models: dict[str, ModelSettings] = {}
