@@ -1,4 +1,4 @@
-"""Every setting, its type, limits, default and meaning. Times end in _s or _ms, sizes in _bytes, limits in _max.
+"""Every setting: its type, limits, default and meaning. Times end in _s or _ms, limits in _max.
 
 Precedence: flags over `CARPOOL_<SECTION>_<KEY>` environment over `carpool.toml` over these defaults.
 Unknown keys are errors. `docs/configuration.md` is generated from this file by `make docs`.
@@ -13,7 +13,10 @@ KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(gt=0)]
+Slots = Annotated[int, Meta(ge=1, le=65536)]
+# Every number with a fraction has an upper bound, so that no infinity comes in by the file.
+Seconds = Annotated[float, Meta(gt=0, le=365 * 86400)]
+FieldName = Annotated[str, Meta(min_length=1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 BodyBytes = Annotated[int, Meta(ge=1, le=64 * MIB)]
 
@@ -34,7 +37,11 @@ class GatewaySettings(Section, frozen=True):
         Port | None, Meta(description="port for health, metrics and the like; by default `port` + 1")
     ] = None
     admin_token: Annotated[
-        str, Meta(description="service token that the admin port asks for (`Authorization: Bearer …`); secret")
+        str,
+        Meta(
+            description="service token that the admin port asks for (`Authorization: Bearer …`); secret",
+            extra={"secret": True},
+        ),
     ] = ""
     default_mode: Annotated[
         Literal["sync", "async"],
@@ -64,7 +71,7 @@ class GatewaySettings(Section, frozen=True):
         Meta(description="open client connections; 0: what the file limit allows"),
     ] = 0
     drain_grace_s: Annotated[
-        Annotated[float, Meta(ge=0)],
+        Annotated[float, Meta(ge=0, le=3600)],
         Meta(description="after SIGTERM, how long connections are still accepted"),
     ] = 1.0
 
@@ -99,23 +106,25 @@ class UpstreamSettings(Section, frozen=True):
         ),
     ] = []
     protocol: Annotated[Literal["json", "kserve_v1"], Meta(description="wire format of the API")] = "json"
-    slots: Annotated[Count, Meta(description="batches that one endpoint takes at once")] = 1
+    slots: Annotated[Slots, Meta(description="batches that one endpoint takes at once")] = 1
     timeout_s: Annotated[Seconds, Meta(description="longest time for one attempt")] = 3.0
     attempts: Annotated[
         Annotated[int, Meta(ge=1, le=10)], Meta(description="attempts for one batch, the first included")
     ] = 3
     backoff_ms: Annotated[
-        Annotated[float, Meta(ge=0)],
+        Annotated[float, Meta(ge=0, le=60_000)],
         Meta(description="upper bound of the first pause between attempts; doubles each time, full jitter"),
     ] = 50.0
     answer_bytes_max: Annotated[Count, Meta(description="longest answer that is read")] = 64 * MIB
-    inputs_field: Annotated[str, Meta(description="`json`: field of the call that holds the inputs")] = "inputs"
-    outputs_field: Annotated[str, Meta(description="`json`: field of the answer that holds the outputs")] = (
-        "outputs"
-    )
-    parameters_field: Annotated[str, Meta(description="`json`: field of the call for the parameters")] = (
-        "parameters"
-    )
+    inputs_field: Annotated[
+        FieldName, Meta(description="`json`: field of the call that holds the inputs")
+    ] = "inputs"
+    outputs_field: Annotated[
+        FieldName, Meta(description="`json`: field of the answer that holds the outputs")
+    ] = "outputs"
+    parameters_field: Annotated[
+        FieldName, Meta(description="`json`: field of the call for the parameters")
+    ] = "parameters"
 
 
 class BrokerSettings(Section, frozen=True):
@@ -145,9 +154,9 @@ class TaskSettings(Section, frozen=True):
         bool, Meta(description="keep tasks in a file, so that they survive `kill -9`; false: in memory only")
     ] = True
     data_dir: Annotated[str, Meta(description="directory of the journal")] = "carpool-data"
-    timeout_s: Annotated[Seconds, Meta(description="a task has its outcome within this; downtime not counted")] = (
-        600.0
-    )
+    timeout_s: Annotated[
+        Seconds, Meta(description="a task has its outcome within this; downtime not counted")
+    ] = 600.0
     result_ttl_s: Annotated[Seconds, Meta(description="how long a result is kept")] = 600.0
     forget_after_read: Annotated[bool, Meta(description="forget a result once it has been read")] = False
     dead_letter_ttl_s: Annotated[Seconds, Meta(description="how long a dead letter is kept")] = 7 * 86400.0
@@ -172,9 +181,10 @@ class LogSettings(Section, frozen=True):
 class TierSettings(Section, frozen=True):
     """One tier. The list is in order of rank; its last entry serves requests without a credential."""
 
-    name: str
+    name: Annotated[str, Meta(description="what the tier is called")]
     target_ms: Annotated[
-        Annotated[float, Meta(ge=0)], Meta(description="a request's place in the order is arrival + this")
+        Annotated[float, Meta(ge=0, le=86_400_000)],
+        Meta(description="a request's place in the order is arrival + this"),
     ]
 
 
@@ -182,8 +192,10 @@ class ModelSettings(Section, frozen=True):
     """One model. What is not set here comes from the sections above."""
 
     endpoints: Annotated[list[str] | None, Meta(description="as `upstream.endpoints`")] = None
-    protocol: Annotated[Literal["json", "kserve_v1"] | None, Meta(description="as `upstream.protocol`")] = None
-    slots: Annotated[Count | None, Meta(description="as `upstream.slots`")] = None
+    protocol: Annotated[Literal["json", "kserve_v1"] | None, Meta(description="as `upstream.protocol`")] = (
+        None
+    )
+    slots: Annotated[Slots | None, Meta(description="as `upstream.slots`")] = None
     timeout_s: Annotated[Seconds | None, Meta(description="as `upstream.timeout_s`")] = None
     max_batch: Annotated[
         Annotated[int, Meta(ge=1, le=4096)] | None, Meta(description="as `batching.max_batch`")
@@ -202,7 +214,10 @@ class Settings(Section, frozen=True):
     """The whole configuration."""
 
     model: Annotated[
-        str, Meta(description="the model's name when `models` is empty, and the one meant when a client names none")
+        str,
+        Meta(
+            description="the model's name when `models` is empty, and the one meant when a client names none"
+        ),
     ] = "default"
     gateway: GatewaySettings = GatewaySettings()
     batching: BatchingSettings = BatchingSettings()

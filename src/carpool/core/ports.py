@@ -1,9 +1,10 @@
 """The Protocols between the stages. A stage knows its neighbours by these alone; `app.py` plugs them together."""
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from carpool.core.errors import CarpoolError
+from carpool.core.outcome import Outcome
 from carpool.core.request import Request
 
 
@@ -16,6 +17,8 @@ class LaneQueue(Protocol):
     waiting: int
     # How many have ever arrived; batching derives the arrival rate from it.
     arrivals: int
+    # What batching keeps about the lane (its arrival rate); None at first, lost when the lane is dropped.
+    batching_notes: Any
 
     def oldest(self) -> float:
         """When the longest-waiting request arrived. Only for a lane with `waiting` > 0."""
@@ -31,6 +34,10 @@ class Broker(Protocol):
 
     def submit(self, request: Request) -> CarpoolError | None:
         """Queue the request, or say why not. Its outcome comes through `request.settle`."""
+        ...
+
+    def settle(self, request: Request, outcome: Outcome) -> bool:
+        """Give a request its one outcome; false if it has one already. Total: never raises."""
         ...
 
     def cancel(self, request: Request) -> None:

@@ -1,9 +1,10 @@
 """One client's input and everything Carpool must remember of it until it has an outcome.
 
-A request is in exactly one phase. Only `settle` ends it, and only once:
+A request is in exactly one phase. Only `settle` ends it, and only once, from any phase:
 
-    QUEUED ──take──► RUNNING ──settle──► DONE
-       └────────────settle──────────────►
+    ADMITTED ──enqueue──► QUEUED ──take──► RUNNING ──settle──► DONE
+
+`Request.settle` is called by the broker's `settle` alone, which keeps the counts; everybody else calls that.
 """
 
 import logging
@@ -16,7 +17,7 @@ from carpool.core.outcome import Outcome
 
 logger = logging.getLogger("carpool")
 
-QUEUED, RUNNING, DONE = 0, 1, 2
+ADMITTED, QUEUED, RUNNING, DONE = 0, 1, 2, 3
 
 
 class Waiter(Protocol):
@@ -44,8 +45,8 @@ class Request(msgspec.Struct, eq=False):
     arrived: float
     # The virtual deadline, arrived + the tier's target: the smallest of all waiting goes first.
     place: float
-    # The queue must be left by then, or the outcome is a 504.
-    queue_deadline: float
+    # A synchronous request must have left the queue so long after its arrival, or its outcome is a 504.
+    queue_timeout_s: float
     # Nothing is sent, and nobody waits, after this.
     deadline: float
     waiter: Waiter
@@ -53,7 +54,7 @@ class Request(msgspec.Struct, eq=False):
     ticket: Any = None
     # A task outlives its client and this process; a synchronous request does not.
     is_task: bool = False
-    phase: int = QUEUED
+    phase: int = ADMITTED
     # When it was taken into a batch; 0.0 before.
     taken: float = 0.0
     # The end, for /internal/requests/{id}: 0.0 and "" before; "ok" or the error's code after.

@@ -1,0 +1,50 @@
+"""Which requests are due? Without a timer, or a heap entry, for each synchronous request. Pure.
+
+Requests with the same allowance are due in the order in which they were added, so a deque per allowance is enough;
+settled ones are dropped when they come to its head. Tasks restored after a restart have odd allowances: a heap.
+"""
+
+from collections import deque
+from collections.abc import Hashable
+from heapq import heappop, heappush
+
+from carpool.core.request import DONE, Request
+
+
+class Deadlines:
+    """Requests by the time at which somebody must look at them."""
+
+    def __init__(self) -> None:
+        self._lines: dict[Hashable, deque[tuple[float, Request]]] = {}
+        self._heap: list[tuple[float, int, Request]] = []
+        self._serial = 0
+
+    def add(self, request: Request, due: float, line_name: Hashable) -> None:
+        """Look at the request at `due`, which must not fall from one call to the next with the same line name."""
+        line = self._lines.get(line_name)
+        if line is None:
+            line = self._lines[line_name] = deque()
+        line.append((due, request))
+
+    def add_unordered(self, request: Request, due: float) -> None:
+        """Look at the request at `due`, in no particular order with the others."""
+        self._serial += 1
+        heappush(self._heap, (due, self._serial, request))
+
+    def due(self, now: float) -> list[Request]:
+        """Remove and return the unsettled requests that are due."""
+        found: list[Request] = []
+        for line in self._lines.values():
+            while line:
+                due, request = line[0]
+                if request.phase != DONE:
+                    if due > now:
+                        break
+                    found.append(request)
+                line.popleft()
+        heap = self._heap
+        while heap and (heap[0][0] <= now or heap[0][2].phase == DONE):
+            request = heappop(heap)[2]
+            if request.phase != DONE:
+                found.append(request)
+        return found

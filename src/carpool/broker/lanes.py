@@ -1,0 +1,119 @@
+"""One lane's waiting requests in the order in which they should be served. Pure.
+
+1. Inside a tier: order of arrival. Between tiers: the smallest `place` (arrival + the tier's target) of the tiers'
+   heads goes first. So those who pay go first, and nobody starves: a place never changes while later arrivals'
+   places grow. With `strict`, a higher tier always goes first.
+2. A request that was settled while it waited (client left, queue timeout) stays in its deque until it comes to the
+   head, but counts no longer. When the dead outnumber the living the deques are rebuilt, so memory follows the living.
+"""
+
+from collections import deque
+from typing import Any
+
+from carpool.core.request import DONE, QUEUED, RUNNING, Request
+
+REBUILD_DEAD_MIN = 64
+
+
+class Lane:
+    """Requests of one model with the same parameters."""
+
+    __slots__ = ("_dead", "_strict", "_tiers", "arrivals", "batching_notes", "model", "parameters", "waiting")
+
+    def __init__(self, model: str, parameters: bytes, tiers: int, strict: bool = False) -> None:
+        self.model = model
+        self.parameters = parameters
+        self.waiting = 0
+        self.arrivals = 0
+        self.batching_notes: Any = None
+        self._strict = strict
+        self._dead = 0
+        self._tiers: list[deque[Request]] = [deque() for _ in range(tiers)]
+
+    def __repr__(self) -> str:
+        return f"<Lane {self.model} waiting={self.waiting} dead={self._dead}>"
+
+    def append(self, request: Request) -> None:
+        """Let a request wait."""
+        request.phase = QUEUED
+        self.waiting += 1
+        self.arrivals += 1
+        self._tiers[request.tier].append(request)
+
+    def forget(self) -> None:
+        """Count out one request that was settled while it waited."""
+        self.waiting -= 1
+        self._dead += 1
+        if self._dead > REBUILD_DEAD_MIN and self._dead > self.waiting:
+            self._tiers = [deque(r for r in tier if r.phase == QUEUED) for tier in self._tiers]
+            self._dead = 0
+
+    def oldest(self) -> float:
+        """When the longest-waiting request arrived."""
+        return min(tier[0].arrived for tier in self._live_tiers())
+
+    def place(self) -> float:
+        """The smallest virtual deadline."""
+        return min(tier[0].place for tier in self._live_tiers())
+
+    def requests(self) -> list[Request]:
+        """All that wait, tier by tier."""
+        return [request for tier in self._tiers for request in tier if request.phase == QUEUED]
+
+    def take(self, count: int, now: float) -> tuple[list[Request], list[Request]]:
+        """Remove up to `count` in order, and with them those whose deadline has passed, which do not count."""
+        batch: list[Request] = []
+        expired: list[Request] = []
+        while len(batch) < count and self.waiting:
+            tiers = self._live_tiers()
+            if len(tiers) == 1:
+                tier, bound = tiers[0], None
+            else:
+                if not self._strict:
+                    tiers.sort(key=_head_place)
+                tier = tiers[0]
+                bound = None if self._strict else tiers[1][0].place
+            self._take_from(tier, bound, count - len(batch), now, batch, expired)
+        return batch, expired
+
+    def _take_from(
+        self,
+        tier: deque[Request],
+        bound: float | None,
+        count: int,
+        now: float,
+        batch: list[Request],
+        expired: list[Request],
+    ) -> None:
+        """Move requests from one tier while its head is still the best (its place not after `bound`)."""
+        while tier and count:
+            request = tier[0]
+            if request.phase == DONE:
+                self._dead -= 1
+            elif bound is not None and request.place > bound:
+                return
+            else:
+                self.waiting -= 1
+                request.phase = RUNNING
+                request.taken = now
+                if request.deadline > now:
+                    batch.append(request)
+                    count -= 1
+                else:
+                    expired.append(request)
+            tier.popleft()
+
+    def _live_tiers(self) -> list[deque[Request]]:
+        """The tiers with somebody waiting, highest first, the dead removed from their heads."""
+        live = []
+        for tier in self._tiers:
+            while tier and tier[0].phase == DONE:
+                tier.popleft()
+                self._dead -= 1
+            if tier:
+                live.append(tier)
+        return live
+
+
+def _head_place(tier: deque[Request]) -> float:
+    return tier[0].place

@@ -1,0 +1,167 @@
+"""The embedded broker: requests wait in this process.
+
+Bounded by count and bytes of everything admitted and not yet settled (waiting or running), and by the number of
+lanes in which requests wait. All settling goes through `settle`, the one place that keeps those counts true.
+"""
+
+from collections.abc import Callable, Iterable
+
+from carpool.broker.deadlines import Deadlines
+from carpool.broker.lanes import Lane
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull, QueueTimeout
+from carpool.core.outcome import Outcome
+from carpool.core.ports import LaneQueue
+from carpool.core.request import DONE, QUEUED, Request
+from carpool.core.tally import SECONDS_BOUNDS, Histogram
+
+# Lanes without requests are kept for their arrival rate; beyond so many lanes the longest-unused go.
+IDLE_LANES_KEPT = 256
+
+
+class MemoryBroker:
+    """Keeps what was admitted until it has an outcome."""
+
+    def __init__(
+        self,
+        *,
+        waiting_max: int,
+        bytes_max: int,
+        lanes_max: int,
+        tiers: int,
+        strict_order: bool = False,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.waiting_max = waiting_max
+        self.bytes_max = bytes_max
+        self.lanes_max = lanes_max
+        self._tiers = tiers
+        self._strict_order = strict_order
+        self._clock = clock
+        # Requests admitted and not settled yet, and the bytes of their inputs.
+        self.held = 0
+        self.held_bytes = 0
+        # Per model, by parameters: the lanes in which requests wait, and those that are empty now.
+        self._active: dict[str, dict[bytes, Lane]] = {}
+        self._idle: dict[tuple[str, bytes], Lane] = {}
+        self._rings: dict[str, Callable[[], None]] = {}
+        self._deadlines = Deadlines()
+        # For metrics: outcomes by code, and how long requests waited for a slot.
+        self.outcomes: dict[str, int] = {}
+        self.waited = Histogram(SECONDS_BOUNDS)
+
+    def __repr__(self) -> str:
+        return f"<MemoryBroker held={self.held} bytes={self.held_bytes} waiting={self.depth}>"
+
+    @property
+    def depth(self) -> int:
+        """Requests that wait for a slot."""
+        return sum(lane.waiting for lanes in self._active.values() for lane in lanes.values())
+
+    def when_work_arrives(self, model: str, ring: Callable[[], None]) -> None:
+        """Have `ring` called when requests of `model` arrive. Models are known before the first request."""
+        self._rings[model] = ring
+        self._active.setdefault(model, {})
+
+    def submit(self, request: Request) -> CarpoolError | None:
+        """Queue the request, or say why not."""
+        refusal = self.reserve(request)
+        if refusal is None:
+            self.enqueue(request)
+        return refusal
+
+    def reserve(self, request: Request) -> CarpoolError | None:
+        """Count the request against the bounds; it must be enqueued or settled later."""
+        if self.held >= self.waiting_max or self.held_bytes + request.size > self.bytes_max:
+            return QueueFull("the queue is full; try again soon", retry_after_s=1)
+        lanes = self._active[request.model]
+        if len(lanes) >= self.lanes_max and request.parameters and request.parameters not in lanes:
+            return QueueFull(
+                "too many different `parameters` are waiting; use fewer distinct ones or try again soon",
+                retry_after_s=1,
+            )
+        self.held += 1
+        self.held_bytes += request.size
+        return None
+
+    def enqueue(self, request: Request) -> None:
+        """Let a reserved request wait in its lane."""
+        model = request.model
+        lane = self._active[model].get(request.parameters) or self._activate(model, request.parameters)
+        lane.append(request)
+        if request.is_task:
+            self._deadlines.add_unordered(request, request.deadline)
+        else:
+            self._deadlines.add(request, request.arrived + request.queue_timeout_s, request.queue_timeout_s)
+        self._rings[model]()
+
+    def settle(self, request: Request, outcome: Outcome) -> bool:
+        """Give a request its one outcome; false if it has one already."""
+        phase = request.phase
+        if phase == DONE:
+            return False
+        if phase == QUEUED:
+            lane = self._active[request.model][request.parameters]
+            lane.forget()
+            if not lane.waiting:
+                self._retire(lane)
+        self.held -= 1
+        self.held_bytes -= request.size
+        request.settle(outcome, self._clock())
+        code = request.result_code
+        self.outcomes[code] = self.outcomes.get(code, 0) + 1  # bounded: codes come from the error tree
+        return True
+
+    def cancel(self, request: Request) -> None:
+        """The client left: never send it if it has not been sent yet, discard its result otherwise."""
+        self.settle(request, ClientLeft("the client left"))
+
+    def lanes(self, model: str) -> Iterable[LaneQueue]:
+        """The lanes of one model in which requests wait."""
+        return list(self._active[model].values())
+
+    def take(self, lane: LaneQueue, count: int, now: float) -> list[Request]:
+        """Remove up to `count` requests, best place first, none of them past its deadline."""
+        assert isinstance(lane, Lane)
+        batch, expired = lane.take(count, now)
+        if not lane.waiting:
+            self._retire(lane)
+        for request in expired:
+            self.settle(request, DeadlineExceeded("the deadline passed before a slot was free"))
+        observe = self.waited.observe
+        for request in batch:
+            observe(now - request.arrived)
+        return batch
+
+    def expire(self, now: float) -> None:
+        """Settle the requests whose time is over."""
+        for request in self._deadlines.due(now):
+            if request.deadline <= now:
+                self.settle(request, DeadlineExceeded("no result in time; the request was given up"))
+            elif request.phase == QUEUED:
+                waited = f"no slot was free within {request.queue_timeout_s:g} s; try again, or as a task"
+                self.settle(request, QueueTimeout(waited, retry_after_s=1))
+            else:
+                self._deadlines.add(request, request.deadline, ("running", request.queue_timeout_s))
+
+    def waiting_requests(self) -> list[Request]:
+        """Everything that waits for a slot."""
+        return [
+            request for lanes in self._active.values() for lane in lanes.values() for request in lane.requests()
+        ]
+
+    def _activate(self, model: str, parameters: bytes) -> Lane:
+        """The lane for a first request: the one that was emptied, with its history, or a new one."""
+        lane = self._idle.pop((model, parameters), None)
+        if lane is None:
+            lane = Lane(model, parameters, self._tiers, self._strict_order)
+        self._active[model][parameters] = lane
+        return lane
+
+    def _retire(self, lane: Lane) -> None:
+        """Put an emptied lane aside; the longest unused of those is dropped when there are many."""
+        if self._active[lane.model].pop(lane.parameters, None) is None:
+            return
+        self._idle[lane.model, lane.parameters] = lane
+        if len(self._idle) > IDLE_LANES_KEPT:
+            del self._idle[next(iter(self._idle))]

@@ -1,0 +1,105 @@
+"""`carpool bench`: open-loop load with a verifier."""
+
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn
+
+import msgspec
+import typer
+
+from carpool.tools.bench.schedule import SCHEDULE_HELP
+
+EXIT_NOT_CLEAN, EXIT_BAD_OPTION, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def bench(
+    url: Annotated[str, typer.Argument(help="Base URL of the gateway, such as http://127.0.0.1:8000.")],
+    rate: Annotated[float, typer.Option(help="Requests per second.")] = 1000.0,
+    duration: Annotated[str, typer.Option(help="For how long: 500ms, 20s, 2m.")] = "20s",
+    schedule: Annotated[
+        str | None, typer.Option(help="In place of --rate and --duration. " + SCHEDULE_HELP)
+    ] = None,
+    arrivals: Annotated[
+        Literal["poisson", "uniform"],
+        typer.Option(help="Random gaps as of independent clients, or even ones."),
+    ] = "poisson",
+    seed: Annotated[int, typer.Option(help="The same seed gives the same Poisson arrivals.")] = 0,
+    connections: Annotated[
+        int, typer.Option(help="Connections to keep open; each carries one request at a time.")
+    ] = 1000,
+    payload_bytes: Annotated[int, typer.Option(help="Size of each input's JSON value.")] = 2000,
+    mode: Annotated[
+        Literal["sync", "task"],
+        typer.Option(help="Wait for the answer, or submit a task and long-poll its result."),
+    ] = "sync",
+    model: Annotated[str | None, typer.Option(help="The model to name; by default none.")] = None,
+    timeout: Annotated[str, typer.Option(help="A request with no answer by then is an error.")] = "10s",
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no table.")] = False,
+    expect: Annotated[Literal["reversed", "echo"], typer.Option(hidden=True)] = "reversed",
+) -> None:
+    """Send requests at a given rate, whatever the answers do, and verify every answer.
+
+    Latency counts from when a request was due, also while it waits for a free connection, so no stall hides.
+    Exits 1 on errors or wrong answers, 2 on bad options, 130 when interrupted (after the report so far).
+    """
+    # Here, so that the other commands do not pay for it.
+    import uvloop
+    from rich.console import Console
+
+    from carpool.tools.bench.report import print_report
+    from carpool.tools.bench.run import (
+        BadOption,
+        BenchOptions,
+        drive,
+        raise_file_limit,
+        resolve,
+        segments_from,
+        timeout_from,
+    )
+
+    console = Console()
+    try:
+        options = BenchOptions(
+            url=url,
+            segments=segments_from(rate, duration, schedule),
+            connections=connections,
+            payload_bytes=payload_bytes,
+            mode=mode,
+            arrivals=arrivals,
+            seed=seed,
+            model=model,
+            timeout_s=timeout_from(timeout),
+            expect=expect,
+        )
+        target = resolve(url)
+        raise_file_limit(connections)
+        if json is not None:
+            # Before the run: minutes of load for a report that cannot be written would be a pity.
+            json.write_bytes(b"")
+    except BadOption as fault:
+        _leave(str(fault), EXIT_BAD_OPTION)
+    except OSError as fault:
+        _leave(f"--json {json}: {fault.strerror}", EXIT_BAD_OPTION)
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    try:
+        report, interrupted = uvloop.run(
+            drive(options, target, live=console.is_terminal, say=None if quiet else say)
+        )
+    except ConnectionError as fault:
+        _leave(f"cannot connect to {url}: {fault}", EXIT_NOT_CLEAN)
+    if json is not None:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    if not quiet:
+        print_report(report, console)
+    if not report.clean:
+        raise typer.Exit(EXIT_NOT_CLEAN)
+    if interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _leave(complaint: str, status: int) -> NoReturn:
+    typer.echo(f"carpool bench: {complaint}", err=True)
+    raise typer.Exit(status)

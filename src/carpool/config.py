@@ -1,0 +1,507 @@
+"""Loading the settings: flags over environment over `carpool.toml` over defaults.
+
+1. Every fault is a `ConfigError` of one line: the key, where its value came from, and what is allowed.
+2. What is not known is refused, with the nearest known name: a typing error must not pass for a default.
+3. A secret's value is never shown, neither in an error nor in `dump_toml`.
+"""
+
+import difflib
+import ipaddress
+import json
+import re
+import tomllib
+import types
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from urllib.parse import parse_qsl
+
+import msgspec
+from msgspec import NODEFAULT, Meta
+
+from carpool.settings import ModelSettings, Section, Settings, TierSettings
+
+DEFAULT_FILE = Path("carpool.toml")
+FILE_VARIABLE = "CARPOOL_CONFIG"
+ENDPOINTS_MAX = 4096
+FILE_BYTES_MAX = 1024 * 1024
+
+# The settings that `carpool serve` and `carpool config` take as flags too.
+FLAGS = {
+    "gateway.host": "--host",
+    "gateway.port": "--port",
+    "gateway.admin_host": "--admin-host",
+    "gateway.admin_port": "--admin-port",
+    "gateway.tls_cert": "--tls-cert",
+    "gateway.tls_key": "--tls-key",
+    "upstream.endpoints": "--upstream",
+    "model": "--model",
+    "upstream.protocol": "--protocol",
+    "upstream.slots": "--slots",
+    "batching.max_batch": "--max-batch",
+    "batching.max_wait_ms": "--max-wait-ms",
+    "batching.policy": "--policy",
+    "tasks.data_dir": "--data-dir",
+    "tasks.journal": "--journal/--no-journal",
+    "log.level": "--log-level",
+    "log.format": "--log-format",
+}
+
+_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+_BARE_TOML_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_TOKEN = re.compile(r"[\x21-\x7e]+")
+_USER_INFO = re.compile(r"//[^/\s]*@")
+_ENDPOINT = re.compile(
+    r"(?P<head>https?://(?:\[[0-9A-Fa-f:.]+\]|[^\s/?#@:\[\]]+))"
+    r"(?::(?P<first>[0-9]{1,5})(?:-(?P<last>[0-9]{1,5}))?)?"
+    r"(?P<rest>[/?][^\s#]*)?"
+)
+_SIM_OPTIONS = {"latency_ms": float, "per_item_ms": float, "slots": int}
+
+# Kubernetes puts such variables into every container beside a Service called `carpool` or `carpool-…`.
+_KUBERNETES_NAME = re.compile(
+    r"CARPOOL(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+_KUBERNETES_PORT = re.compile(r"(tcp|udp|sctp)://")
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the text is one line for the person who wrote it."""
+
+
+class Key(NamedTuple):
+    """One setting as the loader, the flags and the docs see it."""
+
+    path: str
+    hint: Any
+    default: Any
+    description: str
+    secret: bool
+
+    @property
+    def name(self) -> str:
+        """The key inside its section."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that sets it."""
+        return "CARPOOL_" + self.path.replace(".", "_").upper()
+
+
+class _Given(NamedTuple):
+    """A value as it was written, and where."""
+
+    value: Any
+    source: str
+    is_text: bool  # from a flag or a variable: numbers come as text
+
+
+def section_keys(section: type[Section], prefix: str) -> list[Key]:
+    """The keys of one section in the order of settings.py; `prefix` is the section's path with its dot."""
+    keys = []
+    for field in msgspec.structs.fields(section):
+        metas = [meta for meta in get_args(field.type)[1:] if isinstance(meta, Meta)]
+        default = field.default_factory() if field.default_factory is not NODEFAULT else field.default
+        keys.append(
+            Key(
+                path=prefix + field.name,
+                hint=field.type,
+                default=default,
+                description=next((meta.description for meta in metas if meta.description), ""),
+                secret=any((meta.extra or {}).get("secret", False) for meta in metas),
+            )
+        )
+    return keys
+
+
+# The tables of the file whose keys are fixed; `tiers` and `models` grow, and come from the file only.
+SECTIONS: dict[str, type[Section]] = {
+    field.name: field.type
+    for field in msgspec.structs.fields(Settings)
+    if isinstance(field.type, type) and issubclass(field.type, Section)
+}
+ROOT_KEYS = [key for key in section_keys(Settings, "") if key.name == "model"]
+KEYS: dict[str, Key] = {
+    key.path: key
+    for key in [*ROOT_KEYS, *(k for name, cls in SECTIONS.items() for k in section_keys(cls, f"{name}."))]
+}
+VARIABLES: dict[str, Key] = {key.variable: key for key in KEYS.values()}
+
+
+def load_settings(flags: Mapping[str, Any], *, environ: Mapping[str, str], file: Path | None) -> Settings:
+    """The settings in effect; raises ConfigError. Endpoints stay as written: see `expand_endpoints`."""
+    tables, file_name = _read_file(environ, file)
+    tiers, models = tables.pop("tiers", None), tables.pop("models", {})
+    given: dict[str, _Given] = {}
+    for layer in (_from_file(tables, file_name), _from_environment(environ), _from_flags(flags)):
+        given.update(layer)
+
+    sections: dict[str, dict[str, _Given]] = {name: {} for name in SECTIONS}
+    root: dict[str, Any] = {}
+    for path, value in given.items():
+        section, _, name = path.rpartition(".")
+        if section:
+            sections[section][name] = value
+        else:
+            root[name] = _convert(KEYS[path], value)
+    for name, cls in SECTIONS.items():
+        root[name] = _build(cls, f"{name}.", sections[name])
+    if tiers is not None:
+        root["tiers"] = _build_tiers(tiers, file_name)
+    root["models"] = _build_models(models, file_name)
+
+    settings = Settings(**root)
+    _check_together(settings, {path: value.source for path, value in given.items()})
+    for name, model in settings.models.items():
+        _check_endpoints(model.endpoints or [], f"models.{name}.endpoints ({file_name})")
+    return settings
+
+
+def require_upstream(settings: Settings) -> None:
+    """Raise ConfigError unless every model has an endpoint to call."""
+    for name, model in settings.models.items():
+        if model.endpoints is not None and not model.endpoints:
+            raise ConfigError(
+                f"models.{name}.endpoints is empty: name at least one endpoint, or leave it out"
+            )
+    needs_shared = not settings.models or any(m.endpoints is None for m in settings.models.values())
+    if needs_shared and not settings.upstream.endpoints:
+        raise ConfigError("no upstream: give --upstream URL (or upstream.endpoints), or try `carpool demo`")
+
+
+def expand_endpoints(endpoints: Iterable[str]) -> list[str]:
+    """One address for each endpoint, port ranges written out; raises ConfigError where one is not valid."""
+    found: dict[str, None] = {}
+    for text in endpoints:
+        for address in _check_sim(text) if text.startswith("sim:") else _expand_ports(text):
+            if address in found:
+                raise ConfigError(f"names {_shown(address)} twice; `slots` says how much it takes at once")
+            if len(found) == ENDPOINTS_MAX:
+                raise ConfigError(f"names more than {ENDPOINTS_MAX} endpoints")
+            found[address] = None
+    return list(found)
+
+
+def describe(hint: Any) -> str:
+    """What a value of this type may be, in words."""
+    if get_origin(hint) is Annotated:
+        base, *metas = get_args(hint)
+        limits = {
+            name: value
+            for meta in metas
+            if isinstance(meta, Meta)
+            for name in ("ge", "gt", "le", "min_length")
+            if (value := getattr(meta, name)) is not None
+        }
+        return describe(base) + _describe_limits(limits)
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return describe(next(arg for arg in get_args(hint) if arg is not type(None)))
+    if origin is Literal:
+        *first, last = (f'"{choice}"' for choice in get_args(hint))
+        return f"{', '.join(first)} or {last}"
+    words = {
+        str: "text",
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        list: "a list of texts",
+    }
+    return words[origin or hint]
+
+
+def dump_toml(settings: Settings) -> str:
+    """The whole configuration as commented TOML that loads back to the same settings, secrets left out."""
+    lines: list[str] = []
+    for key in ROOT_KEYS:
+        lines += _dump_key(key, getattr(settings, key.name))
+    for name, cls in SECTIONS.items():
+        lines += ["", f"# {summary(cls)}", f"[{name}]"]
+        for key in section_keys(cls, f"{name}."):
+            lines += _dump_key(key, getattr(getattr(settings, name), key.name))
+    lines += ["", f"# {summary(TierSettings)}"]
+    for tier in settings.tiers:
+        lines += ["[[tiers]]", *(f"{k} = {_toml(v)}" for k, v in msgspec.structs.asdict(tier).items())]
+    lines += ["", f"# {summary(ModelSettings)}"]
+    for name, model in settings.models.items():
+        lines.append(f"[models.{name if _BARE_TOML_KEY.fullmatch(name) else _toml(name)}]")
+        lines += [f"{k} = {_toml(v)}" for k, v in msgspec.structs.asdict(model).items() if v is not None]
+    return "\n".join(lines) + "\n"
+
+
+def summary(section: type[Section]) -> str:
+    """What a section is for, in one line."""
+    return (section.__doc__ or "").strip().splitlines()[0]
+
+
+def _read_file(environ: Mapping[str, str], file: Path | None) -> tuple[dict[str, Any], str]:
+    named = file or (Path(environ[FILE_VARIABLE]) if environ.get(FILE_VARIABLE) else None)
+    path = named or DEFAULT_FILE
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(FILE_BYTES_MAX + 1)
+    except FileNotFoundError:
+        if named is None:
+            return {}, str(path)
+        raise ConfigError(f"{path}: there is no such configuration file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: the configuration file cannot be read: {error.strerror}") from None
+    if len(content) > FILE_BYTES_MAX:
+        raise ConfigError(f"{path}: the configuration file is over {FILE_BYTES_MAX} bytes")
+    try:
+        return tomllib.loads(content.decode()), str(path)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _from_file(tables: Mapping[str, Any], file_name: str) -> dict[str, _Given]:
+    given = {}
+    for name, value in tables.items():
+        if name in SECTIONS:
+            table = _table(value, name, file_name)
+            given.update({f"{name}.{key}": _Given(v, file_name, False) for key, v in table.items()})
+        else:
+            given[name] = _Given(value, file_name, False)
+    for path in given:
+        if path not in KEYS:
+            raise _unknown("key", path, file_name, [*KEYS, "tiers", "models", *SECTIONS])
+    return given
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
+    given = {}
+    for variable, text in sorted(environ.items()):
+        if not variable.startswith("CARPOOL_") or variable == FILE_VARIABLE:
+            continue
+        if _KUBERNETES_NAME.fullmatch(variable):
+            continue
+        if variable.endswith("_PORT") and _KUBERNETES_PORT.match(text):
+            continue
+        key = VARIABLES.get(variable)
+        if key is None:
+            if variable.startswith(("CARPOOL_TIERS", "CARPOOL_MODELS")):
+                raise ConfigError(f"{variable} (environment): `tiers` and `models` are set in the file only")
+            raise _unknown("variable", variable, "environment", [*VARIABLES, FILE_VARIABLE])
+        is_list = get_origin(get_args(key.hint)[0]) is list
+        value = [item.strip() for item in text.split(",") if item.strip()] if is_list else text
+        given[key.path] = _Given(value, f"environment {variable}", True)
+    return given
+
+
+def _from_flags(flags: Mapping[str, Any]) -> dict[str, _Given]:
+    given = {}
+    for path, value in flags.items():
+        if path not in KEYS:
+            raise _unknown("key", path, "flag", KEYS)
+        if value is not None:
+            flag = FLAGS.get(path, "").rpartition("/")[2]
+            given[path] = _Given(value, f"flag {flag}".rstrip(), True)
+    return given
+
+
+def _build(cls: type[SectionT], prefix: str, given: Mapping[str, _Given]) -> SectionT:
+    keys = {key.name: key for key in section_keys(cls, prefix)}
+    return cls(**{name: _convert(keys[name], value) for name, value in given.items()})
+
+
+def _build_listed(cls: type[SectionT], path: str, value: Any, file_name: str) -> SectionT:
+    """An entry of `tiers` or `models`, whose keys nobody has checked yet."""
+    table = _table(value, path, file_name)
+    keys = section_keys(cls, f"{path}.")
+    for name in table:
+        if name not in {key.name for key in keys}:
+            raise _unknown("key", f"{path}.{name}", file_name, [key.path for key in keys])
+    for key in keys:
+        if key.default is NODEFAULT and key.name not in table:
+            raise ConfigError(f"{key.path} ({file_name}) is missing: it must be {describe(key.hint)}")
+    return _build(cls, f"{path}.", {name: _Given(v, file_name, False) for name, v in table.items()})
+
+
+def _build_tiers(value: Any, file_name: str) -> tuple[TierSettings, ...]:
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"tiers ({file_name}) must be at least one [[tiers]] table")
+    tiers = tuple(_build_listed(TierSettings, f"tiers[{i}]", item, file_name) for i, item in enumerate(value))
+    seen: set[str] = set()
+    for i, tier in enumerate(tiers):
+        _check_name(tier.name, f"tiers[{i}].name ({file_name})")
+        if tier.name in seen:
+            raise ConfigError(f"tiers[{i}].name ({file_name}): there are two tiers called {tier.name}")
+        seen.add(tier.name)
+    return tiers
+
+
+def _build_models(value: Any, file_name: str) -> dict[str, ModelSettings]:
+    models = {}
+    for name, table in _table(value, "models", file_name).items():
+        _check_name(name, f"models.{_shown(name)} ({file_name})")
+        models[name] = _build_listed(ModelSettings, f"models.{name}", table, file_name)
+    return models
+
+
+def _table(value: Any, path: str, file_name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} ({file_name}) must be a table, not {_shown(value)}")
+    return value
+
+
+def _convert(key: Key, given: _Given) -> Any:
+    try:
+        value = msgspec.convert(given.value, key.hint, strict=not given.is_text)
+    except msgspec.ValidationError:
+        shown = "" if key.secret else f", not {_shown(given.value)}"
+        raise ConfigError(f"{key.path} ({given.source}) must be {describe(key.hint)}{shown}") from None
+    for text in value if isinstance(value, list) else [value]:
+        # Besides being of no use, such text could neither be printed on one line nor dumped as TOML.
+        if isinstance(text, str) and not text.isprintable():
+            raise ConfigError(f"{key.path} ({given.source}) must be text without control characters")
+    return value
+
+
+def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
+    """What no single key can tell."""
+
+    def where(path: str) -> str:
+        return f"{path} ({sources[path]})" if path in sources else path
+
+    gateway, upstream = settings.gateway, settings.upstream
+    _check_name(settings.model, where("model"))
+    if settings.models and settings.model not in settings.models and "model" in sources:
+        raise ConfigError(f"{where('model')} must be one of the configured: {', '.join(settings.models)}")
+    _check_endpoints(upstream.endpoints, where("upstream.endpoints"))
+    if upstream.inputs_field == upstream.parameters_field:
+        raise ConfigError(f"{where('upstream.parameters_field')} must differ from upstream.inputs_field")
+    if settings.tasks.journal and not settings.tasks.data_dir:
+        raise ConfigError(f"{where('tasks.data_dir')} must name a directory while tasks.journal is true")
+    if gateway.admin_token and not _TOKEN.fullmatch(gateway.admin_token):
+        raise ConfigError(f"{where('gateway.admin_token')} must be printable ASCII without spaces")
+    if not gateway.admin_token and not _is_loopback(gateway.admin_host):
+        raise ConfigError(
+            f"{where('gateway.admin_host')} is not loopback: that needs gateway.admin_token "
+            "(CARPOOL_GATEWAY_ADMIN_TOKEN), which callers of the admin port must then send"
+        )
+    if gateway.port and gateway.admin_port == gateway.port:
+        raise ConfigError(f"{where('gateway.admin_port')} must differ from gateway.port")
+    if gateway.port == 65535 and gateway.admin_port is None:
+        raise ConfigError(f"{where('gateway.port')} leaves no port after it: give gateway.admin_port too")
+    _check_tls(gateway.tls_cert, gateway.tls_key, where)
+
+
+def _check_name(name: str, where: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{where} must be 1 to 128 letters, digits or . _ : / -, not {_shown(name)}")
+
+
+def _check_endpoints(endpoints: list[str], where: str) -> None:
+    try:
+        expand_endpoints(endpoints)
+    except ConfigError as error:
+        raise ConfigError(f"{where} {error}") from None
+
+
+def _check_tls(cert: str, key: str, where: Callable[[str], str]) -> None:
+    if bool(cert) != bool(key):
+        present, absent = ("tls_cert", "tls_key") if cert else ("tls_key", "tls_cert")
+        raise ConfigError(f"{where(f'gateway.{present}')} needs gateway.{absent} beside it")
+    if not cert:
+        return
+    for path, name in ((cert, "gateway.tls_cert"), (key, "gateway.tls_key")):
+        try:
+            with Path(path).open("rb"):
+                pass
+        except OSError as error:
+            raise ConfigError(f"{where(name)} cannot be read: {_shown(path)}: {error.strerror}") from None
+    import ssl  # here, because it is slow to import and few configurations need it
+
+    try:
+        # An encrypted key would otherwise be asked for on the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: b"")
+    except (ssl.SSLError, ValueError):
+        raise ConfigError(
+            f"{where('gateway.tls_cert')} and gateway.tls_key must be a PEM certificate and its plain key"
+        ) from None
+
+
+def _check_sim(text: str) -> list[str]:
+    options = parse_qsl(text[len("sim:?") :], keep_blank_values=True)
+    if text != "sim:" and not text.startswith("sim:?"):
+        raise ConfigError(f"must look like sim:?latency_ms=50&slots=64, not {_shown(text)}")
+    for name, value in options:
+        if name not in _SIM_OPTIONS:
+            allowed = ", ".join(_SIM_OPTIONS)
+            raise ConfigError(f"has the unknown option {_shown(name)} in {_shown(text)}; there are {allowed}")
+        kind = _SIM_OPTIONS[name]
+        limits = Meta(ge=1, le=65536) if kind is int else Meta(ge=0, le=3_600_000)
+        hint: Any = Annotated[kind, limits]
+        try:
+            msgspec.convert(value, hint, strict=False)
+        except msgspec.ValidationError:
+            raise ConfigError(f"has a bad {name} in {_shown(text)}: it must be {describe(hint)}") from None
+    return [text]
+
+
+def _expand_ports(text: str) -> list[str]:
+    match = _ENDPOINT.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"has {_shown(text)}: an endpoint looks like http://host:9000/path, or with a range of ports "
+            "http://host:9000-9031/path, or sim:?latency_ms=50&slots=64; user names are not taken"
+        )
+    if match["first"] is None:
+        return [text]
+    first, last = int(match["first"]), int(match["last"] or match["first"])
+    if not 1 <= first <= last <= 65535:
+        raise ConfigError(f"has {_shown(text)}: ports go from 1 to 65535, the lower one first")
+    if last - first >= ENDPOINTS_MAX:
+        raise ConfigError(f"names more than {ENDPOINTS_MAX} endpoints")
+    return [f"{match['head']}:{port}{match['rest'] or ''}" for port in range(first, last + 1)]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _unknown(kind: str, name: str, source: str, known: Iterable[str]) -> ConfigError:
+    """The error for a name that does not exist, with the one that was probably meant."""
+    known = list(known)
+    # First the same key in another section (`gateway.port` for `port`), then what is spelled alike.
+    key = name.removeprefix("CARPOOL_").rpartition(".")[2]
+    same_key = [other for other in known if other == key or other.endswith((f".{key}", f"_{key}"))]
+    near = same_key or difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "docs/configuration.md lists them"
+    written = name if name.isprintable() else ascii(name)
+    return ConfigError(f"{written[:100]} ({source}) is not a known {kind}; {hint}")
+
+
+def _shown(value: Any) -> str:
+    """A value for an error text: on one line, not long, without a password in a URL."""
+    text = _USER_INFO.sub("//***@", ascii(value))
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _describe_limits(limits: Mapping[str, Any]) -> str:
+    if "min_length" in limits:
+        return " that is not empty"
+    low, high = limits.get("ge"), limits.get("le")
+    if low is not None:
+        return f" from {low} to {high}" if high is not None else f" of at least {low}"
+    if "gt" in limits:
+        return f" above {limits['gt']}" + (f" and at most {high}" if high is not None else "")
+    return ""
+
+
+def _dump_key(key: Key, value: Any) -> list[str]:
+    if key.secret:
+        line = f'# {key.name} = "***"' if value else f'# {key.name} = ""'
+        return [f"# {key.description}; set it with {key.variable}", line]
+    return [f"# {key.description}", f"# {key.name} =" if value is None else f"{key.name} = {_toml(value)}"]
+
+
+def _toml(value: Any) -> str:
+    # JSON writes text, numbers, booleans and lists of these as TOML does; control characters never get here.
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,148 @@
+"""The listener and what its connections share: limits, a coarse clock, the sweep for the slow, and the drain."""
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from email.utils import formatdate
+
+import msgspec
+
+from carpool.core.clock import Clock, monotonic
+from carpool.face.http.connection import Connection
+from carpool.face.http.exchange import Exchange
+
+TICK_S = 0.05
+# Each tick looks at one of so many parts of the connections, so that ten thousand cost no noticeable pause.
+SWEEP_PARTS = 5
+# A connection must take at least so many bytes in `write_timeout_s` while some wait for it.
+DRAINED_BYTES_MIN = 65536
+
+
+class HttpLimits(msgspec.Struct, frozen=True):
+    """What is taken from a client; see GatewaySettings."""
+
+    header_bytes_max: int = 16384
+    header_count_max: int = 100
+    body_bytes_max: int = 1024 * 1024
+    # Bodies that are partly received, over all connections.
+    receiving_bytes_max: int = 256 * 1024 * 1024
+    receive_timeout_s: float = 10.0
+    idle_timeout_s: float = 75.0
+    write_timeout_s: float = 10.0
+    pipeline_max: int = 32
+    connections_max: int = 10_000
+
+
+class HttpServer:
+    """Serves one handler on one address. `handler` must answer every exchange, now or later."""
+
+    def __init__(
+        self, handler: Callable[[Exchange], None], limits: HttpLimits, clock: Clock = monotonic
+    ) -> None:
+        self.handler = handler
+        self.limits = limits
+        self.clock = clock
+        self.coarse_now = clock()
+        self.date = b""
+        self.connections: set[Connection] = set()
+        # Bytes of partly received bodies, over all connections.
+        self.receiving_bytes = 0
+        # Requests that could not be received, for metrics.
+        self.refused = 0
+        # While true, every response asks its client to go.
+        self.draining = False
+        self._server: asyncio.Server | None = None
+        self._to_sweep: list[Connection] = []
+        self._tick_timer: asyncio.TimerHandle | None = None
+
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
+        """Listen; returns the port, which matters when 0 was asked for."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: Connection(self),
+            host,
+            port,
+            ssl=tls,
+            ssl_handshake_timeout=self.limits.receive_timeout_s if tls else None,
+            backlog=4096,
+        )
+        self._tick()
+        bound: int = self._server.sockets[0].getsockname()[1]
+        return bound
+
+    def add(self, connection: Connection) -> bool:
+        """Count a new connection in; false if there is no place left."""
+        self.connections.add(connection)
+        return len(self.connections) <= self.limits.connections_max
+
+    def remove(self, connection: Connection) -> None:
+        """Count a lost connection out."""
+        self.connections.discard(connection)
+
+    def stop_listening(self) -> None:
+        """Accept no new connection; those there are go on."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def finish(self, deadline: float) -> None:
+        """Close idle connections at once and the others as their last answer leaves; past `deadline` all of them."""
+        while self.connections and self.clock() < deadline:
+            for connection in list(self.connections):
+                if not connection.pending and not connection.receiving_since and not connection.linger_until:
+                    self._close(connection)
+            await asyncio.sleep(0.01)
+        for connection in list(self.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        if self._tick_timer is not None:
+            self._tick_timer.cancel()
+        await asyncio.sleep(0)  # let connection_lost run
+
+    def _close(self, connection: Connection) -> None:
+        if connection.transport is not None:
+            connection.transport.close()
+
+    def _tick(self) -> None:
+        now = self.clock()
+        if int(now) != int(self.coarse_now) or not self.date:
+            self.date = formatdate(usegmt=True).encode()
+        self.coarse_now = now
+        if not self._to_sweep:
+            self._to_sweep = list(self.connections)
+        count = min(len(self._to_sweep), len(self.connections) // SWEEP_PARTS + 1)
+        for _ in range(count):
+            self._sweep(self._to_sweep.pop(), now)
+        self._tick_timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _sweep(self, connection: Connection, now: float) -> None:
+        """Close what is too slow: a request trickling in, an idle connection, a client that does not read."""
+        transport = connection.transport
+        if transport is None or transport.is_closing():
+            return
+        limits = self.limits
+        # A sweep comes every quarter second: act before the limit rather than after it.
+        now += TICK_S * SWEEP_PARTS
+        waiting = transport.get_write_buffer_size()
+        if connection.linger_until and waiting == 0:
+            if now >= connection.linger_until:
+                transport.abort()
+            return
+        if connection.receiving_since and now - connection.receiving_since >= limits.receive_timeout_s:
+            connection.receive_timed_out()
+            return
+        if waiting == 0:
+            connection.stalled_since = 0.0
+            if (
+                not connection.pending
+                and not connection.receiving_since
+                and now - connection.idle_since >= limits.idle_timeout_s
+            ):
+                transport.close()
+            return
+        drained = connection.bytes_out - waiting
+        if connection.stalled_since == 0.0 or drained - connection.drained_then >= DRAINED_BYTES_MIN:
+            connection.stalled_since = now
+            connection.drained_then = drained
+        elif now - connection.stalled_since >= limits.write_timeout_s:
+            transport.abort()

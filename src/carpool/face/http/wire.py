@@ -1,0 +1,139 @@
+"""JSON in and out of the inference routes. `input` and `output` stay the bytes they were."""
+
+from base64 import b64encode
+from typing import Literal
+
+import msgspec
+
+from carpool.core.errors import Malformed
+from carpool.core.outcome import Output
+from carpool.core.request import Request
+from carpool.face.http.strict_json import json_fault
+
+PARAMETERS_BYTES_MAX = 16 * 1024
+CLIENT_ID_CHARS_MAX = 256
+# Canonical forms already worked out, by the client's bytes: few distinct parameters make most of the traffic.
+CANONICAL_KEPT_MAX = 1024
+
+
+class InferenceCall(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """The body of `POST /v1/inference`."""
+
+    input: msgspec.Raw
+    model: str | None = None
+    parameters: msgspec.Raw | None = None
+    client_id: str | None = None
+    mode: Literal["sync", "async"] | None = None
+
+
+class PredictCall(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """The body of `POST /v1/predict`."""
+
+    model_id: str
+    input_data: msgspec.Raw
+
+
+_decode_inference = msgspec.json.Decoder(InferenceCall).decode
+_decode_predict = msgspec.json.Decoder(PredictCall).decode
+_encode_sorted = msgspec.json.Encoder(order="sorted").encode
+_canonical: dict[bytes, bytes] = {}
+
+
+def decode_inference(body: bytes) -> InferenceCall:
+    """Parse and check the body of an inference request; raises Malformed."""
+    try:
+        call = _decode_inference(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as failure:
+        raise Malformed(body_fault(failure)) from None
+    if call.client_id is not None and len(call.client_id) > CLIENT_ID_CHARS_MAX:
+        raise Malformed(f"`client_id` may have {CLIENT_ID_CHARS_MAX} characters at most")
+    return call
+
+
+def decode_predict(body: bytes) -> PredictCall:
+    """Parse and check the body of a predict request; raises Malformed."""
+    try:
+        return _decode_predict(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as failure:
+        raise Malformed(body_fault(failure)) from None
+
+
+def checked_input(raw: msgspec.Raw, field: str) -> bytes:
+    """The client's own bytes of its input, checked to be safe between other inputs; raises Malformed."""
+    value = bytes(raw)
+    fault = json_fault(value)
+    if fault is not None:
+        raise Malformed(f"`{field}` cannot be passed on: {fault}")
+    return value
+
+
+def canonical_parameters(raw: msgspec.Raw | None) -> bytes:
+    """The same bytes for the same parameters, whatever their key order and spacing; b"" for none."""
+    if raw is None:
+        return b""
+    given = bytes(raw)
+    known = _canonical.get(given)
+    if known is not None:
+        return known
+    if len(given) > PARAMETERS_BYTES_MAX:
+        raise Malformed(f"`parameters` may have {PARAMETERS_BYTES_MAX} bytes at most")
+    fault = json_fault(given)
+    if fault is not None:
+        raise Malformed(f"`parameters` cannot be passed on: {fault}")
+    parsed = msgspec.json.decode(given)
+    if parsed is not None and not isinstance(parsed, dict):
+        raise Malformed("`parameters` must be an object")
+    canonical = _encode_sorted(parsed) if parsed else b""
+    if len(_canonical) >= CANONICAL_KEPT_MAX:
+        _canonical.clear()
+    _canonical[given] = canonical
+    return canonical
+
+
+def body_fault(failure: Exception) -> str:
+    """What is wrong with a body, in words for its sender. msgspec's texts name fields and places, not values."""
+    if isinstance(failure, RecursionError):
+        return "the body is nested too deeply"
+    if isinstance(failure, UnicodeDecodeError):
+        return "the body is not valid UTF-8"
+    return f"the body is not what this path takes: {failure}"
+
+
+def base64_json(data: bytes) -> bytes:
+    """Binary input as a JSON string."""
+    return b'"' + b64encode(data) + b'"'
+
+
+def inference_json(request: Request, output: Output) -> bytes:
+    """The 200 of `POST /v1/inference`."""
+    extra = b""
+    if output.model_version is not None:
+        extra += b',"model_version":' + msgspec.json.encode(output.model_version)
+    if output.tokens_used is not None:
+        extra += b',"tokens_used":%d' % output.tokens_used
+    return (
+        b'{"request_id":"%b","output":%b,"metadata":{"latency_ms":%.2f,"queue_ms":%.2f,"upstream_ms":%.2f,'
+        b'"batch_size":%d,"model":"%b","cached":%b%b}}'
+        % (
+            request.id.encode(),
+            output.value,
+            (request.ended - request.arrived) * 1000.0,
+            (request.taken - request.arrived) * 1000.0,
+            output.upstream_s * 1000.0,
+            output.batch_size,
+            request.model.encode(),
+            b"true" if output.cached else b"false",
+            extra,
+        )
+    )
+
+
+def predict_json(request: Request, output: Output) -> bytes:
+    """The 200 of `POST /v1/predict`."""
+    return b'{"request_id":"%b","output":%b,"latency_ms":%.2f}' % (
+        request.id.encode(),
+        output.value,
+        (request.ended - request.arrived) * 1000.0,
+    )
+
+

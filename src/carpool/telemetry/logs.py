@@ -1,0 +1,169 @@
+"""Logs on the standard `logging`: short lines for a person, or one JSON object a line for a machine.
+
+Fields go under one name, `log.info("text", extra={"fields": {"endpoint": url}})`, so that none can clash with an
+attribute of the record. A log call never raises into its caller: what cannot be formatted or written is dropped.
+Bytes are shown as their count and text is cut, so that no payload slips through.
+"""
+
+import json
+import logging
+import math
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+MESSAGE_CHARS_MAX = 2000
+FIELD_CHARS_MAX = 500
+FIELD_ITEMS_MAX = 50
+FIELD_DEPTH_MAX = 3
+EXCEPTION_CHARS_MAX = 8000
+EXCEPTION_FRAMES_MAX = 30
+
+_COLOURS = {"DEBUG": "\x1b[2m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[1;31m"}
+_RESET = "\x1b[0m"
+
+
+def configure_logging(level: str, format: str, stream: TextIO = sys.stderr) -> None:
+    """Send the logs to `stream` as `console` or `json` lines; `auto` takes console on a terminal."""
+    is_terminal = _is_terminal(stream)
+    formatter: logging.Formatter
+    if format == "console" or (format == "auto" and is_terminal):
+        formatter = ConsoleFormatter(colour=is_terminal and not os.environ.get("NO_COLOR"))
+    else:
+        formatter = JsonFormatter()
+    handler = SafeHandler(stream)
+    handler.setFormatter(formatter)
+
+    root = logging.getLogger()
+    for old in [each for each in root.handlers if isinstance(each, SafeHandler)]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    logging.getLogger("carpool").setLevel(threshold)
+    # Libraries may put what they handle into their debug and info lines: those stay out at every level.
+    root.setLevel(max(threshold, logging.WARNING))
+    logging.raiseExceptions = False
+
+
+class SafeHandler(logging.Handler):
+    """Writes lines to a stream and swallows every failure to do so."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record; unlike the standard handler, not even a RecursionError gets out."""
+        try:
+            self._stream.write(self.format(record) + "\n")
+            self._stream.flush()
+        except Exception:
+            # A full disk or a closed pipe must not fail a request; there is nowhere left to say so.
+            pass
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: ts, level, logger, message, then the fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as one line of JSON."""
+        line: dict[str, Any] = {
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": _message(record),
+        }
+        for name, value in _fields(record).items():
+            line[name if name not in line else f"{name}_"] = value
+        if exception := _exception(record):
+            line["exception"] = exception
+        # ASCII only: a lone surrogate in a text would otherwise fail the write.
+        return json.dumps(line)
+
+
+class ConsoleFormatter(logging.Formatter):
+    """A short line for a person: time, level, message, fields; then the traceback, if any."""
+
+    def __init__(self, *, colour: bool) -> None:
+        super().__init__()
+        self._colour = colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as a line, control characters escaped so that no text can forge another line."""
+        level = f"{record.levelname.lower():<7}"
+        if self._colour and record.levelname in _COLOURS:
+            level = _COLOURS[record.levelname] + level + _RESET
+        clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
+        parts = [clock, level, _one_line(_message(record))]
+        for name, value in _fields(record).items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            parts.append(f"{_one_line(name)}={_one_line(text)}")
+        line = " ".join(parts)
+        if exception := _exception(record):
+            line += "".join(f"\n    {_one_line(each)}" for each in exception.splitlines())
+        return line
+
+
+def _message(record: logging.LogRecord) -> str:
+    try:
+        text = record.getMessage()
+    except Exception as error:
+        text = f"{record.msg} (arguments left out: {type(error).__name__})"
+    return _cut(text, MESSAGE_CHARS_MAX)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    fields = getattr(record, "fields", None)
+    plain = _plain(fields, 0) if isinstance(fields, Mapping) else {}
+    return plain if isinstance(plain, dict) else {}
+
+
+def _exception(record: logging.LogRecord) -> str:
+    if not record.exc_info or record.exc_info[0] is None:
+        return ""
+    try:
+        lines = traceback.format_exception(*record.exc_info, limit=-EXCEPTION_FRAMES_MAX)
+        text = "".join(lines).rstrip()
+    except Exception:
+        text = record.exc_info[0].__name__
+    # The end says what happened, so the start is what goes.
+    return text if len(text) <= EXCEPTION_CHARS_MAX else "…" + text[-EXCEPTION_CHARS_MAX:]
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """The value as JSON can hold it, bounded in length, count and depth."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, str):
+        return _cut(value, FIELD_CHARS_MAX)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"<{len(value)} bytes>"
+    try:
+        if depth < FIELD_DEPTH_MAX and isinstance(value, Mapping):
+            items = list(value.items())[:FIELD_ITEMS_MAX]
+            return {_cut(str(name), FIELD_CHARS_MAX): _plain(each, depth + 1) for name, each in items}
+        if depth < FIELD_DEPTH_MAX and isinstance(value, list | tuple | set | frozenset):
+            return [_plain(each, depth + 1) for each in list(value)[:FIELD_ITEMS_MAX]]
+        return _cut(str(value), FIELD_CHARS_MAX)
+    except Exception:
+        return f"<{type(value).__name__}>"
+
+
+def _cut(text: str, chars_max: int) -> str:
+    return text if len(text) <= chars_max else text[:chars_max] + "…"
+
+
+def _one_line(text: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    try:
+        return stream.isatty()
+    except Exception:
+        return False

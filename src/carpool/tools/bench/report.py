@@ -1,0 +1,107 @@
+"""How a run looks: progress while it goes on, a table at the end."""
+
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from carpool.tools.bench.tally import Report, Tally
+
+REFRESH_S = 0.5
+PLAIN_LINE_S = 5.0
+# Above this share of a core the generator's own delay shows in the latencies.
+BUSY_SHARE_MAX = 0.9
+
+
+def progress_text(tally: Tally, rate: float) -> str:
+    """One line on the run so far; `rate` is of late, the rest since the start."""
+    p50, p99 = tally.latency.percentile(0.5), tally.latency.percentile(0.99)
+    latency = "-" if p50 is None or p99 is None else f"p50 {p50:.1f} ms  p99 {p99:.1f} ms"
+    return (
+        f"{rate:,.0f}/s  ok {tally.ok:,}  errors {tally.errors + tally.unasked:,}  wrong {tally.wrong:,}  "
+        f"in flight {tally.in_flight:,}  {latency}"
+    )
+
+
+class ProgressDisplay:
+    """Shows progress: a live bar on a terminal, else a plain line now and then, or nothing at all."""
+
+    def __init__(
+        self, tally: Tally, duration_s: float, *, live: bool, say: Callable[[str], None] | None
+    ) -> None:
+        self._tally = tally
+        self._duration_s = duration_s
+        self._say = say
+        self._bar: Progress | None = None
+        # Between updates; 0 when there is nobody to show them to.
+        self.interval_s = 0.0 if say is None else PLAIN_LINE_S
+        self._answered_before = 0
+        self._elapsed_before_s = 0.0
+        if live and say is not None:
+            # Refreshed by hand: rich's own thread would contend with the event loop for the interpreter.
+            self._bar = Progress(
+                BarColumn(bar_width=20),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}"),
+                auto_refresh=False,
+                transient=True,
+            )
+            self._task = self._bar.add_task("", total=duration_s)
+            self._bar.start()
+            self.interval_s = REFRESH_S
+
+    def update(self, elapsed_s: float) -> None:
+        """Show the state `elapsed_s` seconds after the start."""
+        answered = self._tally.ok + self._tally.wrong
+        rate = (answered - self._answered_before) / max(elapsed_s - self._elapsed_before_s, 1e-3)
+        self._answered_before, self._elapsed_before_s = answered, elapsed_s
+        text = progress_text(self._tally, rate)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=min(elapsed_s, self._duration_s), description=text)
+            self._bar.refresh()
+        elif self._say is not None:
+            self._say(f"{elapsed_s:.0f} s  {text}")
+
+    def close(self) -> None:
+        """Take the live bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the final table."""
+    table = Table(show_header=False, title="carpool bench", title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    latency, queue = report.latency_ms, report.queue_ms
+    table.add_row("rate", f"{report.rate:,.1f}/s answered of {report.intended_rate:,.1f}/s intended")
+    table.add_row("sent", f"{report.sent:,}")
+    table.add_row("ok", f"[green]{report.ok:,}[/green]")
+    table.add_row("errors", _alarming(report.errors))
+    table.add_row("wrong", _alarming(report.wrong))
+    if report.unanswered:
+        table.add_row("unanswered", f"[yellow]{report.unanswered:,}[/yellow]")
+    table.add_row("status", "  ".join(f"{kind}: {count:,}" for kind, count in report.status.items()) or "-")
+    table.add_section()
+    for name, value in (
+        ("latency p50", latency.p50),
+        ("latency p90", latency.p90),
+        ("latency p99", latency.p99),
+        ("latency p99.9", latency.p999),
+        ("latency max", latency.max),
+        ("queue p50", queue.p50),
+        ("queue p99", queue.p99),
+    ):
+        table.add_row(name, "-" if value is None else f"{value:,.2f} ms")
+    table.add_row("mean batch", "-" if report.batch_mean is None else f"{report.batch_mean:.1f}")
+    table.add_row("generator", f"{report.generator_busy:.0%} of a core")
+    console.print(table)
+    if report.generator_busy > BUSY_SHARE_MAX:
+        console.print(
+            "[yellow]The generator used its whole core: the latencies are partly its own. Lower the rate.[/yellow]"
+        )
+
+
+def _alarming(count: int) -> str:
+    return f"[red]{count:,}[/red]" if count else "0"

@@ -1,0 +1,184 @@
+"""One run from options to report."""
+
+import asyncio
+import gc
+import os
+import resource
+import secrets
+import signal
+import socket
+from collections.abc import Callable
+from random import Random
+from typing import Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from carpool.core.clock import monotonic
+from carpool.tools.bench.client import LoadGenerator, Target
+from carpool.tools.bench.payload import PAYLOAD_BYTES_MIN, RUN_ID_DIGITS, Expect, Payload
+from carpool.tools.bench.report import ProgressDisplay
+from carpool.tools.bench.schedule import (
+    BadSchedule,
+    Segment,
+    arrivals,
+    even_gaps,
+    mean_rate,
+    parse_duration,
+    parse_schedule,
+    poisson_gaps,
+    total_duration,
+)
+from carpool.tools.bench.tally import Report
+
+Mode = Literal["sync", "task"]
+Arrivals = Literal["poisson", "uniform"]
+
+# Descriptors that are not connections: standard streams, the loop's own, libraries, room for reconnects.
+SPARE_FILES = 64
+
+
+class BadOption(ValueError):
+    """An option cannot be used; the message says which and why, in one line."""
+
+
+class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What to send where, as the command line says it."""
+
+    url: str
+    segments: list[Segment]
+    connections: int = 1000
+    payload_bytes: int = 2000
+    mode: Mode = "sync"
+    arrivals: Arrivals = "poisson"
+    seed: int = 0
+    model: str | None = None
+    timeout_s: float = 10.0
+    expect: Expect = "reversed"
+
+    def __post_init__(self) -> None:
+        if self.connections < 1:
+            raise BadOption("--connections must be at least 1")
+        if self.payload_bytes < PAYLOAD_BYTES_MIN:
+            raise BadOption(f"--payload-bytes must be at least {PAYLOAD_BYTES_MIN}")
+
+
+def segments_from(rate: float, duration: str, schedule: str | None) -> list[Segment]:
+    """The segments that --schedule, or else --rate and --duration, ask for."""
+    try:
+        return parse_schedule(schedule if schedule is not None else f"{rate}:{duration}")
+    except BadSchedule as fault:
+        raise BadOption(
+            f"{'--schedule' if schedule is not None else '--rate and --duration'}: {fault}"
+        ) from None
+
+
+def timeout_from(text: str) -> float:
+    """The seconds that --timeout asks for."""
+    try:
+        return parse_duration(text)
+    except BadSchedule as fault:
+        raise BadOption(f"--timeout: {fault}") from None
+
+
+def resolve(url: str) -> Target:
+    """Look the base URL's host up, once for all connections."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or 80
+    except ValueError as fault:
+        raise BadOption(f"URL {url!r}: {fault}") from None
+    if parts.scheme != "http" or not host:
+        raise BadOption(f"URL {url!r} must look like http://127.0.0.1:8000")
+    if parts.query or parts.fragment or parts.username:
+        raise BadOption(f"URL {url!r} must be a base URL: no user, query or fragment")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as fault:
+        raise BadOption(f"URL {url!r}: {fault.strerror}") from None
+    return Target(address=str(found[0][4][0]), port=port, host=parts.netloc, base_path=parts.path.rstrip("/"))
+
+
+def raise_file_limit(connections: int) -> None:
+    """Let this process have as many open files as the connections need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise BadOption(
+                f"--connections {connections} needs {needed} open files, the hard limit is {hard}"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+async def drive(
+    options: BenchOptions, target: Target, *, live: bool = False, say: Callable[[str], None] | None = None
+) -> tuple[Report, bool]:
+    """Send the load; returns the report and whether it was interrupted. Raises ConnectionError if nobody is there.
+
+    Progress goes to a live display with `live`, else line by line to `say`; with no `say` there is none.
+    """
+    gaps = even_gaps() if options.arrivals == "uniform" else poisson_gaps(Random(options.seed).random)  # noqa: S311
+    generator = LoadGenerator(
+        target=target,
+        payload=Payload(
+            host=target.host,
+            base_path=target.base_path,
+            # Not from the seed: with the same inputs again, a run could be answered from a cache.
+            run_id=secrets.token_hex(RUN_ID_DIGITS // 2),
+            size=options.payload_bytes,
+            expect=options.expect,
+            model=options.model,
+            respond_async=options.mode == "task",
+        ),
+        arrivals=arrivals(options.segments, gaps),
+        connections=options.connections,
+        timeout_s=options.timeout_s,
+        tasks=options.mode == "task",
+    )
+    interrupted = False
+
+    def interrupt() -> None:
+        nonlocal interrupted
+        interrupted = True
+        generator.stop()
+
+    loop = asyncio.get_running_loop()
+    try:
+        await generator.open()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt)
+        # What exists now stays to the end; frozen, it is not walked by a collection, which would stall every
+        # request for milliseconds. Collections go on (reconnects make cycles) but find next to nothing.
+        gc.collect()
+        gc.freeze()
+        began, busy_before_s = monotonic(), _cpu_s()
+        display = ProgressDisplay(generator.tally, total_duration(options.segments), live=live, say=say)
+        showing = loop.create_task(_show(display, began)) if display.interval_s else None
+        try:
+            await generator.run()
+        finally:
+            if showing is not None:
+                showing.cancel()
+            display.close()
+        busy = (_cpu_s() - busy_before_s) / max(monotonic() - began, 1e-3)
+    finally:
+        gc.unfreeze()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        await generator.close()
+    report = generator.tally.report(
+        sending_s=generator.sending_s, intended_rate=mean_rate(options.segments), generator_busy=busy
+    )
+    return report, interrupted
+
+
+async def _show(display: ProgressDisplay, began: float) -> None:
+    while True:
+        await asyncio.sleep(display.interval_s)
+        display.update(monotonic() - began)
+
+
+def _cpu_s() -> float:
+    spent = os.times()
+    return spent.user + spent.system

@@ -1,0 +1,46 @@
+"""What the upstream stage asks of one endpoint, whatever stands behind it."""
+
+from typing import Protocol
+
+import msgspec
+
+
+class Call(msgspec.Struct, frozen=True, gc=False):
+    """One batch, encoded for the fixed API."""
+
+    body: bytes
+    # Added to the endpoint's own path, for protocols that name the model there.
+    path: str = ""
+    content_type: str = "application/json"
+
+
+class Answer(msgspec.Struct, frozen=True, gc=False):
+    """What the fixed API answered, read whole and within the size limit."""
+
+    status: int
+    body: bytes
+
+
+class AttemptFailedError(Exception):
+    """No answer: refused, reset, timed out, broken off, too long. The text names no payload."""
+
+
+class Endpoint(Protocol):
+    """One endpoint of the fixed API."""
+
+    # For logs and metrics; without credentials.
+    name: str
+    # How many batches it takes at once.
+    slots: int
+
+    async def post(self, call: Call, timeout_s: float) -> Answer:
+        """Send one call and read its answer; raises AttemptFailedError, or is cancelled."""
+        ...
+
+    async def accepts_connections(self) -> bool:
+        """Whether it can be reached right now (for readiness)."""
+        ...
+
+    async def close(self) -> None:
+        """Give up its connections."""
+        ...
