@@ -54,6 +54,9 @@ class GatewaySettings(Section, frozen=True):
     body_bytes_max: Annotated[
         BodyBytes, Meta(description="body of one request (413); a model may set its own")
     ] = MIB
+    receiving_bytes_max: Annotated[
+        Count, Meta(description="bodies that are partly received, over all connections (503)")
+    ] = 256 * MIB
     receive_timeout_s: Annotated[
         Seconds, Meta(description="a request must have arrived whole within this (408)")
     ] = 10.0

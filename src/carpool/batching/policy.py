@@ -4,35 +4,41 @@ The rules, for every policy:
 
 1. No free slot: `Idle`. Requests wait in the broker and fill the next batch by themselves.
 2. `max_batch` waiting: send `max_batch` ("full").
-3. The oldest has waited `max_wait_s`: send ("waited"). Every wait is anchored on the oldest request of the lane,
-   so that nobody waits longer for company than that, however often the lane is planned again.
+3. The oldest has waited `max_wait_s`: send ("waited"). Every wait is anchored on the oldest request of the
+   lane, so nobody waits longer than that for company, however often the lane is planned again.
 4. The process is leaving: send ("drain"); company will not come.
-5. Otherwise the policy chooses how long the oldest is held, between 0 and `max_wait_s`. A hold that is over means
-   send; one that is not means `WaitUntil` its end, which is always later than now.
+5. Otherwise the policy chooses how long the oldest is held, between 0 and `max_wait_s`. A hold that is over
+   means send ("idle": slots are); one that is not means `WaitUntil` its end, which is later than now.
 6. A batch is never larger than what waits, nor than `max_batch`.
 
 `fixed` holds for `max_wait_s`.
 
-`adaptive` asks what waiting is worth and whether company will come:
+`adaptive` weighs what waiting is worth against whether company will come:
 
-7. Pace. Sending every `service_s / (busy_share * slots)` keeps `busy_share` of the slots busy, whatever the rate.
-   Sending faster takes slots from those who come later; sending slower makes people wait with slots unused.
-8. Pressure is the share of the slots that is busy or, where larger, the share that full batches would keep busy at
-   this rate. Below `busy_share` the hold is the pace scaled by pressure: all slots idle, no hold. Above
-   it the hold grows to `max_wait_s` as pressure goes to 1: the last slots are only spent on full batches.
-9. Company is expected one mean gap (1 / rate) from now. If it is expected after the hold has ended, it is
-   not waited for ("expected-none"); in particular, below one request in a pace nobody is held.
-10. Mostly full, and the rest is not expected before the hold ends: send ("expected-none").
+7. Pace. One batch every `service_s / (busy_share * slots)` keeps `busy_share` of the slots busy, at any rate.
+   Sending faster takes slots from those who come next; sending slower makes people wait for idle slots.
+8. Pressure is the share of the other slots that are busy or, if larger, the share of all slots that full
+   batches would keep busy at this rate. Up to `busy_share` the hold is the pace times a root of pressure: no
+   hold while the pool is idle, the pace at `busy_share`. Above, it grows to `max_wait_s`: the last slots are
+   for full batches.
+9. The next request is expected a mean gap (1 / rate) from now. Company is not waited for when it is expected
+   after the hold: so the hold ends a gap early, and nobody is held at all where none comes in a hold
+   ("expected-none"). On the last slot a fair chance of company is enough, since those who come next would
+   wait for a whole batch to end.
+10. Mostly full, and the rest not expected within the hold: send ("expected-none").
+11. Pace is stretched while partial batches keep more than `busy_share` of the slots busy: other lanes send.
 
-`pid` holds for a share of `max_wait_s` that a controller sets from the fill ratio of the batches sent:
+`pid` holds for a share of `max_wait_s` that a controller sets from how full the batches were:
 
-11. Batches emptier than `fill_target` make the hold longer, fuller ones shorter. The integral stops growing
-    where the output is cut off at 0 or 1 (anti-windup), so that a quiet night is forgotten in a few batches.
+12. Batches emptier than `fill_target` make the hold longer, fuller ones shorter. On the last slot the target
+    is 1, because a pool that is all busy keeps up only with full batches. Anti-windup: the integral never
+    leaves the range of the output.
 
 Nothing here reads a clock, draws a random number or touches a socket: the same classes run in the gateway, on
-virtual time in `bench/policy.py`, and under property tests.
+virtual time in `bench/policy.py`, and under property tests. The why: `docs/decisions/0003-adaptive-policy.md`.
 """
 
+from math import inf, sqrt
 from typing import Literal, Protocol
 
 import msgspec
@@ -40,35 +46,53 @@ import msgspec
 Reason = Literal["full", "waited", "idle", "expected-none", "drain"]
 PolicyName = Literal["fixed", "adaptive", "pid"]
 
-EXP = 0.5
-SOFT = .75
-Q = 1.0
+# Rule 9: how many requests must be expected within the hold, on the last slot; elsewhere it is one.
+LAST_SLOT_COMPANY = 0.25
+# Rule 10: from this fill on, the whole rest of the batch must be expected, not just one more.
 MOSTLY_FULL = 0.9
+# Rule 11: how fast pace follows the busy share, per batch sent. The busy share lags by `service_s`, in which
+# dozens of batches go out: a gain near 1 would overshoot.
+STRETCH_GAIN = 0.1
+STRETCH_MAX = 16.0
+# Rule 12: gains per batch sent. The derivative is small because the fill of one batch is noisy.
+PROPORTIONAL, INTEGRAL, DERIVATIVE = 0.25, 0.05, 0.05
 
 
 class View(msgspec.Struct, frozen=True, gc=False):
+    """What a policy sees of one lane and of the pool that serves it; times are monotonic seconds."""
+
+    # Requests waiting in the lane, at least 1.
     waiting: int
+    # When the longest-waiting of them arrived.
     oldest: float
+    # Arrivals per second of this lane, from ArrivalRate.
     rate: float
+    # Free slots of the pool now, and all of them (at least 1).
     free: int
     slots: int
+    # How long a batch occupies a slot, as an EWMA.
     service_s: float
     max_batch: int
     max_wait_s: float
+    # The process is leaving: company will not come.
     draining: bool = False
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
+    """Send the best `count` requests of the lane now, and count the batch under `reason`."""
+
     count: int
     reason: Reason
 
 
 class WaitUntil(msgspec.Struct, frozen=True, gc=False):
+    """Plan again at this time, or sooner if a request arrives or a slot frees."""
+
     at: float
 
 
 class Idle(msgspec.Struct, frozen=True, gc=False):
-    pass
+    """Nothing to do until a slot frees."""
 
 
 Plan = Send | WaitUntil | Idle
@@ -76,11 +100,19 @@ IDLE = Idle()
 
 
 class Policy(Protocol):
-    def plan(self, view: View, now: float) -> Plan: ...
-    def sent(self, size: int, max_batch: int) -> None: ...
+    """Decides between sending and waiting. One instance serves all lanes of a pool."""
+
+    def plan(self, view: View, now: float) -> Plan:
+        """Say what to do with a lane in which requests wait."""
+        ...
+
+    def sent(self, size: int, max_batch: int) -> None:
+        """Learn the size of the batch that the last plan led to."""
+        ...
 
 
-def settled_by_rule(view: View, now: float) -> Plan | None:
+def decided_by_rule(view: View, now: float) -> Plan | None:
+    """Apply rules 1 to 4, the same for every policy; None leaves the choice of the hold to the policy."""
     if view.free <= 0:
         return IDLE
     if view.waiting >= view.max_batch:
@@ -93,44 +125,98 @@ def settled_by_rule(view: View, now: float) -> Plan | None:
 
 
 class Fixed:
+    """Sends full batches, or when the oldest has waited `max_wait_s`."""
+
     def plan(self, view: View, now: float) -> Plan:
-        return settled_by_rule(view, now) or WaitUntil(view.oldest + view.max_wait_s)
+        """Hold for `max_wait_s`."""
+        return decided_by_rule(view, now) or WaitUntil(view.oldest + view.max_wait_s)
 
     def sent(self, size: int, max_batch: int) -> None:
-        pass
+        """Need not know."""
 
 
 class Adaptive:
+    """Spends up to `busy_share` of the slots on short waits, and only full batches on the rest."""
+
+    __slots__ = ("_busy", "busy_share", "stretch")
+
     def __init__(self, busy_share: float) -> None:
         self.busy_share = busy_share
-
-    def hold_s(self, view: View) -> float:
-        pace = view.service_s / (self.busy_share * view.slots)
-        busy = (view.slots - view.free) / (view.slots-1) if view.slots>1 else 1.0
-        needed = view.rate * view.service_s / (view.slots * view.max_batch)
-        pressure = min(1.0, max(busy, needed))
-        if pressure <= self.busy_share:
-            hold = pace * (pressure / self.busy_share) ** EXP
-        else:
-            hold = pace + (view.max_wait_s - pace) * ((pressure - self.busy_share) / (1 - self.busy_share))**Q
-        return min(hold, view.max_wait_s), (1 if pressure <= self.busy_share or not SOFT else 1-SOFT*(pressure-self.busy_share)/(1-self.busy_share))
+        # Rule 11: how many times longer than for a lone lane the pace is.
+        self.stretch = 1.0
+        # Share of the slots that were busy at the last plan.
+        self._busy = 0.0
 
     def plan(self, view: View, now: float) -> Plan:
-        settled = settled_by_rule(view, now)
-        if settled is not None:
-            return settled
-        hold, missing = self.hold_s(view)
-        ends = view.oldest + hold
-        if ends <= now:
-            return Send(view.waiting, "idle")
-        expected = view.rate * (ends - now)
-        missing = view.max_batch - view.waiting if view.waiting >= MOSTLY_FULL * view.max_batch else missing
-        if expected < missing:
-            return Send(view.waiting, "expected-none")
-        at = ends - missing / view.rate if missing else ends
-        if at <= now:
-            return Send(view.waiting, "expected-none")
-        return WaitUntil(at)
+        """Hold according to the pressure on the slots, but not for company that is not expected."""
+        self._busy = (view.slots - view.free) / view.slots
+        decided = decided_by_rule(view, now)
+        if decided is not None:
+            return decided
+        busy_others = (view.slots - view.free) / (view.slots - 1) if view.slots > 1 else 1.0
+        busy_if_full = view.rate * view.service_s / (view.slots * view.max_batch)
+        pressure = min(1.0, max(busy_others, busy_if_full))
+        pace_s = min(view.max_wait_s, self.stretch * view.service_s / (self.busy_share * view.slots))
+        # How far pressure is above busy_share, 0 to 1.
+        excess = 0.0
+        if pressure <= self.busy_share:
+            hold_s = pace_s * sqrt(pressure / self.busy_share)
+        else:
+            excess = (pressure - self.busy_share) / (1.0 - self.busy_share)
+            hold_s = min(view.max_wait_s, pace_s + (view.max_wait_s - pace_s) * excess * excess)
+        hold_ends = view.oldest + hold_s
+        mostly_full = view.waiting >= MOSTLY_FULL * view.max_batch
+        company = view.max_batch - view.waiting if mostly_full else 1.0 - (1.0 - LAST_SLOT_COMPANY) * excess
+        gap_s = company / view.rate if view.rate > 0.0 else inf
+        # After this the company is not expected within the hold any more.
+        hopeful_until = hold_ends - gap_s
+        if hopeful_until > now:
+            return WaitUntil(hopeful_until)
+        over = hold_ends <= now or (gap_s < hold_s and not mostly_full)
+        return Send(view.waiting, "idle" if over else "expected-none")
 
     def sent(self, size: int, max_batch: int) -> None:
-        pass
+        """Stretch or relax the pace; full batches say nothing about it, since they did not wait for it."""
+        if size < max_batch:
+            stretched = self.stretch * (1.0 + STRETCH_GAIN * (self._busy - self.busy_share))
+            self.stretch = min(STRETCH_MAX, max(1.0, stretched))
+
+
+class Pid:
+    """Holds the fill ratio of the batches at `fill_target`, as far as `max_wait_s` allows."""
+
+    __slots__ = ("_error", "_integral", "_target", "fill_target", "hold_share")
+
+    def __init__(self, fill_target: float) -> None:
+        self.fill_target = fill_target
+        # The output: share of max_wait_s that the oldest is held. Starts like `fixed`, which wastes no slots.
+        self.hold_share = 1.0
+        self._integral = 1.0
+        self._error = 0.0
+        self._target = fill_target
+
+    def plan(self, view: View, now: float) -> Plan:
+        """Hold for the controller's share of `max_wait_s`."""
+        self._target = self.fill_target if view.free > 1 else 1.0
+        decided = decided_by_rule(view, now)
+        if decided is not None:
+            return decided
+        hold_ends = view.oldest + self.hold_share * view.max_wait_s
+        return WaitUntil(hold_ends) if hold_ends > now else Send(view.waiting, "idle")
+
+    def sent(self, size: int, max_batch: int) -> None:
+        """Take one step of the controller."""
+        error = self._target - size / max_batch
+        self._integral = min(1.0, max(0.0, self._integral + INTEGRAL * error))
+        output = self._integral + PROPORTIONAL * error + DERIVATIVE * (error - self._error)
+        self._error = error
+        self.hold_share = min(1.0, max(0.0, output))
+
+
+def make_policy(name: PolicyName, *, busy_share: float, fill_target: float) -> Policy:
+    """Make the policy that the settings name."""
+    if name == "fixed":
+        return Fixed()
+    if name == "adaptive":
+        return Adaptive(busy_share)
+    return Pid(fill_target)

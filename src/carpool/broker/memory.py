@@ -46,7 +46,8 @@ class MemoryBroker:
         self._idle: dict[tuple[str, bytes], Lane] = {}
         self._rings: dict[str, Callable[[], None]] = {}
         self._deadlines = Deadlines()
-        # For metrics: outcomes by code, and how long requests waited for a slot.
+        # For metrics: arrivals by model, outcomes by code, and how long requests waited for a slot.
+        self.arrivals: dict[str, int] = {}
         self.outcomes: dict[str, int] = {}
         self.waited = Histogram(SECONDS_BOUNDS)
 
@@ -56,12 +57,17 @@ class MemoryBroker:
     @property
     def depth(self) -> int:
         """Requests that wait for a slot."""
-        return sum(lane.waiting for lanes in self._active.values() for lane in lanes.values())
+        return sum(map(self.depth_of, self._active))
+
+    def depth_of(self, model: str) -> int:
+        """Requests of one model that wait for a slot."""
+        return sum(lane.waiting for lane in self._active[model].values())
 
     def when_work_arrives(self, model: str, ring: Callable[[], None]) -> None:
         """Have `ring` called when requests of `model` arrive. Models are known before the first request."""
         self._rings[model] = ring
         self._active.setdefault(model, {})
+        self.arrivals.setdefault(model, 0)
 
     def submit(self, request: Request) -> CarpoolError | None:
         """Queue the request, or say why not."""
@@ -80,15 +86,20 @@ class MemoryBroker:
                 "too many different `parameters` are waiting; use fewer distinct ones or try again soon",
                 retry_after_s=1,
             )
+        self.hold(request)
+        return None
+
+    def hold(self, request: Request) -> None:
+        """Count the request in without asking: it was accepted before this process began."""
         self.held += 1
         self.held_bytes += request.size
-        return None
 
     def enqueue(self, request: Request) -> None:
         """Let a reserved request wait in its lane."""
         model = request.model
         lane = self._active[model].get(request.parameters) or self._activate(model, request.parameters)
         lane.append(request)
+        self.arrivals[model] += 1
         if request.is_task:
             self._deadlines.add_unordered(request, request.deadline)
         else:
@@ -97,20 +108,19 @@ class MemoryBroker:
 
     def settle(self, request: Request, outcome: Outcome) -> bool:
         """Give a request its one outcome; false if it has one already."""
-        phase = request.phase
-        if phase == DONE:
+        if request.phase == DONE:
             return False
-        if phase == QUEUED:
-            lane = self._active[request.model][request.parameters]
-            lane.forget()
-            if not lane.waiting:
-                self._retire(lane)
-        self.held -= 1
-        self.held_bytes -= request.size
+        self._leave_queue(request)
         request.settle(outcome, self._clock())
         code = request.result_code
         self.outcomes[code] = self.outcomes.get(code, 0) + 1  # bounded: codes come from the error tree
         return True
+
+    def withdraw(self, request: Request) -> None:
+        """Take a waiting request out without an outcome: it stays with whoever keeps it for later."""
+        if request.phase <= QUEUED:
+            self._leave_queue(request)
+            request.phase = DONE
 
     def cancel(self, request: Request) -> None:
         """The client left: never send it if it has not been sent yet, discard its result otherwise."""
@@ -146,9 +156,17 @@ class MemoryBroker:
 
     def waiting_requests(self) -> list[Request]:
         """Everything that waits for a slot."""
-        return [
-            request for lanes in self._active.values() for lane in lanes.values() for request in lane.requests()
-        ]
+        return [request for lanes in self._active.values() for lane in lanes.values() for request in lane.requests()]
+
+    def _leave_queue(self, request: Request) -> None:
+        """Give back what the request counts for."""
+        self.held -= 1
+        self.held_bytes -= request.size
+        if request.phase == QUEUED:
+            lane = self._active[request.model][request.parameters]
+            lane.forget()
+            if not lane.waiting:
+                self._retire(lane)
 
     def _activate(self, model: str, parameters: bytes) -> Lane:
         """The lane for a first request: the one that was emptied, with its history, or a new one."""

@@ -1,5 +1,6 @@
 """`carpool bench`: open-loop load with a verifier."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
@@ -24,8 +25,12 @@ def bench(
     ] = "poisson",
     seed: Annotated[int, typer.Option(help="The same seed gives the same Poisson arrivals.")] = 0,
     connections: Annotated[
-        int, typer.Option(help="Connections to keep open; each carries one request at a time.")
-    ] = 1000,
+        int | None,
+        typer.Option(
+            help="Connections to keep open; each carries one request at a time. By default half the highest "
+            "rate, 100 to 10000: enough for answers within half a second."
+        ),
+    ] = None,
     payload_bytes: Annotated[int, typer.Option(help="Size of each input's JSON value.")] = 2000,
     mode: Annotated[
         Literal["sync", "task"],
@@ -50,6 +55,7 @@ def bench(
     from carpool.tools.bench.run import (
         BadOption,
         BenchOptions,
+        default_connections,
         drive,
         raise_file_limit,
         resolve,
@@ -59,10 +65,11 @@ def bench(
 
     console = Console()
     try:
+        segments = segments_from(rate, duration, schedule)
         options = BenchOptions(
             url=url,
-            segments=segments_from(rate, duration, schedule),
-            connections=connections,
+            segments=segments,
+            connections=default_connections(segments) if connections is None else connections,
             payload_bytes=payload_bytes,
             mode=mode,
             arrivals=arrivals,
@@ -72,14 +79,12 @@ def bench(
             expect=expect,
         )
         target = resolve(url)
-        raise_file_limit(connections)
-        if json is not None:
-            # Before the run: minutes of load for a report that cannot be written would be a pity.
-            json.write_bytes(b"")
+        raise_file_limit(options.connections)
     except BadOption as fault:
         _leave(str(fault), EXIT_BAD_OPTION)
-    except OSError as fault:
-        _leave(f"--json {json}: {fault.strerror}", EXIT_BAD_OPTION)
+    # Before the run: minutes of load for a report that cannot be written would be a pity.
+    if json is not None and (json.is_dir() or not os.access(json.parent, os.W_OK)):
+        _leave(f"--json {json} cannot be written", EXIT_BAD_OPTION)
 
     def say(line: str) -> None:
         typer.echo(line, err=True)

@@ -210,6 +210,14 @@ class UpstreamProtocolFault(UpstreamError):
     title = "The inference API gave an answer that cannot be used"
 
 
+class UpstreamRefused(UpstreamError):
+    """The upstream refused the whole batch in a way that another attempt would only repeat."""
+
+    code = "upstream-refused"
+    retryable = False
+    title = "The inference API refused the batch"
+
+
 class DeadlineExceeded(UpstreamError):
     """No result in time."""
 

@@ -3,9 +3,12 @@
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+import msgspec
+
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Outcome
 from carpool.core.request import Request
+from carpool.core.task import StoredTask
 
 
 class LaneQueue(Protocol):
@@ -78,4 +81,49 @@ class Dispatcher(Protocol):
 
     def dispatch(self, batch: list[Request], ring: Callable[[float], None]) -> None:
         """Take a free slot (there is one), make the call in the background; `ring(seconds)` when it has ended."""
+        ...
+
+
+class TaskBoard(Protocol):
+    """Accepts tasks and tells what became of them."""
+
+    def submit(self, request: Request, owner: str, accepted: Callable[[CarpoolError | None], None]) -> None:
+        """Accept a task: `accepted(None)` once it is safe, or `accepted(error)`."""
+        ...
+
+    def look(
+        self, task_id: str, wait_s: float, forget: bool, answer: Callable[[StoredTask | CarpoolError], None]
+    ) -> object:
+        """Answer with the task's state, now or when it has an outcome within `wait_s`; returns a ticket for `leave`."""
+        ...
+
+    def leave(self, ticket: Any) -> None:
+        """Whoever called `look` does not wait any more."""
+        ...
+
+    def delete(self, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
+        """Cancel, discard or forget a task."""
+        ...
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """Whom a request counts for. The tier comes from the credential, never from the client's word."""
+
+    owner: str
+    tier: int
+
+
+class Admission(Protocol):
+    """Who comes in. Nothing past it is refused for load."""
+
+    def identify(self, headers: dict[bytes, bytes]) -> Caller:
+        """The caller behind a request's headers."""
+        ...
+
+    def admit(self, request: Request) -> CarpoolError | None:
+        """Let a synchronous request in, or say why not."""
+        ...
+
+    def admit_task(self, request: Request, caller: Caller, accepted: Callable[[CarpoolError | None], None]) -> None:
+        """Let a task in: `accepted(None)` once it is safe, or `accepted(error)`."""
         ...

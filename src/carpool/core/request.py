@@ -57,6 +57,8 @@ class Request(msgspec.Struct, eq=False):
     phase: int = ADMITTED
     # When it was taken into a batch; 0.0 before.
     taken: float = 0.0
+    # How often it was sent to an upstream.
+    sends: int = 0
     # The end, for /internal/requests/{id}: 0.0 and "" before; "ok" or the error's code after.
     ended: float = 0.0
     result_code: str = ""

@@ -1,7 +1,7 @@
 """Logs on the standard `logging`: short lines for a person, or one JSON object a line for a machine.
 
-Fields go under one name, `log.info("text", extra={"fields": {"endpoint": url}})`, so that none can clash with an
-attribute of the record. A log call never raises into its caller: what cannot be formatted or written is dropped.
+Fields go under one name, `log.info("text", extra={"fields": {"endpoint": url}})`, so that none can clash with
+an attribute of the record. A log call never raises into its caller: what cannot be written is dropped.
 Bytes are shown as their count and text is cut, so that no payload slips through.
 """
 
@@ -111,7 +111,8 @@ def _message(record: logging.LogRecord) -> str:
     try:
         text = record.getMessage()
     except Exception as error:
-        text = f"{record.msg} (arguments left out: {type(error).__name__})"
+        template = record.msg if isinstance(record.msg, str) else f"<{type(record.msg).__name__}>"
+        text = f"{template} (arguments left out: {type(error).__name__})"
     return _cut(text, MESSAGE_CHARS_MAX)
 
 
@@ -135,8 +136,10 @@ def _exception(record: logging.LogRecord) -> str:
 
 def _plain(value: Any, depth: int) -> Any:
     """The value as JSON can hold it, bounded in length, count and depth."""
-    if value is None or isinstance(value, bool | int):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, int):
+        return value if value.bit_length() <= 64 else f"<integer of {value.bit_length()} bits>"
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, str):

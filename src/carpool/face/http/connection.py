@@ -17,7 +17,7 @@ Rules, each with a test:
 import asyncio
 import logging
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import httptools
 
@@ -96,8 +96,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the place of one connection, or be refused for want of places."""
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's are of no asyncio class
         if not self.server.add(self):
             self.refuse(QueueFull("too many connections are open; try again soon", retry_after_s=1))
 
@@ -228,9 +227,7 @@ class Connection(asyncio.Protocol):
         self.body_parts.append(part)
         self.server.receiving_bytes += len(part)
         if self.server.receiving_bytes > self.limits.receiving_bytes_max:
-            raise RefusedError(
-                QueueFull("too many large bodies are being received; try again soon", retry_after_s=1)
-            )
+            raise RefusedError(QueueFull("too many large bodies are being received; try again soon", retry_after_s=1))
 
     def on_message_complete(self) -> None:
         """A whole request: hand it to the routes, or keep it until there is room (rule 2)."""
@@ -270,9 +267,7 @@ class Connection(asyncio.Protocol):
             self.refuse(Malformed("CONNECT is not supported; this is not a proxy"))
             return
         lines = [b"%b %b HTTP/1.1" % (self.parser.get_method(), self.target)]
-        lines += [
-            b"%b: %b" % pair for pair in self.headers.items() if pair[0] not in (b"upgrade", b"connection")
-        ]
+        lines += [b"%b: %b" % pair for pair in self.headers.items() if pair[0] not in (b"upgrade", b"connection")]
         self.parser = httptools.HttpRequestParser(self)
         self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 

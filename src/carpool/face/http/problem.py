@@ -1,27 +1,11 @@
 """Errors as `application/problem+json` (RFC 9457)."""
 
-import msgspec
-
 from carpool.core.errors import CarpoolError
+from carpool.core.problem import problem_json
 from carpool.face.http.exchange import Exchange
+from carpool.face.http.ids import echo_line, request_id
 
 PROBLEM = b"application/problem+json"
-TYPE_PREFIX = "urn:carpool:error:"
-
-_encode = msgspec.json.Encoder().encode
-
-
-def problem_json(error: CarpoolError, request_id: str | None = None) -> bytes:
-    """The problem object of one error."""
-    problem: dict[str, str | int] = {
-        "type": TYPE_PREFIX + error.code,
-        "title": error.title,
-        "status": error.status,
-        "detail": error.detail,
-    }
-    if request_id:
-        problem["request_id"] = request_id
-    return _encode(problem)
 
 
 def problem_headers(error: CarpoolError) -> bytes:
@@ -36,8 +20,8 @@ def problem_headers(error: CarpoolError) -> bytes:
     return lines
 
 
-def respond_problem(
-    exchange: Exchange, error: CarpoolError, request_id: str | None = None, headers: bytes = b""
-) -> None:
-    """Answer an exchange with an error; `headers` are extra header lines."""
-    exchange.respond(error.status, problem_json(error, request_id), PROBLEM, headers + problem_headers(error))
+def respond_problem(exchange: Exchange, error: CarpoolError, known_id: str | None = None) -> None:
+    """Answer an exchange with an error; one that never became a Request gets an id all the same."""
+    headers = exchange.headers
+    body = problem_json(error, known_id or request_id(headers))
+    exchange.respond(error.status, body, PROBLEM, echo_line(headers) + problem_headers(error))

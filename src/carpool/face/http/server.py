@@ -36,9 +36,7 @@ class HttpLimits(msgspec.Struct, frozen=True):
 class HttpServer:
     """Serves one handler on one address. `handler` must answer every exchange, now or later."""
 
-    def __init__(
-        self, handler: Callable[[Exchange], None], limits: HttpLimits, clock: Clock = monotonic
-    ) -> None:
+    def __init__(self, handler: Callable[[Exchange], None], limits: HttpLimits, clock: Clock = monotonic) -> None:
         self.handler = handler
         self.limits = limits
         self.clock = clock

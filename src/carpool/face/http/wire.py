@@ -135,5 +135,3 @@ def predict_json(request: Request, output: Output) -> bytes:
         output.value,
         (request.ended - request.arrived) * 1000.0,
     )
-
-

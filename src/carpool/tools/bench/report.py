@@ -98,9 +98,7 @@ def print_report(report: Report, console: Console) -> None:
     table.add_row("generator", f"{report.generator_busy:.0%} of a core")
     console.print(table)
     if report.generator_busy > BUSY_SHARE_MAX:
-        console.print(
-            "[yellow]The generator used its whole core: the latencies are partly its own. Lower the rate.[/yellow]"
-        )
+        console.print("The generator used its whole core: part of the latency is its own.", style="yellow")
 
 
 def _alarming(count: int) -> str:

@@ -7,6 +7,7 @@ import resource
 import secrets
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from random import Random
 from typing import Literal
@@ -15,7 +16,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from carpool.core.clock import monotonic
-from carpool.tools.bench.client import LoadGenerator, Target
+from carpool.tools.bench.connection import Target
+from carpool.tools.bench.generator import LoadGenerator
 from carpool.tools.bench.payload import PAYLOAD_BYTES_MIN, RUN_ID_DIGITS, Expect, Payload
 from carpool.tools.bench.report import ProgressDisplay
 from carpool.tools.bench.schedule import (
@@ -36,6 +38,8 @@ Arrivals = Literal["poisson", "uniform"]
 
 # Descriptors that are not connections: standard streams, the loop's own, libraries, room for reconnects.
 SPARE_FILES = 64
+# Bounds of the number of connections when the command line does not say it.
+COMMON_LATENCY_S_MAX, CONNECTIONS_MIN, CONNECTIONS_MAX = 0.5, 100, 10_000
 
 
 class BadOption(ValueError):
@@ -47,7 +51,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     segments: list[Segment]
-    connections: int = 1000
+    connections: int
     payload_bytes: int = 2000
     mode: Mode = "sync"
     arrivals: Arrivals = "poisson"
@@ -68,9 +72,8 @@ def segments_from(rate: float, duration: str, schedule: str | None) -> list[Segm
     try:
         return parse_schedule(schedule if schedule is not None else f"{rate}:{duration}")
     except BadSchedule as fault:
-        raise BadOption(
-            f"{'--schedule' if schedule is not None else '--rate and --duration'}: {fault}"
-        ) from None
+        named = "--rate and --duration" if schedule is None else "--schedule"
+        raise BadOption(f"{named}: {fault}") from None
 
 
 def timeout_from(text: str) -> float:
@@ -103,22 +106,31 @@ def raise_file_limit(connections: int) -> None:
     """Let this process have as many open files as the connections need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = connections + SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        if hard != resource.RLIM_INFINITY and hard < needed:
-            raise BadOption(
-                f"--connections {connections} needs {needed} open files, the hard limit is {hard}"
-            )
+    if needed > _files(hard):
+        raise BadOption(f"--connections {connections} needs {needed} open files, the limit is {hard}")
+    if needed > _files(soft):
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def default_connections(segments: list[Segment]) -> int:
+    """Enough for answers that take half a second at the highest rate, within the file limit."""
+    peak = max(max(segment.rate_from, segment.rate_to) for segment in segments)
+    wanted = min(max(int(peak * COMMON_LATENCY_S_MAX), CONNECTIONS_MIN), CONNECTIONS_MAX)
+    return max(1, min(wanted, _files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]) - SPARE_FILES))
+
+
+def _files(limit: int) -> int:
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 async def drive(
     options: BenchOptions, target: Target, *, live: bool = False, say: Callable[[str], None] | None = None
 ) -> tuple[Report, bool]:
-    """Send the load; returns the report and whether it was interrupted. Raises ConnectionError if nobody is there.
+    """Send the load; returns the report and whether it was interrupted. ConnectionError: nobody is there.
 
     Progress goes to a live display with `live`, else line by line to `say`; with no `say` there is none.
     """
-    gaps = even_gaps() if options.arrivals == "uniform" else poisson_gaps(Random(options.seed).random)  # noqa: S311
+    gaps = even_gaps() if options.arrivals == "uniform" else poisson_gaps(Random(options.seed).random)
     generator = LoadGenerator(
         target=target,
         payload=Payload(

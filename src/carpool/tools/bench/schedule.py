@@ -1,8 +1,8 @@
 """When requests are due: a rate over time, turned into arrival times. Pure; randomness is an argument.
 
-A schedule is a list of segments whose rate changes linearly. Arrivals are made on a scale where one arrival is
-expected per unit (so the gaps do not depend on the rate) and mapped back to seconds through the integral of the
-rate. Poisson and even arrivals, constant rates and ramps then need only this one mapping.
+A schedule is a list of segments whose rate changes linearly. Arrivals are made on a scale where one arrival
+is expected per unit (so the gaps do not depend on the rate) and mapped back to seconds through the integral
+of the rate. Poisson and even arrivals, constant rates and ramps then need only this one mapping.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +17,9 @@ DURATION_UNITS_S = (("ms", 0.001), ("s", 1.0), ("m", 60.0), ("h", 3600.0))
 
 SCHEDULE_HELP = (
     "Rates over time, comma-separated parts run one after the other: RATE:TIME holds a rate, "
-    "ramp:FROM-TO:TIME changes it evenly, spike:BASE-PEAK:TIME is BASE for 40 % of TIME, PEAK for 20 %, BASE again. "
-    "TIME is 500ms, 10s, 2m or 1h. Examples: 1000:10s,5000:10s · ramp:100-5000:30s · spike:1000-8000:20s"
+    "ramp:FROM-TO:TIME changes it evenly, spike:BASE-PEAK:TIME is BASE for 40 % of TIME, PEAK for 20 %, "
+    "BASE again. TIME is 500ms, 10s, 2m or 1h. "
+    "Examples: 1000:10s,5000:10s · ramp:100-5000:30s · spike:1000-8000:20s"
 )
 
 

@@ -1,6 +1,8 @@
 """What became of the requests: counts and latencies, kept in constant memory however long the run."""
 
+from bisect import bisect_left
 from collections import Counter
+from itertools import accumulate
 from math import ceil, exp, log
 
 import msgspec
@@ -8,7 +10,9 @@ import msgspec
 # Buckets grow by 1 %, and a bucket answers with its middle: half a percent of error at most.
 _BUCKETS_PER_E = 1 / log(1.01)
 _SMALLEST_MS = 0.001
-_BUCKETS = ceil(log(86_400_000 / _SMALLEST_MS) * _BUCKETS_PER_E) + 2
+# The first bucket is everything up to a microsecond, zero included; what is just above goes to the second.
+_OFFSET = 1 - log(_SMALLEST_MS) * _BUCKETS_PER_E
+_BUCKETS = ceil(log(86_400_000) * _BUCKETS_PER_E + _OFFSET)
 
 
 class LogHistogram:
@@ -17,8 +21,7 @@ class LogHistogram:
     __slots__ = ("count", "counts", "largest")
 
     def __init__(self) -> None:
-        # The first bucket is everything below a microsecond, zero included.
-        self.counts = [0] * (_BUCKETS + 1)
+        self.counts = [0] * _BUCKETS
         self.count = 0
         self.largest = 0.0
 
@@ -27,10 +30,10 @@ class LogHistogram:
         self.count += 1
         if value_ms > self.largest:
             self.largest = value_ms
-        if value_ms < _SMALLEST_MS:
-            self.counts[0] += 1
-        else:
-            self.counts[min(int(log(value_ms / _SMALLEST_MS) * _BUCKETS_PER_E) + 1, _BUCKETS)] += 1
+        try:
+            self.counts[int(log(value_ms) * _BUCKETS_PER_E + _OFFSET) if value_ms > _SMALLEST_MS else 0] += 1
+        except (IndexError, OverflowError):  # over a day
+            self.counts[-1] += 1
 
     def percentile(self, share: float) -> float | None:
         """The value that `share` of the values do not exceed; None when there are none."""
@@ -39,14 +42,10 @@ class LogHistogram:
         rank = max(1, ceil(share * self.count))
         if rank == self.count:
             return self.largest
-        running = 0
-        for bucket, count in enumerate(self.counts):
-            running += count
-            if running >= rank:
-                break
+        bucket = bisect_left(list(accumulate(self.counts)), rank)
         if bucket == 0:
             return 0.0
-        return min(_SMALLEST_MS * exp((bucket - 0.5) / _BUCKETS_PER_E), self.largest)
+        return min(exp((bucket + 0.5 - _OFFSET) / _BUCKETS_PER_E), self.largest)
 
 
 class Quantiles(msgspec.Struct, frozen=True):

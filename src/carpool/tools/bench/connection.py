@@ -1,39 +1,17 @@
-"""The connections and the pace of a run.
-
-Rules:
-1. Open loop: a request is due when the schedule says so, whatever became of those before it. Its latency counts
-   from then. If no connection is free it waits in `LoadGenerator.waiting`, and that wait counts.
-2. A connection carries one request at a time. It is one transport's life: when lost it is replaced by a new object,
-   so that a late event of an old transport can never touch a newer request.
-3. Every request that came due ends exactly once, in `Tally.right`, `mismatched` or `failed`.
-4. A server may close a reused connection just as a request leaves. That request, if nothing of an answer came,
-   moves to a fresh connection; lost again there, it has failed (a fresh connection is not a reused one).
-5. Nothing is made per request but its bytes: no task, no future, no timer. One timer paces, one sweep finds those
-   out of time.
-"""
+"""One connection: sends a request, reads the answer, judges it. The rules are in `generator`."""
 
 import asyncio
-from collections import deque
-from collections.abc import Iterator
-from itertools import count
-from math import inf
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
 from carpool.core.clock import monotonic
-from carpool.tools.bench.payload import Payload
+from carpool.tools.bench.payload import NOT_TOLD, Journey
 from carpool.tools.bench.response import HEAD_BYTES_MAX, HEAD_END, BadResponse, read_head
-from carpool.tools.bench.tally import Tally
 
-# uvloop's timers have steps of 1 ms: a shorter tick would only spin.
-TICK_S = 0.001
-# The longest the pacing timer sleeps, so that a schedule with pauses still sees an early stop.
-TICK_S_MAX = 0.05
-SWEEP_S_MAX = 0.25
-# So many handshakes at once stay below the listen backlog of common servers.
-OPENING_MAX = 100
-REOPEN_DELAY_S = 0.1
+if TYPE_CHECKING:
+    from carpool.tools.bench.generator import LoadGenerator
+
 # After an answer of PENDING; a server that does not wait on a long poll must not be polled in a hot loop.
 REPOLL_DELAY_S = 0.02
 WAIT_MS_MAX = 10_000
@@ -132,7 +110,7 @@ class Connection(asyncio.Protocol):
                 self.partial = bytearray(data)
             return
         try:
-            status, length, stays = read_head(data, head_end)
+            status, length, stays = read_head(data[:head_end])
         except BadResponse as fault:
             self.fail(fault.kind)
             return
@@ -161,7 +139,7 @@ class Connection(asyncio.Protocol):
             self.settle(self.payload.verify(data, start, self.number))
         self.next_request(stays)
 
-    def settle(self, journey: tuple[float, int] | None) -> None:
+    def settle(self, journey: Journey | None) -> None:
         """Count the answer that came just now."""
         now = monotonic()
         latency_s = now - self.intended  # type: ignore[operator]  # an answer is only read while one is due
@@ -254,177 +232,19 @@ class TaskConnection(Connection):
         """Ask for the result of `number`, unless that has ended meanwhile."""
         if self.intended is None or self.number != number or self.transport is None:
             return
-        if stays:
-            self.transport.write(self.outgoing)
-        else:
+        if not stays:
             # Once lost, the question moves to a fresh connection like any other request.
             self.transport.close()
+        elif not self.transport.is_closing():
+            self.transport.write(self.outgoing)
 
     def on_result(self, result: _Result, stays: bool) -> None:
         """Judge a result, or ask again while there is none."""
         if result.status == "PENDING":
-            loop = self.generator.loop
-            if stays:
-                loop.call_later(REPOLL_DELAY_S, self.poll, self.number, True)
-            else:
-                self.poll(self.number, stays=False)
+            self.generator.loop.call_later(REPOLL_DELAY_S, self.poll, self.number, stays)
             return
         if result.status != "SUCCESS":
             self.tally.failed("task-failed")
         else:
-            self.settle((-1.0, 0) if self.payload.is_expected(result.output, self.number) else None)
+            self.settle(NOT_TOLD if self.payload.is_expected(result.output, self.number) else None)
         self.next_request(stays)
-
-
-class LoadGenerator:
-    """Sends each request when it is due, over connections that it keeps open."""
-
-    def __init__(
-        self,
-        *,
-        target: Target,
-        payload: Payload,
-        arrivals: Iterator[float],
-        connections: int,
-        timeout_s: float,
-        tasks: bool,
-    ) -> None:
-        self.target = target
-        self.payload = payload
-        self.timeout_s = timeout_s
-        self.tally = Tally()
-        self.loop = asyncio.get_running_loop()
-        self.connections: set[Connection] = set()
-        # First in, first out, so that every connection gets its turn; may hold lost ones, which are skipped.
-        self.idle: deque[Connection] = deque()
-        # Due times of requests that found no free connection; at most rate * timeout of them.
-        self.waiting: deque[float] = deque()
-        # None before the first and after the last request is due.
-        self.sending_since: float | None = None
-        self.sending_s = 0.0
-        self._protocol = TaskConnection if tasks else Connection
-        self._arrivals = arrivals
-        self._connection_count = connections
-        self._numbers = count(1)
-        self._due = inf
-        self._opening: set[asyncio.Task[None]] = set()
-        self._opening_limit = asyncio.Semaphore(OPENING_MAX)
-        self._last_fault = ""
-        self._stopped = asyncio.Event()
-        self._closing = False
-
-    async def open(self) -> None:
-        """Open every connection; raises ConnectionError if none could be."""
-        for _ in range(self._connection_count):
-            self._open_later(None, 0.0)
-        # A second round would be due after the delay: the first alone decides.
-        await asyncio.wait(set(self._opening))
-        if not self.connections:
-            raise ConnectionError(self._last_fault or "every connection was closed at once")
-
-    async def run(self) -> None:
-        """Send until the arrivals end, then until every request has ended; `stop` ends it sooner."""
-        start = self.sending_since = monotonic()
-        self._arrivals = (start + offset_s for offset_s in self._arrivals)
-        self._due = next(self._arrivals, inf)
-        self._tick()
-        self._sweep()
-        await self._stopped.wait()
-
-    def stop(self) -> None:
-        """Send nothing more and wait for nothing more."""
-        self._end_sending()
-        self._stopped.set()
-
-    async def close(self) -> None:
-        """Close every connection and wait until they are gone."""
-        self._closing = True
-        for task in self._opening:
-            task.cancel()
-        await asyncio.gather(*self._opening, return_exceptions=True)
-        for connection in self.connections:
-            connection.drop()
-        while self.connections:
-            await asyncio.sleep(0.001)
-
-    def release(self, connection: Connection) -> None:
-        """Give a free connection the request that waits longest, or let it rest."""
-        if self.waiting:
-            connection.begin(self.waiting.popleft(), b"%08x" % next(self._numbers))
-        else:
-            self.idle.append(connection)
-
-    def lost(self, connection: Connection, held: Held | None) -> None:
-        """Replace a lost connection."""
-        self.connections.discard(connection)
-        self._open_later(held, 0.0)
-
-    def _tick(self) -> None:
-        if self._stopped.is_set():
-            return
-        now = monotonic()
-        due, idle = self._due, self.idle
-        sent = 0
-        while due <= now:
-            sent += 1
-            while idle:
-                connection = idle.popleft()
-                transport = connection.transport
-                if transport is not None and not transport.is_closing():
-                    connection.begin(due, b"%08x" % next(self._numbers))
-                    break
-            else:
-                self.waiting.append(due)
-            due = next(self._arrivals, inf)
-        self._due = due
-        self.tally.sent += sent
-        if due == inf:
-            self._end_sending()
-        else:
-            self.loop.call_later(min(max(due - now, TICK_S), TICK_S_MAX), self._tick)
-
-    def _end_sending(self) -> None:
-        if self.sending_since is not None:
-            self.sending_s = monotonic() - self.sending_since
-            self.sending_since = None
-
-    def _sweep(self) -> None:
-        if self._stopped.is_set():
-            return
-        oldest_allowed = monotonic() - self.timeout_s
-        waiting = self.waiting
-        while waiting and waiting[0] < oldest_allowed:
-            waiting.popleft()
-            self.tally.failed("timeout-unsent")
-        for connection in self.connections:
-            if connection.intended is not None and connection.intended < oldest_allowed:
-                connection.fail("timeout")
-        if self.sending_since is None and not self.tally.in_flight:
-            self._stopped.set()
-            return
-        self.loop.call_later(min(SWEEP_S_MAX, self.timeout_s / 4), self._sweep)
-
-    def _open_later(self, held: Held | None, delay_s: float) -> None:
-        if self._closing:
-            return
-        task = self.loop.create_task(self._open(held, delay_s))
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
-
-    async def _open(self, held: Held | None, delay_s: float) -> None:
-        if delay_s:
-            await asyncio.sleep(delay_s)
-        try:
-            async with self._opening_limit, asyncio.timeout(self.timeout_s):
-                await self.loop.create_connection(
-                    lambda: self._protocol(self, held), self.target.address, self.target.port
-                )
-        except OSError as fault:  # TimeoutError is one
-            self._last_fault = fault.strerror or "no answer in time"
-            # The attempt stands for one request: with a dead server they fail as they come due, not all at the end.
-            if held is not None:
-                self.tally.failed("connect")
-            elif self.waiting:
-                self.waiting.popleft()
-                self.tally.failed("connect")
-            self._open_later(None, REOPEN_DELAY_S)

@@ -1,0 +1,409 @@
+"""The composition root: the one module that knows every stage. Start and drain are read here, top to bottom."""
+
+import asyncio
+import gc
+import logging
+import os
+import resource
+import signal
+import ssl
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvloop
+
+from carpool.admission.gate import Gate
+from carpool.batching.loop import BatchLoop
+from carpool.batching.policy import make_policy
+from carpool.broker.journal import Journal
+from carpool.broker.journal_records import JournalLocked, JournalUnusable
+from carpool.broker.memory import MemoryBroker
+from carpool.broker.tasks import Tasks
+from carpool.config import expand_endpoints
+from carpool.core.clock import monotonic
+from carpool.core.request import Request
+from carpool.core.tally import Histogram
+from carpool.face.http.admin import AdminRoutes
+from carpool.face.http.gateway import FaceSettings, GatewayRoutes, ServedModel
+from carpool.face.http.openapi import admin_openapi, gateway_openapi
+from carpool.face.http.server import HttpLimits, HttpServer
+from carpool.settings import ModelSettings, Settings
+from carpool.telemetry.logs import configure_logging
+from carpool.telemetry.metrics import Exposition
+from carpool.upstream.client import HttpEndpoint, make_session
+from carpool.upstream.codecs import make_codec
+from carpool.upstream.dispatch import UpstreamDispatcher
+from carpool.upstream.endpoint import Endpoint
+from carpool.upstream.pool import Pool
+from carpool.upstream.simulated import SimulatedEndpoint, parse_sim_url
+
+logger = logging.getLogger("carpool")
+
+# How often deadlines are looked at, and how often rates are worked out.
+EXPIRY_TICK_S = 0.01
+RATE_TICK_S = 1.0
+# Weight of the last second in the rates that are shown.
+RATE_WEIGHT = 0.5
+# Files that are not client connections: upstream connections, the journal, logs.
+FILES_RESERVED = 256
+
+OnReady = Callable[[int, int], None]
+
+
+class ModelService:
+    """One model: its endpoints, its codec, and the loop that sends its batches."""
+
+    def __init__(
+        self, name: str, own: ModelSettings, settings: Settings, session: aiohttp.ClientSession, broker: MemoryBroker
+    ) -> None:
+        upstream = settings.upstream
+        self.name = name
+        self.body_bytes_max = own.body_bytes_max or settings.gateway.body_bytes_max
+        self.codec = make_codec(
+            own.protocol or upstream.protocol,
+            inputs_field=upstream.inputs_field,
+            outputs_field=upstream.outputs_field,
+            parameters_field=upstream.parameters_field,
+        )
+        urls = expand_endpoints(own.endpoints if own.endpoints is not None else upstream.endpoints)
+        self.pool = Pool([make_endpoint(url, own.slots or upstream.slots, settings, session) for url in urls])
+        self.dispatcher = UpstreamDispatcher(
+            self.pool,
+            self.codec,
+            broker.settle,
+            timeout_s=own.timeout_s or upstream.timeout_s,
+            attempts=upstream.attempts,
+            backoff_s=upstream.backoff_ms / 1000,
+        )
+        batching = settings.batching
+        self.loop = BatchLoop(
+            name,
+            broker,
+            self.pool,
+            self.dispatcher,
+            make_policy(batching.policy, busy_share=batching.busy_share, fill_target=batching.fill_target),
+            max_batch=own.max_batch or batching.max_batch,
+            max_wait_s=batching.max_wait_ms / 1000,
+        )
+        self._broker = broker
+        # Kept by `measure`, once a second.
+        self.rate = 0.0
+        self.utilization = 0.0
+        self._arrivals_then = 0
+        self._busy_s_then = 0.0
+
+    def measure(self, seconds: float) -> None:
+        """Work out the rates of the last `seconds`."""
+        arrivals, busy_s = self._broker.arrivals[self.name], self.pool.busy_seconds()
+        self.rate += RATE_WEIGHT * ((arrivals - self._arrivals_then) / seconds - self.rate)
+        used = (busy_s - self._busy_s_then) / (seconds * self.pool.total())
+        self.utilization += RATE_WEIGHT * (min(used, 1.0) - self.utilization)
+        self._arrivals_then, self._busy_s_then = arrivals, busy_s
+
+    # telemetry.metrics.ModelView
+
+    def batch_sizes(self) -> Histogram:
+        """Requests in each batch."""
+        return self.loop.batch_sizes
+
+    def call_seconds(self) -> Histogram:
+        """Seconds of each answered upstream call."""
+        return self.dispatcher.call_seconds
+
+    def batches(self) -> Mapping[str, int]:
+        """Batches by dispatch reason."""
+        return self.loop.batches
+
+    def calls(self) -> Mapping[str, int]:
+        """Upstream calls by result."""
+        return self.dispatcher.calls
+
+    def slots(self) -> Mapping[str, int]:
+        """Slots by state."""
+        return {"busy": self.pool.total() - self.pool.free(), "free": self.pool.free()}
+
+    def queue_depth(self) -> int:
+        """Requests that wait for a slot."""
+        return self._broker.depth_of(self.name)
+
+    def arrival_rate(self) -> float:
+        """Requests a second, lately."""
+        return self.rate
+
+
+class Gateway:
+    """Everything in one process: face, admission, embedded broker, batching, upstream."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.draining = False
+        self.port = 0
+        self.admin_port = 0
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._checks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Plug the stages together, from the back to the front, and listen."""
+        settings = self.settings
+        gateway = settings.gateway
+        loop = asyncio.get_running_loop()
+        self.session = make_session()
+        self.journal = Journal.open(
+            Path(settings.tasks.data_dir) / "journal.db" if settings.tasks.journal else None,
+            loop,
+            result_ttl_s=settings.tasks.result_ttl_s,
+            dead_letter_ttl_s=settings.tasks.dead_letter_ttl_s,
+            stored_bytes_max=settings.tasks.stored_bytes_max,
+        )
+        self.broker = MemoryBroker(
+            waiting_max=settings.broker.waiting_max,
+            bytes_max=settings.broker.bytes_max,
+            lanes_max=settings.broker.lanes_max,
+            tiers=len(settings.tiers),
+            strict_order=settings.broker.order == "strict",
+        )
+        named = settings.models or {settings.model: ModelSettings()}
+        self.services = [ModelService(name, own, settings, self.session, self.broker) for name, own in named.items()]
+        self.tasks = Tasks(self.broker, self.journal)
+        self.gate = Gate(self.broker, self.tasks, lowest_tier=len(settings.tiers) - 1)
+        targets = tuple(tier.target_ms / 1000 for tier in settings.tiers)
+        restored = self.tasks.restore(frozenset(named), lambda tier, now: now + targets[min(tier, len(targets) - 1)])
+        self.routes = GatewayRoutes(
+            self.gate,
+            self.broker,
+            self.tasks,
+            {s.name: ServedModel(s.name, s.body_bytes_max, s.codec.binary_input) for s in self.services},
+            face_settings(settings, targets),
+            gateway_openapi(list(named), settings.model, settings.tasks.wait_ms_max),
+        )
+        self.server = HttpServer(self.routes.router, http_limits(settings, self.services))
+        self.admin = HttpServer(
+            AdminRoutes(
+                token=gateway.admin_token,
+                health=self.health,
+                ready=self.check_ready,
+                metrics=Exposition(self),
+                find_request=self.find_request,
+                openapi=admin_openapi(),
+            ),
+            HttpLimits(body_bytes_max=1024, connections_max=256),
+        )
+        self._expire()
+        self._measure()
+        self.port = await self.server.start(gateway.host, gateway.port, tls_context(settings))
+        wanted = gateway.admin_port if gateway.admin_port is not None else (gateway.port + 1 if gateway.port else 0)
+        self.admin_port = await self.admin.start(gateway.admin_host, wanted)
+        if not settings.tasks.journal:
+            logger.warning("the journal is off: tasks are kept in memory only and do not survive this process")
+        logger.info(
+            "serving on %s:%d, admin on %s:%d",
+            gateway.host,
+            self.port,
+            gateway.admin_host,
+            self.admin_port,
+            extra={"fields": {"models": list(named), "slots": self.slots_total(), "restored_tasks": restored}},
+        )
+
+    async def drain(self) -> None:
+        """Stop taking new work, finish the old, leave. Every step may rely on those before it."""
+        settings = self.settings
+        logger.info("draining")
+        self.draining = True  # readiness turns false
+        self.server.draining = True  # every answer says `Connection: close`
+        await asyncio.sleep(settings.gateway.drain_grace_s)
+        self.server.stop_listening()
+        self.tasks.drain()  # waiting tasks stay in the journal
+        for service in self.services:
+            service.loop.drain()  # company will not come
+        patience_s = settings.gateway.receive_timeout_s + settings.broker.total_timeout_s
+        await self.server.finish(monotonic() + patience_s)  # what was received is answered
+        self.gate.closed = True
+        for service in self.services:
+            await service.dispatcher.finish(settings.upstream.timeout_s)  # running batches, of tasks, finish
+        await self.journal.close()
+        await self.close()
+        logger.info("drained")
+
+    async def close(self) -> None:
+        """Give up sockets and timers."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self.admin.stop_listening()
+        await self.admin.finish(0.0)
+        await self.session.close()
+
+    # What operators see; also telemetry.metrics.View
+
+    def slots_total(self) -> int:
+        """Slots of all models."""
+        return sum(service.pool.total() for service in self.services)
+
+    def health(self) -> dict[str, Any]:
+        """The numbers of `/internal/health`."""
+        slots = self.slots_total()
+        busy = sum(service.utilization * service.pool.total() for service in self.services)
+        return {
+            "status": "draining" if self.draining else "ok",
+            "gpu_utilization": round(busy / slots, 4),
+            "queue_depth": self.broker.depth,
+            "requests_per_second": round(sum(service.rate for service in self.services), 2),
+        }
+
+    def check_ready(self, answer: Callable[[str | None], None]) -> None:
+        """Ready when an endpoint accepts a connection and this process does not drain; else the reason why not."""
+        if self.draining:
+            answer("draining")
+            return
+        task = asyncio.get_running_loop().create_task(self._try_endpoints(answer))
+        self._checks.add(task)
+        task.add_done_callback(self._checks.discard)
+
+    def find_request(self, request_id: str) -> Request | None:
+        """A live or recent request."""
+        recent = self.routes.find_recent(request_id)
+        if recent is not None:
+            return recent
+        return next((r for r in self.broker.waiting_requests() if r.id == request_id), None)
+
+    def models(self) -> Sequence[ModelService]:
+        """Every model."""
+        return self.services
+
+    def outcomes(self) -> Mapping[str, int]:
+        """Requests that got an outcome, by code."""
+        return self.broker.outcomes
+
+    def queue_wait_seconds(self) -> Histogram:
+        """Seconds that requests waited for a slot."""
+        return self.broker.waited
+
+    def gauges(self) -> Mapping[str, tuple[str, float]]:
+        """Further values of the moment."""
+        journal = self.journal
+        return {
+            "carpool_connections": ("Open client connections.", len(self.server.connections)),
+            "carpool_held_requests": ("Requests admitted and without an outcome.", self.broker.held),
+            "carpool_held_bytes": ("Bytes of their inputs.", self.broker.held_bytes),
+            "carpool_tasks_pending": ("Tasks without an outcome.", journal.tasks_pending),
+            "carpool_results_stored": ("Results of tasks that are kept.", journal.results),
+            "carpool_dead_letters": ("Dead letters that are kept.", journal.dead_letters),
+            "carpool_journal_bytes": ("Bytes of inputs and results in the journal.", journal.stored_bytes),
+        }
+
+    async def _try_endpoints(self, answer: Callable[[str | None], None]) -> None:
+        endpoints = [endpoint for service in self.services for endpoint in service.pool.endpoints]
+        for attempt in asyncio.as_completed([endpoint.accepts_connections() for endpoint in endpoints]):
+            if await attempt:
+                answer(None)
+                return
+        answer("no endpoint accepts a connection")
+
+    def _expire(self) -> None:
+        self._timers["expire"] = asyncio.get_running_loop().call_later(EXPIRY_TICK_S, self._expire)
+        self.broker.expire(monotonic())
+
+    def _measure(self) -> None:
+        self._timers["measure"] = asyncio.get_running_loop().call_later(RATE_TICK_S, self._measure)
+        for service in self.services:
+            service.measure(RATE_TICK_S)
+
+
+def make_endpoint(url: str, slots: int, settings: Settings, session: aiohttp.ClientSession) -> Endpoint:
+    """The endpoint behind a URL."""
+    if url.startswith("sim:"):
+        return SimulatedEndpoint(url, parse_sim_url(url))
+    return HttpEndpoint(session, url, slots, settings.upstream.answer_bytes_max)
+
+
+def face_settings(settings: Settings, targets: tuple[float, ...]) -> FaceSettings:
+    """What the face must know of the configuration."""
+    broker, tasks = settings.broker, settings.tasks
+    return FaceSettings(
+        default_model=settings.model,
+        default_mode=settings.gateway.default_mode,
+        tier_target_s=targets,
+        queue_timeout_s=min(broker.queue_timeout_s, broker.total_timeout_s),
+        total_timeout_s=broker.total_timeout_s,
+        task_timeout_s=tasks.timeout_s,
+        wait_ms_max=tasks.wait_ms_max,
+        forget_after_read=tasks.forget_after_read,
+    )
+
+
+def http_limits(settings: Settings, services: Sequence[ModelService]) -> HttpLimits:
+    """What is taken from a client. The body may be as long as the most generous model allows."""
+    gateway = settings.gateway
+    return HttpLimits(
+        header_bytes_max=gateway.header_bytes_max,
+        header_count_max=gateway.header_count_max,
+        body_bytes_max=max(service.body_bytes_max for service in services),
+        receiving_bytes_max=gateway.receiving_bytes_max,
+        receive_timeout_s=gateway.receive_timeout_s,
+        idle_timeout_s=gateway.idle_timeout_s,
+        write_timeout_s=gateway.write_timeout_s,
+        pipeline_max=gateway.pipeline_max,
+        connections_max=gateway.connections_max or raise_file_limit() - FILES_RESERVED,
+    )
+
+
+def raise_file_limit() -> int:
+    """Allow this process as many open files as the system lets it; returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError):
+        return soft
+    return hard
+
+
+def tls_context(settings: Settings) -> ssl.SSLContext | None:
+    """The server's TLS, if configured."""
+    gateway = settings.gateway
+    if not gateway.tls_cert:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(gateway.tls_cert, gateway.tls_key)
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def run(settings: Settings, on_ready: OnReady | None = None) -> int:
+    """Serve until SIGTERM or SIGINT, then drain; returns the exit code."""
+    configure_logging(settings.log.level, settings.log.format)
+    try:
+        return uvloop.run(_serve(settings, on_ready))
+    except (JournalLocked, JournalUnusable, ssl.SSLError) as failure:
+        print(f"carpool: {failure}", file=sys.stderr)  # noqa: T201 - for the person at the terminal
+    except OSError as failure:
+        where = f"{settings.gateway.host}:{settings.gateway.port}"
+        print(f"carpool: cannot serve on {where} (or its admin port): {failure.strerror or failure}", file=sys.stderr)  # noqa: T201
+    return 2
+
+
+async def _serve(settings: Settings, on_ready: OnReady | None) -> int:
+    told_to_leave = asyncio.Event()
+
+    def leave() -> None:
+        if told_to_leave.is_set():
+            os._exit(1)  # told twice: at once; the journal survives that
+        told_to_leave.set()
+
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, leave)
+    gateway = Gateway(settings)
+    await gateway.start()
+    # Requests make no reference cycles, so the collector finds next to nothing; with tens of thousands of them
+    # waiting its passes would cost milliseconds each. What was built at start never dies: it need not be looked at.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 50)
+    if on_ready is not None:
+        on_ready(gateway.port, gateway.admin_port)
+    await told_to_leave.wait()
+    await gateway.drain()
+    return 0

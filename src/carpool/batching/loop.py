@@ -1,0 +1,138 @@
+"""The effects around the policy: when something changes, plan; send what the plan says; sleep until its time.
+
+One loop per model. It is woken by an arrival, a freed slot or its timer, and runs once for all that happened in one
+turn of the event loop, so its cost is per turn and not per request. It cannot raise: a failure is logged and the
+loop wakes again a moment later.
+"""
+
+import asyncio
+import logging
+from math import inf
+
+from carpool.batching.policy import Policy, Send, View, WaitUntil
+from carpool.batching.rate import ArrivalRate
+from carpool.core.clock import Clock, monotonic
+from carpool.core.ports import Broker, Dispatcher, LaneQueue, Slots
+from carpool.core.tally import BATCH_SIZE_BOUNDS, Histogram
+
+logger = logging.getLogger("carpool.batching")
+
+# How long a batch takes, until the first has been seen: DESIGN's number.
+SERVICE_S_PRIOR = 0.2
+# Weight of the newest batch in the running mean of service times.
+SERVICE_WEIGHT = 0.1
+TIMER_S_MIN = 0.001
+RETRY_AFTER_FAILURE_S = 0.01
+
+
+class BatchLoop:
+    """Decides when the waiting requests of one model are sent, and which."""
+
+    def __init__(
+        self,
+        model: str,
+        broker: Broker,
+        slots: Slots,
+        dispatcher: Dispatcher,
+        policy: Policy,
+        *,
+        max_batch: int,
+        max_wait_s: float,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.model = model
+        self.max_batch = max_batch
+        self.max_wait_s = max_wait_s
+        self.policy = policy
+        self.service_s = SERVICE_S_PRIOR
+        self._service_known = False
+        # While true, company is no longer waited for.
+        self.draining = False
+        # For metrics.
+        self.batches: dict[str, int] = {}
+        self.batch_sizes = Histogram(BATCH_SIZE_BOUNDS)
+        self._broker = broker
+        self._slots = slots
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        # True while a run is due in this turn of the event loop.
+        self._rung = False
+        self._timer: asyncio.TimerHandle | None = None
+        broker.when_work_arrives(model, self.ring)
+        slots.when_slot_frees(self.ring)
+
+    def ring(self) -> None:
+        """Something changed: plan again at the end of this turn of the event loop."""
+        if not self._rung:
+            self._rung = True
+            self._loop.call_soon(self._run)
+
+    def drain(self) -> None:
+        """Wait for no more company."""
+        self.draining = True
+        self.ring()
+
+    def _run(self) -> None:
+        self._rung = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        try:
+            wake = self._send_what_is_ready(self._clock())
+        except Exception:
+            logger.exception("batching failed; it goes on")
+            wake = self._clock() + RETRY_AFTER_FAILURE_S
+        if wake < inf:
+            # The event loop's timers have millisecond steps; a shorter one would only spin.
+            delay = max(wake - self._clock(), TIMER_S_MIN)
+            self._timer = self._loop.call_later(delay, self.ring)
+
+    def _send_what_is_ready(self, now: float) -> float:
+        """Fill free slots, best lane first; returns when to look again."""
+        wake = inf
+        while self._slots.free() > 0:
+            wake = inf
+            best: tuple[float, LaneQueue, Send] | None = None
+            for lane in self._broker.lanes(self.model):
+                plan = self.policy.plan(self._view(lane, now), now)
+                if isinstance(plan, Send):
+                    place = lane.place()
+                    if best is None or place < best[0]:
+                        best = (place, lane, plan)
+                elif isinstance(plan, WaitUntil):
+                    wake = min(wake, plan.at)
+            if best is None:
+                return wake
+            _, lane, send = best
+            batch = self._broker.take(lane, send.count, now)
+            if not batch:
+                continue  # all of them had expired; the lane is shorter now
+            self.batches[send.reason] = self.batches.get(send.reason, 0) + 1
+            self.batch_sizes.observe(len(batch))
+            self.policy.sent(len(batch), self.max_batch)
+            self._dispatcher.dispatch(batch, self._batch_ended)
+        return inf  # a freed slot will ring
+
+    def _view(self, lane: LaneQueue, now: float) -> View:
+        rate: ArrivalRate | None = lane.batching_notes
+        if rate is None:
+            rate = lane.batching_notes = ArrivalRate()
+        return View(
+            waiting=lane.waiting,
+            oldest=lane.oldest(),
+            rate=rate.update(lane.arrivals, now),
+            free=self._slots.free(),
+            slots=self._slots.total(),
+            service_s=self.service_s,
+            max_batch=self.max_batch,
+            max_wait_s=self.max_wait_s,
+            draining=self.draining,
+        )
+
+    def _batch_ended(self, seconds: float) -> None:
+        """Learn how long a batch occupies a slot."""
+        if not self._service_known:
+            self._service_known = True
+            self.service_s = seconds
+        self.service_s += SERVICE_WEIGHT * (seconds - self.service_s)

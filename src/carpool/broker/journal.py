@@ -1,0 +1,225 @@
+"""The journal: tasks answered with 202, their results and dead letters, on the disk before anybody is told.
+
+Public methods run on the event loop, queue an operation and return; the answer comes by callback on the loop,
+when the writer thread (journal_writer) has committed it to the file (journal_store) with its group. Rules:
+
+1. The queue is bounded in operations and bytes. Results are always taken: there are no more of them than
+   running tasks, and while they fill the queue no new task is accepted.
+2. A refusal comes by callback too, never during the call.
+3. Each counter has one writer: the loop or the thread.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from carpool.broker.journal_records import (
+    Append,
+    DeadLetter,
+    Delete,
+    Finish,
+    JournalLocked,
+    JournalUnusable,
+    Operation,
+    Read,
+    Reply,
+    StoredTask,
+    TaskRecord,
+    TaskResult,
+    result_size_of,
+    size_of,
+)
+from carpool.broker.journal_store import Store
+from carpool.broker.journal_writer import Writer
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import CarpoolError, JournalFailed, QueueFull
+from carpool.core.tally import Histogram
+
+__all__ = [
+    "DeadLetter",
+    "Journal",
+    "JournalLocked",
+    "JournalUnusable",
+    "StoredTask",
+    "TaskRecord",
+    "TaskResult",
+]
+
+logger = logging.getLogger("carpool")
+
+QUEUED_OPERATIONS_MAX = 100_000
+QUEUED_BYTES_MAX = 256 * 1024 * 1024
+# A queue empties in a second or so; stored results leave as they are deleted or expire.
+QUEUE_RETRY_AFTER_S = 1
+STORE_RETRY_AFTER_S = 10
+
+
+class Journal:
+    """Keeps tasks and results. Made by `open` on the loop that will use it; `close` ends it."""
+
+    def __init__(
+        self,
+        store: Store,
+        loop: asyncio.AbstractEventLoop,
+        clock: Clock,
+        *,
+        result_ttl_s: float,
+        dead_letter_ttl_s: float,
+        stored_bytes_max: int,
+    ) -> None:
+        self._store = store
+        self._loop = loop
+        self._clock = clock
+        self._opened = clock()
+        self._stored_bytes_max = stored_bytes_max
+        # Operations without an answer yet, and their bytes.
+        self._unanswered = 0
+        self._unanswered_bytes = 0
+        self._is_closing = False
+        self._closed = asyncio.Event()
+        self._writer = Writer(
+            store,
+            loop,
+            self.now,
+            self._answer,
+            self._closed.set,
+            result_ttl_s=result_ttl_s,
+            dead_letter_ttl_s=dead_letter_ttl_s,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        path: Path | None,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        result_ttl_s: float,
+        dead_letter_ttl_s: float,
+        stored_bytes_max: int,
+        clock: Clock = monotonic,
+    ) -> "Journal":
+        """Open or create the journal at `path` (None: in memory); raises JournalLocked or JournalUnusable."""
+        return cls(
+            Store(path),
+            loop,
+            clock,
+            result_ttl_s=result_ttl_s,
+            dead_letter_ttl_s=dead_letter_ttl_s,
+            stored_bytes_max=stored_bytes_max,
+        )
+
+    def now(self) -> float:
+        """The uptime clock: counts the seconds in which some process had this journal open."""
+        return self._store.uptime_at_open + self._clock() - self._opened
+
+    def append(self, task: TaskRecord, done: Callable[[CarpoolError | None], None]) -> None:
+        """Keep a task; `done(None)` once it is on the disk, `done(error)` if it is not accepted."""
+        size = size_of(task)
+        if self.stored_bytes + size > self._stored_bytes_max:
+            full = QueueFull(
+                "As many tasks and results are stored as may be. Retry later; delete results you have read.",
+                retry_after_s=STORE_RETRY_AFTER_S,
+            )
+            self._loop.call_soon(done, full)
+        else:
+            self._offer(Append(task.id, done, size, task))
+
+    def finish(
+        self,
+        task_id: str,
+        result: TaskResult,
+        done: Callable[[bool | CarpoolError], None],
+        dead_letter: DeadLetter | None = None,
+    ) -> None:
+        """Keep a task's result unless it has one; `done` says if it was kept (an error: `close` gave up)."""
+        if self._is_closing:
+            self._loop.call_soon(done, _closed())
+        else:
+            self._put(Finish(task_id, done, result_size_of(result), result, dead_letter))
+
+    def read(
+        self, task_id: str, done: Callable[[StoredTask | CarpoolError | None], None], *, forget: bool = False
+    ) -> None:
+        """Look a task up; with `forget`, a finished one is removed and exactly one reader gets it."""
+        self._offer(Read(task_id, done, 0, forget))
+
+    def delete(self, task_id: str, done: Callable[[bool | CarpoolError], None]) -> None:
+        """Remove a task in any state; `done` says whether there was one. Its dead letter stays."""
+        self._offer(Delete(task_id, done, 0))
+
+    def pending(self) -> Iterator[TaskRecord]:
+        """The tasks without a result, in order of submission: for the start, before the first `append`."""
+        return self._store.pending()
+
+    async def close(self) -> None:
+        """Commit everything queued, bring the log into the file, end the thread and let go of the file."""
+        self._is_closing = True
+        self._writer.close()
+        await self._closed.wait()
+        self._writer.join()
+
+    def _offer(self, operation: Operation) -> None:
+        """Queue an operation that a client causes, within the bounds."""
+        if self._is_closing:
+            self._loop.call_soon(operation.done, _closed())
+        elif self._unanswered >= QUEUED_OPERATIONS_MAX or self._unanswered_bytes + operation.size > QUEUED_BYTES_MAX:
+            full = QueueFull("The disk cannot keep up with the tasks.", retry_after_s=QUEUE_RETRY_AFTER_S)
+            self._loop.call_soon(operation.done, full)
+        else:
+            self._put(operation)
+
+    def _put(self, operation: Operation) -> None:
+        self._unanswered += 1
+        self._unanswered_bytes += operation.size
+        self._writer.put(operation)
+
+    def _answer(self, replies: list[Reply]) -> None:
+        self._unanswered -= len(replies)
+        for operation, answer in replies:
+            self._unanswered_bytes -= operation.size
+            try:
+                operation.done(answer)
+            except Exception:  # one caller's defect must not take the answers of the others
+                logger.exception("a callback of the journal failed")
+
+    # For metrics.
+
+    @property
+    def tasks_pending(self) -> int:
+        """Tasks on the disk without a result."""
+        return self._store.counts.tasks_pending
+
+    @property
+    def results(self) -> int:
+        """Results on the disk."""
+        return self._store.counts.results
+
+    @property
+    def dead_letters(self) -> int:
+        """Dead letters on the disk."""
+        return self._store.counts.dead_letters
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of inputs and results, on the disk and on their way to it."""
+        return self._store.counts.stored_bytes + self._unanswered_bytes
+
+    @property
+    def commits(self) -> int:
+        """Transactions committed."""
+        return self._writer.commits
+
+    @property
+    def commit_failures(self) -> int:
+        """Transactions that the disk did not take."""
+        return self._writer.commit_failures
+
+    @property
+    def commit_seconds(self) -> Histogram:
+        """How long the transactions took."""
+        return self._writer.commit_seconds
+
+
+def _closed() -> JournalFailed:
+    return JournalFailed("The journal is closed: this gateway is shutting down.")

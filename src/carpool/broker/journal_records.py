@@ -1,0 +1,116 @@
+"""The journal's words: tasks, results, dead letters, operations, counts, and why it cannot be opened."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+
+class JournalLocked(Exception):
+    """Another process owns the journal; the text is for the person who started this one."""
+
+
+class JournalUnusable(Exception):
+    """The journal cannot be opened; the text is for the person who started this process."""
+
+
+class TaskRecord(msgspec.Struct, frozen=True, gc=False):
+    """A task as it was accepted."""
+
+    id: str
+    owner: str
+    model: str
+    parameters: bytes
+    input: bytes
+    tier: int
+    # Unix time, to be shown.
+    submitted_wall: float
+    # On the journal's uptime clock, so that time in which no process ran does not count.
+    deadline: float
+
+
+class TaskResult(msgspec.Struct, frozen=True, gc=False):
+    """What became of a task: the output, or the error as a JSON problem object."""
+
+    status: Literal["SUCCESS", "FAILED"]
+    output: bytes | None
+    error: bytes | None
+    finished_wall: float
+
+
+class DeadLetter(msgspec.Struct, frozen=True, gc=False):
+    """Why a task was given up on."""
+
+    # The code of an error of the error tree.
+    cause: str
+    detail: str
+    # How often it was sent to an upstream.
+    sends: int
+
+
+class StoredTask(msgspec.Struct, frozen=True, gc=False):
+    """A task as a reader sees it."""
+
+    id: str
+    owner: str
+    status: Literal["PENDING", "SUCCESS", "FAILED"]
+    output: bytes | None
+    error: bytes | None
+    # Unix time of the result; of the submission while there is none.
+    timestamp_wall: float
+
+
+class Counts(msgspec.Struct):
+    """How much is stored."""
+
+    tasks_pending: int = 0
+    results: int = 0
+    dead_letters: int = 0
+    # Inputs, parameters, outputs and errors; dead letters too.
+    stored_bytes: int = 0
+
+
+class Operation(msgspec.Struct, eq=False):
+    """One queued call and who is to be answered."""
+
+    task_id: str
+    done: Callable[[Any], None]
+    # What it counts against the queue's bound.
+    size: int
+
+
+class Append(Operation, eq=False):
+    """A task to be kept."""
+
+    task: TaskRecord
+
+
+class Finish(Operation, eq=False):
+    """A result to be kept."""
+
+    result: TaskResult
+    dead_letter: DeadLetter | None
+
+
+class Read(Operation, eq=False):
+    """A task to be looked up, and forgotten if asked and finished."""
+
+    forget: bool
+
+
+class Delete(Operation, eq=False):
+    """A task to be removed."""
+
+
+# Who is answered, and the answer.
+Reply = tuple[Operation, Any]
+
+
+def size_of(task: TaskRecord) -> int:
+    """What a pending task counts among the stored bytes."""
+    return len(task.input) + len(task.parameters)
+
+
+def result_size_of(result: TaskResult) -> int:
+    """What a result counts among the stored bytes."""
+    return len(result.output or b"") + len(result.error or b"")

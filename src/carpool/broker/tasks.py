@@ -1,0 +1,223 @@
+"""Tasks: requests that outlive their client, and this process.
+
+1. A task is accepted (202) only when the journal has committed it; only then is it queued.
+2. Its outcome is told to nobody before the journal has committed it, so no reader ever sees a result that a crash
+   could take back. First written result wins.
+3. While a task has no outcome it is in `_live`; afterwards the journal alone knows it, so memory holds no results.
+4. A task that the upstream failed is also a dead letter: kept with its input for a person to look at.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from carpool.broker.journal import Journal
+from carpool.broker.journal_records import DeadLetter, TaskRecord, TaskResult
+from carpool.broker.memory import MemoryBroker
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import (
+    CarpoolError,
+    ClientLeft,
+    DeadlineExceeded,
+    InputRefused,
+    UnknownModel,
+    UnknownTask,
+    UpstreamError,
+)
+from carpool.core.outcome import Outcome
+from carpool.core.problem import problem_json
+from carpool.core.request import Request
+from carpool.core.task import StoredTask
+
+Answer = Callable[[StoredTask | CarpoolError], None]
+
+
+class Poll(msgspec.Struct, eq=False):
+    """Somebody who waits for a task's outcome."""
+
+    task_id: str
+    answer: Answer
+    forget: bool
+    timer: asyncio.TimerHandle | None = None
+
+
+class LiveTask(msgspec.Struct, eq=False):
+    """A task without an outcome."""
+
+    request: Request
+    submitted_wall: float
+    polls: list[Poll] = msgspec.field(default_factory=list)
+
+
+class Tasks:
+    """Accepts, answers and deletes tasks; their waiter when they run."""
+
+    def __init__(self, broker: MemoryBroker, journal: Journal, *, clock: Clock = monotonic) -> None:
+        self._broker = broker
+        self._journal = journal
+        self._clock = clock
+        self._live: dict[str, LiveTask] = {}
+        # While true, accepted tasks go to the journal alone: the next process runs them.
+        self.draining = False
+
+    def __repr__(self) -> str:
+        return f"<Tasks live={len(self._live)}>"
+
+    def restore(self, models: frozenset[str], place_of: Callable[[int, float], float]) -> int:
+        """Queue what the journal kept of an earlier process; returns how many."""
+        now, uptime = self._clock(), self._journal.now()
+        count = 0
+        for record in self._journal.pending():
+            count += 1
+            request = Request(
+                id=record.id,
+                model=record.model,
+                parameters=record.parameters,
+                input=record.input,
+                size=len(record.input),
+                tier=record.tier,
+                arrived=now,
+                place=place_of(record.tier, now),
+                queue_timeout_s=0.0,
+                deadline=now + record.deadline - uptime,
+                waiter=self,
+                is_task=True,
+            )
+            self._live[record.id] = LiveTask(request, record.submitted_wall)
+            self._broker.hold(request)
+            if record.model in models:
+                self._broker.enqueue(request)
+            else:
+                gone = "the model of this task is no longer served here"
+                self._broker.settle(request, UnknownModel(gone))
+        return count
+
+    def submit(self, request: Request, owner: str, accepted: Callable[[CarpoolError | None], None]) -> None:
+        """Accept a task: `accepted(None)` once it is safe, or `accepted(error)`."""
+        refusal = self._broker.reserve(request)
+        if refusal is not None:
+            accepted(refusal)
+            return
+        request.waiter = self
+        task = LiveTask(request, time.time())
+        record = TaskRecord(
+            id=request.id,
+            owner=owner,
+            model=request.model,
+            parameters=request.parameters,
+            input=request.input,
+            tier=request.tier,
+            submitted_wall=task.submitted_wall,
+            deadline=self._journal.now() + request.deadline - request.arrived,
+        )
+
+        def committed(error: CarpoolError | None) -> None:
+            if error is not None:
+                self._broker.settle(request, error)
+            else:
+                self._live[request.id] = task
+                if not self.draining:
+                    self._broker.enqueue(request)
+            accepted(error)
+
+        self._journal.append(record, committed)
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """Write a task's outcome; when that is safe, wake those who wait for it."""
+        if request.id not in self._live or isinstance(outcome, ClientLeft):
+            return  # never accepted, or deleted
+        dead_letter: DeadLetter | None = None
+        if isinstance(outcome, CarpoolError):
+            result = TaskResult("FAILED", None, problem_json(outcome, request.id), time.time())
+            if isinstance(outcome, UpstreamError | InputRefused) and not isinstance(outcome, DeadlineExceeded):
+                dead_letter = DeadLetter(outcome.code, outcome.detail, request.sends)
+        else:
+            result = TaskResult("SUCCESS", bytes(outcome.value), None, time.time())
+        self._journal.finish(request.id, result, lambda _: self._finished(request.id), dead_letter)
+
+    def look(self, task_id: str, wait_s: float, forget: bool, answer: Answer) -> Poll:
+        """Answer with the task's state: at once, or as soon as it has an outcome but not later than `wait_s`."""
+        poll = Poll(task_id, answer, forget)
+        task = self._live.get(task_id)
+        if task is None:
+            self._read(poll)
+        elif wait_s <= 0 or self.draining:
+            answer(self._pending(task))
+        else:
+            poll.timer = asyncio.get_running_loop().call_later(wait_s, self._waited_enough, poll)
+            task.polls.append(poll)
+        return poll
+
+    def leave(self, poll: Poll) -> None:
+        """Whoever waited has left."""
+        if poll.timer is not None:
+            poll.timer.cancel()
+            poll.timer = None
+            task = self._live.get(poll.task_id)
+            if task is not None:
+                task.polls.remove(poll)
+
+    def delete(self, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
+        """Cancel a waiting task, discard the result of a running one, forget a finished one."""
+        task = self._live.pop(task_id, None)
+        if task is not None:
+            self._broker.cancel(task.request)
+            self._answer_polls(task, UnknownTask("the task was deleted"))
+
+        def deleted(found: bool | CarpoolError) -> None:
+            if isinstance(found, CarpoolError):
+                done(found)
+            else:
+                done(None if found else no_such_task())
+
+        self._journal.delete(task_id, deleted)
+
+    def drain(self) -> None:
+        """Leave waiting tasks to the next process; long polls are answered with what there is."""
+        self.draining = True
+        for task in list(self._live.values()):
+            self._broker.withdraw(task.request)
+            self._answer_polls(task, self._pending(task))
+
+    def _finished(self, task_id: str) -> None:
+        """The outcome is safe: from now on the journal answers."""
+        task = self._live.pop(task_id, None)
+        if task is None:
+            return
+        polls, task.polls = task.polls, []
+        for poll in polls:
+            if poll.timer is not None:
+                poll.timer.cancel()
+                poll.timer = None
+            self._read(poll)
+
+    def _read(self, poll: Poll) -> None:
+        def found(stored: StoredTask | CarpoolError | None) -> None:
+            poll.answer(no_such_task() if stored is None else stored)
+
+        self._journal.read(poll.task_id, found, forget=poll.forget)
+
+    def _waited_enough(self, poll: Poll) -> None:
+        task = self._live.get(poll.task_id)
+        if poll.timer is not None and task is not None:
+            poll.timer = None
+            task.polls.remove(poll)
+            poll.answer(self._pending(task))
+
+    def _answer_polls(self, task: LiveTask, answer: StoredTask | CarpoolError) -> None:
+        polls, task.polls = task.polls, []
+        for poll in polls:
+            if poll.timer is not None:
+                poll.timer.cancel()
+                poll.timer = None
+            poll.answer(answer)
+
+    def _pending(self, task: LiveTask) -> StoredTask:
+        return StoredTask(task.request.id, "", "PENDING", None, None, task.submitted_wall)
+
+
+def no_such_task() -> UnknownTask:
+    """What is told of a task that never was, has expired, was deleted, or is somebody else's: always the same."""
+    return UnknownTask("there is no such task, or its result has expired; results are kept for a limited time")

@@ -1,0 +1,80 @@
+"""The `carpool` command: its options, its commands, and one line for every mistake.
+
+Command modules stay cheap to import: what needs the network is imported when a command runs.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from carpool.cli import serve
+from carpool.cli.bench import bench
+from carpool.cli.sim import demo, sim_gpu
+from carpool.config import ConfigError
+from carpool.version import __version__
+
+EXIT_BAD_CONFIGURATION = 2
+
+app = typer.Typer(
+    name="carpool",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="""\
+[bold]Examples[/bold]
+
+  carpool demo
+
+  carpool serve --upstream http://127.0.0.1:9000-9031/infer
+
+  carpool bench http://127.0.0.1:8000 --rate 1000 --duration 20s
+""",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"carpool {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def carpool(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """A batching gateway for GPU inference: single requests in, full batches out."""
+
+
+app.command(rich_help_panel="Serving")(demo)
+serve.register(app)
+app.command("sim-gpu", rich_help_panel="Measuring")(sim_gpu)
+app.command(rich_help_panel="Measuring")(bench)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status; 2 stands for a wrong command line or configuration."""
+    try:
+        status = app(args=arguments, prog_name="carpool", standalone_mode=False)
+    except ConfigError as error:
+        return _complain("carpool", str(error), EXIT_BAD_CONFIGURATION)
+    except TyperException as error:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "carpool"
+        message = error.format_message().rstrip(".")
+        if not message:  # `carpool` alone: the help has been shown
+            return error.exit_code
+        return _complain(command, f"{message}; see `{command} --help`", error.exit_code)
+    return status if isinstance(status, int) else 0
+
+
+def _complain(who: str, text: str, status: int) -> int:
+    """Say what is wrong on one line of stderr."""
+    sys.stderr.write(f"{who}: {' '.join(text.split())}\n")
+    return status

@@ -1,0 +1,233 @@
+"""`carpool sim-gpu` and `carpool demo`: simulated GPUs, alone or with a gateway in front of them."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from carpool.settings import Settings
+    from carpool.upstream.simulated import SimulationSettings
+
+EXIT_CANNOT_START, EXIT_INTERRUPTED = 2, 130
+CHILD_STOP_S = 5.0
+
+Workers = Annotated[int, typer.Option(min=1, max=1024, help="Independent GPUs, each on a port of its own.")]
+LatencyMs = Annotated[float, typer.Option(help="Time for a batch.")]
+PerItemMs = Annotated[float, typer.Option(help="Time added for each input of a batch.")]
+Slots = Annotated[int, typer.Option(help="Batches that one GPU runs at once; more wait for their turn.")]
+
+
+def sim_gpu(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the first GPU; 0 picks free ones.")] = 9000,
+    workers: Workers = 32,
+    latency_ms: LatencyMs = 200.0,
+    per_item_ms: PerItemMs = 0.0,
+    slots: Slots = 1,
+    max_batch: Annotated[int, typer.Option(help="More inputs in one call are refused with 400.")] = 64,
+    error_rate: Annotated[float, typer.Option(help="Share of the calls answered with 500.")] = 0.0,
+    hang_rate: Annotated[float, typer.Option(help="Share of the calls that get no answer.")] = 0.0,
+    reset_rate: Annotated[float, typer.Option(help="Share of the calls whose connection is reset.")] = 0.0,
+    short_rate: Annotated[float, typer.Option(help="Share of the answers with one output too few.")] = 0.0,
+    garbage_rate: Annotated[float, typer.Option(help="Share of the answers that are no JSON.")] = 0.0,
+    poison: Annotated[
+        str, typer.Option(metavar="TEXT", help="A batch with an input containing TEXT gets 500 whole.")
+    ] = "",
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same faults.", show_default=False)] = None,
+    track: Annotated[bool, typer.Option(help="Count inputs that come more than once.")] = True,
+    leave_with_stdin: Annotated[
+        bool, typer.Option("--leave-with-stdin", hidden=True, help="Exit when stdin ends.")
+    ] = False,
+) -> int:
+    """Serve simulated GPUs to develop and measure against: POST /infer {"inputs": […]} gives {"outputs": […]}.
+
+    A string is answered reversed, anything else as {"echo": input}. GET /stats tells what has come so far.
+    """
+    # Here, so that the other commands do not pay for it.
+    import uvloop
+
+    from carpool.tools.sim_gpu import CannotListenError
+    from carpool.upstream.simulated import simulation_settings
+
+    try:
+        settings = simulation_settings(
+            {
+                "latency_ms": latency_ms,
+                "per_item_ms": per_item_ms,
+                "slots": slots,
+                "max_batch": max_batch,
+                "error_rate": error_rate,
+                "hang_rate": hang_rate,
+                "reset_rate": reset_rate,
+                "short_rate": short_rate,
+                "garbage_rate": garbage_rate,
+                "poison": poison,
+                "seed": seed,
+            }
+        )
+        uvloop.run(_serve_until_told(settings, host, port, workers, track, leave_with_stdin))
+    except (ValueError, CannotListenError) as fault:
+        typer.echo(f"carpool sim-gpu: {fault}", err=True)
+        return EXIT_CANNOT_START
+    return 0
+
+
+async def _serve_until_told(
+    settings: "SimulationSettings", host: str, port: int, workers: int, track: bool, leave_with_stdin: bool
+) -> None:
+    import asyncio
+    import signal
+
+    from carpool.tools.sim_gpu import serve_gpus
+
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    if leave_with_stdin:
+        stdin = sys.stdin.fileno()
+
+        def stdin_readable() -> None:
+            if not os.read(stdin, 4096):
+                loop.remove_reader(stdin)
+                told.set()
+
+        loop.add_reader(stdin, stdin_readable)
+    fleet = await serve_gpus(settings, host, port, workers, track=track)
+    first, last = fleet.ports[0], fleet.ports[-1]
+    ports = str(first) if first == last else f"{first}-{last}"
+    base = f"http://[{host}]" if ":" in host else f"http://{host}"
+    plural = "" if workers == 1 else "s"
+    typer.echo(f"{workers} simulated GPU{plural} at {base}:{ports}/infer, counts at {base}:{first}/stats")
+    await told.wait()
+    await fleet.close()
+
+
+def demo(
+    host: Annotated[str, typer.Option(help="Address of the gateway.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the gateway; its admin port is the next one.")
+    ] = 8000,
+    workers: Workers = 32,
+    latency_ms: LatencyMs = 200.0,
+    per_item_ms: PerItemMs = 0.0,
+    slots: Slots = 1,
+    gpu_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the first GPU; 0 picks free ones.")] = 9000,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Keep tasks here.", show_default="a temporary directory")
+    ] = None,
+) -> int:
+    """Start a gateway and simulated GPUs behind it, and show what to try first.
+
+    Settings of the gateway come from the environment and carpool.toml as for `carpool serve`.
+    """
+    try:
+        return _demo(
+            {"--port": gpu_port, "--workers": workers, "--slots": slots}
+            | {"--latency-ms": latency_ms, "--per-item-ms": per_item_ms},
+            {"gateway.host": host, "gateway.port": port, "upstream.slots": slots},
+            data_dir,
+        )
+    except KeyboardInterrupt:  # before the gateway took over the signals
+        return EXIT_INTERRUPTED
+
+
+def _demo(gpu_flags: dict[str, Any], gateway_flags: dict[str, Any], data_dir: Path | None) -> int:
+    with simulated_gpus(gpu_flags) as gpus, TemporaryDirectory(prefix="carpool-demo-") as temporary:
+        if gpus.address is None:
+            return gpus.process.wait()
+        from carpool.app import run
+        from carpool.config import load_settings
+
+        settings = load_settings(
+            {
+                **gateway_flags,
+                "upstream.endpoints": [gpus.address],
+                "upstream.protocol": "json",
+                "tasks.data_dir": str(data_dir or temporary),
+            },
+            environ=os.environ,
+            file=None,
+        )
+        about = f"{gpu_flags['--workers']} simulated GPUs of {gpu_flags['--latency-ms']:g} ms a batch"
+
+        def on_ready(gateway_port: int, admin_port: int) -> None:
+            show_banner(settings, gateway_port, admin_port, about, gpus.address or "")
+
+        return run(settings, on_ready=on_ready)
+
+
+class SimulatedGpus:
+    """A child process with simulated GPUs. `address` is None if it could not start; it has said why on stderr."""
+
+    def __init__(self, process: subprocess.Popen[str], address: str | None) -> None:
+        self.process = process
+        self.address = address
+
+
+@contextmanager
+def simulated_gpus(flags: dict[str, Any]) -> Iterator[SimulatedGpus]:
+    """Run `carpool sim-gpu` beside this process; it leaves with this one, however this one ends."""
+    command = [sys.executable, "-m", "carpool", "sim-gpu", "--leave-with-stdin"]
+    command += [f"{name}={value}" for name, value in flags.items()]
+    # The pipe to its stdin ends with this process, even by kill -9. A process group of its own keeps Ctrl-C
+    # from it: the gateway needs the GPUs for the batches it still has to finish.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        listening = re.search(r"http://\S+/infer", process.stdout.readline())
+        yield SimulatedGpus(process, listening and listening.group())
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(CHILD_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def show_banner(settings: "Settings", port: int, admin_port: int, about: str, gpu_address: str) -> None:
+    """Print what to try first, in lines that can be copied."""
+    from rich.console import Console
+    from rich.text import Text
+
+    gateway = settings.gateway
+    scheme = "https" if gateway.tls_cert else "http"
+    base = f"{scheme}://{_reachable(gateway.host)}:{port}"
+    admin = f"{scheme}://{_reachable(gateway.admin_host)}:{admin_port}"
+    stats = re.sub(r"(:\d+)(-\d+)?/infer$", r"\1/stats", gpu_address)
+    post = f"curl -s {base}/v1/inference -H 'Content-Type: application/json'"
+    lines = [
+        ("Ask and wait for the answer", f'{post} -d \'{{"input": "hello"}}\''),
+        (
+            "Submit a task, keep its id",
+            f"task=$({post} -H 'Prefer: respond-async' -d '{{\"input\": \"later\"}}' | cut -d'\"' -f4); echo $task",
+        ),
+        ("Look whether it is done", f"curl -s {base}/v1/result/$task"),
+        ("Or wait until it is", f"curl -s '{base}/v1/result/$task?wait_ms=5000'"),
+        ("Put load on it", f"carpool bench {base} --rate 1000 --duration 10s"),
+        ("Health, metrics, GPU counts", f"{admin}/internal/health  {admin}/metrics  {stats}"),
+    ]
+    console = Console(highlight=False)
+    text = Text.assemble(("\nCarpool is ready: ", "bold green"), (base, "bold"), f", {about}\n\n")
+    for meaning, what in lines:
+        text.append(f"  # {meaning}\n", "dim").append(f"  {what}\n")
+    text.append("\nCtrl-C stops everything.\n", "bold")
+    # Soft wrap: the terminal breaks long lines and a copy of them stays whole.
+    console.print(text, soft_wrap=True)
+
+
+def _reachable(host: str) -> str:
+    """An address to call a listener on this host by."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,100 @@
+"""The routes for operators, on the admin port."""
+
+import hmac
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import NotFound, Unauthorized
+from carpool.core.request import DONE, RUNNING, Request
+from carpool.face.http.exchange import Exchange
+from carpool.face.http.problem import respond_problem
+from carpool.face.http.router import Router
+
+PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+class AdminRoutes:
+    """Health, readiness, metrics and single requests. What it shows comes from functions that app.py plugs in."""
+
+    def __init__(
+        self,
+        *,
+        token: str,
+        health: Callable[[], dict[str, Any]],
+        ready: Callable[[Callable[[str | None], None]], None],
+        metrics: Callable[[], bytes],
+        find_request: Callable[[str], Request | None],
+        openapi: bytes,
+        clock: Clock = monotonic,
+    ) -> None:
+        # b"" where none is needed: the port is then bound to loopback.
+        self._credential = b"Bearer " + token.encode() if token else b""
+        self._health = health
+        self._ready = ready
+        self._metrics = metrics
+        self._find_request = find_request
+        self._openapi = openapi
+        self._clock = clock
+        self._router = Router()
+        self._router.add(b"GET", b"/internal/health", self.health)
+        self._router.add(b"GET", b"/internal/ready", self.ready)
+        self._router.add(b"GET", b"/internal/requests/", self.request)
+        self._router.add(b"GET", b"/metrics", self.metrics)
+        self._router.add(b"GET", b"/openapi.json", self.openapi)
+
+    def __call__(self, exchange: Exchange) -> None:
+        """Serve one exchange of an operator."""
+        given = exchange.headers.get(b"authorization", b"")
+        if self._credential and not hmac.compare_digest(given, self._credential):
+            respond_problem(
+                exchange, Unauthorized("the admin port needs the header `Authorization: Bearer <admin_token>`")
+            )
+        else:
+            self._router(exchange)
+
+    def health(self, exchange: Exchange, _: str) -> None:
+        """`GET /internal/health`."""
+        exchange.respond(200, msgspec.json.encode(self._health()))
+
+    def ready(self, exchange: Exchange, _: str) -> None:
+        """`GET /internal/ready`: 200, or 503 with the reason."""
+
+        def answer(reason: str | None) -> None:
+            if reason is None:
+                exchange.respond(200, b'{"ready":true}')
+            else:
+                exchange.respond(503, msgspec.json.encode({"ready": False, "reason": reason}))
+
+        self._ready(answer)
+
+    def request(self, exchange: Exchange, request_id: str) -> None:
+        """`GET /internal/requests/{id}`: the state of a live or recent request."""
+        request = self._find_request(request_id)
+        if request is None:
+            raise NotFound("this request is neither live nor recent")
+        exchange.respond(200, msgspec.json.encode(request_state(request, self._clock())))
+
+    def metrics(self, exchange: Exchange, _: str) -> None:
+        """`GET /metrics`."""
+        exchange.respond(200, self._metrics(), PROMETHEUS)
+
+    def openapi(self, exchange: Exchange, _: str) -> None:
+        """`GET /openapi.json`."""
+        exchange.respond(200, self._openapi)
+
+
+def request_state(request: Request, now: float) -> dict[str, Any]:
+    """What an operator sees of a request; never its input."""
+    if request.phase == DONE:
+        status = "completed" if request.result_code == "ok" else "failed"
+    else:
+        status = "processing" if request.phase == RUNNING else "queued"
+    ended = request.ended if request.phase == DONE else now
+    return {
+        "status": status,
+        "latency_ms": round((ended - request.arrived) * 1000, 2),
+        "error": request.result_code if status == "failed" else None,
+    }

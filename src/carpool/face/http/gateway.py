@@ -1,0 +1,305 @@
+"""The routes for clients: inference, predict, tasks.
+
+The hot path is `inference` → `Gate.admit` … `ParkedReplies.settled`. For each request it makes one Request and one
+Exchange, and no task, future, timer, lock or log line.
+"""
+
+import re
+import secrets
+from collections.abc import Callable
+from datetime import UTC, datetime
+from itertools import count
+
+import msgspec
+
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import (
+    CarpoolError,
+    ClientLeft,
+    Malformed,
+    TooLarge,
+    UnknownModel,
+    UnsupportedMedia,
+)
+from carpool.core.outcome import Outcome, Output
+from carpool.core.ports import Admission, Broker, TaskBoard
+from carpool.core.request import Request
+from carpool.core.task import StoredTask
+from carpool.face.http.exchange import JSON, Exchange
+from carpool.face.http.ids import echo_line, request_id
+from carpool.face.http.problem import respond_problem
+from carpool.face.http.router import Router, query_of
+from carpool.face.http.wire import (
+    canonical_parameters,
+    checked_input,
+    decode_inference,
+    decode_predict,
+    inference_json,
+    predict_json,
+)
+
+TASK_ID = re.compile(r"[0-9a-f]{32}\Z").match
+# How many of the last requests can be asked for at /internal/requests/{id}; a power of two.
+RECENT_KEPT = 8192
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """What the face must know of a model."""
+
+    name: str
+    body_bytes_max: int
+    # Binary input as the JSON value that the model's protocol has for it.
+    binary_input: Callable[[bytes], bytes]
+
+
+class FaceSettings(msgspec.Struct, frozen=True):
+    """What the face must know of the configuration."""
+
+    default_model: str
+    default_mode: str
+    # Seconds to add to the arrival for a place in the order, by tier.
+    tier_target_s: tuple[float, ...]
+    queue_timeout_s: float
+    total_timeout_s: float
+    task_timeout_s: float
+    wait_ms_max: int
+    forget_after_read: bool
+
+
+class ParkedReplies:
+    """Waits for the outcomes of synchronous requests and answers their exchanges."""
+
+    def __init__(self, form: Callable[[Request, Output], bytes]) -> None:
+        self._form = form
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """Turn an outcome into the response of the exchange that is parked for it."""
+        exchange: Exchange = request.ticket
+        exchange.context = None
+        if isinstance(outcome, Output):
+            exchange.respond(200, self._form(request, outcome), JSON, echo_line(exchange.headers))
+        elif not isinstance(outcome, ClientLeft):
+            respond_problem(exchange, outcome, request.id)
+
+
+class GatewayRoutes:
+    """Serves clients."""
+
+    def __init__(
+        self,
+        gate: Admission,
+        broker: Broker,
+        tasks: TaskBoard,
+        models: dict[str, ServedModel],
+        settings: FaceSettings,
+        openapi: bytes,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._gate = gate
+        self._broker = broker
+        self._tasks = tasks
+        self._models = models
+        self._settings = settings
+        self._openapi = openapi
+        self._clock = clock
+        self._inference_replies = ParkedReplies(inference_json)
+        self._predict_replies = ParkedReplies(predict_json)
+        self._numbers = count()
+        # The last requests in a ring, found by scanning it: only a person who looks for one pays.
+        self._recent: list[Request | None] = [None] * RECENT_KEPT
+        self.router = Router()
+        self.router.add(b"POST", b"/v1/inference", self.inference)
+        self.router.add(b"POST", b"/v1/predict", self.predict)
+        self.router.add(b"GET", b"/v1/result/", self.result)
+        self.router.add(b"DELETE", b"/v1/result/", self.delete)
+        self.router.add(b"GET", b"/openapi.json", self.openapi)
+
+    def inference(self, exchange: Exchange, _: str) -> None:
+        """`POST /v1/inference`: a synchronous request, or a task."""
+        headers = exchange.headers
+        if headers.get(b"content-type", JSON) != JSON:
+            check_media(headers[b"content-type"])
+        check_encoding(headers)
+        call = decode_inference(exchange.body)
+        model = self._model(call.model or self._settings.default_model, len(exchange.body))
+        mode = call.mode or self._settings.default_mode
+        if b"prefer" in headers and b"respond-async" in preferences(headers[b"prefer"]):
+            mode = "async"
+        parameters = canonical_parameters(call.parameters)
+        value = checked_input(call.input, "input")
+        if mode == "async":
+            self._submit(exchange, model, parameters, value)
+        else:
+            self._park(exchange, model, parameters, value, self._inference_replies)
+
+    def predict(self, exchange: Exchange, _: str) -> None:
+        """`POST /v1/predict`: JSON, or binary with the model in the query."""
+        media = media_type(exchange.headers.get(b"content-type", JSON))
+        check_encoding(exchange.headers)
+        if media == b"application/octet-stream":
+            name = query_of(exchange).get("model_id")
+            if name is None:
+                raise Malformed("binary input needs the model in the query: /v1/predict?model_id=NAME")
+            model = self._model(name, len(exchange.body))
+            if not exchange.body:
+                raise Malformed("the body is empty; send the input's bytes")
+            value = model.binary_input(exchange.body)
+        else:
+            check_media(media, "application/json or application/octet-stream")
+            call = decode_predict(exchange.body)
+            model = self._model(call.model_id, len(exchange.body))
+            value = checked_input(call.input_data, "input_data")
+        self._park(exchange, model, b"", value, self._predict_replies)
+
+    def result(self, exchange: Exchange, task_id: str) -> None:
+        """`GET /v1/result/{task_id}`, with a long poll if the client asks for one."""
+        wait_text = query_of(exchange).get("wait_ms", "0")
+        wait_ms_max = self._settings.wait_ms_max
+        if not (wait_text.isascii() and wait_text.isdigit() and len(wait_text) < 9 and int(wait_text) <= wait_ms_max):
+            raise Malformed(f"`wait_ms` must be a whole number from 0 to {wait_ms_max}")
+        if not TASK_ID(task_id):
+            task_id = "-"  # no task has it; the answer is the same as for an unknown one
+
+        def answer(task: StoredTask | CarpoolError) -> None:
+            if isinstance(task, CarpoolError):
+                respond_problem(exchange, task)
+            else:
+                exchange.respond(200, task_json(task))
+
+        forget = self._settings.forget_after_read and exchange.method == b"GET"
+        exchange.context = self._tasks.look(task_id, int(wait_text) / 1000, forget, answer)
+        if exchange.response is None:
+            exchange.when_client_leaves = self._poller_left
+
+    def delete(self, exchange: Exchange, task_id: str) -> None:
+        """`DELETE /v1/result/{task_id}`."""
+
+        def deleted(error: CarpoolError | None) -> None:
+            if error is None:
+                exchange.respond(204, b"", b"")
+            else:
+                respond_problem(exchange, error)
+
+        self._tasks.delete(task_id if TASK_ID(task_id) else "-", deleted)
+
+    def openapi(self, exchange: Exchange, _: str) -> None:
+        """`GET /openapi.json`."""
+        exchange.respond(200, self._openapi)
+
+    def find_recent(self, request_id: str) -> Request | None:
+        """One of the last requests, by its id."""
+        return next((r for r in self._recent if r is not None and r.id == request_id), None)
+
+    def _model(self, name: str, body_bytes: int) -> ServedModel:
+        model = self._models.get(name)
+        if model is None:
+            raise UnknownModel(f"this gateway serves {', '.join(self._models)}; name one of these, or none")
+        if body_bytes > model.body_bytes_max:
+            raise TooLarge(f"a body for this model may have {model.body_bytes_max} bytes at most; send a shorter one")
+        return model
+
+    def _park(
+        self, exchange: Exchange, model: ServedModel, parameters: bytes, value: bytes, replies: ParkedReplies
+    ) -> None:
+        """Admit a synchronous request; its exchange waits for the outcome."""
+        settings = self._settings
+        tier = self._gate.identify(exchange.headers).tier
+        now = self._clock()
+        request = Request(
+            request_id(exchange.headers),
+            model.name,
+            parameters,
+            value,
+            len(value),
+            tier,
+            now,
+            now + settings.tier_target_s[tier],
+            settings.queue_timeout_s,
+            now + settings.total_timeout_s,
+            replies,
+            exchange,
+        )
+        self._recent[next(self._numbers) % RECENT_KEPT] = request
+        refusal = self._gate.admit(request)
+        if refusal is not None:
+            respond_problem(exchange, refusal, request.id)
+        else:
+            exchange.context = request
+            exchange.when_client_leaves = self._client_left
+
+    def _submit(self, exchange: Exchange, model: ServedModel, parameters: bytes, value: bytes) -> None:
+        """Admit a task; the exchange waits until it is safe."""
+        settings = self._settings
+        caller = self._gate.identify(exchange.headers)
+        now = self._clock()
+        request = Request(
+            secrets.token_hex(16),  # unguessable: knowing the id is what lets a client read the result
+            model.name,
+            parameters,
+            value,
+            len(value),
+            caller.tier,
+            now,
+            now + settings.tier_target_s[caller.tier],
+            settings.task_timeout_s,
+            now + settings.task_timeout_s,
+            self._inference_replies,
+            is_task=True,
+        )
+        self._recent[next(self._numbers) % RECENT_KEPT] = request
+
+        def accepted(error: CarpoolError | None) -> None:
+            if error is not None:
+                respond_problem(exchange, error)
+                return
+            body = b'{"task_id":"%b","status":"PENDING"}' % request.id.encode()
+            location = b"Location: /v1/result/%b\r\n" % request.id.encode()
+            exchange.respond(202, body, JSON, location + echo_line(exchange.headers))
+
+        self._gate.admit_task(request, caller, accepted)
+
+    def _client_left(self, exchange: Exchange) -> None:
+        request: Request | None = exchange.context
+        if request is not None:
+            self._broker.cancel(request)
+
+    def _poller_left(self, exchange: Exchange) -> None:
+        self._tasks.leave(exchange.context)
+
+
+def task_json(task: StoredTask) -> bytes:
+    """The 200 of `GET /v1/result/{task_id}`."""
+    middle = b""
+    if task.output is not None:
+        middle = b',"output":' + task.output
+    elif task.error is not None:
+        middle = b',"error":' + task.error
+    when = datetime.fromtimestamp(task.timestamp_wall, UTC).isoformat(timespec="milliseconds")
+    return b'{"task_id":"%b","status":"%b"%b,"timestamp":"%b"}' % (
+        task.id.encode(),
+        task.status.encode(),
+        middle,
+        when.replace("+00:00", "Z").encode(),
+    )
+
+
+def media_type(content_type: bytes) -> bytes:
+    """A content type without its parameters."""
+    return content_type.partition(b";")[0].strip().lower()
+
+
+def check_media(content_type: bytes, wanted: str = "application/json") -> None:
+    """Refuse a body of another type than JSON."""
+    if media_type(content_type) != JSON:
+        raise UnsupportedMedia(f"send the header `Content-Type: {wanted}`")
+
+
+def check_encoding(headers: dict[bytes, bytes]) -> None:
+    """Refuse a compressed body: unpacking what strangers send is a way to exhaust memory."""
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise UnsupportedMedia("send the body without Content-Encoding")
+
+
+def preferences(prefer: bytes) -> list[bytes]:
+    """The names in a Prefer header (RFC 7240)."""
+    return [part.partition(b";")[0].partition(b"=")[0].strip().lower() for part in prefer.split(b",")]

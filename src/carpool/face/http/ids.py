@@ -1,0 +1,28 @@
+"""Request ids: the client's own where it sent a usable one, else one of ours."""
+
+import re
+import secrets
+from itertools import count
+
+# What a client may choose: it is echoed in headers and JSON, and shown to operators.
+_acceptable = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z").match
+# A prefix of this process and a number: unique, and cheaper than drawing randomness for each request.
+_prefix = f"req_{secrets.token_hex(6)}-"
+_numbers = count(1)
+
+
+def given_id(headers: dict[bytes, bytes]) -> str | None:
+    """The client's X-Request-Id, if it is one that can be passed on safely."""
+    given = headers.get(b"x-request-id")
+    return given.decode() if given is not None and _acceptable(given) else None
+
+
+def request_id(headers: dict[bytes, bytes]) -> str:
+    """The id of the request with these headers."""
+    return given_id(headers) or f"{_prefix}{next(_numbers):x}"
+
+
+def echo_line(headers: dict[bytes, bytes]) -> bytes:
+    """The header line that echoes the client's X-Request-Id; b"" if it sent none."""
+    given = given_id(headers) if b"x-request-id" in headers else None
+    return b"" if given is None else b"X-Request-Id: %b\r\n" % given.encode()

@@ -1,0 +1,251 @@
+"""The served description of the HTTP contract, for both ports. Built from the error tree and the limits in force."""
+
+from typing import Any
+
+import msgspec
+
+from carpool.core.errors import CarpoolError, all_errors
+
+Json = dict[str, Any]
+
+PROBLEM: Json = {
+    "type": "object",
+    "required": ["type", "title", "status", "detail", "request_id"],
+    "properties": {
+        "type": {"type": "string", "description": "urn:carpool:error:<code>"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string"},
+        "request_id": {"type": "string"},
+    },
+}
+METADATA: Json = {
+    "type": "object",
+    "required": ["latency_ms", "queue_ms", "upstream_ms", "batch_size", "model", "cached"],
+    "properties": {
+        "latency_ms": {"type": "number"},
+        "queue_ms": {"type": "number"},
+        "upstream_ms": {"type": "number"},
+        "batch_size": {"type": "integer"},
+        "model": {"type": "string"},
+        "cached": {"type": "boolean"},
+        "model_version": {"type": "string"},
+        "tokens_used": {"type": "integer"},
+    },
+}
+INFERENCE_ANSWER: Json = {
+    "type": "object",
+    "required": ["request_id", "output", "metadata"],
+    "properties": {"request_id": {"type": "string"}, "output": {}, "metadata": METADATA},
+}
+TASK_ACCEPTED: Json = {
+    "type": "object",
+    "required": ["task_id", "status"],
+    "properties": {"task_id": {"type": "string"}, "status": {"const": "PENDING"}},
+}
+TASK_STATE: Json = {
+    "type": "object",
+    "required": ["task_id", "status", "timestamp"],
+    "properties": {
+        "task_id": {"type": "string"},
+        "status": {"enum": ["PENDING", "SUCCESS", "FAILED"]},
+        "output": {},
+        "error": {"$ref": "#/components/schemas/Problem"},
+        "timestamp": {"type": "string", "format": "date-time"},
+    },
+}
+PREDICT_ANSWER: Json = {
+    "type": "object",
+    "required": ["request_id", "output", "latency_ms"],
+    "properties": {"request_id": {"type": "string"}, "output": {}, "latency_ms": {"type": "number"}},
+}
+TASK_ID: Json = {
+    "name": "task_id",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string"},
+    "description": "from the answer that accepted the task",
+}
+REQUEST_ID: Json = {
+    "name": "X-Request-Id",
+    "in": "header",
+    "schema": {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"},
+    "description": "echoed; one of another form is replaced by Carpool's own id",
+}
+
+
+def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> bytes:
+    """The description of the port for clients."""
+    model_name: Json = {"type": "string", "enum": models}
+    inference_body: Json = {
+        "type": "object",
+        "required": ["input"],
+        "additionalProperties": False,
+        "properties": {
+            "input": {"description": "any JSON value; passed on untouched"},
+            "model": {**model_name, "default": default_model},
+            "parameters": {"type": "object", "description": "requests with equal parameters share batches"},
+            "client_id": {"type": "string", "maxLength": 256},
+            "mode": {"enum": ["sync", "async"]},
+        },
+    }
+    predict_body: Json = {
+        "type": "object",
+        "required": ["model_id", "input_data"],
+        "additionalProperties": False,
+        "properties": {"model_id": model_name, "input_data": {"description": "any JSON value"}},
+    }
+    prefer: Json = {
+        "name": "Prefer",
+        "in": "header",
+        "schema": {"type": "string"},
+        "description": "`respond-async` makes the request a task",
+    }
+    wait: Json = {
+        "name": "wait_ms",
+        "in": "query",
+        "schema": {"type": "integer", "minimum": 0, "maximum": wait_ms_max, "default": 0},
+        "description": "long poll: wait so long for an outcome",
+    }
+    model_id: Json = {
+        "name": "model_id",
+        "in": "query",
+        "schema": model_name,
+        "description": "the model, for a binary body",
+    }
+    paths: Json = {
+        "/v1/inference": {
+            "post": {
+                "operationId": "inference",
+                "summary": "One input in, its output back; or a task to poll",
+                "parameters": [REQUEST_ID, prefer],
+                "requestBody": {"required": True, "content": {"application/json": {"schema": inference_body}}},
+                "responses": {
+                    "200": answer("The model's output", INFERENCE_ANSWER),
+                    "202": {
+                        **answer("The task is stored", TASK_ACCEPTED),
+                        "headers": {"Location": {"schema": {"type": "string"}}},
+                    },
+                    **problems(400, 404, 408, 413, 415, 422, 429, 431, 500, 502, 503, 504),
+                },
+            }
+        },
+        "/v1/predict": {
+            "post": {
+                "operationId": "predict",
+                "summary": "One input, JSON or binary, and its output",
+                "parameters": [REQUEST_ID, model_id],
+                "requestBody": {
+                    "required": True,
+                    "content": {
+                        "application/json": {"schema": predict_body},
+                        "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+                    },
+                },
+                "responses": {
+                    "200": answer("The model's output", PREDICT_ANSWER),
+                    **problems(400, 404, 408, 413, 415, 422, 429, 431, 500, 502, 503, 504),
+                },
+            }
+        },
+        "/v1/result/{task_id}": {
+            "parameters": [TASK_ID],
+            "get": {
+                "operationId": "result",
+                "summary": "The state of a task, and its result",
+                "parameters": [wait],
+                "responses": {"200": answer("The task's state", TASK_STATE), **problems(400, 404, 431, 500, 503)},
+            },
+            "delete": {
+                "operationId": "delete",
+                "summary": "Cancel a task or forget its result",
+                "responses": {"204": {"description": "Done"}, **problems(400, 404, 431, 500, 503)},
+            },
+        },
+        "/openapi.json": DESCRIBED_BY_ITSELF,
+    }
+    return document("Carpool", paths)
+
+
+def admin_openapi() -> bytes:
+    """The description of the port for operators."""
+    health: Json = {
+        "type": "object",
+        "required": ["status", "gpu_utilization", "queue_depth", "requests_per_second"],
+        "properties": {
+            "status": {"enum": ["ok", "draining"]},
+            "gpu_utilization": {"type": "number"},
+            "queue_depth": {"type": "integer"},
+            "requests_per_second": {"type": "number"},
+        },
+    }
+    ready: Json = {
+        "type": "object",
+        "required": ["ready"],
+        "properties": {"ready": {"type": "boolean"}, "reason": {"type": "string"}},
+    }
+    request: Json = {
+        "type": "object",
+        "required": ["status", "latency_ms", "error"],
+        "properties": {
+            "status": {"enum": ["queued", "processing", "completed", "failed"]},
+            "latency_ms": {"type": "number"},
+            "error": {"type": ["string", "null"]},
+        },
+    }
+    request_id: Json = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+    metrics: Json = {"description": "Prometheus text", "content": {"text/plain": {"schema": {"type": "string"}}}}
+    paths: Json = {
+        "/internal/health": get("health", "How busy this process is", {"200": answer("Numbers of the moment", health)}),
+        "/internal/ready": get(
+            "ready",
+            "Whether to send requests here",
+            {"200": answer("Ready", ready), "503": answer("Not ready, and why", ready)},
+        ),
+        "/internal/requests/{id}": {
+            "parameters": [request_id],
+            **get("request", "A live or recent request", {"200": answer("Its state", request), **problems(404)}),
+        },
+        "/metrics": get("metrics", "Metrics", {"200": metrics}),
+        "/openapi.json": DESCRIBED_BY_ITSELF,
+    }
+    return document("Carpool, for operators", paths)
+
+
+def document(title: str, paths: Json) -> bytes:
+    """A whole OpenAPI document."""
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": title, "version": "1", "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
+            "paths": paths,
+            "components": {"schemas": {"Problem": PROBLEM}},
+        }
+    )
+
+
+def get(operation: str, summary: str, responses: Json) -> Json:
+    """A path with one GET."""
+    shared = problems(400, 401, 431, 500)
+    return {"get": {"operationId": operation, "summary": summary, "responses": {**responses, **shared}}}
+
+
+def answer(description: str, schema: Json) -> Json:
+    """A JSON response."""
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def problems(*statuses: int) -> Json:
+    """The error responses of these statuses, described by the error tree."""
+    described: Json = {}
+    errors: list[type[CarpoolError]] = all_errors()
+    for status in statuses:
+        titles = [error.title for error in errors if error.status == status]
+        described[str(status)] = {
+            "description": "; ".join(titles),
+            "content": {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        }
+    return described
+
+
+DESCRIBED_BY_ITSELF: Json = get("openapi", "This document", {"200": answer("OpenAPI", {"type": "object"})})

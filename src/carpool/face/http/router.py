@@ -1,0 +1,79 @@
+"""From a request target to the function that serves it, with the answers that every path has: 404, 405, HEAD, OPTIONS."""
+
+from collections.abc import Callable
+from urllib.parse import parse_qsl
+
+from carpool.core.errors import CarpoolError, Malformed, MethodNotAllowed, NotFound
+from carpool.face.http.exchange import Exchange
+from carpool.face.http.problem import respond_problem
+
+Route = Callable[[Exchange, str], None]
+QUERY_FIELDS_MAX = 16
+
+
+class Router:
+    """Routes by exact path, or by a prefix whose rest (one path segment) is handed to the route."""
+
+    def __init__(self) -> None:
+        # By path, then method. A path that ends with a slash takes one more segment.
+        self._routes: dict[bytes, dict[bytes, Route]] = {}
+
+    def add(self, method: bytes, path: bytes, route: Route) -> None:
+        """Serve a method of a path."""
+        self._routes.setdefault(path, {})[method] = route
+
+    def __call__(self, exchange: Exchange) -> None:
+        """Serve one exchange. What a route raises of the error tree becomes its answer."""
+        try:
+            routes = self._routes.get(exchange.target)
+            if routes is not None and (route := routes.get(exchange.method)) is not None:
+                route(exchange, "")  # the hot path: an exact target with a method that is served
+            else:
+                self._search(exchange)
+        except CarpoolError as error:
+            respond_problem(exchange, error)
+
+    def _search(self, exchange: Exchange) -> None:
+        path = split_target(exchange.target)[0]
+        rest = b""
+        routes = self._routes.get(path) if not path.endswith(b"/") else None
+        if routes is None:
+            head, _, rest = path.rpartition(b"/")
+            routes = self._routes.get(head + b"/") if rest else None
+        if path == b"*" and exchange.method == b"OPTIONS":
+            exchange.respond(204, b"", b"", b"Allow: GET, HEAD, POST, DELETE, OPTIONS\r\n")
+            return
+        if routes is None:
+            raise NotFound("there is nothing at this path; GET /openapi.json lists what there is")
+        method = b"GET" if exchange.method == b"HEAD" else exchange.method
+        route = routes.get(method)
+        if route is not None:
+            route(exchange, rest.decode("latin-1"))
+            return
+        allowed = sorted(routes) + ([b"HEAD"] if b"GET" in routes else []) + [b"OPTIONS"]
+        allow = b", ".join(allowed)
+        if method == b"OPTIONS":
+            exchange.respond(204, b"", b"", b"Allow: %b\r\n" % allow)
+            return
+        raise MethodNotAllowed(f"this path takes {allow.decode()}", allow=allow.decode())
+
+
+def split_target(target: bytes) -> tuple[bytes, bytes]:
+    """Path and query of a request target, in origin form or absolute form."""
+    if target[:7].lower() == b"http://" or target[:8].lower() == b"https://":
+        authority_and_path = target.split(b"//", 1)[1]
+        _, slash, path = authority_and_path.partition(b"/")
+        target = slash + path if slash else b"/"
+    path, _, query = target.partition(b"?")
+    return path, query
+
+
+def query_of(exchange: Exchange) -> dict[str, str]:
+    """The query fields; the last of a repeated one counts."""
+    query = split_target(exchange.target)[1]
+    if not query:
+        return {}
+    try:
+        return dict(parse_qsl(query.decode(), keep_blank_values=True, max_num_fields=QUERY_FIELDS_MAX, errors="strict"))
+    except ValueError:
+        raise Malformed(f"the query is not valid UTF-8 or has more than {QUERY_FIELDS_MAX} fields") from None

@@ -1,0 +1,126 @@
+"""What Prometheus sees. Stages keep plain counts; they become metric families only when scraped.
+
+Label values are bounded: models and tiers are configured, outcomes come from the error tree, reasons and states
+from the code. Nothing a client sends becomes a label.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from carpool.core.tally import Histogram
+
+
+class ModelView(Protocol):
+    """What telemetry reads of one model."""
+
+    name: str
+
+    def batch_sizes(self) -> Histogram:
+        """Requests in each batch."""
+        ...
+
+    def call_seconds(self) -> Histogram:
+        """Seconds of each answered upstream call."""
+        ...
+
+    def batches(self) -> Mapping[str, int]:
+        """Batches by dispatch reason."""
+        ...
+
+    def calls(self) -> Mapping[str, int]:
+        """Upstream calls by result."""
+        ...
+
+    def slots(self) -> Mapping[str, int]:
+        """Slots by state."""
+        ...
+
+    def queue_depth(self) -> int:
+        """Requests that wait for a slot."""
+        ...
+
+    def arrival_rate(self) -> float:
+        """Requests a second, lately."""
+        ...
+
+
+class View(Protocol):
+    """What telemetry reads of the whole process."""
+
+    def models(self) -> Sequence[ModelView]:
+        """Every model."""
+        ...
+
+    def outcomes(self) -> Mapping[str, int]:
+        """Requests that got an outcome, by code."""
+        ...
+
+    def queue_wait_seconds(self) -> Histogram:
+        """Seconds that requests waited for a slot."""
+        ...
+
+    def gauges(self) -> Mapping[str, tuple[str, float]]:
+        """Further values of the moment: help text and value by name."""
+        ...
+
+
+class CarpoolCollector(Collector):
+    """Turns a view into metric families."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+
+    def collect(self) -> Iterable[Metric]:
+        """All of Carpool's own metrics."""
+        view = self._view
+        requests = CounterMetricFamily("carpool_requests", "Requests that got an outcome.", labels=["outcome"])
+        for code, number in view.outcomes().items():
+            requests.add_metric([code], number)
+        yield requests
+        wait = HistogramMetricFamily("carpool_queue_wait_seconds", "Seconds a request waited for a slot.")
+        histogram = view.queue_wait_seconds()
+        wait.add_metric([], histogram.buckets(), histogram.total)
+        yield wait
+        yield from self._per_model(view.models())
+        for name, (text, value) in view.gauges().items():
+            yield GaugeMetricFamily(name, text, value=value)
+
+    def _per_model(self, models: Sequence[ModelView]) -> Iterable[Metric]:
+        sizes = HistogramMetricFamily("carpool_batch_size", "Requests in a batch.", labels=["model"])
+        seconds = HistogramMetricFamily(
+            "carpool_upstream_latency_seconds", "Seconds of an answered upstream call.", labels=["model"]
+        )
+        batches = CounterMetricFamily("carpool_batches", "Batches sent, by why they were.", labels=["model", "reason"])
+        calls = CounterMetricFamily("carpool_upstream_calls", "Upstream calls by result.", labels=["model", "result"])
+        slots = GaugeMetricFamily("carpool_slots", "Slots by state.", labels=["model", "state"])
+        depth = GaugeMetricFamily("carpool_queue_depth", "Requests that wait for a slot.", labels=["model"])
+        rate = GaugeMetricFamily("carpool_arrival_rate", "Requests a second, lately.", labels=["model"])
+        for model in models:
+            name = model.name
+            sizes.add_metric([name], model.batch_sizes().buckets(), model.batch_sizes().total)
+            seconds.add_metric([name], model.call_seconds().buckets(), model.call_seconds().total)
+            for family, counts in ((batches, model.batches()), (calls, model.calls()), (slots, model.slots())):
+                for label, number in counts.items():
+                    family.add_metric([name, label], number)
+            depth.add_metric([name], model.queue_depth())
+            rate.add_metric([name], model.arrival_rate())
+        yield from (sizes, seconds, batches, calls, slots, depth, rate)
+
+
+class Exposition:
+    """Renders /metrics."""
+
+    def __init__(self, view: View) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(CarpoolCollector(view))
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
+
+    def __call__(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self._registry)

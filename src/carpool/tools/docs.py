@@ -1,0 +1,206 @@
+"""Writes the pages of docs/ that say what the code says: `python -m carpool.tools.docs [--check] [DIR]`."""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from msgspec import NODEFAULT
+
+from carpool.config import FLAGS, ROOT_KEYS, SECTIONS, Key, describe, section_keys, summary
+from carpool.core.errors import (
+    CarpoolError,
+    ClientError,
+    GatewayError,
+    OverloadError,
+    UpstreamError,
+    all_errors,
+)
+from carpool.settings import ModelSettings, TierSettings
+
+_GENERATED = "<!-- Written by `make docs` from {source}; changes made here are lost. -->\n"
+
+_FAULTS: tuple[tuple[type[CarpoolError], str], ...] = (
+    (ClientError, "The client"),
+    (OverloadError, "Overload"),
+    (UpstreamError, "The upstream"),
+    (GatewayError, "Carpool itself"),
+)
+
+_ERRORS_INTRO = """
+# Errors
+
+Every error is an `application/problem+json` object (RFC 9457). `type` is `urn:carpool:error:<code>`, with a
+code of the tables below, `title` is the same for each code, and `detail` says what was wrong and what to do:
+
+```json
+{
+  "type": "urn:carpool:error:unknown-model",
+  "title": "No such model",
+  "status": 404,
+  "detail": "there is no model `lama`",
+  "request_id": "0192f3c4"
+}
+```
+
+The column "retry" says whether the same request may succeed later; where Carpool knows how long to wait, the
+answer has `Retry-After`. The tables are sorted by who is at fault.
+"""
+
+_CONFIGURATION_INTRO = """
+# Configuration
+
+A setting comes from the first of these that has it:
+
+1. a flag of `carpool serve` (those with one are marked below);
+2. the environment variable `CARPOOL_<SECTION>_<KEY>`; lists are separated by commas;
+3. the file: `--config FILE`, else the one `CARPOOL_CONFIG` names, else `carpool.toml` if there is one here;
+4. the default.
+
+What Carpool does not know is an error: one line names the key, where it came from and what is allowed, and
+the exit status is 2. That holds for `CARPOOL_*` variables too; only those that Kubernetes makes for a Service
+whose name starts with `carpool` are passed over. `carpool config` takes the flags of `carpool serve` and
+prints the configuration in effect as TOML, secrets left out. Relative paths start at the working directory.
+
+## Example
+
+```toml
+{example}```
+"""
+
+EXAMPLE = """\
+model = "small"
+
+[gateway]
+host = "0.0.0.0"
+port = 8000
+
+[batching]
+max_wait_ms = 20
+
+[upstream]
+endpoints = ["http://127.0.0.1:9000-9031/infer"]
+
+[models.small]
+
+[models."vendor/large:2"]
+endpoints = ["http://10.0.0.7:8500/v1/models/large:predict"]
+protocol = "kserve_v1"
+max_batch = 8
+timeout_s = 30
+body_bytes_max = 16777216
+
+[[tiers]]
+name = "paid"
+target_ms = 100
+
+[[tiers]]
+name = "free"
+target_ms = 500
+"""
+
+
+def errors_page() -> str:
+    """docs/errors.md."""
+    parts = [_GENERATED.format(source="src/carpool/core/errors.py"), _ERRORS_INTRO]
+    for root, title in _FAULTS:
+        rows = [
+            (
+                f"`{error.code}`",
+                error.status,
+                f"`{error.grpc_code}`",
+                "yes" if error.retryable else "no",
+                error.title,
+                _first_line(error),
+            )
+            for error in sorted(all_errors(root), key=lambda each: each.status)
+        ]
+        parts += [f"\n## {title}\n\n{_first_line(root)}\n\n"]
+        parts += _table(("code", "HTTP", "gRPC", "retry", "title", "meaning"), rows)
+    return "".join(parts)
+
+
+def configuration_page() -> str:
+    """docs/configuration.md."""
+    parts = [
+        _GENERATED.format(source="src/carpool/settings.py"),
+        _CONFIGURATION_INTRO.replace("{example}", EXAMPLE),
+        "\n## Top level\n\n",
+        *_table(_HEADINGS, map(_setting_row, ROOT_KEYS)),
+    ]
+    for name, section in SECTIONS.items():
+        parts += [f"\n## [{name}]\n\n{summary(section)}\n\n"]
+        parts += _table(_HEADINGS, map(_setting_row, section_keys(section, f"{name}.")))
+    parts += [f"\n## [[tiers]]\n\n{summary(TierSettings)} By default: enterprise, paid, free. File only.\n\n"]
+    parts += _table(_FILE_HEADINGS, map(_file_row, section_keys(TierSettings, "")))
+    parts += [f"\n## [models.NAME]\n\n{summary(ModelSettings)} File only.\n\n"]
+    parts += _table(_FILE_HEADINGS, map(_file_row, section_keys(ModelSettings, "")))
+    return "".join(parts)
+
+
+PAGES = {"errors.md": errors_page, "configuration.md": configuration_page}
+
+_HEADINGS = ("key", "type", "default", "environment, flag", "meaning")
+_FILE_HEADINGS = ("key", "type", "default", "meaning")
+
+
+def _setting_row(key: Key) -> tuple[Any, ...]:
+    also = f"`{key.variable}`"
+    if flag := FLAGS.get(key.path):
+        also += " " + " ".join(f"`{each}`" for each in flag.split("/"))
+    return f"`{key.name}`", _type_text(key), _default_text(key), also, key.description
+
+
+def _file_row(key: Key) -> tuple[Any, ...]:
+    return f"`{key.name}`", _type_text(key), _default_text(key), key.description
+
+
+def _type_text(key: Key) -> str:
+    return describe(key.hint).removeprefix("a ")
+
+
+def _default_text(key: Key) -> str:
+    if key.default is NODEFAULT:
+        return "required"
+    if key.default is None or key.default in ("", []):
+        return "not set"
+    if isinstance(key.default, bool):
+        return f"`{str(key.default).lower()}`"
+    if isinstance(key.default, float) and key.default.is_integer():
+        return f"`{int(key.default)}`"
+    return f"`{key.default}`"
+
+
+def _first_line(documented: type) -> str:
+    return (documented.__doc__ or "").strip().splitlines()[0]
+
+
+def _table(headings: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> Iterator[str]:
+    for row in (headings, ("---",) * len(headings), *rows):
+        yield "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the pages, or with --check say which are out of date and return 1."""
+    parser = argparse.ArgumentParser(prog="python -m carpool.tools.docs", description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("docs"), metavar="DIR")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
+    options = parser.parse_args(arguments)
+    stale = 0
+    for name, page in PAGES.items():
+        path, text = options.folder / name, page()
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        if options.check:
+            stale = 1
+            sys.stderr.write(f"{path} is out of date: run `make docs`\n")
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            sys.stdout.write(f"wrote {path}\n")
+    return stale
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Simulated GPUs behind HTTP: a stand-in for the fixed API, one port for each GPU, all in one event loop.
+
+| call | answer |
+|---|---|
+| `POST /infer` `{"inputs":[…]}` | `{"outputs":[…]}` |
+| `POST /v1/models/{model}:predict` `{"instances":[…]}` | `{"predictions":[…]}` |
+| `GET /stats` | this GPU's counts, and under `total` those of all |
+| `GET /health` | `{"status":"ok"}` |
+
+The field decides the format, not the path. Errors are `{"error": text}`.
+"""
+
+import re
+import socket
+import struct
+from random import Random
+from typing import Any
+
+import msgspec
+
+from carpool.core.clock import monotonic
+from carpool.face.http.exchange import Exchange
+from carpool.face.http.server import HttpLimits, HttpServer
+from carpool.upstream.endpoint import Answer
+from carpool.upstream.simulated import (
+    GpuStats,
+    SeenInputs,
+    SimulatedGpu,
+    SimulationSettings,
+    error_answer,
+)
+
+LIMITS = HttpLimits(
+    body_bytes_max=64 * 1024 * 1024,
+    receiving_bytes_max=1024 * 1024 * 1024,
+    receive_timeout_s=60.0,
+    # Longer than any client keeps its pooled connections: a close must not race with a call.
+    idle_timeout_s=3600.0,
+)
+# Port 0 picks a free port; the ones after it may be taken, so try elsewhere.
+FREE_RANGE_TRIES = 20
+
+_INFERENCE_PATH = re.compile(rb"/infer|/v1/models/[^/]+:predict")
+# Linger for zero seconds: closing then sends RST in place of FIN.
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+class CannotListenError(Exception):
+    """An address cannot be listened on; the text names it."""
+
+
+class GpuServer:
+    """One simulated GPU on one port."""
+
+    def __init__(self, gpu: SimulatedGpu, fleet: "GpuFleet") -> None:
+        self.gpu = gpu
+        self.http = HttpServer(self.handle, LIMITS)
+        self._fleet = fleet
+
+    def handle(self, exchange: Exchange) -> None:
+        """Answer one HTTP request, an inference later."""
+        path = exchange.target.partition(b"?")[0]
+        if _INFERENCE_PATH.fullmatch(path):
+            if exchange.method == b"POST":
+                self._infer(exchange)
+            else:
+                self._refuse(exchange, 405, "use POST", b"Allow: POST\r\n")
+        elif path in (b"/stats", b"/health"):
+            if exchange.method in (b"GET", b"HEAD"):
+                exchange.respond(200, self._stats_json() if path == b"/stats" else b'{"status":"ok"}')
+            else:
+                self._refuse(exchange, 405, "use GET", b"Allow: GET, HEAD\r\n")
+        else:
+            self._refuse(exchange, 404, "there are /infer, /v1/models/{model}:predict, /stats and /health")
+
+    def _infer(self, exchange: Exchange) -> None:
+        def done(answer: Answer | None) -> None:
+            exchange.when_client_leaves = None
+            if answer is None:
+                _reset(exchange)
+            else:
+                exchange.respond(answer.status, answer.body)
+
+        call = self.gpu.submit(exchange.body, done)
+        if not call.ended:
+            exchange.body = b""  # not needed any more, and a queue of them is heavy
+            exchange.when_client_leaves = lambda _: self.gpu.leave(call)
+
+    def _stats_json(self) -> bytes:
+        stats: dict[str, Any] = msgspec.structs.asdict(self.gpu.stats())
+        return msgspec.json.encode({**stats, "total": self._fleet.total()})
+
+    def _refuse(self, exchange: Exchange, status: int, text: str, headers: bytes = b"") -> None:
+        exchange.respond(status, error_answer(status, text).body, headers=headers)
+
+
+def _reset(exchange: Exchange) -> None:
+    transport = exchange.connection.transport
+    if transport is not None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+        transport.abort()
+
+
+class GpuFleet:
+    """All simulated GPUs of this process. They are independent but for the memory of inputs seen."""
+
+    def __init__(self, settings: SimulationSettings, workers: int, *, track: bool) -> None:
+        # Shared, since a repeat is most often sent to another GPU.
+        seen = SeenInputs() if track else None
+        # Each has faults of its own, the same ones for the same seed.
+        seeds = [None if settings.seed is None else f"{settings.seed}/{n}" for n in range(workers)]
+        self.servers = [GpuServer(SimulatedGpu(settings, Random(seed), seen), self) for seed in seeds]
+        self.ports: list[int] = []
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen on consecutive ports; raises CannotListenError, and then listens on none."""
+        for server in self.servers:
+            wanted = port + len(self.ports)
+            try:
+                if wanted > 65535:
+                    raise OSError("there is no such port")
+                bound = await server.http.start(host, wanted)
+            except OSError as failure:
+                await self.close()
+                reason = (failure.strerror or str(failure)).rpartition(": ")[2].lower()
+                raise CannotListenError(f"cannot listen on {host}:{wanted}: {reason}") from None
+            port = port or bound
+            self.ports.append(bound)
+
+    def total(self) -> GpuStats:
+        """Sums over all GPUs; of the largest and the most, the largest of any one GPU."""
+        total = GpuStats()
+        for stats in (server.gpu.stats() for server in self.servers):
+            total.calls += stats.calls
+            total.inputs += stats.inputs
+            total.repeated_inputs += stats.repeated_inputs
+            total.largest_batch = max(total.largest_batch, stats.largest_batch)
+            total.in_flight += stats.in_flight
+            total.most_in_flight = max(total.most_in_flight, stats.most_in_flight)
+            total.busy_seconds = round(total.busy_seconds + stats.busy_seconds, 3)
+        return total
+
+    async def close(self) -> None:
+        """Stop at once: running calls are cut off."""
+        listening = self.servers[: len(self.ports)]
+        self.ports = []
+        for server in listening:
+            server.http.stop_listening()
+        for server in listening:
+            await server.http.finish(monotonic())
+
+
+async def serve_gpus(
+    settings: SimulationSettings, host: str, port: int, workers: int, *, track: bool = True
+) -> GpuFleet:
+    """Start GPUs on `workers` consecutive ports; port 0 picks a free range. Raises CannotListenError."""
+    tries_left = FREE_RANGE_TRIES if port == 0 else 1
+    while True:
+        fleet = GpuFleet(settings, workers, track=track)
+        try:
+            await fleet.start(host, port)
+            return fleet
+        except CannotListenError:
+            tries_left -= 1
+            if not tries_left:
+                raise

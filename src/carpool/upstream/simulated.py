@@ -1,0 +1,383 @@
+"""A simulated GPU: the fixed API to develop against, in this process (`sim:`) or behind HTTP (`carpool sim-gpu`).
+
+1. A call holds a slot for `latency_ms` + `per_item_ms` an input; a call that finds every slot busy waits its turn.
+2. A string is answered reversed, anything else as `{"echo": input}`: a checker can tell whose answer it got.
+3. A call is answered once, or its connection is reset, or its client leaves; each of them frees its place.
+4. Faults come at the end of the latency, when the work has been done: the harder case for whoever retries.
+
+The usual batch, ASCII strings without escapes, is reversed without being decoded: about 130 µs for 64 of 2 KB.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from math import isfinite
+from random import Random
+from typing import Annotated, Any, Protocol
+from urllib.parse import parse_qsl
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from carpool.core.clock import Clock, monotonic
+from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
+
+# A hanging call holds its slot until its client leaves, and no longer than this.
+HANG_S_MAX = 60.0
+# Hashes of inputs kept to notice repeats: between one and two generations.
+GENERATION_MAX = 200_000
+
+_QUOTE = 0x22
+_GARBAGE = b'{"outputs": [<!doctype html>'
+
+Milliseconds = Annotated[float, Meta(ge=0, le=3_600_000)]
+Rate = Annotated[float, Meta(ge=0, le=1)]
+
+
+class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a simulated GPU does with a call. The rates are shares of the calls and may sum up to 1."""
+
+    latency_ms: Milliseconds = 200.0
+    per_item_ms: Milliseconds = 0.0
+    slots: Annotated[int, Meta(ge=1, le=65536)] = 1
+    max_batch: Annotated[int, Meta(ge=1, le=65536)] = 64
+    # 500; no answer at all; connection reset; one output too few; 200 with bytes that are no JSON.
+    error_rate: Rate = 0.0
+    hang_rate: Rate = 0.0
+    reset_rate: Rate = 0.0
+    short_rate: Rate = 0.0
+    garbage_rate: Rate = 0.0
+    # A batch with an input whose JSON bytes contain this gets 500 whole; "" for none.
+    poison: str = ""
+    # The same seed gives the same faults; None for others each time.
+    seed: int | None = None
+
+
+_FAULTS = ("error", "hang", "reset", "short", "garbage")
+_FIELDS = {field.name: field for field in msgspec.structs.fields(SimulationSettings)}
+
+
+def simulation_settings(given: Mapping[str, Any]) -> SimulationSettings:
+    """Settings from texts or values by name; raises ValueError with one line that names the key."""
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in _FIELDS:
+            raise ValueError(f"unknown key {key!r}; there are {', '.join(_FIELDS)}")
+        try:
+            values[key] = msgspec.convert(value, _FIELDS[key].type, strict=False)
+        except msgspec.ValidationError as failure:
+            wanted = str(failure).partition(", got")[0].replace("`", "")
+            raise ValueError(f"{key}={value} is not valid: {wanted[0].lower()}{wanted[1:]}") from None
+        if isinstance(values[key], float) and not isfinite(values[key]):
+            raise ValueError(f"{key}={value} is not valid: expected a finite number")
+    settings = SimulationSettings(**values)
+    rates = {key: values[key] for key in values if key.endswith("_rate") and values[key] > 0}
+    if sum(rates.values()) > 1.0 + 1e-9:
+        raise ValueError(f"{' and '.join(rates)} together must not be over 1")
+    return settings
+
+
+def parse_sim_url(url: str) -> SimulationSettings:
+    """Settings of an address like `sim:?latency_ms=50&slots=64`; raises ValueError with one line that names the key."""
+    scheme, _, query = url.partition("?")
+    if scheme != "sim:":
+        raise ValueError(f"a simulated GPU looks like sim:?latency_ms=50&slots=64, not {url!r}")
+    given: dict[str, str] = {}
+    for key, value in parse_qsl(query, keep_blank_values=True):
+        if key in given:
+            raise ValueError(f"{key} is given twice")
+        given[key] = value
+    return simulation_settings(given)
+
+
+class CallRefusedError(Exception):
+    """The call itself is wrong (400); the text goes into the answer."""
+
+
+class _Body(msgspec.Struct, gc=False):
+    inputs: list[Raw] | UnsetType = UNSET
+    instances: list[Raw] | UnsetType = UNSET
+
+
+_decode_body = msgspec.json.Decoder(_Body).decode
+_decode_text = msgspec.json.Decoder(str).decode
+
+
+def read_call(body: bytes) -> tuple[list[Raw], bytes]:
+    """The inputs of a call, and the field that its outputs go into; raises CallRefusedError."""
+    try:
+        if not body.isascii():
+            body.decode()
+        call = _decode_body(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise CallRefusedError("the body must be JSON with a list called `inputs` or `instances`") from None
+    if isinstance(call.inputs, list) and call.instances is UNSET:
+        inputs, field = call.inputs, b"outputs"
+    elif isinstance(call.instances, list) and call.inputs is UNSET:
+        inputs, field = call.instances, b"predictions"
+    else:
+        raise CallRefusedError("the body must have one of `inputs` and `instances`")
+    if not inputs:
+        raise CallRefusedError("the batch is empty")
+    return inputs, field
+
+
+def outputs_json(inputs: Iterable[Raw], field: bytes, *, plain: bool) -> bytes:
+    """The answer to a batch. `plain` promises that no input has an escape or a byte beyond ASCII."""
+    outputs: list[bytes | bytearray] = []
+    for raw in inputs:
+        value = bytearray(raw)
+        if value[0] != _QUOTE:
+            outputs.append(b'{"echo":' + value + b"}")
+        elif plain or (value.isascii() and b"\\" not in value):
+            value.reverse()  # the quotes change places, which nobody can see
+            outputs.append(value)
+        else:
+            outputs.append(msgspec.json.encode(_reversed_text(value)))
+    if not outputs:
+        return b'{"%b":[]}' % field
+    # Into the first and last part, so that the whole is copied only once.
+    outputs[0] = b'{"%b":[' % field + outputs[0]
+    outputs[-1] = outputs[-1] + b"]}"
+    return b",".join(outputs)
+
+
+def _reversed_text(value: bytearray) -> str:
+    try:
+        return _decode_text(value)[::-1]
+    except msgspec.DecodeError:
+        raise CallRefusedError("an input is not a valid JSON string") from None
+
+
+def error_answer(status: int, text: str) -> Answer:
+    """An answer that carries an error text."""
+    return Answer(status, msgspec.json.encode({"error": text}))
+
+
+class SeenInputs:
+    """Counts inputs that came before, by hash, over the last `generation_max` to twice as many. GPUs may share it."""
+
+    def __init__(self, generation_max: int = GENERATION_MAX) -> None:
+        self.generation_max = generation_max
+        self._young: set[int] = set()
+        self._old: set[int] = set()
+
+    def count_repeats(self, inputs: Iterable[Raw]) -> int:
+        """How many of these have been seen before; they count as seen from now on."""
+        repeats = 0
+        for digest in map(hash, map(bytes, inputs)):
+            if digest in self._young or digest in self._old:
+                repeats += 1
+                continue
+            if len(self._young) >= self.generation_max:
+                self._old, self._young = self._young, set()
+            self._young.add(digest)
+        return repeats
+
+
+class GpuStats(msgspec.Struct, kw_only=True):
+    """What has come to a simulated GPU so far."""
+
+    calls: int = 0
+    # Of calls that were not refused.
+    inputs: int = 0
+    repeated_inputs: int = 0
+    # Refused calls count here: a batch that is too large should be seen.
+    largest_batch: int = 0
+    # Calls received and not ended, waiting ones included.
+    in_flight: int = 0
+    most_in_flight: int = 0
+    # Seconds that slots were held, summed over the slots.
+    busy_seconds: float = 0.0
+
+
+class Timer(Protocol):
+    """What is needed of a timer handle."""
+
+    def cancel(self) -> None:
+        """Forget the timer."""
+        ...
+
+
+CallLater = Callable[[float, Callable[[], None]], Timer]
+
+
+def call_later_on_this_loop(seconds: float, callback: Callable[[], None]) -> Timer:
+    """Start a timer on the running event loop."""
+    return asyncio.get_running_loop().call_later(seconds, callback)
+
+
+class SimulatedCall(msgspec.Struct, eq=False):
+    """One call at a simulated GPU: waiting without a timer, running with one, then ended."""
+
+    # None: the connection is reset in place of an answer.
+    answer: Answer | None
+    seconds: float
+    done: Callable[[Answer | None], None]
+    timer: Timer | None = None
+    ended: bool = False
+
+
+class SimulatedGpu:
+    """One GPU: its slots, the calls that wait for them, and its faults."""
+
+    def __init__(
+        self,
+        settings: SimulationSettings,
+        random: Random | None = None,
+        seen: SeenInputs | None = None,
+        call_later: CallLater = call_later_on_this_loop,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.settings = settings
+        self._random = random or Random(settings.seed)
+        # None: repeats are not counted; hashing costs as much as all the rest.
+        self._seen = seen
+        self._call_later = call_later
+        self._clock = clock
+        self._poison = settings.poison.encode()
+        self._waiting: deque[SimulatedCall] = deque()
+        self._running = 0
+        self._stats = GpuStats()
+        self._accounted = clock()
+        # Each fault with the upper bound of its share of [0, 1).
+        self._faults: list[tuple[str, float]] = []
+        bound = 0.0
+        for fault in _FAULTS:
+            bound += getattr(settings, f"{fault}_rate")
+            self._faults.append((fault, bound))
+        self._faultless = bound == 0.0
+
+    def submit(self, body: bytes, done: Callable[[Answer | None], None]) -> SimulatedCall:
+        """Take a call; `done` gets its answer, or None for a reset. A bad call is refused at once, without a slot."""
+        self._stats.calls += 1
+        try:
+            answer, seconds = self._decide(body)
+        except CallRefusedError as refusal:
+            answer = error_answer(400, str(refusal))
+            done(answer)
+            return SimulatedCall(answer, 0.0, done, ended=True)
+        call = SimulatedCall(answer, seconds, done)
+        self._stats.in_flight += 1
+        self._stats.most_in_flight = max(self._stats.most_in_flight, self._stats.in_flight)
+        if self._running < self.settings.slots:
+            self._start(call)
+        else:
+            self._waiting.append(call)
+        return call
+
+    def leave(self, call: SimulatedCall) -> None:
+        """The client of this call has gone: free its place. Does nothing for a call that has ended."""
+        if call.ended:
+            return
+        if call.timer is None:
+            self._waiting.remove(call)
+            self._end(call)
+        else:
+            call.timer.cancel()
+            self._end(call)
+            self._free_slot()
+
+    def stats(self) -> GpuStats:
+        """The counts so far, running calls' time included."""
+        self._account()
+        return msgspec.structs.replace(self._stats, busy_seconds=round(self._stats.busy_seconds, 3))
+
+    def _decide(self, body: bytes) -> tuple[Answer | None, float]:
+        """The answer to a call and how long it takes; raises CallRefusedError."""
+        settings = self.settings
+        inputs, field = read_call(body)
+        count = len(inputs)
+        self._stats.largest_batch = max(self._stats.largest_batch, count)
+        if count > settings.max_batch:
+            raise CallRefusedError(f"batch size {count} > maximum {settings.max_batch}")
+        self._stats.inputs += count
+        if self._seen is not None:
+            self._stats.repeated_inputs += self._seen.count_repeats(inputs)
+        seconds = (settings.latency_ms + settings.per_item_ms * count) / 1000.0
+        fault = self._draw_fault()
+        if fault == "hang":
+            return None, HANG_S_MAX
+        if fault == "reset":
+            return None, seconds
+        if fault == "error" or self._is_poisoned(body, inputs):
+            return error_answer(500, "the model failed on this batch"), seconds
+        if fault == "garbage":
+            return Answer(200, _GARBAGE), seconds
+        if fault == "short":
+            inputs = inputs[:-1]
+        plain = b"\\" not in body and body.isascii()
+        return Answer(200, outputs_json(inputs, field, plain=plain)), seconds
+
+    def _draw_fault(self) -> str:
+        if self._faultless:
+            return ""
+        drawn = self._random.random()
+        return next((fault for fault, bound in self._faults if drawn < bound), "")
+
+    def _is_poisoned(self, body: bytes, inputs: list[Raw]) -> bool:
+        poison = self._poison
+        # The body first: one search settles the usual case.
+        return poison != b"" and poison in body and any(poison in bytes(raw) for raw in inputs)
+
+    def _start(self, call: SimulatedCall) -> None:
+        self._account()
+        self._running += 1
+        call.timer = self._call_later(call.seconds, lambda: self._finish(call))
+
+    def _finish(self, call: SimulatedCall) -> None:
+        self._end(call)
+        self._free_slot()
+        call.done(call.answer)
+
+    def _end(self, call: SimulatedCall) -> None:
+        call.ended = True
+        call.timer = None
+        self._stats.in_flight -= 1
+
+    def _free_slot(self) -> None:
+        self._account()
+        self._running -= 1
+        if self._waiting:
+            self._start(self._waiting.popleft())
+
+    def _account(self) -> None:
+        now = self._clock()
+        self._stats.busy_seconds += self._running * (now - self._accounted)
+        self._accounted = now
+
+
+class SimulatedEndpoint:
+    """The upstream address `sim:`: a simulated GPU in this process, without sockets."""
+
+    def __init__(self, name: str, settings: SimulationSettings) -> None:
+        self.name = name
+        self.slots = settings.slots
+        self.gpu = SimulatedGpu(settings)
+
+    async def post(self, call: Call, timeout_s: float) -> Answer:
+        """Answer one call; raises AttemptFailedError on a reset or past `timeout_s`."""
+        reply: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+
+        def done(answer: Answer | None) -> None:
+            if not reply.done():
+                reply.set_result(answer)
+
+        running = self.gpu.submit(call.body, done)
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await reply
+        except TimeoutError:
+            raise AttemptFailedError(f"no answer within {timeout_s:g} s") from None
+        finally:
+            self.gpu.leave(running)
+        if answer is None:
+            raise AttemptFailedError("the connection was reset")
+        return answer
+
+    async def accepts_connections(self) -> bool:
+        """A simulated GPU is always there."""
+        return True
+
+    async def close(self) -> None:
+        """There is nothing to give up."""

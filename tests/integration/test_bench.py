@@ -1,0 +1,451 @@
+"""The load generator against a small server whose every answer the test decides."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from carpool.tools.bench.run import BenchOptions, drive, resolve, segments_from
+from carpool.tools.bench.tally import Report
+
+# The command by itself, as the application registers it.
+COMMAND = "import typer; from carpool.cli.bench import bench; app = typer.Typer(); app.command()(bench); app()"
+
+
+class Exchange:
+    """One request as the server saw it."""
+
+    def __init__(self, head: bytes, body: bytes, number: int, number_on_connection: int) -> None:
+        self.line = head.partition(b"\r\n")[0].decode()
+        self.head = head
+        self.text: str = msgspec.json.decode(body)["input"] if body else ""
+        # Counted from 1, over all connections and on this one.
+        self.number = number
+        self.number_on_connection = number_on_connection
+
+
+# Returns the bytes to write; empty: close without a word; None: never answer.
+Behaviour = Callable[[Exchange], Awaitable[bytes | None]]
+
+
+class FakeGateway:
+    """Serves HTTP as its behaviour says; a response that says `Connection: close` ends its connection."""
+
+    def __init__(self) -> None:
+        self.behaviour: Behaviour = right
+        self.connections = 0
+        self.requests = 0
+        self.url = ""
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=200)
+        self.url = "http://127.0.0.1:%d" % self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            for writer in list(self._writers):
+                writer.transport.abort()
+            await asyncio.sleep(0.01)
+            self._server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self._writers.add(writer)
+        number_here = 0
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = head.partition(b"Content-Length: ")[2].partition(b"\r\n")[0]
+                body = await reader.readexactly(int(length or 0))
+                self.requests += 1
+                number_here += 1
+                answer = await self.behaviour(Exchange(head, body, self.requests, number_here))
+                if answer is None:
+                    continue
+                writer.write(answer)
+                if not answer or b"Connection: close" in answer or b"CUT" in answer:
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+
+def respond(body: bytes, status: int = 200, more: str = "") -> bytes:
+    return f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n{more}\r\n".encode() + body
+
+
+def output(text: str, batch_size: int = 4) -> bytes:
+    return (
+        '{"request_id":"r","output":"%s","metadata":{"latency_ms":3.0,"queue_ms":1.5,"upstream_ms":1,'
+        '"batch_size":%d,"model":"default","cached":false}}' % (text[::-1], batch_size)
+    ).encode()
+
+
+async def right(exchange: Exchange) -> bytes | None:
+    return respond(output(exchange.text))
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[FakeGateway]:
+    gateway = FakeGateway()
+    await gateway.start()
+    yield gateway
+    await gateway.stop()
+
+
+async def load(
+    gateway: FakeGateway, rate: float = 200, duration: str = "300ms", connections: int = 10, **more: Any
+) -> Report:
+    options = BenchOptions(
+        url=gateway.url,
+        segments=segments_from(rate, duration, None),
+        connections=connections,
+        **{"arrivals": "uniform", "payload_bytes": 200, **more},
+    )
+    async with asyncio.timeout(20):
+        report, interrupted = await drive(options, resolve(gateway.url))
+    assert not interrupted
+    assert report.unanswered == 0
+    asked = report.sent + report.status.get("unasked", 0)
+    assert report.ok + report.errors + report.wrong == asked
+    return report
+
+
+async def test_right_answers_are_counted_and_described(gateway: FakeGateway) -> None:
+    report = await load(gateway)
+    assert (report.sent, report.ok, report.status) == (60, 60, {"200": 60})
+    assert gateway.requests == 60
+    assert gateway.connections == 10
+    assert report.batch_mean == 4
+    assert report.queue_ms.p99 == pytest.approx(1.5, rel=0.01)
+    assert report.rate == pytest.approx(200, rel=0.1)
+    assert report.clean
+
+
+@pytest.mark.parametrize("payload_bytes", [22, 2000, 300_000])
+async def test_payloads_of_any_size_are_verified(gateway: FakeGateway, payload_bytes: int) -> None:
+    # The large one comes back in several reads.
+    report = await load(gateway, rate=50, payload_bytes=payload_bytes)
+    assert report.ok == report.sent == 15
+
+
+async def test_every_input_is_unique_within_and_between_runs(gateway: FakeGateway) -> None:
+    texts = set()
+
+    async def note(exchange: Exchange) -> bytes | None:
+        texts.add(exchange.text)
+        return await right(exchange)
+
+    gateway.behaviour = note
+    first, second = await load(gateway, seed=1), await load(gateway, seed=1)
+    assert len(texts) == first.sent + second.sent
+
+
+async def test_swapped_answers_are_wrong(gateway: FakeGateway) -> None:
+    previous = "nothing yet"
+
+    async def swap(exchange: Exchange) -> bytes | None:
+        nonlocal previous
+        previous, mine = exchange.text, previous
+        return respond(output(mine if exchange.number % 4 == 0 else exchange.text))
+
+    gateway.behaviour = swap
+    report = await load(gateway)
+    assert (report.ok, report.wrong, report.errors) == (45, 15, 0)
+    assert not report.clean
+
+
+async def test_refusals_are_errors_by_status(gateway: FakeGateway) -> None:
+    async def shed(exchange: Exchange) -> bytes | None:
+        return respond(b"{}", 503) if exchange.number % 3 == 0 else await right(exchange)
+
+    gateway.behaviour = shed
+    report = await load(gateway)
+    assert report.status == {"200": 40, "503": 20}
+    assert (report.ok, report.errors) == (40, 20)
+
+
+async def test_a_stall_shows_in_every_request_that_was_due_meanwhile(gateway: FakeGateway) -> None:
+    async def stall_once(exchange: Exchange) -> bytes | None:
+        if exchange.number == 1:
+            await asyncio.sleep(0.5)
+        return await right(exchange)
+
+    gateway.behaviour = stall_once
+    report = await load(gateway, rate=100, duration="1s", connections=1)
+    latency = report.latency_ms
+    assert report.ok == 100
+    # A closed loop would see one slow request in a hundred. Here half of them were due during the stall.
+    assert latency.max is not None and latency.max > 450
+    assert latency.p90 is not None and latency.p90 > 350
+    assert latency.p50 is not None and latency.p50 < 200
+
+
+async def test_a_connection_that_the_server_ends_is_replaced(gateway: FakeGateway) -> None:
+    async def goodbye(exchange: Exchange) -> bytes | None:
+        return respond(output(exchange.text), more="Connection: close\r\n")
+
+    gateway.behaviour = goodbye
+    report = await load(gateway)
+    assert report.ok == 60
+    assert gateway.connections >= 60
+
+
+async def test_a_request_lost_with_a_reused_connection_is_sent_again(gateway: FakeGateway) -> None:
+    async def hang_up_on_reuse(exchange: Exchange) -> bytes | None:
+        return b"" if exchange.number_on_connection > 1 else await right(exchange)
+
+    gateway.behaviour = hang_up_on_reuse
+    report = await load(gateway, connections=2)
+    assert report.ok == report.sent == 60
+    # Each of the others was sent twice.
+    assert gateway.requests > 100
+
+
+async def test_a_request_lost_with_a_fresh_connection_is_an_error(gateway: FakeGateway) -> None:
+    async def hang_up(exchange: Exchange) -> bytes | None:
+        return b""
+
+    gateway.behaviour = hang_up
+    report = await load(gateway, rate=50)
+    assert report.errors == report.sent
+    assert set(report.status) <= {"closed", "reset"}
+    assert gateway.requests == report.sent
+
+
+async def test_a_request_lost_in_the_middle_of_its_answer_is_an_error(gateway: FakeGateway) -> None:
+    async def cut_on_reuse(exchange: Exchange) -> bytes | None:
+        if exchange.number_on_connection == 1:
+            return await right(exchange)
+        return b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\nCUT"
+
+    gateway.behaviour = cut_on_reuse
+    report = await load(gateway, connections=4)
+    assert report.ok > 0
+    assert report.errors > 0
+    assert set(report.status) <= {"200", "closed", "reset"}
+    # Nothing was sent a second time.
+    assert gateway.requests == report.sent
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", "chunked"),
+        (b"SSH-2.0-nonsense\r\n\r\n", "malformed"),
+        (b"HTTP/1.1 200 OK\r\n\r\nno length", "malformed"),
+        (b"x" * 70_000, "malformed"),
+        (respond(b"{}", 500) * 2, "malformed"),
+    ],
+)
+async def test_answers_that_cannot_be_read_are_errors(gateway: FakeGateway, answer: bytes, kind: str) -> None:
+    async def broken(exchange: Exchange) -> bytes | None:
+        return answer
+
+    gateway.behaviour = broken
+    report = await load(gateway, rate=50)
+    assert report.status == {kind: 15}
+
+
+async def test_an_answer_that_comes_twice_is_an_error(gateway: FakeGateway) -> None:
+    connection_of: dict[str, asyncio.StreamWriter] = {}
+
+    async def repeat(exchange: Exchange) -> bytes | None:
+        answer = respond(output(exchange.text))
+        (writer,) = gateway._writers
+        asyncio.get_running_loop().call_later(0.02, writer.write, answer)
+        return answer
+
+    gateway.behaviour = repeat
+    report = await load(gateway, rate=10, duration="100ms", connections=1, timeout_s=1)
+    assert not connection_of
+    assert report.ok == 1
+    # The second copy may come after the run has ended; the run is long enough when it is not the last request.
+    report = await load(gateway, rate=10, duration="300ms", connections=1, timeout_s=1)
+    assert report.errors >= 2
+    assert set(report.status) == {"200", "unasked"}
+
+
+async def test_no_answer_in_time_is_an_error_also_for_those_not_sent(gateway: FakeGateway) -> None:
+    async def silence(exchange: Exchange) -> bytes | None:
+        return None
+
+    gateway.behaviour = silence
+    report = await load(gateway, rate=50, connections=2, timeout_s=0.4)
+    assert report.errors == report.sent == 15
+    assert set(report.status) == {"timeout", "timeout-unsent"}
+    assert report.latency_ms.p50 is None
+
+
+async def test_a_server_that_leaves_ends_as_errors_and_not_as_a_hang(gateway: FakeGateway) -> None:
+    async def leave_after_ten(exchange: Exchange) -> bytes | None:
+        if exchange.number == 10:
+            asyncio.get_running_loop().create_task(gateway.stop())
+        return await right(exchange)
+
+    gateway.behaviour = leave_after_ten
+    report = await load(gateway, rate=100, duration="500ms", timeout_s=1)
+    assert 5 <= report.ok <= 15
+    assert "connect" in report.status
+
+
+async def test_nobody_there_is_said_before_anything_is_sent(gateway: FakeGateway) -> None:
+    await gateway.stop()
+    with pytest.raises(ConnectionError, match="refused"):
+        await load(gateway)
+
+
+class Tasks:
+    """The task routes: a result is PENDING once, then what `finish` says."""
+
+    def __init__(self, finish: str = "SUCCESS", more: str = "") -> None:
+        self.finish = finish
+        self.more = more
+        self.texts: dict[str, str] = {}
+        self.polled: set[str] = set()
+
+    async def __call__(self, exchange: Exchange) -> bytes | None:
+        method, path, _ = exchange.line.split(" ")
+        if method == "POST":
+            assert b"Prefer: respond-async" in exchange.head
+            task_id = f"task{len(self.texts)}"
+            self.texts[task_id] = exchange.text
+            return respond(b'{"task_id":"%s","status":"PENDING"}' % task_id.encode(), 202, self.more)
+        assert path.startswith("/v1/result/") and "?wait_ms=" in path
+        task_id = path.removeprefix("/v1/result/").partition("?")[0]
+        if task_id not in self.polled:
+            self.polled.add(task_id)
+            return respond(b'{"task_id":"%s","status":"PENDING"}' % task_id.encode(), 200, self.more)
+        result = {"task_id": task_id, "status": self.finish, "output": self.texts[task_id][::-1]}
+        return respond(msgspec.json.encode(result), 200, self.more)
+
+
+@pytest.mark.parametrize("more", ["", "Connection: close\r\n"])
+async def test_tasks_are_followed_to_their_result(gateway: FakeGateway, more: str) -> None:
+    gateway.behaviour = Tasks(more=more)
+    report = await load(gateway, rate=100, mode="task")
+    assert report.ok == report.sent == 30
+    assert report.status == {"200": 30}
+    assert gateway.requests == 90
+    # From the intended start to the result: the second poll comes 20 ms after the first.
+    assert report.latency_ms.p50 is not None and report.latency_ms.p50 > 19
+    assert report.queue_ms.p50 is None and report.batch_mean is None
+
+
+async def test_failed_tasks_are_errors(gateway: FakeGateway) -> None:
+    gateway.behaviour = Tasks(finish="FAILED")
+    assert (await load(gateway, rate=100, mode="task")).status == {"task-failed": 30}
+
+
+async def test_a_wrong_result_is_wrong_and_a_missing_one_an_error(gateway: FakeGateway) -> None:
+    tasks = Tasks()
+
+    async def confuse(exchange: Exchange) -> bytes | None:
+        answer = await tasks(exchange)
+        for task_id in tasks.texts:
+            tasks.texts[task_id] = "swapped"
+        return respond(b"{}", 404) if "task0?" in exchange.line else answer
+
+    gateway.behaviour = confuse
+    report = await load(gateway, rate=100, mode="task")
+    assert report.status == {"200": 29, "404": 1}
+    assert (report.ok, report.wrong, report.errors) == (0, 29, 1)
+
+
+async def test_a_task_that_is_not_accepted_is_an_error(gateway: FakeGateway) -> None:
+    report = await load(gateway, rate=100, mode="task")  # answered as if it were synchronous
+    assert report.status == {"200": 30} and report.errors == 30 and report.ok == 0
+
+
+async def start(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        COMMAND,
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+
+
+async def command(*arguments: str) -> tuple[int | None, str, str]:
+    process = await start(*arguments)
+    out, err = await asyncio.wait_for(process.communicate(), 30)
+    return process.returncode, out.decode(), err.decode()
+
+
+SMALL = ("--rate", "100", "--duration", "300ms", "--connections", "5", "--payload-bytes", "100")
+
+
+async def test_the_command_prints_a_table_and_writes_json(gateway: FakeGateway, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    status, out, _ = await command(gateway.url, *SMALL, "--arrivals", "uniform", "--json", str(file))
+    assert status == 0
+    assert "latency p99.9" in out
+    written = msgspec.json.decode(file.read_bytes())
+    assert (written["sent"], written["ok"], written["status"]) == (30, 30, {"200": 30})
+
+
+async def test_quiet_says_nothing(gateway: FakeGateway) -> None:
+    assert await command(gateway.url, *SMALL, "--quiet") == (0, "", "")
+
+
+async def test_wrong_answers_and_errors_exit_1(gateway: FakeGateway) -> None:
+    assert (await command(gateway.url, *SMALL, "--expect", "echo"))[0] == 1
+    gateway.behaviour = lambda exchange: asyncio.sleep(0, respond(b"{}", 503))
+    assert (await command(gateway.url, *SMALL))[0] == 1
+
+
+async def test_nobody_there_exits_1_with_one_line(gateway: FakeGateway) -> None:
+    await gateway.stop()
+    status, out, err = await command(gateway.url, *SMALL)
+    assert (status, out) == (1, "")
+    assert err.strip() == f"carpool bench: cannot connect to {gateway.url}: Connection refused"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["ftp://127.0.0.1"], "URL 'ftp://127.0.0.1' must look like"),
+        (["http://127.0.0.1:99999"], "URL 'http://127.0.0.1:99999': Port out of range"),
+        (["http://127.0.0.1:1", "--rate", "-1"], "--rate and --duration: '-1.0' is a rate below 0"),
+        (["http://127.0.0.1:1", "--duration", "soon"], "'soon' is not a time"),
+        (["http://127.0.0.1:1", "--schedule", "wave:3"], "--schedule: 'wave' is not a rate"),
+        (["http://127.0.0.1:1", "--connections", "0"], "--connections must be at least 1"),
+        (["http://127.0.0.1:1", "--connections", "99999999999"], "open files"),
+        (["http://127.0.0.1:1", "--payload-bytes", "3"], "--payload-bytes must be at least 22"),
+        (["http://127.0.0.1:1", "--timeout", "0s"], "--timeout: '0s' is not a time above 0"),
+        (["http://127.0.0.1:1", "--json", "/nowhere/report.json"], "--json /nowhere/report.json cannot be written"),
+    ],
+)
+async def test_bad_options_exit_2_with_one_line(arguments: list[str], complaint: str) -> None:
+    status, out, err = await command(*arguments)
+    assert (status, out) == (2, "")
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+async def test_an_interrupt_prints_the_report_so_far(gateway: FakeGateway, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    process = await start(gateway.url, "--rate", "100", "--duration", "1m", "--json", str(file))
+    async with asyncio.timeout(20):
+        while gateway.requests < 20:
+            await asyncio.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, _ = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 130
+    assert "latency p50" in out.decode()
+    written = msgspec.json.decode(file.read_bytes())
+    assert 15 <= written["ok"] <= written["sent"] < 6000

@@ -1,0 +1,158 @@
+"""The command line as a user meets it: real processes, their output and exit status."""
+
+import os
+import subprocess
+import sys
+import tomllib
+import types
+from pathlib import Path
+
+import pytest
+
+from carpool.cli import main
+from carpool.config import FLAGS
+from carpool.settings import Settings
+from carpool.version import __version__
+
+CLEAN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
+
+
+def carpool(
+    *arguments: str, cwd: Path | None = None, **environment: str
+) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "carpool", *arguments],
+        cwd=cwd,
+        env=CLEAN_ENVIRONMENT | {"COLUMNS": "160"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_version() -> None:
+    done = carpool("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"carpool {__version__}\n", "")
+
+
+def test_help_lists_the_commands_with_examples() -> None:
+    done = carpool("--help")
+    assert done.returncode == 0
+    for command in ("demo", "serve", "config", "sim-gpu", "bench"):
+        assert f" {command} " in done.stdout
+    assert "Examples" in done.stdout
+
+
+def test_no_command_shows_the_help() -> None:
+    done = carpool()
+    assert "Usage: carpool" in done.stdout
+    assert (done.returncode, done.stderr) == (2, "")
+
+
+@pytest.mark.parametrize("command", ["serve", "config"])
+def test_help_of_a_command_lists_its_flags(command: str) -> None:
+    done = carpool(command, "--help")
+    assert done.returncode == 0
+    for flags in [*FLAGS.values(), "--config"]:
+        for flag in flags.split("/"):
+            assert f" {flag} " in done.stdout
+    assert "Examples" in done.stdout
+
+
+def test_help_does_not_load_the_network_libraries() -> None:
+    code = (
+        "import sys; from carpool.cli import main; main(['--help'])\n"
+        "sys.exit(' '.join({'aiohttp', 'uvloop', 'httptools', 'prometheus_client'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_config_prints_what_is_in_effect(tmp_path: Path) -> None:
+    (tmp_path / "carpool.toml").write_text("[gateway]\nhost = '::1'\nport = 1\n[batching]\npolicy = 'pid'")
+    done = carpool(
+        *("config", "--port", "3", "--upstream", "http://a:1-2/x", "--upstream", "sim:", "--no-journal"),
+        cwd=tmp_path,
+        CARPOOL_GATEWAY_PORT="2",
+        CARPOOL_BATCHING_POLICY="fixed",
+        CARPOOL_GATEWAY_ADMIN_TOKEN="hunter2",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    shown = tomllib.loads(done.stdout)
+    assert shown["gateway"]["host"] == "::1"
+    assert shown["gateway"]["port"] == 3
+    assert shown["batching"]["policy"] == "fixed"
+    assert shown["upstream"]["endpoints"] == ["http://a:1-2/x", "sim:"]
+    assert shown["tasks"]["journal"] is False
+    assert "hunter2" not in done.stdout
+
+    (tmp_path / "again.toml").write_text(done.stdout)
+    again = carpool("config", "--config", "again.toml", cwd=tmp_path, CARPOOL_GATEWAY_ADMIN_TOKEN="hunter2")
+    assert again.stdout == done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["serve"], ["no upstream", "--upstream", "carpool demo"]),
+        (["serve", "--port", "abc"], ["gateway.port (flag --port)", "from 0 to 65535", "'abc'"]),
+        (["config", "--port", "65536"], ["gateway.port (flag --port)", "65536"]),
+        (["serve", "--policy", "eager"], ["batching.policy (flag --policy)", '"adaptive"']),
+        (
+            ["serve", "--upstream", "gpu:9000"],
+            ["upstream.endpoints (flag --upstream)", "http://host:9000/path"],
+        ),
+        (["serve", "--upstream", "sim:", "--admin-host", "0.0.0.0"], ["gateway.admin_token"]),
+        (["serve", "--upstream", "sim:", "--tls-cert", "x"], ["gateway.tls_cert (flag --tls-cert)"]),
+        (["serve", "--config", "absent.toml"], ["absent.toml"]),
+        (["serve", "--prot", "1"], ["--prot", "--port", "carpool serve --help"]),
+        (["serve", "--port"], ["--port", "requires an argument"]),
+        (["serve", "extra"], ["extra", "carpool serve --help"]),
+        (["srve"], ["srve", "Did you mean 'serve'?"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(arguments: list[str], parts: list[str], tmp_path: Path) -> None:
+    done = carpool(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith("carpool")
+    for part in parts:
+        assert part in line
+
+
+def test_an_unknown_variable_is_a_mistake_too(tmp_path: Path) -> None:
+    done = carpool("config", cwd=tmp_path, CARPOOL_GATEWAY_PROT="1")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "carpool: CARPOOL_GATEWAY_PROT (environment) is not a known variable; "
+        "did you mean CARPOOL_GATEWAY_PORT?\n"
+    )
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_serve_hands_the_settings_over_and_exits_with_the_status(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[Settings] = []
+
+    def run(settings: Settings) -> int:
+        received.append(settings)
+        return status
+
+    monkeypatch.chdir(tmp_path)
+    for name in set(os.environ) - set(CLEAN_ENVIRONMENT):
+        monkeypatch.delenv(name)
+    app = types.ModuleType("carpool.app")
+    app.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "carpool.app", app)
+    assert (
+        main(["serve", "--upstream", "sim:", "--max-batch", "8", "--slots", "2", "--log-level", "debug"])
+        == status
+    )
+    [settings] = received
+    assert settings.upstream.endpoints == ["sim:"]
+    assert (settings.batching.max_batch, settings.upstream.slots, settings.log.level) == (8, 2, "debug")

@@ -1,0 +1,40 @@
+import pytest
+
+from carpool.tools.bench.response import BadResponse, read_head
+
+
+@pytest.mark.parametrize(
+    ("head", "read"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 12", (200, 12, True)),
+        (b"HTTP/1.1 503 Busy\r\nX: y\r\ncontent-length:7\r\nRetry-After: 1", (503, 7, True)),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0", (200, 0, False)),
+        (b"HTTP/1.1 200 OK\r\nconnection:Close\r\nContent-Length: 0", (200, 0, False)),
+        (b"HTTP/1.1 204 No Content", (204, 0, True)),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 3", (200, 3, False)),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 3\r\nConnection: Keep-Alive", (200, 3, True)),
+        (b"HTTP/1.1 200\r\nContent-Length: 3", (200, 3, True)),
+    ],
+)
+def test_a_head_tells_status_length_and_whether_to_stay(head: bytes, read: tuple[int, int, bool]) -> None:
+    assert read_head(head) == read
+
+
+@pytest.mark.parametrize(
+    ("head", "kind"),
+    [
+        (b"", "malformed"),
+        (b"HTTP/2 200 OK\r\nContent-Length: 1", "malformed"),
+        (b"HTTP/1.1 abc\r\nContent-Length: 1", "malformed"),
+        (b"HTTP/1.1 200 OK", "malformed"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -1", "malformed"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1x", "malformed"),
+        (b"HTTP/1.1 100 Continue\r\nContent-Length: 0", "malformed"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked", "chunked"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Length: 5", "chunked"),
+    ],
+)
+def test_a_head_that_cannot_be_used_has_a_kind(head: bytes, kind: str) -> None:
+    with pytest.raises(BadResponse) as caught:
+        read_head(head)
+    assert caught.value.kind == kind

@@ -1,0 +1,143 @@
+from io import StringIO
+from math import ceil, inf, nan
+from random import Random
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from carpool.tools.bench.report import ProgressDisplay, print_report, progress_text
+from carpool.tools.bench.tally import LogHistogram, Report, Tally
+
+
+def report_of(tally: Tally, sending_s: float = 10.0) -> Report:
+    return tally.report(sending_s=sending_s, intended_rate=100.0, generator_busy=0.25)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 0.99, 0.999, 1.0])
+def test_percentiles_are_within_half_a_percent(share: float) -> None:
+    random = Random(7)
+    values = sorted(10 ** random.uniform(-2.9, 6) for _ in range(5000))
+    histogram = LogHistogram()
+    for value in values:
+        histogram.add(value)
+    exact = values[max(1, ceil(share * len(values))) - 1]
+    assert histogram.percentile(share) == pytest.approx(exact, rel=0.0051)
+
+
+def test_the_largest_value_is_exact_and_never_exceeded() -> None:
+    histogram = LogHistogram()
+    for value in (3.0, 3.0, 3.0001):
+        histogram.add(value)
+    assert histogram.percentile(1.0) == 3.0001
+    assert (histogram.percentile(0.5) or inf) <= 3.0001
+
+
+def test_an_empty_histogram_has_no_percentiles() -> None:
+    assert LogHistogram().percentile(0.5) is None
+
+
+def test_values_out_of_range_are_counted_and_break_nothing() -> None:
+    histogram = LogHistogram()
+    for value in (0.0, 0.0005, -1.0, nan, 1e300, inf):
+        histogram.add(value)
+    assert histogram.count == sum(histogram.counts) == 6
+    assert histogram.percentile(0.5) == 0.0
+
+
+def test_a_report_counts_every_request_once() -> None:
+    tally = Tally()
+    tally.sent = 7
+    for _ in range(3):
+        tally.right(0.010, 100.0, 2.0, 4)
+    tally.mismatched(0.020, 101.0)
+    tally.failed("503")
+    tally.failed("timeout")
+    report = report_of(tally)
+    assert (report.sent, report.ok, report.wrong, report.errors, report.unanswered) == (7, 3, 1, 2, 1)
+    assert report.status == {"200": 4, "503": 1, "timeout": 1}
+    assert report.latency_ms.max == pytest.approx(20)
+    assert report.queue_ms.p50 == pytest.approx(2, rel=0.01)
+    assert not report.clean
+
+
+def test_answers_nobody_asked_for_are_errors_but_settle_no_request() -> None:
+    tally = Tally()
+    tally.sent = 1
+    tally.unasked = 2
+    assert tally.in_flight == 1
+    assert report_of(tally).errors == 2
+    assert report_of(tally).status == {"unasked": 2}
+
+
+def test_the_batch_mean_is_over_batches_not_over_requests() -> None:
+    tally = Tally()
+    for size in (1, 3, 3, 3):  # one batch of one, one of three
+        tally.right(0.01, 1.0, -1.0, size)
+    assert report_of(tally).batch_mean == 2.0
+    assert report_of(tally).queue_ms.p50 is None
+
+
+@pytest.mark.parametrize(
+    ("answer_times", "sending_s", "rate"),
+    [
+        # The latency before the first answer costs no throughput.
+        ([0.5 + step / 10 for step in range(101)], 10.0, 10.1),
+        # Answers that trail behind the sending do.
+        ([0.0, 20.0], 10.0, 0.1),
+        # A burst at the end is no high rate.
+        ([10.0] * 50, 10.0, 5.0),
+        ([], 10.0, 0.0),
+    ],
+)
+def test_the_rate_is_of_answers(answer_times: list[float], sending_s: float, rate: float) -> None:
+    tally = Tally()
+    for time in answer_times:
+        tally.right(0.01, time, -1.0, 0)
+    assert report_of(tally, sending_s).rate == pytest.approx(rate)
+
+
+def test_the_json_has_the_keys_that_users_read() -> None:
+    written = msgspec.json.decode(msgspec.json.encode(report_of(Tally())))
+    assert list(written)[:9] == [
+        *("sent", "ok", "errors", "wrong", "rate", "status", "latency_ms", "queue_ms", "batch_mean")
+    ]
+    assert list(written["latency_ms"]) == ["p50", "p90", "p99", "p999", "max"]
+    assert list(written["queue_ms"]) == ["p50", "p99"]
+
+
+def test_the_table_shows_failures_and_unknowns() -> None:
+    tally = Tally()
+    tally.sent = 1234
+    tally.failed("503")
+    out = StringIO()
+    print_report(report_of(tally), Console(file=out, width=100))
+    shown = out.getvalue()
+    assert "1,234" in shown
+    assert "503: 1" in shown
+    assert "1,233" in shown  # unanswered
+    assert "whole core" not in shown
+
+
+def test_a_generator_at_its_limit_says_so() -> None:
+    out = StringIO()
+    print_report(Tally().report(sending_s=1, intended_rate=1, generator_busy=0.97), Console(file=out, width=100))
+    assert "whole core" in out.getvalue()
+
+
+def test_progress_tells_the_rate_of_late() -> None:
+    tally, lines = Tally(), list[str]()
+    display = ProgressDisplay(tally, 10.0, live=False, say=lines.append)
+    tally.sent = 30
+    for count in (10, 20):
+        for _ in range(count):
+            tally.right(0.01, 1.0, -1.0, 0)
+        display.update(count / 10)  # after 1 s and after 2 s
+    display.close()
+    assert lines[0].startswith("1 s  10/s  ok 10")
+    assert lines[1].startswith("2 s  20/s  ok 30")
+    assert "p99 10.0 ms" in progress_text(tally, 1.0)
+
+
+def test_quiet_progress_has_no_interval() -> None:
+    assert ProgressDisplay(Tally(), 10.0, live=True, say=None).interval_s == 0

@@ -1,0 +1,404 @@
+"""The loader: precedence, every refusal in one line, and a dump that loads back."""
+
+import subprocess
+import sys
+import tomllib
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from carpool.config import (
+    ENDPOINTS_MAX,
+    FLAGS,
+    KEYS,
+    VARIABLES,
+    ConfigError,
+    describe,
+    dump_toml,
+    expand_endpoints,
+    load_settings,
+    require_upstream,
+    section_keys,
+)
+from carpool.settings import DEFAULT_TIERS, ModelSettings, Settings, TierSettings
+
+
+@pytest.fixture(autouse=True)
+def _empty_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def load(
+    flags: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None, toml: str | None = None
+) -> Settings:
+    if toml is not None:
+        Path("carpool.toml").write_text(toml, encoding="utf-8")
+    return load_settings(flags or {}, environ=env or {}, file=None)
+
+
+def refusal(
+    flags: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None, toml: str | None = None
+) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(flags, env, toml)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+class TestPrecedence:
+    def test_nothing_given_gives_the_defaults(self) -> None:
+        assert load() == Settings()
+
+    def test_flags_over_environment_over_file_over_defaults(self) -> None:
+        toml = "[gateway]\nport = 1001\nhost = 'file'\npipeline_max = 4\n[batching]\nmax_batch = 7"
+        env = {"CARPOOL_GATEWAY_PORT": "1002", "CARPOOL_GATEWAY_HOST": "env"}
+        settings = load({"gateway.port": 1003, "gateway.host": None}, env, toml)
+        assert settings.gateway.port == 1003
+        assert settings.gateway.host == "env"
+        assert settings.gateway.pipeline_max == 4
+        assert settings.batching.max_batch == 7
+        assert settings.gateway.idle_timeout_s == 75.0
+
+    @pytest.mark.parametrize(
+        ("variable", "text", "expected"),
+        [
+            ("CARPOOL_MODEL", "llama-3:8b", "llama-3:8b"),
+            ("CARPOOL_GATEWAY_PORT", "0", 0),
+            ("CARPOOL_BATCHING_MAX_WAIT_MS", "12.5", 12.5),
+            ("CARPOOL_TASKS_JOURNAL", "false", False),
+            ("CARPOOL_LOG_LEVEL", "debug", "debug"),
+            ("CARPOOL_UPSTREAM_ENDPOINTS", "http://a:1/x, http://b:2/x,", ["http://a:1/x", "http://b:2/x"]),
+        ],
+    )
+    def test_a_variable_is_read_as_the_type_of_its_key(
+        self, variable: str, text: str, expected: object
+    ) -> None:
+        value: Any = load(env={variable: text})
+        for part in VARIABLES[variable].path.split("."):
+            value = getattr(value, part)
+        assert value == expected
+        assert type(value) is type(expected)
+
+    def test_flags_take_text_as_the_environment_does(self) -> None:
+        assert load({"gateway.port": "8080", "tasks.journal": False}).gateway.port == 8080
+
+    def test_every_key_can_be_set_by_a_variable_of_its_own(self) -> None:
+        assert len(VARIABLES) == len(KEYS)
+        assert set(FLAGS) <= set(KEYS)
+
+    def test_the_named_file_wins_over_the_variable_and_the_default(self, tmp_path: Path) -> None:
+        for name, port in (("carpool.toml", 1), ("variable.toml", 2), ("flag.toml", 3)):
+            (tmp_path / name).write_text(f"gateway.port = {port}")
+        env = {"CARPOOL_CONFIG": "variable.toml"}
+        assert load_settings({}, environ={}, file=None).gateway.port == 1
+        assert load_settings({}, environ=env, file=None).gateway.port == 2
+        assert load_settings({}, environ=env, file=Path("flag.toml")).gateway.port == 3
+
+    def test_tiers_and_models_come_from_the_file(self) -> None:
+        settings = load(toml="[[tiers]]\nname='only'\ntarget_ms=1\n[models.a]\nslots=2\n[models.'b/c:1.0']")
+        assert settings.tiers == (TierSettings(name="only", target_ms=1.0),)
+        assert settings.models == {"a": ModelSettings(slots=2), "b/c:1.0": ModelSettings()}
+        assert load(toml="").tiers == DEFAULT_TIERS
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("toml", "parts"),
+        [
+            ("[gateway]\nprot = 1", ["gateway.prot (carpool.toml)", "did you mean gateway.port?"]),
+            ("port = 1", ["port (carpool.toml)", "did you mean gateway.port?"]),
+            ("[gateway]\nmax_batch = 1", ["did you mean batching.max_batch?"]),
+            ("[gatway]\nport = 1", ["gatway", "did you mean gateway?"]),
+            ('"a\\nb" = 1', [r"'a\nb'", "not a known key"]),
+            ("gateway = 1", ["gateway (carpool.toml) must be a table, not 1"]),
+            ("[gateway]\nport = '80'", ["gateway.port (carpool.toml) must be a whole number", "not '80'"]),
+            ("[gateway]\nport = 70000", ["gateway.port (carpool.toml)", "from 0 to 65535, not 70000"]),
+            ("[gateway]\nport = true", ["gateway.port", "not True"]),
+            ("[gateway.port]\nx = 1", ["gateway.port", "a whole number"]),
+            ("[gateway]\nidle_timeout_s = inf", ["gateway.idle_timeout_s", "above 0 and at most"]),
+            ("[gateway]\nidle_timeout_s = nan", ["gateway.idle_timeout_s", "above 0 and at most"]),
+            ("[broker]\ntotal_timeout_s = 0", ["broker.total_timeout_s", "above 0"]),
+            (
+                "[batching]\npolicy = 'eager'",
+                ['batching.policy (carpool.toml) must be "adaptive", "fixed" or'],
+            ),
+            ("[upstream]\nendpoints = 'http://a'", ["upstream.endpoints (carpool.toml) must be a list"]),
+            ("[upstream]\nendpoints = [1]", ["upstream.endpoints (carpool.toml) must be a list"]),
+            ("[upstream]\ninputs_field = ''", ["upstream.inputs_field", "not empty"]),
+            ("[upstream]\ninputs_field = 'parameters'", ["upstream.parameters_field must differ"]),
+            ("[gateway]\nhost = '''a\nb'''", ["gateway.host (carpool.toml)", "without control characters"]),
+            ("tiers = []", ["tiers (carpool.toml) must be at least one"]),
+            ("tiers = [1]", ["tiers[0] (carpool.toml) must be a table"]),
+            ("[[tiers]]\nname = 'a'", ["tiers[0].target_ms (carpool.toml) is missing", "a number from 0"]),
+            ("[[tiers]]\nname = 'a'\ntarget_ms = 1\ntarget = 2", ["did you mean tiers[0].target_ms?"]),
+            ("[[tiers]]\nname = ''\ntarget_ms = 1", ["tiers[0].name (carpool.toml)", "letters"]),
+            ("[[tiers]]\nname='a'\ntarget_ms=1\n" * 2, ["tiers[1].name", "two tiers called a"]),
+            ("[models.a]\nslot = 1", ["models.a.slot (carpool.toml)", "did you mean models.a.slots?"]),
+            ("[models.a]\nslots = 0", ["models.a.slots (carpool.toml)", "from 1 to 65536, not 0"]),
+            ("[models.'a b']", ["models.'a b' (carpool.toml)", "letters, digits"]),
+            ("[models]\na = 1", ["models.a (carpool.toml) must be a table"]),
+            ("[models.a]\nendpoints = ['x']", ["models.a.endpoints (carpool.toml) has 'x'"]),
+            ("model = 'b'\n[models.a]", ["model (carpool.toml) must be one of the configured: a"]),
+            ("model = 'a b'", ["model (carpool.toml)", "letters, digits"]),
+            ("[gateway\nport = 1", ["carpool.toml is not valid TOML", "line 1"]),
+            ("[tasks]\ndata_dir = ''", ["tasks.data_dir (carpool.toml) must name a directory"]),
+            ("[gateway]\nport = 9\nadmin_port = 9", ["gateway.admin_port (carpool.toml) must differ"]),
+            ("[gateway]\nport = 65535", ["gateway.port (carpool.toml)", "give gateway.admin_port"]),
+        ],
+    )
+    def test_in_the_file(self, toml: str, parts: list[str]) -> None:
+        text = refusal(toml=toml)
+        for part in parts:
+            assert part in text
+
+    @pytest.mark.parametrize(
+        ("env", "parts"),
+        [
+            ({"CARPOOL_GATEWAY_PROT": "1"}, ["CARPOOL_GATEWAY_PROT", "did you mean CARPOOL_GATEWAY_PORT?"]),
+            ({"CARPOOL_PORT": "80"}, ["CARPOOL_PORT (environment)", "did you mean CARPOOL_GATEWAY_PORT?"]),
+            ({"CARPOOL_CONFIGURATION": "x"}, ["did you mean CARPOOL_CONFIG?"]),
+            ({"CARPOOL_ZZZZZZ": "x"}, ["CARPOOL_ZZZZZZ", "docs/configuration.md"]),
+            ({"CARPOOL_TIERS": "x"}, ["CARPOOL_TIERS", "file only"]),
+            ({"CARPOOL_MODELS_A_SLOTS": "1"}, ["CARPOOL_MODELS_A_SLOTS", "file only"]),
+            ({"CARPOOL_GATEWAY_PORT": "abc"}, ["gateway.port (environment CARPOOL_GATEWAY_PORT)", "'abc'"]),
+            ({"CARPOOL_GATEWAY_PORT": ""}, ["gateway.port (environment CARPOOL_GATEWAY_PORT)", "''"]),
+            ({"CARPOOL_TASKS_JOURNAL": "yes"}, ["tasks.journal", "true or false", "'yes'"]),
+            ({"CARPOOL_UPSTREAM_TIMEOUT_S": "inf"}, ["upstream.timeout_s", "at most"]),
+            ({"CARPOOL_GATEWAY_HOST": "a\udc80"}, ["gateway.host", "without control characters"]),
+            ({"CARPOOL_CONFIG": "absent.toml"}, ["absent.toml", "no such configuration file"]),
+            ({"CARPOOL_CONFIG": "."}, ["cannot be read"]),
+        ],
+    )
+    def test_in_the_environment(self, env: dict[str, str], parts: list[str]) -> None:
+        text = refusal(env=env)
+        for part in parts:
+            assert part in text
+
+    def test_in_the_flags(self) -> None:
+        assert "gateway.port (flag --port) must be" in refusal({"gateway.port": "x"})
+        assert "did you mean gateway.port?" in refusal({"gateway.prt": 1})
+
+    def test_a_file_that_is_not_text(self, tmp_path: Path) -> None:
+        (tmp_path / "carpool.toml").write_bytes(b"\xff\xfe")
+        assert "carpool.toml is not valid TOML" in refusal()
+
+    def test_a_file_of_endless_nesting(self) -> None:
+        assert "not valid TOML" in refusal(toml="a = " + "[" * 50_000)
+
+    def test_long_values_are_cut(self) -> None:
+        assert len(refusal(toml=f"[gateway]\nport = '{'x' * 5000}'")) < 250
+
+    @pytest.mark.parametrize(
+        "variables",
+        [
+            {"CARPOOL_SERVICE_HOST": "10.0.0.1", "CARPOOL_SERVICE_PORT_HTTP": "8000"},
+            {"CARPOOL_PORT": "tcp://10.0.0.1:8000", "CARPOOL_PORT_8000_TCP_ADDR": "10.0.0.1"},
+            {"CARPOOL_GATEWAY_PORT": "tcp://10.0.0.1:8000", "CARPOOL_GATEWAY_SERVICE_PORT": "8000"},
+        ],
+    )
+    def test_what_kubernetes_adds_for_a_service_is_passed_over(self, variables: dict[str, str]) -> None:
+        assert load(env=variables) == Settings()
+
+
+class TestSecrets:
+    TOKEN = {"CARPOOL_GATEWAY_ADMIN_TOKEN": "hunter2"}
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+    def test_loopback_needs_no_token(self, host: str) -> None:
+        assert load({"gateway.admin_host": host}).gateway.admin_host == host
+
+    @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.1", "gateway.local"])
+    def test_any_other_admin_host_needs_one(self, host: str) -> None:
+        text = refusal({"gateway.admin_host": host})
+        assert "gateway.admin_host (flag --admin-host)" in text and "gateway.admin_token" in text
+        assert load({"gateway.admin_host": host}, self.TOKEN).gateway.admin_token == "hunter2"
+
+    def test_a_secret_is_never_shown(self) -> None:
+        assert "hunter" not in dump_toml(load(env=self.TOKEN))
+        assert '# admin_token = "***"' in dump_toml(load(env=self.TOKEN))
+        assert "hunter" not in refusal(env={"CARPOOL_GATEWAY_ADMIN_TOKEN": "hunter two"})
+        assert "12345" not in refusal(toml="[gateway]\nadmin_token = 12345")
+
+    @pytest.mark.parametrize("toml", ["'http://me:hunter2@gpu/x'", "['http://me:hunter2@gpu/x']"])
+    def test_neither_is_a_password_in_an_endpoint(self, toml: str) -> None:
+        assert "hunter2" not in refusal(toml=f"[upstream]\nendpoints = {toml}")
+
+
+class TestTls:
+    @pytest.fixture
+    def pair(self, tmp_path: Path) -> dict[str, str]:
+        cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+        command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
+        subprocess.run(
+            [*command.split(), "-out", str(cert), "-keyout", str(key)], check=True, capture_output=True
+        )
+        return {"gateway.tls_cert": str(cert), "gateway.tls_key": str(key)}
+
+    def test_a_certificate_and_its_key(self, pair: dict[str, str]) -> None:
+        assert load(pair).gateway.tls_cert == pair["gateway.tls_cert"]
+
+    def test_one_without_the_other(self) -> None:
+        assert "gateway.tls_cert (flag --tls-cert) needs gateway.tls_key" in refusal(
+            {"gateway.tls_cert": "x"}
+        )
+        assert "gateway.tls_key (flag --tls-key) needs gateway.tls_cert" in refusal({"gateway.tls_key": "x"})
+
+    def test_a_file_that_is_not_there(self, pair: dict[str, str]) -> None:
+        text = refusal(pair | {"gateway.tls_key": "absent.pem"})
+        assert "gateway.tls_key (flag --tls-key) cannot be read: 'absent.pem': No such file" in text
+
+    def test_a_file_that_is_no_key(self, pair: dict[str, str]) -> None:
+        text = refusal(pair | {"gateway.tls_key": pair["gateway.tls_cert"]})
+        assert "gateway.tls_cert (flag --tls-cert) and gateway.tls_key must be a PEM certificate" in text
+
+
+class TestEndpoints:
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "http://127.0.0.1:9000/infer",
+            "https://gpu.example/v1/models/m:predict?key=1",
+            "http://[::1]:9000",
+            "http://gpu",
+            "sim:",
+            "sim:?latency_ms=50&per_item_ms=0&slots=64",
+        ],
+    )
+    def test_one_stands_for_itself(self, text: str) -> None:
+        assert expand_endpoints([text]) == [text]
+
+    def test_a_range_of_ports_stands_for_one_each(self) -> None:
+        assert expand_endpoints(["http://a:9-11/i?x=1-2", "http://[::1]:7-7"]) == [
+            "http://a:9/i?x=1-2",
+            "http://a:10/i?x=1-2",
+            "http://a:11/i?x=1-2",
+            "http://[::1]:7",
+        ]
+
+    @pytest.mark.parametrize(
+        ("text", "part"),
+        [
+            ("", "looks like"),
+            ("127.0.0.1:9000", "looks like"),
+            ("ftp://a/b", "looks like"),
+            ("http://", "looks like"),
+            ("http:///path", "looks like"),
+            ("http://a b/", "looks like"),
+            ("http://a:9000#x", "looks like"),
+            ("http://a:x/", "looks like"),
+            ("http://a:1-2-3/", "looks like"),
+            ("http://user:pw@a/", "looks like"),
+            ("http://a:0/", "1 to 65535"),
+            ("http://a:65536/", "1 to 65535"),
+            ("http://a:9-8/", "lower one first"),
+            ("http://a:1-60000/", "more than 4096"),
+            ("sim:latency_ms=5", "must look like sim:?"),
+            ("sim:?latency=5", "unknown option 'latency'"),
+            ("sim:?slots=0", "bad slots"),
+            ("sim:?slots=", "bad slots"),
+            ("sim:?latency_ms=-1", "bad latency_ms"),
+            ("sim:?latency_ms=inf", "bad latency_ms"),
+        ],
+    )
+    def test_what_is_no_endpoint(self, text: str, part: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            expand_endpoints([text])
+        assert part in str(caught.value)
+        assert "upstream.endpoints (flag --upstream)" in refusal({"upstream.endpoints": [text]})
+
+    def test_the_same_one_twice(self) -> None:
+        with pytest.raises(ConfigError, match="names 'http://a:3/' twice"):
+            expand_endpoints(["http://a:1-5/", "http://a:3/"])
+
+    def test_the_most_there_may_be(self) -> None:
+        ranges = [f"http://a:1-{ENDPOINTS_MAX // 2}/", f"http://b:1-{ENDPOINTS_MAX // 2}/"]
+        assert len(expand_endpoints(ranges)) == ENDPOINTS_MAX
+        with pytest.raises(ConfigError, match="more than 4096"):
+            expand_endpoints([*ranges, "http://c/"])
+
+    @pytest.mark.parametrize(
+        "toml",
+        [
+            "[upstream]\nendpoints = ['sim:']",
+            "[models.a]\nendpoints = ['sim:']",
+            "[upstream]\nendpoints = ['sim:']\n[models.a]",
+        ],
+    )
+    def test_an_upstream_is_there(self, toml: str) -> None:
+        require_upstream(load(toml=toml))
+
+    @pytest.mark.parametrize(
+        ("toml", "part"),
+        [
+            ("", "try `carpool demo`"),
+            ("[models.a]\nendpoints = ['sim:']\n[models.b]", "give --upstream"),
+            ("[upstream]\nendpoints = ['sim:']\n[models.a]\nendpoints = []", "models.a.endpoints is empty"),
+        ],
+    )
+    def test_an_upstream_is_missing(self, toml: str, part: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            require_upstream(load(toml=toml))
+        assert part in str(caught.value)
+
+
+class TestDump:
+    FULL = """
+        model = "a"
+        [gateway]
+        host = "ünï \\"quoted\\" \\\\ path"
+        admin_port = 9
+        [batching]
+        max_wait_ms = 0.1
+        [upstream]
+        endpoints = ["http://a:1-3/x", "sim:?slots=4"]
+        [tasks]
+        journal = false
+        [[tiers]]
+        name = "only"
+        target_ms = 12.5
+        [models.a]
+        [models."b/c:1.0"]
+        endpoints = ["https://b/"]
+        protocol = "kserve_v1"
+        timeout_s = 30
+    """
+
+    @pytest.mark.parametrize("toml", ["", FULL])
+    def test_it_loads_back_to_the_same_settings(self, toml: str) -> None:
+        settings = load(toml=toml)
+        assert load(toml=dump_toml(settings)) == settings
+
+    def test_it_has_every_key_with_its_meaning(self) -> None:
+        lines = dump_toml(Settings()).splitlines()
+        for key in KEYS.values():
+            at = [i for i, line in enumerate(lines) if line.lstrip("# ").startswith(f"{key.name} =")]
+            assert any(lines[i - 1].startswith(f"# {key.description}") for i in at), key.path
+
+    def test_what_is_not_set_stays_out(self) -> None:
+        assert "admin_port" not in tomllib.loads(dump_toml(Settings()))["gateway"]
+
+
+class TestCatalogue:
+    ALL = [*KEYS.values(), *section_keys(TierSettings, "tiers."), *section_keys(ModelSettings, "models.")]
+
+    @pytest.mark.parametrize("key", ALL, ids=lambda key: key.path)
+    def test_every_key_says_what_it_means_and_takes_its_default(self, key: Any) -> None:
+        assert key.description
+        assert describe(key.hint)
+        if key.default is not msgspec.NODEFAULT:
+            msgspec.convert(key.default, key.hint)
+
+    @pytest.mark.parametrize("key", ALL, ids=lambda key: key.path)
+    def test_no_key_takes_an_infinite_number(self, key: Any) -> None:
+        if float in typing.get_args(key.hint):
+            with pytest.raises(msgspec.ValidationError):
+                msgspec.convert(float("inf"), key.hint)
+
+    def test_loading_needs_no_network_library(self) -> None:
+        code = "import sys, carpool.config; sys.exit(bool({'aiohttp', 'uvloop', 'ssl'} & set(sys.modules)))"
+        assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0

@@ -1,0 +1,43 @@
+"""The generated pages say what the code says."""
+
+from pathlib import Path
+
+import pytest
+
+from carpool.config import KEYS, load_settings, require_upstream
+from carpool.core.errors import all_errors
+from carpool.tools.docs import PAGES, main
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_is_what_make_docs_writes(name: str) -> None:
+    assert (DOCS / name).read_text(encoding="utf-8") == PAGES[name](), "run `make docs`"
+
+
+def test_the_example_loads(tmp_path: Path) -> None:
+    page = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    example = tmp_path / "example.toml"
+    example.write_text(page.split("```toml\n")[1].split("```")[0], encoding="utf-8")
+    settings = load_settings({}, environ={}, file=example)
+    require_upstream(settings)
+    assert settings.model in settings.models
+
+
+def test_every_error_and_every_key_has_its_row() -> None:
+    errors, keys = PAGES["errors.md"](), PAGES["configuration.md"]()
+    assert all(errors.count(f"\n| `{error.code}` | {error.status} |") == 1 for error in all_errors())
+    assert all(keys.count(f"| `{key.variable}`") == 1 for key in KEYS.values())
+
+
+def test_check_tells_a_page_that_is_out_of_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "--check"]) == 1
+    assert not list(tmp_path.iterdir())
+    assert main([str(tmp_path)]) == 0
+    assert main([str(tmp_path), "--check"]) == 0
+    (tmp_path / "errors.md").write_text("old")
+    capsys.readouterr()
+    assert main([str(tmp_path), "--check"]) == 1
+    said = capsys.readouterr().err
+    assert "errors.md is out of date" in said and "configuration.md" not in said

@@ -1,0 +1,646 @@
+"""The journal: what it promises its callers, and what it does when the disk fails."""
+
+import asyncio
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from carpool.broker import journal as journal_module
+from carpool.broker import journal_store, journal_writer
+from carpool.broker.journal import (
+    DeadLetter,
+    Journal,
+    JournalLocked,
+    JournalUnusable,
+    StoredTask,
+    TaskRecord,
+    TaskResult,
+)
+from carpool.core.errors import JournalFailed, QueueFull
+
+CANARY = b"canary-7f3a"
+
+
+class FakeClock:
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Opener:
+    """Opens journals at one path and closes what a test left open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.clock = FakeClock()
+        self.opened: list[Journal] = []
+
+    def __call__(self, path: Path | None = None, **options: Any) -> Journal:
+        settings: dict[str, Any] = {
+            "result_ttl_s": 600.0,
+            "dead_letter_ttl_s": 6000.0,
+            "stored_bytes_max": 1 << 30,
+            "clock": self.clock,
+        }
+        journal = Journal.open(path or self.path, asyncio.get_running_loop(), **{**settings, **options})
+        self.opened.append(journal)
+        return journal
+
+
+@pytest.fixture
+async def opener(tmp_path: Path) -> AsyncIterator[Opener]:
+    opener = Opener(tmp_path / "data" / "journal.db")
+    yield opener
+    for journal in opener.opened:
+        await journal.close()
+
+
+def task(task_id: str, payload: bytes = b'"in"', deadline: float = 600.0) -> TaskRecord:
+    return TaskRecord(task_id, "owner", "model", b"{}", payload, 1, 1.7e9, deadline)
+
+
+def success(output: bytes = b'"out"') -> TaskResult:
+    return TaskResult("SUCCESS", output, None, 1.7e9 + 1)
+
+
+FAILURE = TaskResult("FAILED", None, b'{"status":502}', 1.7e9 + 2)
+POISON = DeadLetter("upstream-failed", "given up", 3)
+
+
+async def ask(method: Callable[..., None], *arguments: Any, **options: Any) -> Any:
+    """Call a method of the journal and wait for its one answer."""
+    return await asyncio.wait_for(asking(method, *arguments, **options), 10)
+
+
+def asking(method: Callable[..., None], *arguments: Any, **options: Any) -> "asyncio.Future[Any]":
+    answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    # set_result raises on a second answer, which `_answer` logs: see `no_callback_failed`.
+    method(*arguments, answer.set_result, **options)
+    return answer
+
+
+@pytest.fixture(autouse=True)
+def no_callback_failed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    yield
+    assert "a callback of the journal failed" not in caplog.text
+
+
+async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.005)
+
+
+def rows(path: Path, query: str) -> list[tuple[Any, ...]]:
+    connection = sqlite3.connect(path)
+    try:
+        return connection.execute(query).fetchall()
+    finally:
+        connection.close()
+
+
+def counts(journal: Journal) -> tuple[int, int, int, int]:
+    return journal.tasks_pending, journal.results, journal.dead_letters, journal.stored_bytes
+
+
+# A task's life.
+
+
+async def test_task_is_pending_then_has_its_result(opener: Opener) -> None:
+    journal = opener()
+    assert await ask(journal.append, task("a")) is None
+    assert await ask(journal.read, "a") == StoredTask("a", "owner", "PENDING", None, None, 1.7e9)
+    assert counts(journal) == (1, 0, 0, 6)
+    assert await ask(journal.finish, "a", success()) is True
+    assert await ask(journal.read, "a") == StoredTask("a", "owner", "SUCCESS", b'"out"', None, 1.7e9 + 1)
+    assert counts(journal) == (0, 1, 0, 5)
+
+
+async def test_unknown_tasks(opener: Opener) -> None:
+    journal = opener()
+    assert await ask(journal.read, "nobody") is None
+    assert await ask(journal.read, "nobody", forget=True) is None
+    assert await ask(journal.delete, "nobody") is False
+    assert await ask(journal.finish, "nobody", success()) is False
+    assert counts(journal) == (0, 0, 0, 0)
+
+
+async def test_first_result_wins(opener: Opener) -> None:
+    journal = opener()
+    await ask(journal.append, task("a"))
+    same_group = [asking(journal.finish, "a", success(b"%d" % n)) for n in range(3)]
+    assert [await answer for answer in same_group] == [True, False, False]
+    assert await ask(journal.finish, "a", FAILURE) is False
+    assert (await ask(journal.read, "a")).output == b"0"
+    assert counts(journal) == (0, 1, 0, 1)
+
+
+async def test_exactly_one_reader_gets_a_result_that_is_forgotten(opener: Opener) -> None:
+    journal = opener()
+    await ask(journal.append, task("a"))
+    pending = [asking(journal.read, "a", forget=True) for _ in range(3)]
+    assert [(await answer).status for answer in pending] == ["PENDING"] * 3
+    await ask(journal.finish, "a", success())
+    readers = [asking(journal.read, "a", forget=True) for _ in range(5)]
+    await asyncio.sleep(0.01)
+    readers += [asking(journal.read, "a", forget=True) for _ in range(5)]
+    got = [answer for answer in [await reader for reader in readers] if answer is not None]
+    assert [answer.output for answer in got] == [b'"out"']
+    assert counts(journal) == (0, 0, 0, 0)
+
+
+async def test_delete_in_any_state_and_a_late_result_is_discarded(opener: Opener) -> None:
+    journal = opener()
+    await ask(journal.append, task("pending"))
+    await ask(journal.append, task("finished"))
+    await ask(journal.finish, "finished", FAILURE)
+    assert await ask(journal.delete, "pending") is True
+    assert await ask(journal.delete, "finished") is True
+    assert await ask(journal.delete, "finished") is False
+    assert await ask(journal.finish, "pending", success()) is False
+    assert await ask(journal.read, "pending") is None
+    assert counts(journal) == (0, 0, 0, 0)
+
+
+async def test_only_a_dead_letter_keeps_the_input(opener: Opener) -> None:
+    journal = opener()
+    await ask(journal.append, task("good", b'"one"'))
+    await ask(journal.append, task("bad", b'"two"'))
+    assert await ask(journal.finish, "good", success()) is True
+    answer = asyncio.get_running_loop().create_future()
+    journal.finish("bad", FAILURE, answer.set_result, POISON)
+    assert await answer is True
+    assert (await ask(journal.read, "bad")).error == FAILURE.error
+    assert rows(opener.path, "SELECT input FROM tasks") == [(b"",), (b"",)]
+    dead = rows(opener.path, "SELECT id, cause, detail, sends, parameters, input FROM dead_letters")
+    assert dead == [("bad", "upstream-failed", "given up", 3, b"{}", b'"two"')]
+    assert counts(journal) == (0, 2, 1, 5 + len(FAILURE.error or b"") + 7)
+
+
+async def test_no_second_dead_letter_for_a_result_that_lost(opener: Opener) -> None:
+    journal = opener()
+    await ask(journal.append, task("a"))
+    await ask(journal.finish, "a", success())
+    answer = asyncio.get_running_loop().create_future()
+    journal.finish("a", FAILURE, answer.set_result, POISON)
+    assert await answer is False
+    assert journal.dead_letters == 0
+
+
+async def test_pending_tasks_come_back_whole_and_in_order(opener: Opener) -> None:
+    journal = opener()
+    ids = [f"{n:x}" for n in random.Random(1).sample(range(1 << 40), 50)]
+    for task_id in ids:
+        journal.append(task(task_id, b"%b" % task_id.encode() * 1000), lambda _: None)
+    await ask(journal.finish, ids[7], success())
+    await journal.close()
+    again = opener()
+    left = [task_id for task_id in ids if task_id != ids[7]]
+    assert list(again.pending()) == [task(task_id, task_id.encode() * 1000) for task_id in left]
+
+
+async def test_pending_may_be_answered_while_it_is_read(opener: Opener) -> None:
+    journal = opener()
+    for n in range(20):
+        journal.append(task(str(n)), lambda _: None)
+    await journal.close()
+    journal = opener()
+    answers = []
+    for record in journal.pending():
+        answers.append(asking(journal.finish, record.id, FAILURE))
+        await asyncio.sleep(0.001)
+    assert [await answer for answer in answers] == [True] * 20
+
+
+async def test_random_operations_agree_with_a_dictionary(opener: Opener) -> None:
+    chance = random.Random(7)
+    journal = opener()
+    model: dict[str, str] = {}
+    for step in range(400):
+        task_id = str(chance.randrange(40))
+        match chance.randrange(4):
+            case 0 if task_id not in model:
+                assert await ask(journal.append, task(task_id, b"x" * chance.randrange(3000))) is None
+                model[task_id] = "PENDING"
+            case 1:
+                expected = model.get(task_id) == "PENDING"
+                assert await ask(journal.finish, task_id, success(b"%d" % step)) is expected
+                if expected:
+                    model[task_id] = "SUCCESS"
+            case 2:
+                assert await ask(journal.delete, task_id) is (model.pop(task_id, None) is not None)
+            case _:
+                found = await ask(journal.read, task_id, forget=step % 2 == 0)
+                assert (found and found.status) == model.get(task_id)
+                if step % 2 == 0 and model.get(task_id) == "SUCCESS":
+                    del model[task_id]
+    before = counts(journal)
+    assert before[0] == list(model.values()).count("PENDING")
+    await journal.close()
+    assert counts(opener()) == before  # counted anew from the file
+
+
+# Group commit.
+
+
+async def test_one_commit_and_one_call_into_the_loop_for_a_group(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = opener()
+    loop = asyncio.get_running_loop()
+    calls: list[int] = []
+    call_soon_threadsafe = loop.call_soon_threadsafe
+
+    def counting(callback: Callable[..., object], *arguments: Any) -> asyncio.Handle:
+        calls.append(1)
+        return call_soon_threadsafe(callback, *arguments)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counting)
+    answers = [asking(journal.append, task(str(n))) for n in range(500)]
+    assert [await answer for answer in answers] == [None] * 500
+    assert len(calls) <= 5
+    assert sum(journal.commit_seconds.counts) == journal.commits <= 6  # a tick may be among them
+
+
+async def test_callback_that_raises_does_not_take_the_answers_of_others(
+    opener: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = opener()
+
+    def broken(_: object) -> None:
+        raise RuntimeError
+
+    journal.append(task("a"), broken)
+    assert await ask(journal.append, task("b")) is None
+    assert "a callback of the journal failed" in caplog.text
+    caplog.clear()
+
+
+async def test_operation_that_can_never_be_written_fails_alone(opener: Opener) -> None:
+    journal = opener()
+    await ask(journal.append, task("a"))
+    answers = [asking(journal.append, task(name)) for name in ("b", "c", "a", "d", "\ud800", "e")]
+    failed = [isinstance(await answer, JournalFailed) for answer in answers]
+    assert failed == [False, False, True, False, True, False]
+    assert isinstance(await ask(journal.read, "\ud800"), JournalFailed)
+    assert journal.tasks_pending == 5
+    assert journal.commit_failures == 0
+
+
+# Bounds.
+
+
+async def test_stored_bytes_are_bounded(opener: Opener) -> None:
+    journal = opener(stored_bytes_max=1000)
+    answers = [asking(journal.append, task(str(n), b"x" * 298)) for n in range(4)]
+    results = [await answer for answer in answers]
+    assert results[:3] == [None] * 3
+    assert isinstance(results[3], QueueFull)
+    assert results[3].retry_after_s
+    assert isinstance(await ask(journal.append, task("x", b"x" * 298)), QueueFull)
+    await ask(journal.finish, "0", success())
+    assert await ask(journal.append, task("x", b"x" * 200)) is None
+    await journal.close()
+    assert isinstance(await ask(opener(stored_bytes_max=1000).append, task("y", b"x" * 298)), QueueFull)
+
+
+async def test_queue_is_bounded_but_results_always_enter(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = opener()
+    await ask(journal.append, task("a"))
+    monkeypatch.setattr(journal_module, "QUEUED_OPERATIONS_MAX", 2)
+    appends = [asking(journal.append, task(str(n))) for n in range(3)]
+    read = asking(journal.read, "a")
+    finish = asking(journal.finish, "a", success())
+    assert [await appends[0], await appends[1]] == [None, None]
+    assert isinstance(await appends[2], QueueFull)
+    assert isinstance(await read, QueueFull)
+    assert await finish is True
+    monkeypatch.setattr(journal_module, "QUEUED_BYTES_MAX", 100)
+    assert isinstance(await ask(journal.append, task("large", b"x" * 101)), QueueFull)
+    assert await ask(journal.append, task("small")) is None
+
+
+# The uptime clock, and expiry.
+
+
+async def test_uptime_counts_only_time_in_which_the_journal_was_open(opener: Opener) -> None:
+    journal = opener()
+    assert journal.now() == 0.0
+    opener.clock.now += 30.0
+    await ask(journal.append, task("a", deadline=journal.now() + 60.0))
+    await journal.close()
+    opener.clock.now += 86400.0  # nobody ran
+    journal = opener()
+    assert journal.now() == 30.0
+    assert [record.deadline for record in journal.pending()] == [90.0]
+    opener.clock.now += 5.0
+    await journal.close()
+    opener.clock.now = 3.0  # the machine was started anew, and its clock with it
+    assert opener().now() == 35.0
+
+
+async def test_uptime_of_the_last_commit_survives_a_crash(opener: Opener, tmp_path: Path) -> None:
+    journal = opener()
+    opener.clock.now += 42.0
+    await ask(journal.append, task("a"))
+    crashed = tmp_path / "crashed"
+    shutil.copytree(opener.path.parent, crashed)  # as a kill would leave it, log and all
+    opener.clock.now += 10.0
+    copy = opener(crashed / "journal.db")
+    assert copy.now() == 42.0
+    assert [record.id for record in copy.pending()] == ["a"]
+
+
+async def test_uptime_is_saved_while_something_is_stored_and_the_disk_left_alone_otherwise(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_writer, "TICK_S", 0.01)
+    journal = opener()
+    await asyncio.sleep(0.1)
+    assert journal.commits == 0
+    await ask(journal.append, task("a"))
+    opener.clock.now += 7.0
+    await until(lambda: rows(opener.path, "SELECT value FROM meta WHERE key = 'uptime'") == [(7.0,)])
+    await ask(journal.delete, "a")
+    await asyncio.sleep(0.05)
+    commits = journal.commits
+    await asyncio.sleep(0.1)
+    assert journal.commits == commits
+
+
+async def test_expired_result_is_not_returned_even_before_it_is_purged(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_writer, "TICK_S", 3600.0)
+    journal = opener()
+    for name in ("a", "b", "pending"):
+        await ask(journal.append, task(name))
+    await ask(journal.finish, "a", success())
+    await ask(journal.finish, "b", success())
+    opener.clock.now += 599.0
+    assert (await ask(journal.read, "a")).status == "SUCCESS"
+    opener.clock.now += 2.0
+    assert await ask(journal.read, "a") is None
+    assert await ask(journal.read, "b", forget=True) is None
+    assert await ask(journal.delete, "b") is False
+    assert (await ask(journal.read, "pending")).status == "PENDING"
+    assert journal.results == 2  # still there, but for nobody
+
+
+async def test_expired_rows_are_purged_in_chunks_and_dead_letters_later(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_writer, "TICK_S", 0.02)
+    monkeypatch.setattr(journal_writer, "SLOW_TICK_S", 0.02)
+    monkeypatch.setattr(journal_writer, "PURGE_MAX", 3)
+    journal = opener()
+    for n in range(10):
+        await ask(journal.append, task(str(n)))
+        answer = asyncio.get_running_loop().create_future()
+        journal.finish(str(n), FAILURE, answer.set_result, POISON if n < 5 else None)
+        await answer
+    await ask(journal.append, task("pending"))
+    opener.clock.now += 601.0
+    await until(lambda: journal.results == 0)
+    assert (journal.tasks_pending, journal.dead_letters) == (1, 5)
+    await ask(journal.delete, "pending")
+    opener.clock.now += 6000.0
+    await until(lambda: journal.dead_letters == 0)
+    assert counts(journal) == (0, 0, 0, 0)
+    assert rows(opener.path, "SELECT count(*) FROM tasks") == [(0,)]
+
+
+# A disk that fails.
+
+
+class TinyDisk:
+    """Makes SQLite report a full disk, by its own limit on the pages of the file."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._connection = journal._store._connection
+
+    def fill(self) -> None:
+        (pages,) = self._connection.execute("PRAGMA page_count").fetchone()
+        self._connection.execute(f"PRAGMA max_page_count = {pages}")
+
+    def empty(self) -> None:
+        self._connection.execute("PRAGMA max_page_count = 1000000")
+
+
+LARGE = CANARY * 20_000
+
+
+async def test_full_disk_fails_appends_and_keeps_results_until_they_fit(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(journal_writer, "RETRY_LAST_S", 0.1)
+    monkeypatch.setattr(journal_writer, "TICK_S", 3600.0)
+    journal = opener()
+    for name in ("a", "b", "c"):
+        await ask(journal.append, task(name))
+    before = counts(journal)
+    disk = TinyDisk(journal)
+    disk.fill()
+
+    append = asking(journal.append, task("large", LARGE))
+    first = asking(journal.finish, "a", success(LARGE))
+    failure = await append
+    assert isinstance(failure, JournalFailed)
+    second = asking(journal.finish, "b", success(LARGE))
+    # What needs no room works on.
+    assert (await ask(journal.read, "a")).status == "PENDING"
+    assert await ask(journal.delete, "c") is True
+    await asyncio.sleep(0.3)
+    assert not first.done()
+    assert not second.done()
+    assert journal.commit_failures >= 2
+    assert await ask(journal.read, "large") is None
+
+    disk.empty()
+    assert [await asyncio.wait_for(first, 5), await asyncio.wait_for(second, 5)] == [True, True]
+    assert (await ask(journal.read, "b")).output == LARGE
+    assert await ask(journal.append, task("large", LARGE)) is None
+    assert counts(journal) == (1, 2, 0, before[3] - 18 + 3 * len(LARGE) + 2)
+    assert caplog.text.count("the journal cannot be written") == 1
+    assert "can be written again" in caplog.text
+    assert CANARY.decode() not in caplog.text + failure.detail
+    after = counts(journal)
+    await journal.close()
+    assert counts(opener()) == after
+
+
+async def test_result_that_does_not_fit_does_not_block_others(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_writer, "RETRY_LAST_S", 0.05)
+    monkeypatch.setattr(journal_writer, "CLOSE_PATIENCE_S", 0.2)
+    journal = opener()
+    for n in range(20):
+        await ask(journal.append, task(str(n), b"x" * 2000))
+    TinyDisk(journal).fill()
+    large = asking(journal.finish, "0", success(LARGE))
+    small = [asking(journal.finish, str(n), success()) for n in range(1, 20)]
+    assert await asyncio.wait_for(asyncio.gather(*small), 10) == [True] * 19
+    assert not large.done()
+    await journal.close()
+    assert isinstance(await large, JournalFailed)
+    assert [record.id for record in opener().pending()] == ["0"]  # its task will run again
+
+
+async def test_locked_file_fails_the_group_and_works_again(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_store, "BUSY_S", 0.02)
+    journal = opener()
+    await ask(journal.append, task("a"))
+    stranger = sqlite3.connect(opener.path, isolation_level=None)
+    stranger.execute("BEGIN IMMEDIATE")
+    finish = asking(journal.finish, "a", success())
+    delete = asking(journal.delete, "a")
+    forget = asking(journal.read, "a", forget=True)
+    assert isinstance(await ask(journal.append, task("b")), JournalFailed)
+    assert isinstance(await delete, JournalFailed)
+    assert isinstance(await forget, JournalFailed)
+    assert (await ask(journal.read, "a")).status == "PENDING"
+    stranger.execute("ROLLBACK")
+    stranger.close()
+    assert await asyncio.wait_for(finish, 10) is True
+    assert await ask(journal.append, task("b")) is None
+
+
+# Opening and closing.
+
+
+async def test_close_commits_everything_queued(opener: Opener) -> None:
+    journal = opener()
+    answers = [asking(journal.append, task(str(n), b"x" * 100)) for n in range(3000)]
+    answers += [asking(journal.finish, "5", success())]
+    await journal.close()
+    await journal.close()
+    assert [answer.result() for answer in answers] == [None] * 3000 + [True]
+    assert not os.access(f"{opener.path}-wal", os.F_OK)
+    for late in (
+        asking(journal.append, task("late")),
+        asking(journal.finish, "1", success()),
+        asking(journal.read, "1"),
+        asking(journal.delete, "1"),
+    ):
+        assert isinstance(await late, JournalFailed)
+    again = opener()
+    assert (again.tasks_pending, again.results) == (2999, 1)
+
+
+async def test_files_are_for_their_owner_only_whatever_the_umask(opener: Opener) -> None:
+    umask = os.umask(0)
+    try:
+        journal = opener()
+        await ask(journal.append, task("a"))
+        names = {f.name: f.stat().st_mode & 0o777 for f in opener.path.parent.iterdir()}
+        assert names == dict.fromkeys(("journal.db", "journal.db-wal", "journal.db-shm", "journal.db.lock"), 0o600)
+        assert opener.path.parent.stat().st_mode & 0o777 == 0o700
+        await journal.close()
+        opener.path.chmod(0o644)
+        opener()
+        assert opener.path.stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(umask)
+
+
+async def test_second_owner_is_refused(opener: Opener) -> None:
+    journal = opener()
+    with pytest.raises(JournalLocked, match=r"another carpool process owns this journal.*--data-dir"):
+        opener()
+    child = (
+        "import sys; from pathlib import Path; from carpool.broker.journal_store import Store\n"
+        "try: Store(Path(sys.argv[1]))\n"
+        "except Exception as error: print(type(error).__name__)"
+    )
+    command = [sys.executable, "-c", child, str(opener.path)]
+    other = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=30)
+    assert other.stdout.strip() == "JournalLocked"
+    assert await ask(journal.append, task("a")) is None  # the owner has not noticed
+    await journal.close()
+    opener()
+
+
+def text_file(path: Path) -> None:
+    path.write_text("not a database, but long enough to have a header of one" * 100)
+
+
+def foreign_database(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE somebody (elses INTEGER)")
+    connection.commit()
+    connection.close()
+
+
+def future_schema(path: Path) -> None:
+    journal_store.Store(path).close(0.0)
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+
+
+def torn_pages(path: Path) -> None:
+    journal_store.Store(path).close(0.0)
+    with path.open("r+b") as file:
+        file.seek(journal_store.PAGE_BYTES)
+        file.write(b"\xff" * 4 * journal_store.PAGE_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (text_file, "file is not a database"),
+        (foreign_database, "not a journal of Carpool"),
+        (future_schema, "another version of Carpool"),
+        (torn_pages, "malformed"),
+        (Path.mkdir, "cannot be used"),
+    ],
+)
+async def test_unusable_file_says_why_and_is_left_unlocked(
+    opener: Opener, damage: Callable[[Path], None], text: str
+) -> None:
+    opener.path.parent.mkdir()
+    damage(opener.path)
+    with pytest.raises(JournalUnusable, match=text) as refusal:
+        opener()
+    assert str(opener.path) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    if opener.path.is_dir():
+        opener.path.rmdir()
+    else:
+        opener.path.unlink()
+    opener()
+
+
+async def test_directory_that_cannot_be_made(opener: Opener) -> None:
+    opener.path.parent.write_text("a file")
+    with pytest.raises(JournalUnusable, match=str(opener.path)):
+        opener()
+
+
+async def test_without_a_path_it_lives_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    journal = Journal.open(
+        None,
+        asyncio.get_running_loop(),
+        result_ttl_s=1.0,
+        dead_letter_ttl_s=1.0,
+        stored_bytes_max=1000,
+    )
+    assert list(journal.pending()) == []
+    assert await ask(journal.append, task("a")) is None
+    assert await ask(journal.finish, "a", success()) is True
+    assert (await ask(journal.read, "a", forget=True)).output == b'"out"'
+    assert await ask(journal.read, "a") is None
+    await journal.close()
+    assert os.listdir(tmp_path) == []
