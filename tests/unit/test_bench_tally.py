@@ -141,3 +141,12 @@ def test_progress_tells_the_rate_of_late() -> None:
 
 def test_quiet_progress_has_no_interval() -> None:
     assert ProgressDisplay(Tally(), 10.0, live=True, say=None).interval_s == 0
+
+
+def test_the_live_display_shows_the_same_line(capsys: pytest.CaptureFixture[str]) -> None:
+    tally = Tally()
+    tally.failed("503")
+    display = ProgressDisplay(tally, 10.0, live=True, say=lambda line: pytest.fail(f"said {line!r}"))
+    display.update(12.0)  # past the end: requests are still in flight
+    display.close()
+    assert "errors 1" in capsys.readouterr().out

@@ -163,8 +163,12 @@ def test_a_batch_over_the_maximum_gets_400_and_one_at_the_maximum_does_not() -> 
 def test_calls_beyond_the_slots_wait_in_order() -> None:
     time, ended = FakeTime(), list[tuple[str, float]]()
     gpu = gpu_on(time, latency_ms=100, slots=2)
+
+    def submit(name: str) -> None:
+        gpu.submit(batch(name), lambda _: ended.append((name, round(time.now, 3))))
+
     for name in "abcde":
-        gpu.submit(batch(name), lambda _, name=name: ended.append((name, round(time.now, 3))))
+        submit(name)
     time.advance(1.0)
     assert ended == [("a", 0.1), ("b", 0.1), ("c", 0.2), ("d", 0.2), ("e", 0.3)]
     assert gpu.stats().most_in_flight == 5
@@ -185,14 +189,15 @@ def test_who_leaves_frees_its_slot_or_its_place_in_the_queue() -> None:
     time, ended = FakeTime(), list[str]()
     gpu = gpu_on(time, latency_ms=100)
     running, waiting, last = (
-        gpu.submit(batch(name), lambda _, name=name: ended.append(name)) for name in ("run", "wait", "last")
+        gpu.submit(batch(name), lambda answer: ended.append(answer.body.decode() if answer else ""))
+        for name in ("run", "wait", "last")
     )
     time.advance(0.05)
     gpu.leave(waiting)
     gpu.leave(running)
     assert gpu.stats().in_flight == 1
     time.advance(0.1)
-    assert ended == ["last"]
+    assert ended == ['{"outputs":["tsal"]}']
     for call in (running, waiting, last):
         gpu.leave(call)  # again, and after the end: nothing happens
     assert gpu.stats().in_flight == 0
@@ -293,7 +298,7 @@ async def test_the_endpoint_answers_after_its_latency() -> None:
 
 @pytest.mark.parametrize(("fault", "text"), [("hang_rate", "no answer within"), ("reset_rate", "reset")])
 async def test_no_answer_is_a_failed_attempt_and_frees_the_slot(fault: str, text: str) -> None:
-    endpoint = SimulatedEndpoint("sim:", SimulationSettings(latency_ms=1, **{fault: 1.0}))
+    endpoint = SimulatedEndpoint("sim:", parse_sim_url(f"sim:?latency_ms=1&{fault}=1"))
     with pytest.raises(AttemptFailedError, match=text):
         await endpoint.post(Call(batch("a")), 0.02)
     assert endpoint.gpu.stats().in_flight == 0

@@ -2,8 +2,9 @@
 
 1. Two exponentially weighted means: a slow one, steady under Poisson noise, is the answer; a fast one sees a
    step within a few milliseconds.
-2. When the fast one is above the slow one by more than noise explains, the slow one jumps up to it. A spike
-   noticed late has already spent slots on small batches; the end of one noticed late costs only short holds.
+2. When the fast one is above the slow one by more than noise explains, the slow one jumps up to it and forgets
+   what it knew: it starts over as fast as the other, and slows down as it learns. The same at the very start. A
+   spike noticed late has spent slots on small batches; the end of one noticed late costs only short holds.
 3. No time passed: nothing is concluded, and the count is kept for the next update.
 4. A count that went down started again from zero.
 """
@@ -13,14 +14,14 @@ from math import exp, sqrt
 SLOW_S = 0.2
 FAST_S = 0.005
 # Rule 2, in arrivals per FAST_S. Under Poisson arrivals the fast mean has the variance rate / (2 * FAST_S).
-NOISE_SIGMAS = 3.0
+NOISE_SIGMAS = 4.0
 NOISE_FLOOR = 1.0
 
 
 class ArrivalRate:
     """Estimates arrivals per second. Keep one for each lane, also while the lane is empty."""
 
-    __slots__ = ("_fast", "_slow", "_total", "_updated")
+    __slots__ = ("_fast", "_memory_s", "_slow", "_total", "_updated")
 
     def __init__(self) -> None:
         self._total = 0
@@ -28,6 +29,8 @@ class ArrivalRate:
         self._updated: float | None = None
         self._slow = 0.0
         self._fast = 0.0
+        # Time constant of the slow mean: from FAST_S after a jump to SLOW_S.
+        self._memory_s = FAST_S
 
     def update(self, arrivals_total: int, now: float) -> float:
         """Take the lane's running count of arrivals at `now`; return the rate."""
@@ -40,9 +43,10 @@ class ArrivalRate:
         arrived = arrivals_total - self._total if arrivals_total >= self._total else arrivals_total
         self._total, self._updated = arrivals_total, now
         rate = arrived / elapsed
-        self._slow = rate + (self._slow - rate) * exp(-elapsed / SLOW_S)
+        self._slow = rate + (self._slow - rate) * exp(-elapsed / self._memory_s)
+        self._memory_s = min(SLOW_S, self._memory_s + elapsed)
         self._fast = rate + (self._fast - rate) * exp(-elapsed / FAST_S)
         noise = NOISE_FLOOR + NOISE_SIGMAS * sqrt(self._slow * FAST_S / 2)
         if (self._fast - self._slow) * FAST_S > noise:
-            self._slow = self._fast
+            self._slow, self._memory_s = self._fast, FAST_S
         return self._slow

@@ -16,9 +16,7 @@ def bench(
     url: Annotated[str, typer.Argument(help="Base URL of the gateway, such as http://127.0.0.1:8000.")],
     rate: Annotated[float, typer.Option(help="Requests per second.")] = 1000.0,
     duration: Annotated[str, typer.Option(help="For how long: 500ms, 20s, 2m.")] = "20s",
-    schedule: Annotated[
-        str | None, typer.Option(help="In place of --rate and --duration. " + SCHEDULE_HELP)
-    ] = None,
+    schedule: Annotated[str | None, typer.Option(help="In place of --rate and --duration. " + SCHEDULE_HELP)] = None,
     arrivals: Annotated[
         Literal["poisson", "uniform"],
         typer.Option(help="Random gaps as of independent clients, or even ones."),
@@ -90,9 +88,7 @@ def bench(
         typer.echo(line, err=True)
 
     try:
-        report, interrupted = uvloop.run(
-            drive(options, target, live=console.is_terminal, say=None if quiet else say)
-        )
+        report, interrupted = uvloop.run(drive(options, target, live=console.is_terminal, say=None if quiet else say))
     except ConnectionError as fault:
         _leave(f"cannot connect to {url}: {fault}", EXIT_NOT_CLEAN)
     if json is not None:

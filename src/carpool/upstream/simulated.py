@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from math import isfinite
 from random import Random
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -103,10 +103,21 @@ _decode_body = msgspec.json.Decoder(_Body).decode
 _decode_text = msgspec.json.Decoder(str).decode
 
 
-def read_call(body: bytes) -> tuple[list[Raw], bytes]:
-    """The inputs of a call, and the field that its outputs go into; raises CallRefusedError."""
+class SimulatedBatch(NamedTuple):
+    """A call that was understood."""
+
+    inputs: list[Raw]
+    # Where the outputs go.
+    field: bytes
+    # No input has an escape or a byte beyond ASCII.
+    plain: bool
+
+
+def read_call(body: bytes) -> SimulatedBatch:
+    """The batch in the body of a call; raises CallRefusedError."""
+    is_ascii = body.isascii()
     try:
-        if not body.isascii():
+        if not is_ascii:
             body.decode()
         call = _decode_body(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -119,13 +130,14 @@ def read_call(body: bytes) -> tuple[list[Raw], bytes]:
         raise CallRefusedError("the body must have one of `inputs` and `instances`")
     if not inputs:
         raise CallRefusedError("the batch is empty")
-    return inputs, field
+    return SimulatedBatch(inputs, field, is_ascii and b"\\" not in body)
 
 
-def outputs_json(inputs: Iterable[Raw], field: bytes, *, plain: bool) -> bytes:
-    """The answer to a batch. `plain` promises that no input has an escape or a byte beyond ASCII."""
+def outputs_json(batch: SimulatedBatch, count: int) -> bytes:
+    """The answer to the first `count` inputs of a batch."""
+    _, field, plain = batch
     outputs: list[bytes | bytearray] = []
-    for raw in inputs:
+    for raw in batch.inputs[:count]:
         value = bytearray(raw)
         if value[0] != _QUOTE:
             outputs.append(b'{"echo":' + value + b"}")
@@ -286,28 +298,25 @@ class SimulatedGpu:
     def _decide(self, body: bytes) -> tuple[Answer | None, float]:
         """The answer to a call and how long it takes; raises CallRefusedError."""
         settings = self.settings
-        inputs, field = read_call(body)
-        count = len(inputs)
+        batch = read_call(body)
+        count = len(batch.inputs)
         self._stats.largest_batch = max(self._stats.largest_batch, count)
         if count > settings.max_batch:
             raise CallRefusedError(f"batch size {count} > maximum {settings.max_batch}")
         self._stats.inputs += count
         if self._seen is not None:
-            self._stats.repeated_inputs += self._seen.count_repeats(inputs)
+            self._stats.repeated_inputs += self._seen.count_repeats(batch.inputs)
         seconds = (settings.latency_ms + settings.per_item_ms * count) / 1000.0
         fault = self._draw_fault()
         if fault == "hang":
             return None, HANG_S_MAX
         if fault == "reset":
             return None, seconds
-        if fault == "error" or self._is_poisoned(body, inputs):
+        if fault == "error" or self._is_poisoned(body, batch.inputs):
             return error_answer(500, "the model failed on this batch"), seconds
         if fault == "garbage":
             return Answer(200, _GARBAGE), seconds
-        if fault == "short":
-            inputs = inputs[:-1]
-        plain = b"\\" not in body and body.isascii()
-        return Answer(200, outputs_json(inputs, field, plain=plain)), seconds
+        return Answer(200, outputs_json(batch, count - 1 if fault == "short" else count)), seconds
 
     def _draw_fault(self) -> str:
         if self._faultless:

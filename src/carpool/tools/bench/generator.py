@@ -13,6 +13,7 @@ Rules:
 """
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Iterator
 from itertools import count
@@ -27,7 +28,9 @@ from carpool.tools.bench.tally import Tally
 TICK_S = 0.001
 # The longest the pacing timer sleeps, so that a schedule with pauses still sees an early stop.
 TICK_S_MAX = 0.05
-SWEEP_S_MAX = 0.25
+SWEEP_S = 0.25
+# Once all is sent the sweep also finds the end of the run, which should not wait.
+DRAIN_SWEEP_S = 0.02
 # So many handshakes at once stay below the listen backlog of common servers.
 OPENING_MAX = 100
 REOPEN_DELAY_S = 0.1
@@ -164,7 +167,8 @@ class LoadGenerator:
         if self.sending_since is None and not self.tally.in_flight:
             self._stopped.set()
             return
-        self.loop.call_later(min(SWEEP_S_MAX, self.timeout_s / 4), self._sweep)
+        period_s = DRAIN_SWEEP_S if self.sending_since is None else SWEEP_S
+        self.loop.call_later(min(period_s, self.timeout_s / 4), self._sweep)
 
     def _open_later(self, held: Held | None, delay_s: float) -> None:
         task = self.loop.create_task(self._open(held, delay_s))
@@ -180,7 +184,7 @@ class LoadGenerator:
                     lambda: self._protocol(self, held), self.target.address, self.target.port
                 )
         except OSError as fault:  # TimeoutError is one
-            self._last_fault = fault.strerror or "no answer in time"
+            self._last_fault = os.strerror(fault.errno) if fault.errno else "no answer in time"
             # The attempt stands for one request: with a dead server they fail as they come due.
             if held is not None:
                 self.tally.failed("connect")

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from carpool.tools.bench.tally import Report, Tally
 
 REFRESH_S = 0.5
 PLAIN_LINE_S = 5.0
+BAR_WIDTH = 60
 # Above this share of a core the generator's own delay shows in the latencies.
 BUSY_SHARE_MAX = 0.9
 
@@ -27,28 +30,19 @@ def progress_text(tally: Tally, rate: float) -> str:
 class ProgressDisplay:
     """Shows progress: a live bar on a terminal, else a plain line now and then, or nothing at all."""
 
-    def __init__(
-        self, tally: Tally, duration_s: float, *, live: bool, say: Callable[[str], None] | None
-    ) -> None:
+    def __init__(self, tally: Tally, duration_s: float, *, live: bool, say: Callable[[str], None] | None) -> None:
         self._tally = tally
         self._duration_s = duration_s
         self._say = say
-        self._bar: Progress | None = None
+        self._live: Live | None = None
         # Between updates; 0 when there is nobody to show them to.
         self.interval_s = 0.0 if say is None else PLAIN_LINE_S
         self._answered_before = 0
         self._elapsed_before_s = 0.0
         if live and say is not None:
             # Refreshed by hand: rich's own thread would contend with the event loop for the interpreter.
-            self._bar = Progress(
-                BarColumn(bar_width=20),
-                TimeElapsedColumn(),
-                TextColumn("{task.description}"),
-                auto_refresh=False,
-                transient=True,
-            )
-            self._task = self._bar.add_task("", total=duration_s)
-            self._bar.start()
+            self._live = Live(auto_refresh=False, transient=True)
+            self._live.start()
             self.interval_s = REFRESH_S
 
     def update(self, elapsed_s: float) -> None:
@@ -56,17 +50,18 @@ class ProgressDisplay:
         answered = self._tally.ok + self._tally.wrong
         rate = (answered - self._answered_before) / max(elapsed_s - self._elapsed_before_s, 1e-3)
         self._answered_before, self._elapsed_before_s = answered, elapsed_s
-        text = progress_text(self._tally, rate)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=min(elapsed_s, self._duration_s), description=text)
-            self._bar.refresh()
+        text = f"{elapsed_s:.0f} s  {progress_text(self._tally, rate)}"
+        if self._live is not None:
+            bar = ProgressBar(total=self._duration_s, completed=min(elapsed_s, self._duration_s), width=BAR_WIDTH)
+            # The bar last: rich ends it with no line break.
+            self._live.update(Group(Text(text), bar), refresh=True)
         elif self._say is not None:
-            self._say(f"{elapsed_s:.0f} s  {text}")
+            self._say(text)
 
     def close(self) -> None:
         """Take the live bar away."""
-        if self._bar is not None:
-            self._bar.stop()
+        if self._live is not None:
+            self._live.stop()
 
 
 def print_report(report: Report, console: Console) -> None:

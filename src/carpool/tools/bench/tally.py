@@ -186,9 +186,7 @@ class Tally:
                 p999=_rounded(latency.percentile(0.999)),
                 max=_rounded(latency.percentile(1.0)),
             ),
-            queue_ms=QueueQuantiles(
-                p50=_rounded(queue.percentile(0.5)), p99=_rounded(queue.percentile(0.99))
-            ),
+            queue_ms=QueueQuantiles(p50=_rounded(queue.percentile(0.5)), p99=_rounded(queue.percentile(0.99))),
             batch_mean=_rounded(self.told_batch / self.batches) if self.batches else None,
             intended_rate=round(intended_rate, 1),
             unanswered=self.in_flight,

@@ -1,0 +1,289 @@
+"""Simulated GPUs over real sockets, `carpool sim-gpu` as a process, and the parts of `carpool demo`."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from io import BytesIO
+from typing import Any
+
+import aiohttp
+import pytest
+
+from carpool.cli.sim import show_banner, simulated_gpus
+from carpool.settings import Settings
+from carpool.tools.sim_gpu import CannotListenError, GpuFleet, serve_gpus
+from carpool.upstream.simulated import SimulationSettings
+
+SIM_GPU = [sys.executable, "-m", "carpool", "sim-gpu"]
+
+
+@asynccontextmanager
+async def fleet_of(workers: int, **settings: Any) -> AsyncIterator[tuple[GpuFleet, aiohttp.ClientSession]]:
+    fleet = await serve_gpus(SimulationSettings(**settings), "127.0.0.1", 0, workers)
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
+            yield fleet, session
+    finally:
+        await fleet.close()
+
+
+def url(fleet: GpuFleet, path: str, worker: int = 0) -> str:
+    return f"http://127.0.0.1:{fleet.ports[worker]}{path}"
+
+
+async def until(condition: Any) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.005)
+
+
+async def test_both_wire_formats_on_consecutive_ports() -> None:
+    async with fleet_of(3, latency_ms=1) as (fleet, session):
+        assert fleet.ports == list(range(fleet.ports[0], fleet.ports[0] + 3))
+        call = {"inputs": ["añb", {"k": 1}], "parameters": {"p": 1}}
+        async with session.post(url(fleet, "/infer", 2), json=call) as answer:
+            assert await answer.json() == {"outputs": ["bña", {"echo": {"k": 1}}]}
+        async with session.post(url(fleet, "/v1/models/m:predict"), json={"instances": ["ab"]}) as answer:
+            assert await answer.json() == {"predictions": ["ba"]}
+        async with session.get(url(fleet, "/health")) as answer:
+            assert await answer.json() == {"status": "ok"}
+
+
+async def test_stats_tell_of_one_gpu_and_of_all_with_repeats_across_them() -> None:
+    async with fleet_of(2, latency_ms=1) as (fleet, session):
+        for worker, inputs in ((0, ["a", "b", "c"]), (1, ["c"])):
+            async with session.post(url(fleet, "/infer", worker), json={"inputs": inputs}) as answer:
+                assert answer.status == 200
+        async with session.get(url(fleet, "/stats", 1)) as answer:
+            stats = await answer.json()
+        total = stats.pop("total")
+        assert (stats["calls"], stats["inputs"], stats["repeated_inputs"]) == (1, 1, 1)
+        assert (total["calls"], total["inputs"], total["repeated_inputs"]) == (2, 4, 1)
+        assert (total["largest_batch"], total["most_in_flight"], total["in_flight"]) == (3, 1, 0)
+        assert 0.001 <= total["busy_seconds"] < 1
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/infer", b'{"inputs":[' + b",".join([b'"a"'] * 65) + b"]}", 400),
+        ("POST", "/infer", b"not json", 400),
+        ("GET", "/infer", b"", 405),
+        ("POST", "/stats", b"", 405),
+        ("GET", "/nowhere", b"", 404),
+        ("POST", "/v1/models/a/b:predict", b"{}", 404),
+    ],
+)
+async def test_refusals_say_why_and_keep_the_connection(method: str, path: str, body: bytes, status: int) -> None:
+    async with fleet_of(1, latency_ms=1) as (fleet, session):
+        async with session.request(method, url(fleet, path), data=body) as answer:
+            assert answer.status == status
+            assert (await answer.json())["error"]
+            assert ("Allow" in answer.headers) == (status == 405)
+        async with session.get(url(fleet, "/health")) as answer:
+            assert answer.status == 200
+        assert len(fleet.servers[0].http.connections) == 1
+
+
+async def test_a_body_of_megabytes_comes_back_whole() -> None:
+    async with fleet_of(1, latency_ms=1) as (fleet, session):
+        long = "0123456789" * 500_000
+        body = BytesIO(b'{"inputs":["%b",1]}' % long.encode())
+        async with session.post(url(fleet, "/infer"), data=body) as answer:
+            assert await answer.json() == {"outputs": [long[::-1], {"echo": 1}]}
+
+
+async def test_calls_to_a_busy_gpu_queue_and_other_gpus_do_not_wait() -> None:
+    async with fleet_of(2, latency_ms=100) as (fleet, session):
+        started = time.perf_counter()
+        ended: list[tuple[int, float]] = []
+
+        async def call(worker: int) -> None:
+            async with session.post(url(fleet, "/infer", worker), json={"inputs": ["a"]}) as answer:
+                assert answer.status == 200
+            ended.append((worker, time.perf_counter() - started))
+
+        await asyncio.gather(call(0), call(0), call(0), call(1))
+        assert sorted(worker for worker, _ in ended[:2]) == [0, 1]
+        assert ended[2][1] > 0.19
+        assert ended[3][1] > 0.29
+        assert fleet.total().most_in_flight == 3
+
+
+async def test_who_hangs_up_while_queued_leaves_the_queue() -> None:
+    async with fleet_of(1, latency_ms=300) as (fleet, session):
+        gpu = fleet.servers[0].gpu
+
+        async def call() -> int:
+            async with session.post(url(fleet, "/infer"), json={"inputs": ["a"]}) as answer:
+                return answer.status
+
+        running, queued = asyncio.create_task(call()), asyncio.create_task(call())
+        await until(lambda: gpu.stats().in_flight == 2)
+        queued.cancel()
+        await until(lambda: gpu.stats().in_flight == 1)
+        assert await running == 200
+        await until(lambda: gpu.stats().in_flight == 0)
+        assert gpu.stats().busy_seconds < 0.5
+
+
+async def test_a_hang_ends_when_the_client_gives_up() -> None:
+    async with fleet_of(1, latency_ms=1, hang_rate=1.0) as (fleet, session):
+        impatient = aiohttp.ClientTimeout(total=0.1)
+        with pytest.raises(TimeoutError):
+            await session.post(url(fleet, "/infer"), json={"inputs": ["a"]}, timeout=impatient)
+        await until(lambda: fleet.total().in_flight == 0)
+
+
+async def test_a_reset_is_a_reset_and_the_gpu_goes_on() -> None:
+    async with fleet_of(1, latency_ms=1, reset_rate=1.0) as (fleet, _):
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection("127.0.0.1", fleet.ports[0])
+            writer.write(b'POST /infer HTTP/1.1\r\nHost: x\r\nContent-Length: 14\r\n\r\n{"inputs":[1]}')
+            with pytest.raises(ConnectionResetError):
+                await asyncio.wait_for(reader.read(), 5)
+            writer.close()
+        assert fleet.total().calls == 2
+        assert fleet.total().in_flight == 0
+
+
+async def test_a_taken_port_is_named_and_nothing_is_left_listening() -> None:
+    with taken_port_after_a_free_one() as taken:
+        with pytest.raises(CannotListenError, match=f"127.0.0.1:{taken}: address already in use"):
+            await serve_gpus(SimulationSettings(), "127.0.0.1", taken - 1, 2)
+        assert not _accepts(taken - 1)
+    with pytest.raises(CannotListenError, match="127.0.0.1:65536"):
+        await serve_gpus(SimulationSettings(), "127.0.0.1", 65535, 2)
+
+
+@contextmanager
+def taken_port_after_a_free_one() -> Iterator[int]:
+    for _ in range(20):
+        with socket.socket() as holder, socket.socket() as probe:
+            holder.bind(("127.0.0.1", 0))
+            holder.listen()
+            taken: int = holder.getsockname()[1]
+            try:
+                probe.bind(("127.0.0.1", taken - 1))
+            except OSError:
+                continue
+            probe.close()
+            yield taken
+            return
+    pytest.fail("found no such pair of ports")
+
+
+def _accepts(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+# The process
+
+
+@contextmanager
+def sim_gpu(*flags: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """`carpool sim-gpu` and its ports; whatever happens, it is gone afterwards."""
+    process = subprocess.Popen([*SIM_GPU, "--port=0", *flags], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process, process.stdout:
+        try:
+            line = process.stdout.readline()
+            ports = re.search(r"http://127\.0\.0\.1:(\d+)(?:-(\d+))?/infer", line)
+            assert ports, line
+            yield process, list(range(int(ports[1]), int(ports[2] or ports[1]) + 1))
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_process_listens_and_leaves_with_0_when_told(number: signal.Signals) -> None:
+    with sim_gpu("--workers=3", "--latency-ms=5000") as (process, ports):
+        assert len(ports) == 3
+        assert all(map(_accepts, ports))
+        process.send_signal(number)
+        assert process.wait(5) == 0
+
+
+def test_a_taken_port_is_one_clear_line_and_exit_2() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        ended = subprocess.run([*SIM_GPU, f"--port={port}"], capture_output=True, text=True, timeout=20)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr == f"carpool sim-gpu: cannot listen on 127.0.0.1:{port}: address already in use\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--latency-ms=-1"], "latency_ms"),
+        (["--latency-ms=nan"], "latency_ms"),
+        (["--error-rate=0.6", "--hang-rate=0.6"], "error_rate and hang_rate"),
+        (["--slots=0"], "slots"),
+        (["--workers=0"], "--workers"),
+    ],
+)
+def test_a_bad_option_is_one_clear_line_and_exit_2(flags: list[str], named: str) -> None:
+    ended = subprocess.run([*SIM_GPU, *flags], capture_output=True, text=True, timeout=20)
+    assert ended.returncode == 2
+    assert named in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+# The parts of `carpool demo`
+
+
+def test_the_gpus_of_the_demo_end_with_it() -> None:
+    with simulated_gpus({"--port": 0, "--workers": 2}) as gpus:
+        assert gpus.address is not None
+        first = int(re.findall(r":(\d+)-", gpus.address)[0])
+        assert _accepts(first)
+        assert os.getpgid(gpus.process.pid) != os.getpgid(0)  # so that Ctrl-C does not reach it
+    assert gpus.process.returncode == 0
+    assert not _accepts(first)
+
+
+def test_gpus_that_cannot_start_have_no_address() -> None:
+    with simulated_gpus({"--port": 65535, "--workers": 2}) as gpus:
+        assert gpus.address is None
+    assert gpus.process.returncode == 2
+
+
+def test_the_gpus_of_the_demo_leave_when_it_is_killed() -> None:
+    demo = "import sys, time; from carpool.cli.sim import simulated_gpus\n"
+    demo += "with simulated_gpus({'--port': 0, '--workers': 1}) as gpus:\n"
+    demo += "    print(gpus.address, flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", demo], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        port = int(re.findall(r":(\d+)/infer", parent.stdout.readline())[0])
+        assert _accepts(port)
+        parent.kill()
+    deadline = time.monotonic() + 5
+    while _accepts(port):
+        assert time.monotonic() < deadline, "the child has outlived its parent"
+        time.sleep(0.02)
+
+
+def test_the_banner_shows_lines_that_can_be_copied(capsys: pytest.CaptureFixture[str]) -> None:
+    show_banner(Settings(), 8000, 8001, "32 simulated GPUs", "http://127.0.0.1:9000-9031/infer")
+    shown = capsys.readouterr().out
+    lines = [line.strip() for line in shown.splitlines()]
+    post = "curl -s http://127.0.0.1:8000/v1/inference -H 'Content-Type: application/json'"
+    assert f'{post} -d \'{{"input": "hello"}}\'' in lines
+    assert any(line.startswith(f"task=$({post} -H 'Prefer: respond-async'") for line in lines)
+    assert "curl -s http://127.0.0.1:8000/v1/result/$task" in lines
+    assert "curl -s 'http://127.0.0.1:8000/v1/result/$task?wait_ms=5000'" in lines
+    for address in ("http://127.0.0.1:8001/internal/health", "http://127.0.0.1:9000/stats"):
+        assert address in shown
+    assert "Ctrl-C" in shown
