@@ -73,7 +73,7 @@ class ModelService:
         self.dispatcher = UpstreamDispatcher(
             self.pool,
             self.codec,
-            broker.settle,
+            broker,
             timeout_s=own.timeout_s or upstream.timeout_s,
             attempts=upstream.attempts,
             backoff_s=upstream.backoff_ms / 1000,

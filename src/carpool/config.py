@@ -125,8 +125,7 @@ SECTIONS: dict[str, type[Section]] = {
 }
 ROOT_KEYS = [key for key in section_keys(Settings, "") if key.name == "model"]
 KEYS: dict[str, Key] = {
-    key.path: key
-    for key in [*ROOT_KEYS, *(k for name, cls in SECTIONS.items() for k in section_keys(cls, f"{name}."))]
+    key.path: key for key in [*ROOT_KEYS, *(k for name, cls in SECTIONS.items() for k in section_keys(cls, f"{name}."))]
 }
 VARIABLES: dict[str, Key] = {key.variable: key for key in KEYS.values()}
 
@@ -164,9 +163,7 @@ def require_upstream(settings: Settings) -> None:
     """Raise ConfigError unless every model has an endpoint to call."""
     for name, model in settings.models.items():
         if model.endpoints is not None and not model.endpoints:
-            raise ConfigError(
-                f"models.{name}.endpoints is empty: name at least one endpoint, or leave it out"
-            )
+            raise ConfigError(f"models.{name}.endpoints is empty: name at least one endpoint, or leave it out")
     needs_shared = not settings.models or any(m.endpoints is None for m in settings.models.values())
     if needs_shared and not settings.upstream.endpoints:
         raise ConfigError("no upstream: give --upstream URL (or upstream.endpoints), or try `carpool demo`")

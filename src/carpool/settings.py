@@ -51,24 +51,18 @@ class GatewaySettings(Section, frozen=True):
     tls_key: Annotated[str, Meta(description="PEM file with the private key")] = ""
     header_bytes_max: Annotated[Count, Meta(description="request line and headers together (431)")] = 16 * KIB
     header_count_max: Annotated[Count, Meta(description="number of headers (431)")] = 100
-    body_bytes_max: Annotated[
-        BodyBytes, Meta(description="body of one request (413); a model may set its own")
-    ] = MIB
+    body_bytes_max: Annotated[BodyBytes, Meta(description="body of one request (413); a model may set its own")] = MIB
     receiving_bytes_max: Annotated[
         Count, Meta(description="bodies that are partly received, over all connections (503)")
     ] = 256 * MIB
-    receive_timeout_s: Annotated[
-        Seconds, Meta(description="a request must have arrived whole within this (408)")
-    ] = 10.0
-    idle_timeout_s: Annotated[
-        Seconds, Meta(description="a connection with no request is closed after this")
-    ] = 75.0
+    receive_timeout_s: Annotated[Seconds, Meta(description="a request must have arrived whole within this (408)")] = (
+        10.0
+    )
+    idle_timeout_s: Annotated[Seconds, Meta(description="a connection with no request is closed after this")] = 75.0
     write_timeout_s: Annotated[
         Seconds, Meta(description="a client that reads nothing of its answer for this long is cut off")
     ] = 10.0
-    pipeline_max: Annotated[
-        Count, Meta(description="requests in flight on one connection before reading pauses")
-    ] = 32
+    pipeline_max: Annotated[Count, Meta(description="requests in flight on one connection before reading pauses")] = 32
     connections_max: Annotated[
         Annotated[int, Meta(ge=0)],
         Meta(description="open client connections; 0: what the file limit allows"),
@@ -82,9 +76,7 @@ class GatewaySettings(Section, frozen=True):
 class BatchingSettings(Section, frozen=True):
     """When a batch is sent."""
 
-    max_batch: Annotated[
-        Annotated[int, Meta(ge=1, le=4096)], Meta(description="most requests in one batch")
-    ] = 64
+    max_batch: Annotated[Annotated[int, Meta(ge=1, le=4096)], Meta(description="most requests in one batch")] = 64
     max_wait_ms: Annotated[
         Annotated[float, Meta(ge=0, le=100)],
         Meta(description="longest wait for company while a slot is free"),
@@ -119,15 +111,13 @@ class UpstreamSettings(Section, frozen=True):
         Meta(description="upper bound of the first pause between attempts; doubles each time, full jitter"),
     ] = 50.0
     answer_bytes_max: Annotated[Count, Meta(description="longest answer that is read")] = 64 * MIB
-    inputs_field: Annotated[
-        FieldName, Meta(description="`json`: field of the call that holds the inputs")
-    ] = "inputs"
-    outputs_field: Annotated[
-        FieldName, Meta(description="`json`: field of the answer that holds the outputs")
-    ] = "outputs"
-    parameters_field: Annotated[
-        FieldName, Meta(description="`json`: field of the call for the parameters")
-    ] = "parameters"
+    inputs_field: Annotated[FieldName, Meta(description="`json`: field of the call that holds the inputs")] = "inputs"
+    outputs_field: Annotated[FieldName, Meta(description="`json`: field of the answer that holds the outputs")] = (
+        "outputs"
+    )
+    parameters_field: Annotated[FieldName, Meta(description="`json`: field of the call for the parameters")] = (
+        "parameters"
+    )
 
 
 class BrokerSettings(Section, frozen=True):
@@ -135,15 +125,15 @@ class BrokerSettings(Section, frozen=True):
 
     waiting_max: Annotated[Count, Meta(description="requests that may wait or run at once (503)")] = 100_000
     bytes_max: Annotated[Count, Meta(description="bytes of their inputs, together (503)")] = 512 * MIB
-    lanes_max: Annotated[
-        Count, Meta(description="distinct model and parameter sets that may wait at once (503)")
-    ] = 1024
-    queue_timeout_s: Annotated[
-        Seconds, Meta(description="a synchronous request waits this long for a slot (504)")
-    ] = 2.0
-    total_timeout_s: Annotated[
-        Seconds, Meta(description="a synchronous request has its answer within this (504)")
-    ] = 4.0
+    lanes_max: Annotated[Count, Meta(description="distinct model and parameter sets that may wait at once (503)")] = (
+        1024
+    )
+    queue_timeout_s: Annotated[Seconds, Meta(description="a synchronous request waits this long for a slot (504)")] = (
+        2.0
+    )
+    total_timeout_s: Annotated[Seconds, Meta(description="a synchronous request has its answer within this (504)")] = (
+        4.0
+    )
     order: Annotated[
         Literal["deadline", "strict"],
         Meta(description="`deadline`: arrival + the tier's target; `strict`: higher tiers always first"),
@@ -157,9 +147,7 @@ class TaskSettings(Section, frozen=True):
         bool, Meta(description="keep tasks in a file, so that they survive `kill -9`; false: in memory only")
     ] = True
     data_dir: Annotated[str, Meta(description="directory of the journal")] = "carpool-data"
-    timeout_s: Annotated[
-        Seconds, Meta(description="a task has its outcome within this; downtime not counted")
-    ] = 600.0
+    timeout_s: Annotated[Seconds, Meta(description="a task has its outcome within this; downtime not counted")] = 600.0
     result_ttl_s: Annotated[Seconds, Meta(description="how long a result is kept")] = 600.0
     forget_after_read: Annotated[bool, Meta(description="forget a result once it has been read")] = False
     dead_letter_ttl_s: Annotated[Seconds, Meta(description="how long a dead letter is kept")] = 7 * 86400.0
@@ -195,14 +183,10 @@ class ModelSettings(Section, frozen=True):
     """One model. What is not set here comes from the sections above."""
 
     endpoints: Annotated[list[str] | None, Meta(description="as `upstream.endpoints`")] = None
-    protocol: Annotated[Literal["json", "kserve_v1"] | None, Meta(description="as `upstream.protocol`")] = (
-        None
-    )
+    protocol: Annotated[Literal["json", "kserve_v1"] | None, Meta(description="as `upstream.protocol`")] = None
     slots: Annotated[Slots | None, Meta(description="as `upstream.slots`")] = None
     timeout_s: Annotated[Seconds | None, Meta(description="as `upstream.timeout_s`")] = None
-    max_batch: Annotated[
-        Annotated[int, Meta(ge=1, le=4096)] | None, Meta(description="as `batching.max_batch`")
-    ] = None
+    max_batch: Annotated[Annotated[int, Meta(ge=1, le=4096)] | None, Meta(description="as `batching.max_batch`")] = None
     body_bytes_max: Annotated[BodyBytes | None, Meta(description="as `gateway.body_bytes_max`")] = None
 
 
@@ -218,9 +202,7 @@ class Settings(Section, frozen=True):
 
     model: Annotated[
         str,
-        Meta(
-            description="the model's name when `models` is empty, and the one meant when a client names none"
-        ),
+        Meta(description="the model's name when `models` is empty, and the one meant when a client names none"),
     ] = "default"
     gateway: GatewaySettings = GatewaySettings()
     batching: BatchingSettings = BatchingSettings()

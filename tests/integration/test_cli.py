@@ -17,9 +17,7 @@ from carpool.version import __version__
 CLEAN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
 
 
-def carpool(
-    *arguments: str, cwd: Path | None = None, **environment: str
-) -> "subprocess.CompletedProcess[str]":
+def carpool(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "carpool", *arguments],
         cwd=cwd,
@@ -65,9 +63,7 @@ def test_help_does_not_load_the_network_libraries() -> None:
         "import sys; from carpool.cli import main; main(['--help'])\n"
         "sys.exit(' '.join({'aiohttp', 'uvloop', 'httptools', 'prometheus_client'} & set(sys.modules)) or 0)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -128,8 +124,7 @@ def test_an_unknown_variable_is_a_mistake_too(tmp_path: Path) -> None:
     done = carpool("config", cwd=tmp_path, CARPOOL_GATEWAY_PROT="1")
     assert done.returncode == 2
     assert done.stderr == (
-        "carpool: CARPOOL_GATEWAY_PROT (environment) is not a known variable; "
-        "did you mean CARPOOL_GATEWAY_PORT?\n"
+        "carpool: CARPOOL_GATEWAY_PROT (environment) is not a known variable; did you mean CARPOOL_GATEWAY_PORT?\n"
     )
 
 
@@ -149,10 +144,7 @@ def test_serve_hands_the_settings_over_and_exits_with_the_status(
     app = types.ModuleType("carpool.app")
     app.run = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "carpool.app", app)
-    assert (
-        main(["serve", "--upstream", "sim:", "--max-batch", "8", "--slots", "2", "--log-level", "debug"])
-        == status
-    )
+    assert main(["serve", "--upstream", "sim:", "--max-batch", "8", "--slots", "2", "--log-level", "debug"]) == status
     [settings] = received
     assert settings.upstream.endpoints == ["sim:"]
     assert (settings.batching.max_batch, settings.upstream.slots, settings.log.level) == (8, 2, "debug")

@@ -160,7 +160,7 @@ async def test_a_taken_port_is_named_and_nothing_is_left_listening() -> None:
         with pytest.raises(CannotListenError, match=f"127.0.0.1:{taken}: address already in use"):
             await serve_gpus(SimulationSettings(), "127.0.0.1", taken - 1, 2)
         assert not _accepts(taken - 1)
-    with pytest.raises(CannotListenError, match="127.0.0.1:65536"):
+    with pytest.raises(CannotListenError, match="65536: there is no such port"):
         await serve_gpus(SimulationSettings(), "127.0.0.1", 65535, 2)
 
 
@@ -278,12 +278,18 @@ def test_the_gpus_of_the_demo_leave_when_it_is_killed() -> None:
 def test_the_banner_shows_lines_that_can_be_copied(capsys: pytest.CaptureFixture[str]) -> None:
     show_banner(Settings(), 8000, 8001, "32 simulated GPUs", "http://127.0.0.1:9000-9031/infer")
     shown = capsys.readouterr().out
-    lines = [line.strip() for line in shown.splitlines()]
-    post = "curl -s http://127.0.0.1:8000/v1/inference -H 'Content-Type: application/json'"
-    assert f'{post} -d \'{{"input": "hello"}}\'' in lines
-    assert any(line.startswith(f"task=$({post} -H 'Prefer: respond-async'") for line in lines)
-    assert "curl -s http://127.0.0.1:8000/v1/result/$task" in lines
-    assert "curl -s 'http://127.0.0.1:8000/v1/result/$task?wait_ms=5000'" in lines
+    commands = [line.strip() for line in shown.splitlines() if "curl" in line]
+    assert len(commands) == 4
+    # A shell whose curl tells what it was called with, and gives every task the id "T".
+    curl = 'curl() { echo "$*" >&2; echo "{\\"task_id\\":\\"T\\"}"; }\n'
+    told = subprocess.run(["bash", "-c", curl + "\n".join(commands)], capture_output=True, text=True, timeout=10)
+    post = r"-sw \n http://127.0.0.1:8000/v1/inference -H Content-Type: application/json"
+    assert told.stderr.splitlines() == [
+        f'{post} -d {{"input": "hello"}}',
+        f'{post} -H Prefer: respond-async -d {{"input": "later"}}',
+        r"-sw \n http://127.0.0.1:8000/v1/result/T",
+        r"-sw \n http://127.0.0.1:8000/v1/result/T?wait_ms=5000",
+    ]
     for address in ("http://127.0.0.1:8001/internal/health", "http://127.0.0.1:9000/stats"):
         assert address in shown
     assert "Ctrl-C" in shown

@@ -127,7 +127,7 @@ def test_a_generator_at_its_limit_says_so() -> None:
 
 def test_progress_tells_the_rate_of_late() -> None:
     tally, lines = Tally(), list[str]()
-    display = ProgressDisplay(tally, 10.0, live=False, say=lines.append)
+    display = ProgressDisplay(tally, 10.0, live=None, say=lines.append)
     tally.sent = 30
     for count in (10, 20):
         for _ in range(count):
@@ -140,13 +140,14 @@ def test_progress_tells_the_rate_of_late() -> None:
 
 
 def test_quiet_progress_has_no_interval() -> None:
-    assert ProgressDisplay(Tally(), 10.0, live=True, say=None).interval_s == 0
+    assert ProgressDisplay(Tally(), 10.0, live=Console(), say=None).interval_s == 0
 
 
-def test_the_live_display_shows_the_same_line(capsys: pytest.CaptureFixture[str]) -> None:
-    tally = Tally()
+def test_the_live_display_shows_the_same_line() -> None:
+    tally, out = Tally(), StringIO()
     tally.failed("503")
-    display = ProgressDisplay(tally, 10.0, live=True, say=lambda line: pytest.fail(f"said {line!r}"))
+    terminal = Console(file=out, force_terminal=True, width=100)
+    display = ProgressDisplay(tally, 10.0, live=terminal, say=lambda line: pytest.fail(f"said {line!r}"))
     display.update(12.0)  # past the end: requests are still in flight
     display.close()
-    assert "errors 1" in capsys.readouterr().out
+    assert "errors 1" in out.getvalue()

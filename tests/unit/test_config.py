@@ -75,9 +75,7 @@ class TestPrecedence:
             ("CARPOOL_UPSTREAM_ENDPOINTS", "http://a:1/x, http://b:2/x,", ["http://a:1/x", "http://b:2/x"]),
         ],
     )
-    def test_a_variable_is_read_as_the_type_of_its_key(
-        self, variable: str, text: str, expected: object
-    ) -> None:
+    def test_a_variable_is_read_as_the_type_of_its_key(self, variable: str, text: str, expected: object) -> None:
         value: Any = load(env={variable: text})
         for part in VARIABLES[variable].path.split("."):
             value = getattr(value, part)
@@ -234,18 +232,14 @@ class TestTls:
     def pair(self, tmp_path: Path) -> dict[str, str]:
         cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
         command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
-        subprocess.run(
-            [*command.split(), "-out", str(cert), "-keyout", str(key)], check=True, capture_output=True
-        )
+        subprocess.run([*command.split(), "-out", str(cert), "-keyout", str(key)], check=True, capture_output=True)
         return {"gateway.tls_cert": str(cert), "gateway.tls_key": str(key)}
 
     def test_a_certificate_and_its_key(self, pair: dict[str, str]) -> None:
         assert load(pair).gateway.tls_cert == pair["gateway.tls_cert"]
 
     def test_one_without_the_other(self) -> None:
-        assert "gateway.tls_cert (flag --tls-cert) needs gateway.tls_key" in refusal(
-            {"gateway.tls_cert": "x"}
-        )
+        assert "gateway.tls_cert (flag --tls-cert) needs gateway.tls_key" in refusal({"gateway.tls_cert": "x"})
         assert "gateway.tls_key (flag --tls-key) needs gateway.tls_cert" in refusal({"gateway.tls_key": "x"})
 
     def test_a_file_that_is_not_there(self, pair: dict[str, str]) -> None:

@@ -24,7 +24,6 @@ from carpool.broker.journal_records import (
     Operation,
     Read,
     Reply,
-    StoredTask,
     TaskRecord,
     TaskResult,
     result_size_of,
@@ -35,13 +34,13 @@ from carpool.broker.journal_writer import Writer
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, JournalFailed, QueueFull
 from carpool.core.tally import Histogram
+from carpool.core.task import StoredTask
 
 __all__ = [
     "DeadLetter",
     "Journal",
     "JournalLocked",
     "JournalUnusable",
-    "StoredTask",
     "TaskRecord",
     "TaskResult",
 ]

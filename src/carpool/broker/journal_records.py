@@ -48,18 +48,6 @@ class DeadLetter(msgspec.Struct, frozen=True, gc=False):
     sends: int
 
 
-class StoredTask(msgspec.Struct, frozen=True, gc=False):
-    """A task as a reader sees it."""
-
-    id: str
-    owner: str
-    status: Literal["PENDING", "SUCCESS", "FAILED"]
-    output: bytes | None
-    error: bytes | None
-    # Unix time of the result; of the submission while there is none.
-    timestamp_wall: float
-
-
 class Counts(msgspec.Struct):
     """How much is stored."""
 

@@ -88,7 +88,9 @@ def bench(
         typer.echo(line, err=True)
 
     try:
-        report, interrupted = uvloop.run(drive(options, target, live=console.is_terminal, say=None if quiet else say))
+        report, interrupted = uvloop.run(
+            drive(options, target, live=console if console.is_terminal else None, say=None if quiet else say)
+        )
     except ConnectionError as fault:
         _leave(f"cannot connect to {url}: {fault}", EXIT_NOT_CLEAN)
     if json is not None:

@@ -86,9 +86,7 @@ def with_setting_flags(command: Callable[[Settings], int]) -> Callable[..., int]
     paths = {path.replace(".", "__"): path for path in FLAGS}
 
     def loaded(config_file: Path | None, **values: Any) -> int:
-        flags = {
-            paths[name]: value or None if isinstance(value, list) else value for name, value in values.items()
-        }
+        flags = {paths[name]: value or None if isinstance(value, list) else value for name, value in values.items()}
         return command(load_settings(flags, environ=os.environ, file=config_file))
 
     parameters = [_parameter(name, KEYS[path]) for name, path in paths.items()]

@@ -206,15 +206,15 @@ def show_banner(settings: "Settings", port: int, admin_port: int, about: str, gp
     base = f"{scheme}://{_reachable(gateway.host)}:{port}"
     admin = f"{scheme}://{_reachable(gateway.admin_host)}:{admin_port}"
     stats = re.sub(r"(:\d+)(-\d+)?/infer$", r"\1/stats", gpu_address)
-    post = f"curl -s {base}/v1/inference -H 'Content-Type: application/json'"
+    post = f"curl -sw '\\n' {base}/v1/inference -H 'Content-Type: application/json'"
     lines = [
         ("Ask and wait for the answer", f'{post} -d \'{{"input": "hello"}}\''),
         (
             "Submit a task, keep its id",
             f"task=$({post} -H 'Prefer: respond-async' -d '{{\"input\": \"later\"}}' | cut -d'\"' -f4); echo $task",
         ),
-        ("Look whether it is done", f"curl -s {base}/v1/result/$task"),
-        ("Or wait until it is", f"curl -s '{base}/v1/result/$task?wait_ms=5000'"),
+        ("Look whether it is done", f"curl -sw '\\n' {base}/v1/result/$task"),
+        ("Or wait until it is", f'curl -sw "\\n" "{base}/v1/result/$task?wait_ms=5000"'),
         ("Put load on it", f"carpool bench {base} --rate 1000 --duration 10s"),
         ("Health, metrics, GPU counts", f"{admin}/internal/health  {admin}/metrics  {stats}"),
     ]

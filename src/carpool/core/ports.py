@@ -1,12 +1,12 @@
 """The Protocols between the stages. A stage knows its neighbours by these alone; `app.py` plugs them together."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from carpool.core.errors import CarpoolError
-from carpool.core.outcome import Outcome
+from carpool.core.outcome import Outcome, Output
 from carpool.core.request import Request
 from carpool.core.task import StoredTask
 
@@ -32,15 +32,23 @@ class LaneQueue(Protocol):
         ...
 
 
-class Broker(Protocol):
+class Outcomes(Protocol):
+    """Where outcomes go. Both are total: they never raise, and a request that has an outcome keeps it."""
+
+    def settle(self, request: Request, outcome: Outcome) -> bool:
+        """Give a request its one outcome; false if it has one already."""
+        ...
+
+    def settle_batch(self, batch: Sequence[Request], outputs: Sequence[Output]) -> None:
+        """Settle the members of a batch, each with its own output."""
+        ...
+
+
+class Broker(Outcomes, Protocol):
     """Keeps what was admitted until it has an outcome."""
 
     def submit(self, request: Request) -> CarpoolError | None:
         """Queue the request, or say why not. Its outcome comes through `request.settle`."""
-        ...
-
-    def settle(self, request: Request, outcome: Outcome) -> bool:
-        """Give a request its one outcome; false if it has one already. Total: never raises."""
         ...
 
     def cancel(self, request: Request) -> None:

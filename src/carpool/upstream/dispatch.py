@@ -19,7 +19,8 @@ from carpool.core.errors import (
     UpstreamProtocolFault,
     UpstreamRefused,
 )
-from carpool.core.outcome import Outcome, Output
+from carpool.core.outcome import Output
+from carpool.core.ports import Outcomes
 from carpool.core.request import DONE, Request
 from carpool.core.tally import SECONDS_BOUNDS, Histogram
 from carpool.upstream.codecs import Codec, ProtocolFaultError
@@ -29,7 +30,6 @@ from carpool.upstream.retry import TRY_ELSEWHERE, pause_before
 
 logger = logging.getLogger("carpool.upstream")
 
-Settle = Callable[[Request, Outcome], bool]
 BatchEnded = Callable[[float], None]
 
 
@@ -40,7 +40,7 @@ class UpstreamDispatcher:
         self,
         pool: Pool,
         codec: Codec,
-        settle: Settle,
+        outcomes: Outcomes,
         *,
         timeout_s: float,
         attempts: int,
@@ -50,7 +50,7 @@ class UpstreamDispatcher:
     ) -> None:
         self._pool = pool
         self._codec = codec
-        self._settle = settle
+        self._outcomes = outcomes
         self._timeout_s = timeout_s
         self._attempts = attempts
         self._backoff_s = backoff_s
@@ -95,7 +95,7 @@ class UpstreamDispatcher:
         finally:
             for request in batch:
                 if request.phase != DONE:
-                    self._settle(request, failure)
+                    self._outcomes.settle(request, failure)
 
     async def _try_attempts(self, batch: list[Request], endpoint: Endpoint, ended: BatchEnded) -> CarpoolError:
         """Call until it works; returns the error for the members that still have no outcome."""
@@ -158,8 +158,7 @@ class UpstreamDispatcher:
             return UpstreamProtocolFault(f"the inference API broke its protocol: {fault}")
         self.calls["ok"] += 1
         size = len(members)
-        for request, output in zip(members, outputs, strict=True):
-            self._settle(request, Output(output, size, seconds))
+        self._outcomes.settle_batch(members, [Output(output, size, seconds) for output in outputs])
         return None
 
     def _refused(self, answer: Answer, size: int) -> CarpoolError:

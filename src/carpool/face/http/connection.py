@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("carpool.http")
 
+ONLY_ONCE = frozenset((b"host", b"authorization", b"content-type", b"content-length"))
 # How long a connection that was refused is still read from and thrown away (rule 4).
 LINGER_S = 1.0
 
@@ -65,11 +66,10 @@ class Connection(asyncio.Protocol):
         self.backlog: deque[Exchange] = deque()
         # The message now being received.
         self.target = b""
+        self.pairs: list[tuple[bytes, bytes]] = []
         self.headers: dict[bytes, bytes] = {}
-        self.header_bytes = 0
-        self.header_count = 0
-        # Bytes of headers that began in an earlier read and have not ended yet.
-        self.unfinished_bytes = 0
+        # Bytes of the reads that the headers came in, an upper bound for them.
+        self.read_bytes = 0
         self.headers_done = False
         self.body = b""
         # The parts of a body that came in more than one read; the server counts their bytes.
@@ -104,7 +104,13 @@ class Connection(asyncio.Protocol):
         """Feed the parser; it calls the on_… methods below."""
         if self.input_ended:
             return
-        in_headers = self.receiving_since and not self.headers_done
+        if self.receiving_since and not self.headers_done:
+            # The parser keeps an unfinished header line by itself, out of sight of on_header.
+            self.read_bytes += len(data)
+            began_before = True
+        else:
+            self.read_bytes = len(data)
+            began_before = False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -121,11 +127,8 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as failure:
             self.refuse(self.parse_error(failure))
             return
-        if in_headers and not self.headers_done:
-            # The parser keeps an unfinished header line by itself, out of sight of on_header.
-            self.unfinished_bytes += len(data)
-            if self.unfinished_bytes > self.limits.header_bytes_max:
-                self.refuse(self.headers_too_large())
+        if began_before and not self.headers_done and self.read_bytes > self.limits.header_bytes_max:
+            self.refuse(self.headers_too_large())
 
     def eof_received(self) -> bool:
         """The client hung up (rule 5); the transport closes and connection_lost does the rest."""
@@ -159,12 +162,8 @@ class Connection(asyncio.Protocol):
         """The first byte of a request."""
         self.receiving_since = self.server.coarse_now
         self.target = b""
-        self.headers = {}
-        self.header_bytes = 0
-        self.header_count = 0
-        self.unfinished_bytes = 0
+        self.pairs = []
         self.headers_done = False
-        self.body = b""
         self.body_bytes = 0
 
     def on_url(self, part: bytes) -> None:
@@ -175,49 +174,36 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header; also called for trailers, which are thrown away."""
-        self.header_count += 1
-        self.header_bytes += len(name) + len(value) + 4
-        if self.headers_done:
-            if self.header_count > self.limits.header_count_max:
-                raise RefusedError(self.headers_too_large())
-            return
-        name = name.lower()
-        headers = self.headers
-        if name in headers:
-            if name in (b"host", b"authorization", b"content-type", b"content-length"):
-                raise RefusedError(Malformed(f"the header {name.decode('latin-1')} may be sent only once"))
-            value = headers[name] + b", " + value
-        headers[name] = value
+        self.pairs.append((name, value))
+        if self.headers_done and len(self.pairs) > self.limits.header_count_max:
+            raise RefusedError(self.headers_too_large())
 
     def on_headers_complete(self) -> None:
         """Refuse what can be refused before the body comes."""
+        pairs = self.pairs
         limits = self.limits
-        headers = self.headers
-        if (
-            self.header_count > limits.header_count_max
-            or self.header_bytes + len(self.target) > limits.header_bytes_max
+        # Headers that came in one read shorter than their limit need not be measured.
+        if len(pairs) > limits.header_count_max or (
+            self.read_bytes > limits.header_bytes_max and self.header_bytes() > limits.header_bytes_max
         ):
             raise RefusedError(self.headers_too_large())
         self.headers_done = True
+        headers = self.headers = {name.lower(): value for name, value in pairs}
+        if len(headers) != len(pairs):
+            self.join_repeated(pairs)
         if b"host" not in headers and self.parser.get_http_version() == "1.1":
             raise RefusedError(Malformed("an HTTP/1.1 request needs a Host header"))
         length = headers.get(b"content-length")
         if length is not None and int(length) > limits.body_bytes_max:
             raise RefusedError(self.too_large())
         if b"expect" in headers:
-            if headers[b"expect"].lower() != b"100-continue":
-                raise RefusedError(ExpectationFailed("the only Expect that is supported is 100-continue"))
-            # HTTP/1.0 has no interim responses; and the permission must not overtake an earlier response.
-            self.continue_owed = self.parser.get_http_version() != "1.0"
-            if not self.pending:
-                self.send_continue()
+            self.expect(headers[b"expect"])
 
     def on_body(self, part: bytes) -> None:
         """A part of the body; usually the whole."""
         self.body_bytes += len(part)
         if self.body_bytes > self.limits.body_bytes_max:
             raise RefusedError(self.too_large())
-        self.continue_owed = False
         if not self.body:
             self.body = part
             return
@@ -235,6 +221,7 @@ class Connection(asyncio.Protocol):
         if parser.should_upgrade():
             return  # feed_data is about to raise HttpParserUpgrade
         self.receiving_since = 0.0
+        self.continue_owed = False
         if self.body_parts is not None:
             self.body = b"".join(self.body_parts)
             self.drop_body()
@@ -363,6 +350,31 @@ class Connection(asyncio.Protocol):
         return True
 
     # Small helpers
+
+    def expect(self, expectation: bytes) -> None:
+        """Permit the client to send its body, when it waits for that."""
+        if expectation.lower() != b"100-continue":
+            raise RefusedError(ExpectationFailed("the only Expect that is supported is 100-continue"))
+        # HTTP/1.0 has no interim responses; and the permission must not overtake an earlier response.
+        self.continue_owed = self.parser.get_http_version() != "1.0"
+        if self.continue_owed and not self.pending:
+            self.send_continue()
+
+    def join_repeated(self, pairs: list[tuple[bytes, bytes]]) -> None:
+        """Join repeated headers by a comma; those that must not be repeated are refused."""
+        joined: dict[bytes, bytes] = {}
+        for name, value in pairs:
+            name = name.lower()
+            if name in joined:
+                if name in ONLY_ONCE:
+                    raise RefusedError(Malformed(f"the header {name.decode('latin-1')} may be sent only once"))
+                value = joined[name] + b", " + value
+            joined[name] = value
+        self.headers = joined
+
+    def header_bytes(self) -> int:
+        """Bytes of the request line and headers, about."""
+        return len(self.target) + sum(len(name) + len(value) + 4 for name, value in self.pairs)
 
     def drop_body(self) -> None:
         """Forget a body of several parts and give its bytes back to the server's count."""

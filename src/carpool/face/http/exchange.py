@@ -36,15 +36,12 @@ REASONS = {
 _heads: dict[tuple[int, bytes], bytes] = {}
 
 
-def response_head(status: int, content_type: bytes) -> bytes:
+def _head(status: int, content_type: bytes) -> bytes:
     """The status line and content type of a response."""
-    head = _heads.get((status, content_type))
-    if head is None:
-        reason = REASONS.get(status, b"Status")
-        head = b"HTTP/1.1 %d %b\r\n" % (status, reason)
-        if content_type:
-            head += b"Content-Type: %b\r\n" % content_type
-        _heads[status, content_type] = head  # bounded: statuses and types come from this code alone
+    head = b"HTTP/1.1 %d %b\r\n" % (status, REASONS[status])
+    if content_type:
+        head += b"Content-Type: %b\r\n" % content_type
+    _heads[status, content_type] = head  # bounded: statuses and types come from this code alone
     return head
 
 
@@ -68,20 +65,24 @@ class Exchange(msgspec.Struct, eq=False):
     def respond(self, status: int, body: bytes, content_type: bytes = JSON, headers: bytes = b"") -> None:
         """Answer once; `headers` are extra header lines, each with its line end. Does nothing if the client left."""
         self.when_client_leaves = None
-        server = self.connection.server
+        connection = self.connection
+        server = connection.server
         if server.draining and self.keep_alive:
-            self.keep_alive = not self.connection.make_last(self)
+            self.keep_alive = not connection.make_last(self)
         if not self.keep_alive:
             headers += b"Connection: close\r\n"
         elif b"connection" in self.headers:
             # An HTTP/1.0 client that asked to stay is told so; to an HTTP/1.1 client it is no news.
             headers += b"Connection: keep-alive\r\n"
-        if status != 204:
-            headers += b"Content-Length: %d\r\n" % len(body)
-        self.response = b"%bDate: %b\r\n%b\r\n%b" % (
-            response_head(status, content_type),
-            server.date,
-            headers,
-            b"" if self.method == b"HEAD" else body,
-        )
-        self.connection.flush()
+        if self.method == b"HEAD" or status == 204:
+            length = b"" if status == 204 else b"Content-Length: %d\r\n" % len(body)
+            self.response = b"%bDate: %b\r\n%b%b\r\n" % (_head(status, content_type), server.date, headers, length)
+        else:
+            self.response = b"%bDate: %b\r\n%bContent-Length: %d\r\n\r\n%b" % (
+                _heads.get((status, content_type)) or _head(status, content_type),
+                server.date,
+                headers,
+                len(body),
+                body,
+            )
+        connection.flush()

@@ -77,7 +77,8 @@ class ParkedReplies:
         exchange: Exchange = request.ticket
         exchange.context = None
         if isinstance(outcome, Output):
-            exchange.respond(200, self._form(request, outcome), JSON, echo_line(exchange.headers))
+            echo = echo_line(exchange.headers) if b"x-request-id" in exchange.headers else b""
+            exchange.respond(200, self._form(request, outcome), JSON, echo)
         elif not isinstance(outcome, ClientLeft):
             respond_problem(exchange, outcome, request.id)
 
@@ -119,7 +120,8 @@ class GatewayRoutes:
         headers = exchange.headers
         if headers.get(b"content-type", JSON) != JSON:
             check_media(headers[b"content-type"])
-        check_encoding(headers)
+        if b"content-encoding" in headers:
+            check_encoding(headers)
         call = decode_inference(exchange.body)
         model = self._model(call.model or self._settings.default_model, len(exchange.body))
         mode = call.mode or self._settings.default_mode

@@ -30,7 +30,9 @@ def progress_text(tally: Tally, rate: float) -> str:
 class ProgressDisplay:
     """Shows progress: a live bar on a terminal, else a plain line now and then, or nothing at all."""
 
-    def __init__(self, tally: Tally, duration_s: float, *, live: bool, say: Callable[[str], None] | None) -> None:
+    def __init__(
+        self, tally: Tally, duration_s: float, *, live: Console | None, say: Callable[[str], None] | None
+    ) -> None:
         self._tally = tally
         self._duration_s = duration_s
         self._say = say
@@ -39,9 +41,9 @@ class ProgressDisplay:
         self.interval_s = 0.0 if say is None else PLAIN_LINE_S
         self._answered_before = 0
         self._elapsed_before_s = 0.0
-        if live and say is not None:
+        if live is not None and say is not None:
             # Refreshed by hand: rich's own thread would contend with the event loop for the interpreter.
-            self._live = Live(auto_refresh=False, transient=True)
+            self._live = Live(console=live, auto_refresh=False, transient=True)
             self._live.start()
             self.interval_s = REFRESH_S
 

@@ -14,6 +14,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
+from rich.console import Console
 
 from carpool.core.clock import monotonic
 from carpool.tools.bench.connection import Target
@@ -124,11 +125,11 @@ def _files(limit: int) -> int:
 
 
 async def drive(
-    options: BenchOptions, target: Target, *, live: bool = False, say: Callable[[str], None] | None = None
+    options: BenchOptions, target: Target, *, live: Console | None = None, say: Callable[[str], None] | None = None
 ) -> tuple[Report, bool]:
     """Send the load; returns the report and whether it was interrupted. ConnectionError: nobody is there.
 
-    Progress goes to a live display with `live`, else line by line to `say`; with no `say` there is none.
+    Progress goes to a live display on `live`, else line by line to `say`; with no `say` there is none.
     """
     gaps = even_gaps() if options.arrivals == "uniform" else poisson_gaps(Random(options.seed).random)
     generator = LoadGenerator(
