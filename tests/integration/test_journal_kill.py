@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from carpool.broker.journal import Journal, StoredTask
+from carpool.broker.journal import Journal
+from carpool.core.task import StoredTask
 
 ROUNDS = 15
 OPEN: dict[str, Any] = {"result_ttl_s": 3600.0, "dead_letter_ttl_s": 3600.0, "stored_bytes_max": 1 << 30}

@@ -1,6 +1,7 @@
 """Simulated GPUs over real sockets, `carpool sim-gpu` as a process, and the parts of `carpool demo`."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from io import BytesIO
@@ -293,3 +295,22 @@ def test_the_banner_shows_lines_that_can_be_copied(capsys: pytest.CaptureFixture
     for address in ("http://127.0.0.1:8001/internal/health", "http://127.0.0.1:9000/stats"):
         assert address in shown
     assert "Ctrl-C" in shown
+
+
+def test_the_demo_answers_shows_its_banner_and_ends_with_its_gpus() -> None:
+    command = [sys.executable, "-m", "carpool", "demo", "--port=0", "--gpu-port=0", "--workers=2"]
+    with subprocess.Popen([*command, "--latency-ms=20"], stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        try:
+            banner = list(iter(demo.stdout.readline, "Ctrl-C stops everything.\n"))
+            base = re.findall(r"Carpool is ready: (http://127\.0\.0\.1:\d+),", "".join(banner))[0]
+            gpu_port = int(re.findall(r":(\d+)/stats", "".join(banner))[0])
+            asked = urllib.request.Request(f"{base}/v1/inference", data=b'{"input":"abc"}')
+            asked.add_header("Content-Type", "application/json")
+            with urllib.request.urlopen(asked, timeout=10) as answer:
+                assert json.loads(answer.read())["output"] == "cba"
+            demo.terminate()
+            assert demo.wait(10) == 0
+            assert not _accepts(gpu_port)
+        finally:
+            demo.kill()

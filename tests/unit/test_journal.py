@@ -21,11 +21,11 @@ from carpool.broker.journal import (
     Journal,
     JournalLocked,
     JournalUnusable,
-    StoredTask,
     TaskRecord,
     TaskResult,
 )
 from carpool.core.errors import JournalFailed, QueueFull
+from carpool.core.task import StoredTask
 
 CANARY = b"canary-7f3a"
 

@@ -21,12 +21,12 @@ from carpool.broker.journal_records import (
     DeadLetter,
     JournalLocked,
     JournalUnusable,
-    StoredTask,
     TaskRecord,
     TaskResult,
     result_size_of,
     size_of,
 )
+from carpool.core.task import StoredTask
 
 APPLICATION_ID = 0x43504C4A  # "CPLJ" in the file's header: tells a journal from anybody else's SQLite file
 SCHEMA_VERSION = 1

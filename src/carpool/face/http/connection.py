@@ -395,7 +395,7 @@ class Connection(asyncio.Protocol):
         return TooLarge(f"a body may have {self.limits.body_bytes_max} bytes at most; send a shorter one")
 
     def parse_error(self, failure: Exception) -> CarpoolError:
-        """What a client that does not speak HTTP/1.1 is told. llhttp's reasons are constants, never the client's bytes."""
+        """What a client that does not speak HTTP/1.1 is told; llhttp's reasons never quote its bytes."""
         reason = str(failure)
         if "version" in reason.lower():
             return HttpVersionNotSupported("this server speaks HTTP/1.1 and HTTP/1.0")

@@ -1,4 +1,4 @@
-"""From a request target to the function that serves it, with the answers that every path has: 404, 405, HEAD, OPTIONS."""
+"""From a request target to the function that serves it, and what every path has: 404, 405, HEAD, OPTIONS."""
 
 from collections.abc import Callable
 from urllib.parse import parse_qsl
