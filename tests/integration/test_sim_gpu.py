@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from io import BytesIO
+from itertools import takewhile
 from typing import Any
 
 import aiohttp
@@ -53,7 +54,7 @@ async def test_both_wire_formats_on_consecutive_ports() -> None:
         call = {"inputs": ["añb", {"k": 1}], "parameters": {"p": 1}}
         async with session.post(url(fleet, "/infer", 2), json=call) as answer:
             assert await answer.json() == {"outputs": ["bña", {"echo": {"k": 1}}]}
-        async with session.post(url(fleet, "/v1/models/m:predict"), json={"instances": ["ab"]}) as answer:
+        async with session.post(url(fleet, "/v1/models/org/m:predict"), json={"instances": ["ab"]}) as answer:
             assert await answer.json() == {"predictions": ["ba"]}
         async with session.get(url(fleet, "/health")) as answer:
             assert await answer.json() == {"status": "ok"}
@@ -81,7 +82,7 @@ async def test_stats_tell_of_one_gpu_and_of_all_with_repeats_across_them() -> No
         ("GET", "/infer", b"", 405),
         ("POST", "/stats", b"", 405),
         ("GET", "/nowhere", b"", 404),
-        ("POST", "/v1/models/a/b:predict", b"{}", 404),
+        ("POST", "/v1/models/:predict", b"{}", 404),
     ],
 )
 async def test_refusals_say_why_and_keep_the_connection(method: str, path: str, body: bytes, status: int) -> None:
@@ -302,9 +303,10 @@ def test_the_demo_answers_shows_its_banner_and_ends_with_its_gpus() -> None:
     with subprocess.Popen([*command, "--latency-ms=20"], stdout=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None
         try:
-            banner = list(iter(demo.stdout.readline, "Ctrl-C stops everything.\n"))
-            base = re.findall(r"Carpool is ready: (http://127\.0\.0\.1:\d+),", "".join(banner))[0]
-            gpu_port = int(re.findall(r":(\d+)/stats", "".join(banner))[0])
+            # Up to the last line of the banner, or the end of a demo that failed.
+            banner = "".join(takewhile(lambda line: "Ctrl-C" not in line, demo.stdout))
+            base = re.findall(r"Carpool is ready: (http://127\.0\.0\.1:\d+),", banner)[0]
+            gpu_port = int(re.findall(r":(\d+)/stats", banner)[0])
             asked = urllib.request.Request(f"{base}/v1/inference", data=b'{"input":"abc"}')
             asked.add_header("Content-Type", "application/json")
             with urllib.request.urlopen(asked, timeout=10) as answer:

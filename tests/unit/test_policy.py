@@ -179,3 +179,12 @@ def test_a_count_that_starts_again_counts_from_zero() -> None:
     rate = ArrivalRate()
     rate.update(1_000, 0.0)
     assert rate.update(500, 10.0) == pytest.approx(50.0)
+
+
+def test_time_that_goes_back_changes_nothing() -> None:
+    rate, straight = ArrivalRate(), ArrivalRate()
+    for estimator in (rate, straight):
+        estimator.update(0, 0.0)
+        estimator.update(100, 1.0)
+    assert rate.update(150, 0.5) == straight.update(100, 1.0)
+    assert rate.update(200, 2.0) == straight.update(200, 2.0)

@@ -17,8 +17,9 @@ from carpool.core.tally import BATCH_SIZE_BOUNDS, Histogram
 
 logger = logging.getLogger("carpool.batching")
 
-# How long a batch takes, until the first has been seen: DESIGN's number.
-SERVICE_S_PRIOR = 0.2
+# How long a batch takes, until the first has been seen. Rather too long: taken too short, a burst at the start would
+# spend every slot on a small batch; taken too long, it costs the first few requests a longer wait for company.
+SERVICE_S_PRIOR = 1.0
 # Weight of the newest batch in the running mean of service times.
 SERVICE_WEIGHT = 0.1
 TIMER_S_MIN = 0.001

@@ -5,6 +5,7 @@ lanes in which requests wait. All settling goes through `settle`, the one place 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 
 from carpool.broker.deadlines import Deadlines
 from carpool.broker.lanes import Lane
@@ -102,7 +103,7 @@ class MemoryBroker:
         self.arrivals[model] += 1
         if request.is_task:
             self._deadlines.add_unordered(request, request.deadline)
-        else:
+        elif request.queue_timeout_s < inf:
             self._deadlines.add(request, request.arrived + request.queue_timeout_s, request.queue_timeout_s)
         self._rings[model]()
 

@@ -40,7 +40,7 @@ LIMITS = HttpLimits(
 # Port 0 picks a free port; the ones after it may be taken, so try elsewhere.
 FREE_RANGE_TRIES = 20
 
-_INFERENCE_PATH = re.compile(rb"/infer|/v1/models/[^/]+:predict")
+_INFERENCE_PATH = re.compile(rb"/infer|/v1/models/.+:predict")
 # Linger for zero seconds: closing then sends RST in place of FIN.
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
