@@ -62,6 +62,8 @@ class ModelService:
         upstream = settings.upstream
         self.name = name
         self.body_bytes_max = own.body_bytes_max or settings.gateway.body_bytes_max
+        # The longest that one attempt takes.
+        self.timeout_s = own.timeout_s or upstream.timeout_s
         self.codec = make_codec(
             own.protocol or upstream.protocol,
             inputs_field=upstream.inputs_field,
@@ -74,7 +76,7 @@ class ModelService:
             self.pool,
             self.codec,
             broker,
-            timeout_s=own.timeout_s or upstream.timeout_s,
+            timeout_s=self.timeout_s,
             attempts=upstream.attempts,
             backoff_s=upstream.backoff_ms / 1000,
         )
@@ -222,7 +224,7 @@ class Gateway:
         await self.server.finish(monotonic() + patience_s)  # what was received is answered
         self.gate.closed = True
         for service in self.services:
-            await service.dispatcher.finish(settings.upstream.timeout_s)  # running batches, of tasks, finish
+            await service.dispatcher.finish(service.timeout_s)  # running batches, of tasks, finish
         await self.journal.close()
         await self.close()
         logger.info("drained")

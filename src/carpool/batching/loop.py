@@ -1,7 +1,7 @@
 """The effects around the policy: when something changes, plan; send what the plan says; sleep until its time.
 
-One loop per model. It is woken by an arrival, a freed slot or its timer, and runs once for all that happened in one
-turn of the event loop, so its cost is per turn and not per request. It cannot raise: a failure is logged and the
+One loop per model. It is woken by an arrival, a freed slot or its timer, and runs when a batch is full and once for
+all else that happened in one turn of the event loop, so its cost is per batch and not per request. It cannot raise: a failure is logged and the
 loop wakes again a moment later.
 """
 
@@ -60,8 +60,18 @@ class BatchLoop:
         # True while a run is due in this turn of the event loop.
         self._rung = False
         self._timer: asyncio.TimerHandle | None = None
-        broker.when_work_arrives(model, self.ring)
+        broker.when_work_arrives(model, self.arrived)
         slots.when_slot_frees(self.ring)
+
+    def arrived(self, lane: LaneQueue) -> None:
+        """A request came. A batch that is full leaves now: left to the end of the turn, all that filled in it would
+        leave together, and come back together, and so on.
+        """
+        if lane.waiting % self.max_batch == 0:
+            self._run()
+        elif not self._rung:
+            self._rung = True
+            self._loop.call_soon(self._run)
 
     def ring(self) -> None:
         """Something changed: plan again at the end of this turn of the event loop."""

@@ -2,13 +2,17 @@
 
 Requests with the same allowance are due in the order in which they were added, so a deque per allowance is enough;
 settled ones are dropped when they come to its head. Tasks restored after a restart have odd allowances: a heap.
+One that lasts would keep all the settled behind it, so the lines are cleared of those whenever they have doubled.
 """
 
 from collections import deque
 from collections.abc import Hashable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from carpool.core.request import DONE, Request
+
+# So many entries are never worth a clearance.
+REBUILD_MIN = 1024
 
 
 class Deadlines:
@@ -18,6 +22,8 @@ class Deadlines:
         self._lines: dict[Hashable, deque[tuple[float, Request]]] = {}
         self._heap: list[tuple[float, int, Request]] = []
         self._serial = 0
+        # Entries, settled ones included, at which the settled are cleared away.
+        self._rebuild_at = REBUILD_MIN
 
     def add(self, request: Request, due: float, line_name: Hashable) -> None:
         """Look at the request at `due`, which must not fall from one call to the next with the same line name."""
@@ -47,4 +53,17 @@ class Deadlines:
             request = heappop(heap)[2]
             if request.phase != DONE:
                 found.append(request)
+        if self._size() > self._rebuild_at:
+            self._drop_settled()
         return found
+
+    def _size(self) -> int:
+        return len(self._heap) + sum(map(len, self._lines.values()))
+
+    def _drop_settled(self) -> None:
+        """Keep the living alone. The next time is when they have doubled, so the cost is spread over many calls."""
+        for name, line in self._lines.items():
+            self._lines[name] = deque(entry for entry in line if entry[1].phase != DONE)
+        self._heap = [entry for entry in self._heap if entry[2].phase != DONE]
+        heapify(self._heap)
+        self._rebuild_at = max(REBUILD_MIN, 2 * self._size())

@@ -13,6 +13,8 @@ from typing import Any
 from carpool.core.request import DONE, QUEUED, RUNNING, Request
 
 REBUILD_DEAD_MIN = 64
+# With `strict`, what a tier adds to the place by which lanes are compared: more seconds than any clock counts.
+STRICT_STEP_S = 1e9
 
 
 class Lane:
@@ -40,12 +42,12 @@ class Lane:
         self.arrivals += 1
         self._tiers[request.tier].append(request)
 
-    def forget(self) -> None:
-        """Count out one request that was settled while it waited."""
+    def forget(self, request: Request) -> None:
+        """Count out a waiting request that is about to be settled."""
         self.waiting -= 1
         self._dead += 1
         if self._dead > REBUILD_DEAD_MIN and self._dead > self.waiting:
-            self._tiers = [deque(r for r in tier if r.phase == QUEUED) for tier in self._tiers]
+            self._tiers = [deque(r for r in tier if r.phase == QUEUED and r is not request) for tier in self._tiers]
             self._dead = 0
 
     def oldest(self) -> float:
@@ -53,8 +55,12 @@ class Lane:
         return min(tier[0].arrived for tier in self._live_tiers())
 
     def place(self) -> float:
-        """The smallest virtual deadline."""
-        return min(tier[0].place for tier in self._live_tiers())
+        """Where the lane stands among others: the smallest goes first."""
+        tiers = self._live_tiers()
+        if self._strict:
+            head = tiers[0][0]
+            return head.tier * STRICT_STEP_S + head.place
+        return min(tier[0].place for tier in tiers)
 
     def requests(self) -> list[Request]:
         """All that wait, tier by tier."""

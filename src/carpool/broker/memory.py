@@ -45,7 +45,7 @@ class MemoryBroker:
         # Per model, by parameters: the lanes in which requests wait, and those that are empty now.
         self._active: dict[str, dict[bytes, Lane]] = {}
         self._idle: dict[tuple[str, bytes], Lane] = {}
-        self._rings: dict[str, Callable[[], None]] = {}
+        self._arrived: dict[str, Callable[[LaneQueue], None]] = {}
         self._deadlines = Deadlines()
         # For metrics: arrivals by model, outcomes by code, and how long requests waited for a slot.
         self.arrivals: dict[str, int] = {}
@@ -64,9 +64,9 @@ class MemoryBroker:
         """Requests of one model that wait for a slot."""
         return sum(lane.waiting for lane in self._active[model].values())
 
-    def when_work_arrives(self, model: str, ring: Callable[[], None]) -> None:
-        """Have `ring` called when requests of `model` arrive. Models are known before the first request."""
-        self._rings[model] = ring
+    def when_work_arrives(self, model: str, arrived: Callable[[LaneQueue], None]) -> None:
+        """Have `arrived(lane)` called for each arrival. Models are known before the first request."""
+        self._arrived[model] = arrived
         self._active.setdefault(model, {})
         self.arrivals.setdefault(model, 0)
 
@@ -91,21 +91,24 @@ class MemoryBroker:
         return None
 
     def hold(self, request: Request) -> None:
-        """Count the request in without asking: it was accepted before this process began."""
+        """Count the request in without asking: it was accepted before this process began, maybe with more tiers."""
+        request.tier = min(request.tier, self._tiers - 1)
         self.held += 1
         self.held_bytes += request.size
 
     def enqueue(self, request: Request) -> None:
         """Let a reserved request wait in its lane."""
         model = request.model
-        lane = self._active[model].get(request.parameters) or self._activate(model, request.parameters)
+        lane = self._active[model].get(request.parameters)
+        if lane is None:
+            lane = self._activate(model, request.parameters)
         lane.append(request)
         self.arrivals[model] += 1
         if request.is_task:
             self._deadlines.add_unordered(request, request.deadline)
         elif request.queue_timeout_s < inf:
             self._deadlines.add(request, request.arrived + request.queue_timeout_s, request.queue_timeout_s)
-        self._rings[model]()
+        self._arrived[model](lane)
 
     def settle(self, request: Request, outcome: Outcome) -> bool:
         """Give a request its one outcome; false if it has one already."""
@@ -152,9 +155,8 @@ class MemoryBroker:
             self._retire(lane)
         for request in expired:
             self.settle(request, DeadlineExceeded("the deadline passed before a slot was free"))
-        observe = self.waited.observe
-        for request in batch:
-            observe(now - request.arrived)
+        if batch:
+            self.waited.observe_all([now - request.arrived for request in batch])
         return batch
 
     def expire(self, now: float) -> None:
@@ -182,7 +184,7 @@ class MemoryBroker:
         self.held_bytes -= request.size
         if request.phase == QUEUED:
             lane = self._active[request.model][request.parameters]
-            lane.forget()
+            lane.forget(request)
             if not lane.waiting:
                 self._retire(lane)
 

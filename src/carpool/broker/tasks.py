@@ -21,6 +21,7 @@ from carpool.core.errors import (
     CarpoolError,
     ClientLeft,
     DeadlineExceeded,
+    Draining,
     InputRefused,
     UnknownModel,
     UnknownTask,
@@ -96,11 +97,12 @@ class Tasks:
 
     def submit(self, request: Request, owner: str, accepted: Callable[[CarpoolError | None], None]) -> None:
         """Accept a task: `accepted(None)` once it is safe, or `accepted(error)`."""
+        request.waiter = self
         refusal = self._broker.reserve(request)
         if refusal is not None:
+            request.settle(refusal, self._clock())  # not `_live`, so nothing is written
             accepted(refusal)
             return
-        request.waiter = self
         task = LiveTask(request, time.time())
         record = TaskRecord(
             id=request.id,
@@ -126,8 +128,8 @@ class Tasks:
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Write a task's outcome; when that is safe, wake those who wait for it."""
-        if request.id not in self._live or isinstance(outcome, ClientLeft):
-            return  # never accepted, or deleted
+        if request.id not in self._live or isinstance(outcome, ClientLeft | Draining):
+            return  # never accepted, or deleted, or left to the next process
         dead_letter: DeadLetter | None = None
         if isinstance(outcome, CarpoolError):
             result = TaskResult("FAILED", None, problem_json(outcome, request.id), time.time())

@@ -28,7 +28,7 @@ class LaneQueue(Protocol):
         ...
 
     def place(self) -> float:
-        """The smallest virtual deadline in the lane. Only for a lane with `waiting` > 0."""
+        """Where the lane stands among others: the smallest goes first. Only for a lane with `waiting` > 0."""
         ...
 
 
@@ -63,8 +63,8 @@ class Broker(Outcomes, Protocol):
         """Remove up to `count` requests, best place first, none of them past its deadline."""
         ...
 
-    def when_work_arrives(self, model: str, ring: Callable[[], None]) -> None:
-        """Have `ring` called when requests of `model` arrive."""
+    def when_work_arrives(self, model: str, arrived: Callable[[LaneQueue], None]) -> None:
+        """Have `arrived(lane)` called when a request of `model` has come into a lane."""
         ...
 
 

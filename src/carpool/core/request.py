@@ -57,11 +57,11 @@ class Request(msgspec.Struct, eq=False):
     phase: int = ADMITTED
     # When it was taken into a batch; 0.0 before.
     taken: float = 0.0
-    # How often it was sent to an upstream.
+    # How often it was sent to an upstream without success.
     sends: int = 0
-    # The end, for /internal/requests/{id}: 0.0 and "" before; "ok" or the error's code after.
+    # The end, for /internal/requests/{id}: when it was settled, and the error's code if it was with one.
     ended: float = 0.0
-    result_code: str = ""
+    result_code: str = "ok"
 
     def settle(self, outcome: Outcome, now: float) -> bool:
         """Give the request its one outcome. Total: never raises, and any further call does nothing and says False."""
@@ -70,7 +70,8 @@ class Request(msgspec.Struct, eq=False):
         self.phase = DONE
         self.input = b""
         self.ended = now
-        self.result_code = outcome.code if isinstance(outcome, CarpoolError) else "ok"
+        if isinstance(outcome, CarpoolError):
+            self.result_code = outcome.code
         try:
             self.waiter.settled(self, outcome)
         except Exception:  # a waiter's defect must not stop the outcomes of its neighbours

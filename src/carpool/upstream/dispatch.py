@@ -13,6 +13,7 @@ from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import (
     CarpoolError,
     DeadlineExceeded,
+    Draining,
     InputRefused,
     InternalError,
     UpstreamFailed,
@@ -90,6 +91,9 @@ class UpstreamDispatcher:
         failure: CarpoolError = InternalError("the gateway failed on this batch")
         try:
             failure = await self._try_attempts(batch, endpoint, ended)
+        except asyncio.CancelledError:  # by `finish`: tasks are left to the next process
+            failure = Draining("this gateway shut down before the result came; send the request again")
+            raise
         except Exception:
             logger.exception("a batch failed inside Carpool")
         finally:
@@ -118,6 +122,8 @@ class UpstreamDispatcher:
             if outcome is None:
                 return failure
             failure = outcome
+            for request in members:
+                request.sends = attempt
             if not failure.retryable:
                 return failure
             logger.warning(
@@ -137,8 +143,6 @@ class UpstreamDispatcher:
         try:
             first = members[0]
             call = self._codec.encode(first.model, first.parameters, [request.input for request in members])
-            for request in members:
-                request.sends += 1
             answer = await endpoint.post(call, timeout_s)
         except AttemptFailedError as failure:
             self.calls["failed"] += 1

@@ -7,11 +7,17 @@ Rules, each with a test:
    `backlog`, and reading pauses; so a connection holds at most one read (256 KiB) more than it may.
 3. A client that does not read gets no new work done: while the transport's buffer is over its mark, reading
    and the backlog stand still. The server's sweep cuts it off when it stands still for `write_timeout_s`.
+   A client that we do not read from is never too slow: the receive deadline stands still with reading.
 4. A request that cannot be parsed is answered after those before it, and the connection closes. It closes
    gently: the end of our side is sent and what still comes is thrown away for a moment, since closing on
    unread bytes would reset the connection and destroy the answer on its way.
 5. End of file is a hang-up: whoever works on an exchange of this connection is told at once.
 6. An `Upgrade` is ignored, as HTTP allows: the request is answered as the HTTP/1.1 request it also is.
+7. While the server drains, the last response of a connection says `Connection: close`; one that a further request
+   follows, received whole or in part, does not. So a read is parsed to its end before its requests are handled.
+8. Nothing is written after the last response, and what a client sends after its last request is thrown away.
+9. Memory is counted or bounded: bodies of which not all has come, and those in the backlog, count against the
+   server's `receiving_bytes_max`; headers, trailers and chunk framing may have `header_bytes_max` and one read.
 """
 
 import asyncio
@@ -59,6 +65,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: "HttpServer") -> None:
         self.server = server
         self.limits = server.limits
+        self.known_heads = server.known_heads
         self.transport: asyncio.Transport | None = None
         self.parser = httptools.HttpRequestParser(self)
         # Exchanges with the routes, oldest first, and complete requests that wait for a place among them.
@@ -68,13 +75,19 @@ class Connection(asyncio.Protocol):
         self.target = b""
         self.pairs: list[tuple[bytes, bytes]] = []
         self.headers: dict[bytes, bytes] = {}
-        # Bytes of the reads that the headers came in, an upper bound for them.
-        self.read_bytes = 0
+        self.read_size = 0
+        # Complete messages of this read.
+        self.messages = 0
+        # How many reads ended inside this message, and the bytes of those that brought nothing of its body.
+        self.unfinished_reads = 0
+        self.framing_bytes = 0
         self.headers_done = False
+        self.keep_alive = True
         self.body = b""
-        # The parts of a body that came in more than one read; the server counts their bytes.
-        self.body_parts: list[bytes] | None = None
+        # A body that came in more than one part; the server counts its bytes.
+        self.body_buffer: bytearray | None = None
         self.body_bytes = 0
+        self.body_bytes_then = 0
         # 0.0 when no message is partly received.
         self.receiving_since = 0.0
         self.idle_since = server.coarse_now
@@ -104,31 +117,34 @@ class Connection(asyncio.Protocol):
         """Feed the parser; it calls the on_… methods below."""
         if self.input_ended:
             return
-        if self.receiving_since and not self.headers_done:
-            # The parser keeps an unfinished header line by itself, out of sight of on_header.
-            self.read_bytes += len(data)
-            began_before = True
-        else:
-            self.read_bytes = len(data)
-            began_before = False
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self.ignore_upgrade(data[upgrade.args[0] :])
-            return
-        except httptools.HttpParserCallbackError as failure:
-            cause = failure.__context__
-            if isinstance(cause, RefusedError):
-                self.refuse(cause.error)
-            else:
-                logger.error("the HTTP face failed on a request", exc_info=cause)
-                self.refuse(InternalError("the gateway failed on this request"))
-            return
-        except httptools.HttpParserError as failure:
-            self.refuse(self.parse_error(failure))
-            return
-        if began_before and not self.headers_done and self.read_bytes > self.limits.header_bytes_max:
-            self.refuse(self.headers_too_large())
+        at_boundary = not self.receiving_since
+        if at_boundary:
+            match = self.known_heads.match(data)
+            if match is not None and len(data) - match[1] <= self.limits.body_bytes_max:
+                known, body_at = match
+                self.accept(Exchange(self, known.method, known.target, known.headers, data[body_at:], True))
+                if self.backlog:
+                    self.after_read(len(data))
+                return
+        self.messages = 0
+        while True:  # once more for each request that asks for an upgrade
+            self.read_size = len(data)
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                if self.parser.get_method() == b"CONNECT":
+                    self.refuse(Malformed("CONNECT is not supported; this is not a proxy"))
+                    return
+                data = self.without_upgrade(data[upgrade.args[0] :])
+                continue
+            except httptools.HttpParserError as failure:
+                self.refuse_because(failure)
+                return
+            break
+        if self.receiving_since or self.backlog:
+            self.after_read(len(data))
+        elif at_boundary and self.messages == 1 and not self.input_ended:
+            self.known_heads.keep(data, self.parser.get_method(), self.target, self.headers)
 
     def eof_received(self) -> bool:
         """The client hung up (rule 5); the transport closes and connection_lost does the rest."""
@@ -140,10 +156,11 @@ class Connection(asyncio.Protocol):
         self.input_ended = True
         self.drop_body()
         self.server.remove(self)
-        self.backlog.clear()
+        while self.backlog:
+            self.next_in_backlog()
         abandoned, self.pending = self.pending, deque()
         for exchange in abandoned:
-            if exchange.when_client_leaves is not None:
+            if exchange.response is None and exchange.when_client_leaves is not None:
                 exchange.when_client_leaves(exchange)
 
     def pause_writing(self) -> None:
@@ -164,6 +181,7 @@ class Connection(asyncio.Protocol):
         self.target = b""
         self.pairs = []
         self.headers_done = False
+        self.unfinished_reads = 0
         self.body_bytes = 0
 
     def on_url(self, part: bytes) -> None:
@@ -184,15 +202,21 @@ class Connection(asyncio.Protocol):
         limits = self.limits
         # Headers that came in one read shorter than their limit need not be measured.
         if len(pairs) > limits.header_count_max or (
-            self.read_bytes > limits.header_bytes_max and self.header_bytes() > limits.header_bytes_max
+            (self.unfinished_reads or self.read_size > limits.header_bytes_max)
+            and self.header_bytes() > limits.header_bytes_max
         ):
             raise RefusedError(self.headers_too_large())
         self.headers_done = True
         headers = self.headers = {name.lower(): value for name, value in pairs}
         if len(headers) != len(pairs):
             self.join_repeated(pairs)
-        if b"host" not in headers and self.parser.get_http_version() == "1.1":
-            raise RefusedError(Malformed("an HTTP/1.1 request needs a Host header"))
+            headers = self.headers
+        keep_alive = self.keep_alive = self.parser.should_keep_alive()
+        # Asking for the version is slow; every request that is not plain HTTP/1.1 has one of these marks.
+        if not keep_alive or b"host" not in headers or b"connection" in headers:
+            self.check_version()
+        if b"transfer-encoding" in headers and headers[b"transfer-encoding"].lower() != b"chunked":
+            raise RefusedError(Malformed("the only Transfer-Encoding that is supported is chunked"))
         length = headers.get(b"content-length")
         if length is not None and int(length) > limits.body_bytes_max:
             raise RefusedError(self.too_large())
@@ -207,37 +231,44 @@ class Connection(asyncio.Protocol):
         if not self.body:
             self.body = part
             return
-        if self.body_parts is None:
-            self.body_parts = [self.body]
-            self.server.receiving_bytes += len(self.body)
-        self.body_parts.append(part)
+        if self.body_buffer is None:
+            self.keep_body()
+        cast(bytearray, self.body_buffer).extend(part)
         self.server.receiving_bytes += len(part)
         if self.server.receiving_bytes > self.limits.receiving_bytes_max:
-            raise RefusedError(QueueFull("too many large bodies are being received; try again soon", retry_after_s=1))
+            raise RefusedError(self.too_many_bodies())
 
     def on_message_complete(self) -> None:
-        """A whole request: hand it to the routes, or keep it until there is room (rule 2)."""
+        """A whole request."""
         parser = self.parser
         if parser.should_upgrade():
             return  # feed_data is about to raise HttpParserUpgrade
         self.receiving_since = 0.0
         self.continue_owed = False
-        if self.body_parts is not None:
-            self.body = b"".join(self.body_parts)
-            self.drop_body()
-        keep_alive = parser.should_keep_alive()
-        exchange = Exchange(self, parser.get_method(), self.target, self.headers, self.body, keep_alive)
+        self.messages += 1
+        if self.body_buffer is not None:
+            self.body = bytes(self.body_buffer)
+            self.server.receiving_bytes -= len(self.body)
+            self.body_buffer = None
+        exchange = Exchange(self, parser.get_method(), self.target, self.headers, self.body, self.keep_alive)
         self.body = b""
-        if not keep_alive:
+        if not self.keep_alive:
             self.input_ended = True
-        if len(self.pending) >= self.limits.pipeline_max or self.backlog or self.writing_paused:
+        self.accept(exchange)
+
+    # Requests
+
+    def accept(self, exchange: Exchange) -> None:
+        """Hand a whole request to the routes, or keep it until there is room (rule 2)."""
+        pending = self.pending
+        server = self.server
+        if len(pending) >= self.limits.pipeline_max or self.backlog or self.writing_paused or server.draining:
+            server.receiving_bytes += len(exchange.body)
             self.backlog.append(exchange)
             self.pause_reading()
             return
-        self.pending.append(exchange)
+        pending.append(exchange)
         self.handle(exchange)
-
-    # Requests
 
     def handle(self, exchange: Exchange) -> None:
         """Give one request to the routes; a defect there costs this request alone."""
@@ -248,15 +279,50 @@ class Connection(asyncio.Protocol):
             if exchange.response is None:
                 respond_problem(exchange, InternalError("the gateway failed on this request"))
 
-    def ignore_upgrade(self, rest: bytes) -> None:
-        """Parse the same request again without its Upgrade header (rule 6), then what came after it."""
-        if self.parser.get_method() == b"CONNECT":
-            self.refuse(Malformed("CONNECT is not supported; this is not a proxy"))
-            return
-        lines = [b"%b %b HTTP/1.1" % (self.parser.get_method(), self.target)]
-        lines += [b"%b: %b" % pair for pair in self.headers.items() if pair[0] not in (b"upgrade", b"connection")]
+    def after_read(self, size: int) -> None:
+        """A read ended inside a message, or brought more requests than are handled at once."""
+        if self.receiving_since:
+            if self.body and self.body_buffer is None:
+                self.keep_body()
+            if self.headers_done and self.body_bytes != self.body_bytes_then:
+                self.body_bytes_then = self.body_bytes
+                self.framing_bytes = 0
+            elif self.unfinished_reads:
+                # The parser keeps an unfinished line by itself, out of sight of on_header.
+                self.framing_bytes += size
+            else:
+                # How much of its first read belongs to this message is not known.
+                self.body_bytes_then = self.framing_bytes = 0
+            self.unfinished_reads += 1
+            if self.framing_bytes > self.limits.header_bytes_max:
+                self.refuse(self.headers_too_large())
+                return
+        if self.server.receiving_bytes > self.limits.receiving_bytes_max:
+            self.refuse(self.too_many_bodies())
+        else:
+            self.pump()
+
+    def without_upgrade(self, rest: bytes) -> bytes:
+        """The request that the parser stopped at, without its Upgrade header (rule 6), and what came after it."""
+        parser = self.parser
+        lines = [b"%b %b HTTP/%b" % (parser.get_method(), self.target, parser.get_http_version().encode())]
+        lines += [b"%b: %b" % pair for pair in self.headers.items() if pair[0] != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
-        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+        return b"\r\n".join(lines) + b"\r\n\r\n" + rest
+
+    def refuse_because(self, failure: Exception) -> None:
+        """The parser stopped: by its own judgement, by ours, or by a defect of ours."""
+        if self.input_ended:
+            self.close_gently = True  # bytes after the last request (rule 8)
+            return
+        cause = failure.__context__
+        if not isinstance(failure, httptools.HttpParserCallbackError):
+            self.refuse(self.parse_error(failure))
+        elif isinstance(cause, RefusedError):
+            self.refuse(cause.error)
+        else:
+            logger.error("the HTTP face failed on a request", exc_info=cause)
+            self.refuse(InternalError("the gateway failed on this request"))
 
     def refuse(self, error: CarpoolError) -> None:
         """Answer what could not be received, after the requests before it, and close (rule 4)."""
@@ -293,7 +359,7 @@ class Connection(asyncio.Protocol):
                 return
         if not pending:
             self.idle_since = self.server.coarse_now
-            if self.continue_owed:
+            if self.continue_owed and not self.backlog:
                 self.send_continue()
         if self.backlog or self.reading_paused:
             self.pump()
@@ -304,7 +370,7 @@ class Connection(asyncio.Protocol):
             return  # a route that answers at once calls flush, and so pump, again: the loop below goes on instead
         self.pumping = True
         while self.backlog and len(self.pending) < self.limits.pipeline_max and not self.writing_paused:
-            exchange = self.backlog.popleft()
+            exchange = self.next_in_backlog()
             self.pending.append(exchange)
             if exchange.response is None:
                 self.handle(exchange)
@@ -314,8 +380,13 @@ class Connection(asyncio.Protocol):
         if self.transport is None or self.backlog or self.writing_paused:
             return
         if self.reading_paused and len(self.pending) < self.limits.pipeline_max:
-            self.reading_paused = False
-            self.transport.resume_reading()
+            self.resume_reading(self.transport)
+
+    def next_in_backlog(self) -> Exchange:
+        """Take the oldest request of the backlog; the server no longer counts its body."""
+        exchange = self.backlog.popleft()
+        self.server.receiving_bytes -= len(exchange.body)
+        return exchange
 
     def pause_reading(self) -> None:
         """Take no more bytes until `pump` says so."""
@@ -323,9 +394,18 @@ class Connection(asyncio.Protocol):
             self.reading_paused = True
             self.transport.pause_reading()
 
+    def resume_reading(self, transport: asyncio.Transport) -> None:
+        """Read on; the time in which we did not read is not the client's."""
+        self.reading_paused = False
+        if self.receiving_since:
+            self.receiving_since = self.server.coarse_now
+        if not transport.is_closing():
+            transport.resume_reading()
+
     def send_continue(self) -> None:
         """Permit the client to send its body."""
         self.continue_owed = False
+        self.receiving_since = self.server.coarse_now
         if self.transport is not None:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -338,12 +418,11 @@ class Connection(asyncio.Protocol):
         if transport.can_write_eof():
             transport.write_eof()
         if self.reading_paused:
-            self.reading_paused = False
-            transport.resume_reading()
+            self.resume_reading(transport)
 
     def make_last(self, exchange: Exchange) -> bool:
-        """While draining: let this response be the last, if no further request has been received."""
-        if self.backlog or not self.pending or self.pending[-1] is not exchange:
+        """While draining: let this response be the last, if no further request has been received (rule 7)."""
+        if self.backlog or self.receiving_since or not self.pending or self.pending[-1] is not exchange:
             return False
         self.input_ended = True
         self.close_gently = True
@@ -355,10 +434,23 @@ class Connection(asyncio.Protocol):
         """Permit the client to send its body, when it waits for that."""
         if expectation.lower() != b"100-continue":
             raise RefusedError(ExpectationFailed("the only Expect that is supported is 100-continue"))
+        if self.parser.should_upgrade():
+            return  # these headers come once more, without the Upgrade
         # HTTP/1.0 has no interim responses; and the permission must not overtake an earlier response.
         self.continue_owed = self.parser.get_http_version() != "1.0"
-        if self.continue_owed and not self.pending:
+        if self.continue_owed and not self.pending and not self.backlog:
             self.send_continue()
+
+    def check_version(self) -> None:
+        """Refuse what is neither HTTP/1.1 with a Host nor HTTP/1.0."""
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            raise RefusedError(version_not_supported())
+        if version == "1.1" and b"host" not in self.headers:
+            raise RefusedError(Malformed("an HTTP/1.1 request needs a Host header"))
+        if version == "1.0" and b"transfer-encoding" in self.headers:
+            # A proxy of that age does not know chunks: it and we would not agree where this request ends.
+            raise RefusedError(Malformed("an HTTP/1.0 request cannot have a Transfer-Encoding; send Content-Length"))
 
     def join_repeated(self, pairs: list[tuple[bytes, bytes]]) -> None:
         """Join repeated headers by a comma; those that must not be repeated are refused."""
@@ -376,11 +468,21 @@ class Connection(asyncio.Protocol):
         """Bytes of the request line and headers, about."""
         return len(self.target) + sum(len(name) + len(value) + 4 for name, value in self.pairs)
 
+    def keep_body(self) -> None:
+        """More of the body is to come: let the server count what is here."""
+        self.body_buffer = bytearray(self.body)
+        self.server.receiving_bytes += len(self.body)
+
     def drop_body(self) -> None:
-        """Forget a body of several parts and give its bytes back to the server's count."""
-        if self.body_parts is not None:
-            self.server.receiving_bytes -= sum(map(len, self.body_parts))
-            self.body_parts = None
+        """Forget a body of which not all has come."""
+        self.body = b""
+        if self.body_buffer is not None:
+            self.server.receiving_bytes -= len(self.body_buffer)
+            self.body_buffer = None
+
+    def too_many_bodies(self) -> CarpoolError:
+        """What a client is told when the connections together hold too much."""
+        return QueueFull("too many large bodies are being received; try again soon", retry_after_s=1)
 
     def headers_too_large(self) -> CarpoolError:
         """What a client with too many or too long headers is told."""
@@ -397,6 +499,12 @@ class Connection(asyncio.Protocol):
     def parse_error(self, failure: Exception) -> CarpoolError:
         """What a client that does not speak HTTP/1.1 is told; llhttp's reasons never quote its bytes."""
         reason = str(failure)
-        if "version" in reason.lower():
-            return HttpVersionNotSupported("this server speaks HTTP/1.1 and HTTP/1.0")
+        # The second is the beginning of HTTP/2 without an upgrade.
+        if reason in ("Invalid HTTP version", "Pause on PRI/Upgrade"):
+            return version_not_supported()
         return Malformed(f"not a valid HTTP/1.1 request: {reason}" if reason else "not a valid HTTP/1.1 request")
+
+
+def version_not_supported() -> CarpoolError:
+    """What a client of another HTTP version is told."""
+    return HttpVersionNotSupported("this server speaks HTTP/1.1 and HTTP/1.0")

@@ -32,17 +32,6 @@ REASONS = {
     504: b"Gateway Timeout",
     505: b"HTTP Version Not Supported",
 }
-# The start of a response by status and content type, so that the hot path formats no constant.
-_heads: dict[tuple[int, bytes], bytes] = {}
-
-
-def _head(status: int, content_type: bytes) -> bytes:
-    """The status line and content type of a response."""
-    head = b"HTTP/1.1 %d %b\r\n" % (status, REASONS[status])
-    if content_type:
-        head += b"Content-Type: %b\r\n" % content_type
-    _heads[status, content_type] = head  # bounded: statuses and types come from this code alone
-    return head
 
 
 class Exchange(msgspec.Struct, eq=False):
@@ -64,7 +53,6 @@ class Exchange(msgspec.Struct, eq=False):
 
     def respond(self, status: int, body: bytes, content_type: bytes = JSON, headers: bytes = b"") -> None:
         """Answer once; `headers` are extra header lines, each with its line end. Does nothing if the client left."""
-        self.when_client_leaves = None
         connection = self.connection
         server = connection.server
         if server.draining and self.keep_alive:
@@ -74,15 +62,10 @@ class Exchange(msgspec.Struct, eq=False):
         elif b"connection" in self.headers:
             # An HTTP/1.0 client that asked to stay is told so; to an HTTP/1.1 client it is no news.
             headers += b"Connection: keep-alive\r\n"
-        if self.method == b"HEAD" or status == 204:
-            length = b"" if status == 204 else b"Content-Length: %d\r\n" % len(body)
-            self.response = b"%bDate: %b\r\n%b%b\r\n" % (_head(status, content_type), server.date, headers, length)
+        if status == 204:
+            self.response = b"%b%b\r\n" % (server.head(204, b""), headers)
         else:
-            self.response = b"%bDate: %b\r\n%bContent-Length: %d\r\n\r\n%b" % (
-                _heads.get((status, content_type)) or _head(status, content_type),
-                server.date,
-                headers,
-                len(body),
-                body,
-            )
+            head = server.head_ok if status == 200 and content_type is JSON else server.head(status, content_type)
+            sent = b"" if self.method == b"HEAD" else body
+            self.response = b"%b%bContent-Length: %d\r\n\r\n%b" % (head, headers, len(body), sent)
         connection.flush()

@@ -30,17 +30,18 @@ from carpool.face.http.ids import echo_line, request_id
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.router import Router, query_of
 from carpool.face.http.wire import (
+    InferenceAnswers,
     canonical_parameters,
     checked_input,
     decode_inference,
     decode_predict,
-    inference_json,
     predict_json,
 )
 
 TASK_ID = re.compile(r"[0-9a-f]{32}\Z").match
 # How many of the last requests can be asked for at /internal/requests/{id}; a power of two.
 RECENT_KEPT = 8192
+RECENT_MASK = RECENT_KEPT - 1
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -75,7 +76,6 @@ class ParkedReplies:
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Turn an outcome into the response of the exchange that is parked for it."""
         exchange: Exchange = request.ticket
-        exchange.context = None
         if isinstance(outcome, Output):
             echo = echo_line(exchange.headers) if b"x-request-id" in exchange.headers else b""
             exchange.respond(200, self._form(request, outcome), JSON, echo)
@@ -100,10 +100,11 @@ class GatewayRoutes:
         self._broker = broker
         self._tasks = tasks
         self._models = models
+        self._default_model = models[settings.default_model]
         self._settings = settings
         self._openapi = openapi
         self._clock = clock
-        self._inference_replies = ParkedReplies(inference_json)
+        self._inference_replies = ParkedReplies(InferenceAnswers())
         self._predict_replies = ParkedReplies(predict_json)
         self._numbers = count()
         # The last requests in a ring, found by scanning it: only a person who looks for one pays.
@@ -122,12 +123,15 @@ class GatewayRoutes:
             check_media(headers[b"content-type"])
         if b"content-encoding" in headers:
             check_encoding(headers)
-        call = decode_inference(exchange.body)
-        model = self._model(call.model or self._settings.default_model, len(exchange.body))
+        body = exchange.body
+        call = decode_inference(body)
+        model = self._default_model if call.model is None else self._named(call.model)
+        if len(body) > model.body_bytes_max:
+            raise too_large_for(model)
         mode = call.mode or self._settings.default_mode
         if b"prefer" in headers and b"respond-async" in preferences(headers[b"prefer"]):
             mode = "async"
-        parameters = canonical_parameters(call.parameters)
+        parameters = b"" if call.parameters is None else canonical_parameters(call.parameters)
         value = checked_input(call.input, "input")
         if mode == "async":
             self._submit(exchange, model, parameters, value)
@@ -142,15 +146,17 @@ class GatewayRoutes:
             name = query_of(exchange).get("model_id")
             if name is None:
                 raise Malformed("binary input needs the model in the query: /v1/predict?model_id=NAME")
-            model = self._model(name, len(exchange.body))
+            model = self._named(name)
             if not exchange.body:
                 raise Malformed("the body is empty; send the input's bytes")
             value = model.binary_input(exchange.body)
         else:
             check_media(media, "application/json or application/octet-stream")
             call = decode_predict(exchange.body)
-            model = self._model(call.model_id, len(exchange.body))
+            model = self._named(call.model_id)
             value = checked_input(call.input_data, "input_data")
+        if len(exchange.body) > model.body_bytes_max:
+            raise too_large_for(model)
         self._park(exchange, model, b"", value, self._predict_replies)
 
     def result(self, exchange: Exchange, task_id: str) -> None:
@@ -192,12 +198,10 @@ class GatewayRoutes:
         """One of the last requests, by its id."""
         return next((r for r in self._recent if r is not None and r.id == request_id), None)
 
-    def _model(self, name: str, body_bytes: int) -> ServedModel:
+    def _named(self, name: str) -> ServedModel:
         model = self._models.get(name)
         if model is None:
             raise UnknownModel(f"this gateway serves {', '.join(self._models)}; name one of these, or none")
-        if body_bytes > model.body_bytes_max:
-            raise TooLarge(f"a body for this model may have {model.body_bytes_max} bytes at most; send a shorter one")
         return model
 
     def _park(
@@ -221,11 +225,12 @@ class GatewayRoutes:
             replies,
             exchange,
         )
-        self._recent[next(self._numbers) % RECENT_KEPT] = request
+        self._recent[next(self._numbers) & RECENT_MASK] = request
         refusal = self._gate.admit(request)
         if refusal is not None:
-            respond_problem(exchange, refusal, request.id)
+            request.settle(refusal, now)  # answers it; and the ring must not keep inputs of those who were refused
         else:
+            exchange.body = b""  # `value` is what is needed of it
             exchange.context = request
             exchange.when_client_leaves = self._client_left
 
@@ -248,7 +253,7 @@ class GatewayRoutes:
             self._inference_replies,
             is_task=True,
         )
-        self._recent[next(self._numbers) % RECENT_KEPT] = request
+        self._recent[next(self._numbers) & RECENT_MASK] = request
 
         def accepted(error: CarpoolError | None) -> None:
             if error is not None:
@@ -283,6 +288,11 @@ def task_json(task: StoredTask) -> bytes:
         middle,
         when.replace("+00:00", "Z").encode(),
     )
+
+
+def too_large_for(model: ServedModel) -> TooLarge:
+    """What a client with too long a body for its model is told."""
+    return TooLarge(f"a body for this model may have {model.body_bytes_max} bytes at most; send a shorter one")
 
 
 def media_type(content_type: bytes) -> bytes:

@@ -20,7 +20,7 @@ def given_id(headers: dict[bytes, bytes]) -> str | None:
 def request_id(headers: dict[bytes, bytes]) -> str:
     """The id of the request with these headers."""
     given = given_id(headers) if b"x-request-id" in headers else None
-    return given or f"{_prefix}{next(_numbers):x}"
+    return given or f"{_prefix}{next(_numbers)}"
 
 
 def echo_line(headers: dict[bytes, bytes]) -> bytes:

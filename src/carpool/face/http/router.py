@@ -1,7 +1,7 @@
 """From a request target to the function that serves it, and what every path has: 404, 405, HEAD, OPTIONS."""
 
 from collections.abc import Callable
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, unquote_to_bytes
 
 from carpool.core.errors import CarpoolError, Malformed, MethodNotAllowed, NotFound
 from carpool.face.http.exchange import Exchange
@@ -48,7 +48,7 @@ class Router:
         method = b"GET" if exchange.method == b"HEAD" else exchange.method
         route = routes.get(method)
         if route is not None:
-            route(exchange, rest.decode("latin-1"))
+            route(exchange, unquote_to_bytes(rest).decode("latin-1"))
             return
         allowed = sorted(routes) + ([b"HEAD"] if b"GET" in routes else []) + [b"OPTIONS"]
         allow = b", ".join(allowed)
@@ -60,11 +60,10 @@ class Router:
 
 def split_target(target: bytes) -> tuple[bytes, bytes]:
     """Path and query of a request target, in origin form or absolute form."""
-    if target[:7].lower() == b"http://" or target[:8].lower() == b"https://":
-        authority_and_path = target.split(b"//", 1)[1]
-        _, slash, path = authority_and_path.partition(b"/")
-        target = slash + path if slash else b"/"
     path, _, query = target.partition(b"?")
+    if path[:7].lower() == b"http://" or path[:8].lower() == b"https://":
+        _, slash, rest = path.split(b"//", 1)[1].partition(b"/")
+        path = slash + rest if slash else b"/"
     return path, query
 
 

@@ -9,7 +9,8 @@ import msgspec
 
 from carpool.core.clock import Clock, monotonic
 from carpool.face.http.connection import Connection
-from carpool.face.http.exchange import Exchange
+from carpool.face.http.exchange import JSON, REASONS, Exchange
+from carpool.face.http.known_heads import KnownHeads
 
 TICK_S = 0.05
 # Each tick looks at one of so many parts of the connections, so that ten thousand cost no noticeable pause.
@@ -41,9 +42,12 @@ class HttpServer:
         self.limits = limits
         self.clock = clock
         self.coarse_now = clock()
-        self.date = b""
+        # The start of a response, with the date of this second: for any status, and ready-made for the usual one.
+        self._heads: dict[tuple[int, bytes], bytes] = {}
+        self.head_ok = self.head(200, JSON)
+        self.known_heads = KnownHeads()
         self.connections: set[Connection] = set()
-        # Bytes of partly received bodies, over all connections.
+        # Bytes of bodies that are partly received, or wait in a connection's backlog.
         self.receiving_bytes = 0
         # Requests that could not be received, for metrics.
         self.refused = 0
@@ -68,6 +72,16 @@ class HttpServer:
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 
+    def head(self, status: int, content_type: bytes) -> bytes:
+        """Status line, content type and date of a response."""
+        head = self._heads.get((status, content_type))
+        if head is None:
+            head = b"HTTP/1.1 %d %b\r\nDate: %b\r\n" % (status, REASONS[status], formatdate(usegmt=True).encode())
+            if content_type:
+                head += b"Content-Type: %b\r\n" % content_type
+            self._heads[status, content_type] = head
+        return head
+
     def add(self, connection: Connection) -> bool:
         """Count a new connection in; false if there is no place left."""
         self.connections.add(connection)
@@ -87,7 +101,8 @@ class HttpServer:
         """Close idle connections at once and the others as their last answer leaves; past `deadline` all of them."""
         while self.connections and self.clock() < deadline:
             for connection in list(self.connections):
-                if not connection.pending and not connection.receiving_since and not connection.linger_until:
+                waited_for = connection.pending or connection.backlog or connection.receiving_since
+                if not waited_for and not connection.linger_until:
                     self._close(connection)
             await asyncio.sleep(0.01)
         for connection in list(self.connections):
@@ -102,16 +117,18 @@ class HttpServer:
             connection.transport.close()
 
     def _tick(self) -> None:
+        # First of all, so that a defect below does not end the sweeps for good.
+        self._tick_timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         now = self.clock()
-        if int(now) != int(self.coarse_now) or not self.date:
-            self.date = formatdate(usegmt=True).encode()
+        if int(now) != int(self.coarse_now):
+            self._heads.clear()
+            self.head_ok = self.head(200, JSON)
         self.coarse_now = now
         if not self._to_sweep:
             self._to_sweep = list(self.connections)
         count = min(len(self._to_sweep), len(self.connections) // SWEEP_PARTS + 1)
         for _ in range(count):
             self._sweep(self._to_sweep.pop(), now)
-        self._tick_timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _sweep(self, connection: Connection, now: float) -> None:
         """Close what is too slow: a request trickling in, an idle connection, a client that does not read."""
@@ -127,8 +144,11 @@ class HttpServer:
                 transport.abort()
             return
         if connection.receiving_since and now - connection.receiving_since >= limits.receive_timeout_s:
-            connection.receive_timed_out()
-            return
+            if connection.reading_paused or connection.continue_owed:
+                pass  # it is we who keep the client waiting
+            else:
+                connection.receive_timed_out()
+                return
         if waiting == 0:
             connection.stalled_since = 0.0
             if (

@@ -20,7 +20,7 @@ NUMBER_CHARS_MAX = 300
 # exponent; and digits fewer than this with an exponent of two digits stay far below the largest double.
 SUSPICIOUS_DIGITS = 90
 
-_QUOTE = 0x22
+QUOTE = 0x22
 _DIGIT_RUN = b"0" * SUSPICIOUS_DIGITS
 # Every digit becomes 0, everything else a space: a long run of digits is then one C-speed search.
 _DIGITS_TO_ZERO = bytes(0x30 if 0x30 <= byte <= 0x39 else 0x20 for byte in range(256))
@@ -35,7 +35,7 @@ def json_fault(raw: bytes) -> str | None:
             raw.decode()
         except UnicodeDecodeError:
             return "not valid UTF-8"
-    if raw[0] == _QUOTE:
+    if raw[0] == QUOTE:
         return None  # a string has neither numbers nor depth
     suspicious = (
         raw.count(b"[") + raw.count(b"{") > DEPTH_MAX

@@ -8,7 +8,7 @@ import msgspec
 from carpool.core.errors import Malformed
 from carpool.core.outcome import Output
 from carpool.core.request import Request
-from carpool.face.http.strict_json import json_fault
+from carpool.face.http.strict_json import QUOTE, json_fault
 
 PARAMETERS_BYTES_MAX = 16 * 1024
 CLIENT_ID_CHARS_MAX = 256
@@ -61,6 +61,8 @@ def decode_predict(body: bytes) -> PredictCall:
 def checked_input(raw: msgspec.Raw, field: str) -> bytes:
     """The client's own bytes of its input, checked to be safe between other inputs; raises Malformed."""
     value = bytes(raw)
+    if value[0] == QUOTE and value.isascii():
+        return value  # the usual input, a string of ASCII, has none of the faults
     fault = json_fault(value)
     if fault is not None:
         raise Malformed(f"`{field}` cannot be passed on: {fault}")
@@ -104,28 +106,45 @@ def base64_json(data: bytes) -> bytes:
     return b'"' + b64encode(data) + b'"'
 
 
-def inference_json(request: Request, output: Output) -> bytes:
-    """The 200 of `POST /v1/inference`."""
-    extra = b""
-    if output.model_version is not None:
-        extra += b',"model_version":' + msgspec.json.encode(output.model_version)
-    if output.tokens_used is not None:
-        extra += b',"tokens_used":%d' % output.tokens_used
-    return (
-        b'{"request_id":"%b","output":%b,"metadata":{"latency_ms":%.2f,"queue_ms":%.2f,"upstream_ms":%.2f,'
-        b'"batch_size":%d,"model":"%b","cached":%b%b}}'
-        % (
+class InferenceAnswers:
+    """Writes the 200s of `POST /v1/inference`. What the members of a batch have in common is written once."""
+
+    def __init__(self) -> None:
+        # The last call's part, and what it was written from: outcomes of one batch come one after the other.
+        self._call_part = b""
+        self._upstream_s: float | None = None
+        self._written_from: tuple[int, str, str | None, bool] | None = None
+
+    def __call__(self, request: Request, output: Output) -> bytes:
+        """The body for one request."""
+        if output.upstream_s is not self._upstream_s or self._written_from != _call_facts(request, output):
+            self._write_call_part(request, output)
+        tokens = b"" if output.tokens_used is None else b',"tokens_used":%d' % output.tokens_used
+        arrived = request.arrived
+        return b'{"request_id":"%b","output":%b,"metadata":{"latency_ms":%.2f,"queue_ms":%.2f%b%b' % (
             request.id.encode(),
             output.value,
-            (request.ended - request.arrived) * 1000.0,
-            (request.taken - request.arrived) * 1000.0,
+            (request.ended - arrived) * 1000.0,
+            (request.taken - arrived) * 1000.0,
+            tokens,
+            self._call_part,
+        )
+
+    def _write_call_part(self, request: Request, output: Output) -> None:
+        self._upstream_s = output.upstream_s
+        self._written_from = _call_facts(request, output)
+        version = output.model_version
+        self._call_part = b',"upstream_ms":%.2f,"batch_size":%d,"model":"%b","cached":%b%b}}' % (
             output.upstream_s * 1000.0,
             output.batch_size,
             request.model.encode(),
             b"true" if output.cached else b"false",
-            extra,
+            b"" if version is None else b',"model_version":' + msgspec.json.encode(version),
         )
-    )
+
+
+def _call_facts(request: Request, output: Output) -> tuple[int, str, str | None, bool]:
+    return output.batch_size, request.model, output.model_version, output.cached
 
 
 def predict_json(request: Request, output: Output) -> bytes:

@@ -1,0 +1,464 @@
+"""What every broker promises, whatever is behind it. An adapter's test file subclasses these two classes.
+
+`Adapter` is all that the suite must know beyond `core.ports.Broker`: how to make one, how its time passes, and how
+much it says it holds.
+"""
+
+from abc import ABC, abstractmethod
+from itertools import permutations
+from typing import ClassVar
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull, QueueTimeout, UpstreamFailed
+from carpool.core.outcome import Outcome, Output
+from carpool.core.ports import Broker, LaneQueue
+from carpool.core.request import Request
+from carpool.testing import FakeClock, Witness, make_request
+
+MODELS = ("m", "n")
+TARGETS_S = (0.05, 0.15, 0.5)
+
+
+class Adapter(ABC):
+    """How the suite handles one kind of broker. It knows the models "m" and "n" and three tiers."""
+
+    @abstractmethod
+    def make(
+        self,
+        clock: FakeClock,
+        *,
+        waiting_max: int = 1000,
+        bytes_max: int = 1_000_000,
+        lanes_max: int = 100,
+        strict_order: bool = False,
+    ) -> Broker:
+        """A new, empty broker."""
+
+    @abstractmethod
+    def expire(self, broker: Broker, now: float) -> None:
+        """Have the broker look at its deadlines."""
+
+    @abstractmethod
+    def held(self, broker: Broker) -> tuple[int, int]:
+        """How many requests, and bytes, it counts against its bounds."""
+
+
+class BrokerContract(ABC):
+    """Subclass with an adapter; the tests come with it."""
+
+    adapter: ClassVar[Adapter]
+
+    @pytest.fixture(autouse=True)
+    def _set_up(self) -> None:
+        self.clock = FakeClock()
+        self.witness = Witness()
+        self.broker = self.ready()
+        self.arrived_in: list[tuple[str, bytes]] = []
+
+    def ready(self, **bounds: int | bool) -> Broker:
+        broker = self.adapter.make(self.clock, **bounds)  # type: ignore[arg-type]
+        for model in MODELS:
+            broker.when_work_arrives(model, self.note_arrival)
+        return broker
+
+    def note_arrival(self, lane: LaneQueue) -> None:
+        self.arrived_in.append((lane.model, lane.parameters))
+
+    def request(
+        self,
+        name: str,
+        *,
+        model: str = "m",
+        parameters: bytes = b"",
+        tier: int = 2,
+        value: bytes = b'"x"',
+        is_task: bool = False,
+        total_timeout_s: float = 4.0,
+    ) -> Request:
+        return make_request(
+            name,
+            self.witness,
+            now=self.clock(),
+            model=model,
+            parameters=parameters,
+            tier=tier,
+            target_s=TARGETS_S[tier],
+            value=value,
+            is_task=is_task,
+            total_timeout_s=total_timeout_s,
+        )
+
+    def queued(self, name: str, *, model: str = "m", parameters: bytes = b"", tier: int = 2) -> Request:
+        request = self.request(name, model=model, parameters=parameters, tier=tier)
+        assert self.broker.submit(request) is None
+        return request
+
+    def lane(self, model: str = "m") -> LaneQueue:
+        (lane,) = self.broker.lanes(model)
+        return lane
+
+    def take(self, count: int = 64, model: str = "m") -> list[Request]:
+        return self.broker.take(self.lane(model), count, self.clock())
+
+    def held(self) -> tuple[int, int]:
+        return self.adapter.held(self.broker)
+
+    # Waiting and leaving the queue.
+
+    def test_a_request_waits_is_taken_and_settled(self) -> None:
+        request = self.queued("r")
+        assert self.arrived_in == [("m", b"")]
+        lane = self.lane()
+        assert (lane.model, lane.parameters, lane.waiting, lane.arrivals) == ("m", b"", 1, 1)
+        assert lane.oldest() == request.arrived
+        assert self.held() == (1, 3)
+        assert self.take() == [request]
+        assert list(self.broker.lanes("m")) == []
+        assert self.held() == (1, 3)  # running ones count too
+        output = Output(b'"y"')
+        self.broker.settle_batch([request], [output])
+        assert self.witness.outcome(request) is output
+        assert self.held() == (0, 0)
+
+    def test_no_more_are_taken_than_asked(self) -> None:
+        requests = [self.queued(str(number)) for number in range(5)]
+        assert self.take(3) == requests[:3]
+        assert self.take(3) == requests[3:]
+
+    def test_lanes_are_kept_apart_by_model_and_parameters(self) -> None:
+        keys = [("m", b""), ("m", b'{"a":1}'), ("m", b'{"a":2}'), ("n", b'{"a":1}')]
+        for number in range(8):
+            model, parameters = keys[number % 4]
+            self.queued(str(number), model=model, parameters=parameters)
+        for model, lanes in (("m", 3), ("n", 1)):
+            found = list(self.broker.lanes(model))
+            assert len(found) == lanes
+            for lane in found:
+                batch = self.broker.take(lane, 64, self.clock())
+                assert len(batch) == 2
+                assert {(r.model, r.parameters) for r in batch} == {(lane.model, lane.parameters)}
+
+    def test_the_best_place_goes_first(self) -> None:
+        free = self.queued("free", tier=2)
+        self.clock.advance(0.2)
+        paid = self.queued("paid", tier=1)
+        enterprise = self.queued("enterprise", tier=0)
+        assert self.take() == [enterprise, paid, free]
+
+    def test_with_strict_order_the_higher_tier_goes_first(self) -> None:
+        self.broker = self.ready(strict_order=True)
+        free = self.queued("free", tier=2)
+        self.clock.advance(1.0)
+        enterprise = self.queued("enterprise", tier=0)
+        assert self.take() == [enterprise, free]
+
+    def test_a_lane_that_empties_and_fills_again_goes_on_counting(self) -> None:
+        """The arrival rate is derived from the count, and kept in the notes."""
+        self.queued("a")
+        self.lane().batching_notes = notes = object()
+        self.take()
+        self.queued("b")
+        assert self.lane().arrivals == 2
+        assert self.lane().batching_notes is notes
+
+    # Bounds.
+
+    def test_full_by_count_until_somebody_is_settled(self) -> None:
+        self.broker = self.ready(waiting_max=2)
+        first, second = self.queued("1"), self.queued("2")
+        assert isinstance(self.broker.submit(self.request("3")), QueueFull)
+        self.take(1)
+        assert isinstance(self.broker.submit(self.request("4")), QueueFull)  # running ones are held as well
+        self.broker.settle(first, Output(b"1"))
+        assert self.broker.submit(self.request("5")) is None
+        self.broker.cancel(second)
+        assert self.broker.submit(self.request("6")) is None
+        assert self.held() == (2, 6)
+
+    def test_full_by_bytes(self) -> None:
+        self.broker = self.ready(bytes_max=10)
+        assert self.broker.submit(self.request("1", value=b"12345678")) is None
+        assert isinstance(self.broker.submit(self.request("2", value=b"123")), QueueFull)
+        assert self.broker.submit(self.request("3", value=b"12")) is None
+        assert self.held() == (2, 10)
+
+    def test_full_by_lanes_but_the_lanes_that_are_there_go_on(self) -> None:
+        self.broker = self.ready(lanes_max=2)
+        self.queued("1", parameters=b"1")
+        self.queued("2", parameters=b"2")
+        refusal = self.broker.submit(self.request("3", parameters=b"3"))
+        assert isinstance(refusal, QueueFull)
+        assert "parameters" in refusal.detail
+        self.queued("4", parameters=b"2")
+        self.queued("5")  # no parameters at all: what most clients send is never shut out by those who send many
+        for lane in self.broker.lanes("m"):
+            self.broker.take(lane, 64, self.clock())
+        self.queued("6", parameters=b"3")
+
+    def test_a_refused_request_leaves_no_trace(self) -> None:
+        self.broker = self.ready(waiting_max=1)
+        self.queued("1")
+        before = self.held(), len(self.arrived_in)
+        refused = self.request("2")
+        refusal = self.broker.submit(refused)
+        assert isinstance(refusal, QueueFull)
+        assert refusal.retry_after_s
+        assert (self.held(), len(self.arrived_in)) == before
+        assert self.witness.outcome(refused) is None
+        assert self.lane().waiting == 1
+
+    # One outcome.
+
+    @pytest.mark.parametrize("order", list(permutations(("take", "settle", "cancel", "expire"))))
+    def test_one_outcome_whatever_comes_first(self, order: tuple[str, ...]) -> None:
+        request = self.queued("r")
+        neighbour = self.queued("neighbour")
+        taken: list[Request] = []
+        for step in order:
+            if step == "take" and list(self.broker.lanes("m")):
+                taken = self.take(1)
+            elif step == "settle":
+                self.broker.settle(request, Output(b"1"))
+            elif step == "cancel":
+                self.broker.cancel(request)
+            elif step == "expire":
+                self.clock.advance(5.0)
+                self.adapter.expire(self.broker, self.clock())
+        outcome = self.witness.outcome(request)
+        first = min(("settle", "cancel", "expire"), key=order.index)
+        expected: dict[str, type[Outcome]] = {"settle": Output, "cancel": ClientLeft, "expire": DeadlineExceeded}
+        assert isinstance(outcome, expected[first])
+        if order.index("take") > order.index(first):
+            assert request not in taken
+        assert isinstance(self.witness.outcome(neighbour), DeadlineExceeded)
+        assert self.held() == (0, 0)
+
+    def test_settle_says_whether_it_did(self) -> None:
+        request = self.queued("r")
+        assert self.broker.settle(request, UpstreamFailed("x")) is True
+        assert self.broker.settle(request, Output(b"1")) is False
+        assert isinstance(self.witness.outcome(request), UpstreamFailed)
+
+    def test_a_batch_skips_those_who_have_left(self) -> None:
+        batch = [self.queued(str(number)) for number in range(3)]
+        self.take()
+        self.broker.cancel(batch[1])
+        self.broker.settle_batch(batch, [Output(b"%d" % number) for number in range(3)])
+        assert isinstance(self.witness.outcome(batch[1]), ClientLeft)
+        for number in (0, 2):
+            outcome = self.witness.outcome(batch[number])
+            assert isinstance(outcome, Output)
+            assert outcome.value == b"%d" % number
+        assert self.held() == (0, 0)
+
+    def test_outputs_that_are_not_one_each_are_given_to_nobody(self) -> None:
+        batch = [self.queued(str(number)) for number in range(3)]
+        self.take()
+        with pytest.raises(ValueError, match="2 outputs"):
+            self.broker.settle_batch(batch, [Output(b"1"), Output(b"2")])
+        assert self.witness.told == {}
+        for request in batch:
+            self.broker.settle(request, UpstreamFailed("x"))
+        assert self.held() == (0, 0)
+
+    def test_a_waiter_that_raises_does_not_disturb_the_others(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Broken:
+            def settled(self, request: Request, outcome: Outcome) -> None:
+                raise RuntimeError("a defect")
+
+        batch = [self.queued(str(number)) for number in range(3)]
+        batch[0].waiter = Broken()
+        self.take()
+        self.broker.settle_batch(batch, [Output(b"%d" % number) for number in range(3)])
+        assert [isinstance(self.witness.outcome(request), Output) for request in batch] == [False, True, True]
+        assert self.held() == (0, 0)
+        assert "a waiter failed" in caplog.text
+
+    def test_a_waiter_may_use_the_broker_while_it_is_told(self) -> None:
+        """As a connection does: the answer to one pipelined request lets the next one in, or ends the others."""
+        test = self
+
+        class Busy:
+            def settled(self, request: Request, outcome: Outcome) -> None:
+                test.broker.cancel(batch[1])
+                test.queued("next")
+
+        batch = [self.queued(str(number)) for number in range(2)]
+        batch[0].waiter = Busy()
+        self.take()
+        self.broker.settle_batch(batch, [Output(b"0"), Output(b"1")])
+        assert isinstance(self.witness.outcome(batch[1]), ClientLeft)
+        assert self.held() == (1, 3)
+        assert [request.id for request in self.take()] == ["next"]
+
+    # Time.
+
+    def test_queue_timeout_then_total_timeout(self) -> None:
+        waits, runs = self.queued("waits", tier=2), self.queued("runs", tier=0)
+        assert self.take(1) == [runs]
+        self.clock.advance(1.99)
+        self.adapter.expire(self.broker, self.clock())
+        assert self.witness.told == {}
+        self.clock.advance(0.02)
+        self.adapter.expire(self.broker, self.clock())
+        assert isinstance(self.witness.outcome(waits), QueueTimeout)
+        assert list(self.broker.lanes("m")) == []
+        assert self.witness.outcome(runs) is None
+        self.clock.advance(1.98)
+        self.adapter.expire(self.broker, self.clock())
+        assert self.witness.outcome(runs) is None
+        self.clock.advance(0.02)
+        self.adapter.expire(self.broker, self.clock())
+        outcome = self.witness.outcome(runs)
+        assert isinstance(outcome, DeadlineExceeded) and not isinstance(outcome, QueueTimeout)
+        assert self.held() == (0, 0)
+
+    def test_a_task_has_no_queue_timeout(self) -> None:
+        task = self.request("t", is_task=True, total_timeout_s=600.0)
+        assert self.broker.submit(task) is None
+        self.clock.advance(599.0)
+        self.adapter.expire(self.broker, self.clock())
+        assert self.witness.outcome(task) is None
+        self.clock.advance(1.0)
+        self.adapter.expire(self.broker, self.clock())
+        assert isinstance(self.witness.outcome(task), DeadlineExceeded)
+
+    def test_nothing_is_taken_past_its_deadline(self) -> None:
+        """Not even before anybody looked at the deadlines."""
+        late = self.queued("late")
+        self.clock.advance(4.0)
+        fresh = self.queued("fresh")
+        assert self.take(2) == [fresh]
+        assert isinstance(self.witness.outcome(late), DeadlineExceeded)
+        assert self.held() == (1, 3)
+
+    def test_a_departed_client_s_request_is_never_taken(self) -> None:
+        leaves, stays = self.queued("leaves"), self.queued("stays")
+        self.broker.cancel(leaves)
+        assert self.lane().waiting == 1
+        assert self.take() == [stays]
+
+
+class BrokerMachine(RuleBasedStateMachine):
+    """Any order of events: counts stay true, each is told once, lanes never mix, nothing is sent too late."""
+
+    adapter: ClassVar[Adapter]
+    WAITING_MAX, BYTES_MAX, LANES_MAX = 6, 40, 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = FakeClock()
+        self.witness = Witness()
+        self.broker = self.adapter.make(
+            self.clock, waiting_max=self.WAITING_MAX, bytes_max=self.BYTES_MAX, lanes_max=self.LANES_MAX
+        )
+        for model in MODELS:
+            self.broker.when_work_arrives(model, lambda lane: None)
+        # Admitted: by id, with its size, which the request may forget. `running` were taken.
+        self.admitted: dict[str, tuple[Request, int]] = {}
+        self.running: list[Request] = []
+        self.serial = 0
+
+    def unsettled(self) -> list[tuple[Request, int]]:
+        return [entry for name, entry in self.admitted.items() if name not in self.witness.told]
+
+    @rule(
+        model=st.sampled_from(MODELS),
+        parameters=st.sampled_from([b"", b"1", b"2", b"3", b"4"]),
+        tier=st.integers(0, 2),
+        size=st.integers(1, 15),
+        total_s=st.sampled_from([2.0, 3.0, 50.0]),
+        is_task=st.booleans(),
+    )
+    def submit(self, model: str, parameters: bytes, tier: int, size: int, total_s: float, is_task: bool) -> None:
+        self.serial += 1
+        request = make_request(
+            str(self.serial),
+            self.witness,
+            now=self.clock(),
+            model=model,
+            parameters=parameters,
+            value=b"x" * size,
+            tier=tier,
+            target_s=TARGETS_S[tier],
+            # One total for each queue timeout, as configured: deadlines come in order of arrival.
+            queue_timeout_s=total_s / 2,
+            total_timeout_s=total_s,
+            is_task=is_task,
+        )
+        held = self.unsettled()
+        refusal = self.broker.submit(request)
+        if refusal is None:
+            assert len(held) < self.WAITING_MAX
+            assert sum(size for _, size in held) + size <= self.BYTES_MAX
+            self.admitted[request.id] = (request, size)
+        else:
+            assert isinstance(refusal, QueueFull)
+
+    @rule(lane_number=st.integers(0, 9), count=st.integers(1, 4), model=st.sampled_from(MODELS))
+    def take(self, lane_number: int, count: int, model: str) -> None:
+        lanes = list(self.broker.lanes(model))
+        if not lanes:
+            return
+        lane = lanes[lane_number % len(lanes)]
+        assert lane.waiting > 0
+        key = lane.model, lane.parameters
+        batch = self.broker.take(lane, count, self.clock())
+        assert len(batch) <= count
+        for request in batch:
+            assert (request.model, request.parameters) == key
+            assert request.deadline > self.clock()
+            assert request.id not in self.witness.told
+            assert request not in self.running
+        self.running += batch
+
+    @precondition(lambda self: self.running)
+    @rule(count=st.integers(1, 4))
+    def answer(self, count: int) -> None:
+        batch, self.running = self.running[:count], self.running[count:]
+        before = set(self.witness.told)
+        self.broker.settle_batch(batch, [Output(request.id) for request in batch])
+        for request in batch:
+            if request.id not in before:
+                outcome = self.witness.outcome(request)
+                assert isinstance(outcome, Output) and outcome.value == request.id
+
+    @precondition(lambda self: self.admitted)
+    @rule(which=st.integers(0, 1000), failed=st.booleans())
+    def end(self, which: int, failed: bool) -> None:
+        request = list(self.admitted.values())[which % len(self.admitted)][0]
+        error: CarpoolError = UpstreamFailed("x")
+        if failed:
+            assert self.broker.settle(request, error) == (self.witness.outcome(request) is error)
+        else:
+            self.broker.cancel(request)
+        assert self.witness.outcome(request) is not None
+
+    @rule(seconds=st.sampled_from([0.0, 0.3, 1.0, 2.0, 60.0]), looked_at=st.booleans())
+    def pass_time(self, seconds: float, looked_at: bool) -> None:
+        self.clock.advance(seconds)
+        if looked_at:
+            self.adapter.expire(self.broker, self.clock())
+            for request, _ in self.unsettled():
+                assert request.deadline > self.clock()
+
+    @invariant()
+    def counts_are_true(self) -> None:
+        held = self.unsettled()
+        assert self.adapter.held(self.broker) == (len(held), sum(size for _, size in held))
+        lanes = [lane for model in MODELS for lane in self.broker.lanes(model)]
+        running = [request for request in self.running if request.id not in self.witness.told]
+        assert sum(lane.waiting for lane in lanes) == len(held) - len(running)
+        assert len({(lane.model, lane.parameters) for lane in lanes}) == len(lanes)
+        waiting = [request for request, _ in held if request not in running]
+        for lane in lanes:
+            own = [r for r in waiting if (r.model, r.parameters) == (lane.model, lane.parameters)]
+            assert lane.oldest() == min(request.arrived for request in own)
+
+    @invariant()
+    def each_is_told_once(self) -> None:
+        assert all(len(told) == 1 for told in self.witness.told.values())
+        assert set(self.witness.told) <= set(self.admitted)

@@ -1,0 +1,94 @@
+"""The checker of FAULTS.md: every request carries a nonce, every GPU here reverses a string, so each output proves
+whose it is. At the end the checker counts what was lost, wrong, doubled or late.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from itertools import count
+from typing import NamedTuple
+
+
+class Verdict(NamedTuple):
+    """What the checker found."""
+
+    lost: int
+    wrong: int
+    duplicate_outcomes: int
+    duplicate_work: int
+    late: int
+
+    @property
+    def is_clean(self) -> bool:
+        """Nothing lost, wrong, told twice or late. Work may be done twice: that a kill cannot be undone is no fault."""
+        return self.lost == self.wrong == self.duplicate_outcomes == self.late == 0
+
+    def report(self, row: str, what: str, *, passed: bool) -> None:
+        """Print the one line that a chaos test owes its reader."""
+        print(  # noqa: T201
+            f"\n{row}: {what}; lost {self.lost}, wrong {self.wrong}, duplicate outcomes {self.duplicate_outcomes}, "
+            f"duplicate work {self.duplicate_work}, late {self.late}: {'pass' if passed else 'FAIL'}",
+            flush=True,
+        )
+
+
+class Checker:
+    """The journal of one run. A request is known by its input, which contains its nonce."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._numbers = count()
+        # Accepted and without an outcome, with the time by which it must have one.
+        self._open: dict[str, float] = {}
+        self._outcomes: dict[str, str] = {}
+        self._lost = 0
+        self._late = 0
+        self._duplicates = 0
+        self._wrong = 0
+        # Outcomes by what they were: "ok", or a status.
+        self.tally: Counter[str] = Counter()
+
+    def new_input(self, bytes_min: int = 0) -> str:
+        """An input that no other request has."""
+        nonce = f"{self._name}-{next(self._numbers)}"
+        return nonce + "." * max(0, bytes_min - len(nonce))
+
+    def accepted(self, text: str, *, within_s: float = 60.0) -> None:
+        """From now on an outcome is owed."""
+        self._open[text] = time.monotonic() + within_s
+
+    def output(self, text: str, output: object, *, told_at: str = "") -> None:
+        """An output came. `told_at` tells two outcomes of one task apart from one outcome that was read twice."""
+        self._ended(text, told_at or "output")
+        self.tally["ok"] += 1
+        if output != text[::-1]:
+            self._wrong += 1
+
+    def failed(self, text: str, status: int) -> None:
+        """An error came in place of an output."""
+        self._ended(text, str(status))
+        self.tally[str(status)] += 1
+
+    def broke_off(self, text: str) -> None:
+        """The gateway ended the connection without an answer."""
+        self._open.pop(text, None)
+        self._lost += 1
+        self.tally["broken off"] += 1
+
+    def left(self, text: str) -> None:
+        """The client went away: nothing is owed any more."""
+        self._open.pop(text, None)
+        self.tally["left"] += 1
+
+    def verdict(self, seen_upstream: Iterable[str] = ()) -> Verdict:
+        """The counts; `seen_upstream` are all inputs that the upstream was sent, with repeats."""
+        repeats = sum(number - 1 for number in Counter(seen_upstream).values())
+        return Verdict(self._lost + len(self._open), self._wrong, self._duplicates, repeats, self._late)
+
+    def _ended(self, text: str, outcome: str) -> None:
+        due = self._open.pop(text, None)
+        if due is not None:
+            self._outcomes[text] = outcome
+            self._late += time.monotonic() > due
+        elif self._outcomes.get(text) != outcome:
+            self._duplicates += 1  # it had another one, or was never owed any

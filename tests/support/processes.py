@@ -1,0 +1,102 @@
+"""Real `carpool` processes for tests: started, watched and ended by their own process id."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from support.client import ask_once
+
+START_S_MAX = 30.0
+_SERVING = re.compile(r"serving on 127\.0\.0\.1:(\d+), admin on 127\.0\.0\.1:(\d+)")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class GatewayProcess:
+    """One `carpool serve` on free ports."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process = process
+        self.log = log
+        self.port = 0
+        self.admin_port = 0
+
+    async def wait_until_serving(self) -> None:
+        """Learn the ports from the line that says so."""
+        give_up_at = time.monotonic() + START_S_MAX
+        while not (found := _SERVING.search(self.log.read_text())):
+            assert self.process.poll() is None, f"the gateway did not start: {self.log.read_text()}"
+            assert time.monotonic() < give_up_at, "the gateway did not start in time"
+            await asyncio.sleep(0.02)
+        self.port, self.admin_port = int(found[1]), int(found[2])
+
+    async def health(self) -> dict[str, Any]:
+        """`/internal/health`."""
+        health: dict[str, Any] = (await ask_once(self.admin_port, "GET", "/internal/health")).json
+        return health
+
+    async def metric(self, name: str) -> float:
+        """The sum of one metric over its labels; 0 if there is none yet."""
+        text = (await ask_once(self.admin_port, "GET", "/metrics")).body.decode()
+        lines = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
+        return sum(map(float, lines))
+
+    def resident_bytes(self) -> int:
+        """Memory that the process occupies now."""
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * PAGE_BYTES
+
+    def log_messages(self, level: str) -> list[str]:
+        """What was logged at this level."""
+        entries = (json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{"))
+        return [entry["message"] for entry in entries if entry["level"] == level]
+
+    def kill(self) -> None:
+        """`kill -9`, and wait until it is gone."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+
+    async def exit_code(self, within_s: float = 30.0) -> int:
+        """The exit code, once it has left by itself."""
+        give_up_at = time.monotonic() + within_s
+        while (code := self.process.poll()) is None:
+            assert time.monotonic() < give_up_at, f"still running after {within_s:g} s: {self.log.read_text()[-2000:]}"
+            await asyncio.sleep(0.005)
+        return code
+
+
+@asynccontextmanager
+async def running_gateway(
+    directory: Path, upstream: str, *flags: str, settings: dict[str, float] | None = None
+) -> AsyncIterator[GatewayProcess]:
+    """A gateway with its journal in `directory`; killed at the end if it has not left by itself.
+
+    `settings` are further ones by their key, such as `{"tasks.timeout_s": 3}`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    log = directory / f"gateway-{time.monotonic_ns()}.log"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
+    for key, value in (settings or {}).items():
+        environment["CARPOOL_" + key.upper().replace(".", "_")] = str(value)
+    command = [sys.executable, "-m", "carpool", "serve", "--port", "0", "--log-format", "json"]
+    command += ["--upstream", upstream, "--data-dir", str(directory), *flags]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=directory)
+    gateway = GatewayProcess(process, log)
+    try:
+        await gateway.wait_until_serving()
+        yield gateway
+    finally:
+        if process.poll() is None:
+            gateway.kill()

@@ -1,0 +1,106 @@
+"""Who is due, and when."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from carpool.broker.deadlines import REBUILD_MIN, Deadlines
+from carpool.core.errors import ClientLeft
+from carpool.core.request import Request
+from carpool.testing import Witness, make_request
+
+
+def request(name: str = "r") -> Request:
+    return make_request(name, Witness(), now=0.0)
+
+
+def settled(name: str = "r") -> Request:
+    done = request(name)
+    done.settle(ClientLeft(""), 0.0)
+    return done
+
+
+def kept(deadlines: Deadlines) -> Iterator[Request]:
+    for line in deadlines._lines.values():
+        yield from (request for _, request in line)
+    yield from (request for _, _, request in deadlines._heap)
+
+
+def test_each_line_is_due_in_its_own_time() -> None:
+    deadlines = Deadlines()
+    slow, quick, odd = request("slow"), request("quick"), request("odd")
+    deadlines.add(slow, 10.0, "slow")
+    deadlines.add(quick, 1.0, "quick")
+    deadlines.add_unordered(odd, 5.0)
+    assert deadlines.due(0.9) == []
+    assert deadlines.due(1.0) == [quick]
+    assert deadlines.due(7.0) == [odd]
+    assert deadlines.due(99.0) == [slow]
+    assert deadlines.due(99.0) == []
+
+
+def test_the_unordered_come_by_time_whatever_the_order_of_adding() -> None:
+    deadlines = Deadlines()
+    requests = [request(str(number)) for number in range(5)]
+    for number in (3, 0, 4, 1, 2):
+        deadlines.add_unordered(requests[number], float(number))
+    assert deadlines.due(2.0) == requests[:3]
+
+
+def test_equal_times_do_not_compare_requests() -> None:
+    deadlines = Deadlines()
+    for _ in range(3):
+        deadlines.add_unordered(request(), 1.0)
+    assert len(deadlines.due(1.0)) == 3
+
+
+def test_the_settled_are_not_told() -> None:
+    deadlines = Deadlines()
+    living = request()
+    for each in (settled(), living, settled()):
+        deadlines.add(each, 1.0, "line")
+        deadlines.add_unordered(each, 1.0)
+    assert deadlines.due(2.0) == [living, living]
+    assert list(kept(deadlines)) == []
+
+
+def test_the_settled_at_a_head_go_before_their_time() -> None:
+    deadlines = Deadlines()
+    deadlines.add(settled(), 600.0, "line")
+    deadlines.add_unordered(settled(), 600.0)
+    deadlines.due(0.0)
+    assert list(kept(deadlines)) == []
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_one_that_lasts_does_not_keep_all_the_settled_behind_it(ordered: bool) -> None:
+    """A task that waits ten minutes must not hold the memory of all that came and went after it."""
+    deadlines = Deadlines()
+
+    def add(each: Request, due: float) -> None:
+        if ordered:
+            deadlines.add(each, due, "line")
+        else:
+            deadlines.add_unordered(each, due)
+
+    lasts = request()
+    add(lasts, 600.0)
+    most = 0
+    for number in range(10 * REBUILD_MIN):
+        add(settled(), 600.0 + number)
+        if number % 100 == 0:
+            assert deadlines.due(1.0) == []
+            most = max(most, len(list(kept(deadlines))))
+    assert most <= REBUILD_MIN + 101
+    assert deadlines.due(600.0) == [lasts]
+
+
+def test_the_living_all_survive_a_clearance() -> None:
+    deadlines = Deadlines()
+    living = [request(str(number)) for number in range(REBUILD_MIN)]
+    for number, each in enumerate(living):
+        deadlines.add(each, float(number), "line")
+        deadlines.add(settled(), float(number), "line")
+        deadlines.add_unordered(settled(), float(number))
+    assert deadlines.due(-1.0) == []
+    assert deadlines.due(1e9) == living

@@ -1,0 +1,780 @@
+"""Connection's rules (numbered at the top of `face/http/connection.py`), with a transport that only takes notes.
+
+What arrives is fed in three ways: whole, byte by byte, and with the start of a further request behind it. The answer
+may not depend on which.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from carpool.core.errors import CarpoolError
+from carpool.face.http.connection import Connection
+from carpool.face.http.exchange import Exchange
+from carpool.face.http.server import DRAINED_BYTES_MIN, HttpLimits, HttpServer
+from carpool.testing import FakeClock
+
+LIMITS = HttpLimits(
+    header_bytes_max=1024,
+    header_count_max=10,
+    body_bytes_max=2000,
+    receiving_bytes_max=5000,
+    pipeline_max=4,
+    connections_max=5,
+)
+
+
+class FakeTransport(asyncio.Transport):
+    """Takes notes. Like uvloop's, it refuses to write after the end of its side was sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.reading = True
+        self.eof = self.closed = self.aborted = False
+        self.waiting = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        assert not self.eof and not self.closed, "written after the last response"
+        self.written += bytes(data)
+
+    def write_eof(self) -> None:
+        self.eof = True
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def pause_reading(self) -> None:
+        assert self.reading
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        assert not self.reading and not self.closed
+        self.reading = True
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting
+
+    def is_closing(self) -> bool:
+        return self.closed or self.aborted
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class Answer:
+    """One response as it was written."""
+
+    def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.status, self.headers, self.body = status, headers, body
+
+    @property
+    def is_last(self) -> bool:
+        return self.headers.get("connection") == "close"
+
+
+def answers(written: bytes, heads_only: bool = False) -> list[Answer]:
+    """The responses in these bytes; fails if anything is left over."""
+    found = []
+    while written:
+        head, separator, written = written.partition(b"\r\n\r\n")
+        assert separator, f"an unfinished response: {head!r}"
+        line, *rest = head.decode().split("\r\n")
+        headers = {name.lower(): value for name, _, value in (each.partition(": ") for each in rest)}
+        length = 0 if heads_only else int(headers.get("content-length", 0))
+        found.append(Answer(int(line.split()[1]), headers, written[:length]))
+        written = written[length:]
+    return found
+
+
+class Face:
+    """A server whose routes only collect, and one connection to it."""
+
+    def __init__(self, limits: HttpLimits = LIMITS, answer_at_once: bool = False) -> None:
+        self.clock = FakeClock()
+        self.seen: list[Exchange] = []
+        self.left: list[Exchange] = []
+        self.answer_at_once = answer_at_once
+        self.server = HttpServer(self.route, limits, self.clock)
+        self.connect()
+
+    def connect(self) -> None:
+        self.transport = FakeTransport()
+        self.connection = Connection(self.server)
+        self.connection.connection_made(self.transport)
+
+    def route(self, exchange: Exchange) -> None:
+        self.seen.append(exchange)
+        exchange.when_client_leaves = self.left.append
+        if exchange.target == b"/defect":
+            raise ZeroDivisionError("a defect of a route")
+        if self.answer_at_once:
+            self.answer(exchange)
+
+    def answer(self, exchange: Exchange) -> None:
+        """Answer with the target, so that the order shows."""
+        exchange.respond(200, exchange.target)
+
+    def answer_all(self) -> None:
+        """Answer all there is, also what comes from the backlog meanwhile."""
+        done = 0
+        while done < len(self.seen):
+            if self.seen[done].response is None:
+                self.answer(self.seen[done])
+            done += 1
+
+    def feed(self, *reads: bytes) -> None:
+        for read in reads:
+            self.connection.data_received(read)
+
+    def sweep(self, seconds: float = 0.0) -> None:
+        """Let time pass and the sweep look at the connection."""
+        self.clock.advance(seconds)
+        self.server.coarse_now = self.clock()
+        self.server._sweep(self.connection, self.clock())
+
+    @property
+    def answers(self) -> list[Answer]:
+        return answers(self.transport.written)
+
+    @property
+    def statuses(self) -> list[int]:
+        return [answer.status for answer in self.answers]
+
+
+def get(target: str = "/x", *headers: str, version: str = "1.1") -> bytes:
+    lines = [f"GET {target} HTTP/{version}", "Host: test", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n"
+
+
+def post(body: bytes, *headers: str, target: str = "/x") -> bytes:
+    lines = [f"POST {target} HTTP/1.1", "Host: test", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def chunked(*chunks: bytes, trailers: bytes = b"", extension: bytes = b"", target: str = "/x") -> bytes:
+    head = f"POST {target} HTTP/1.1\r\nHost: test\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    parts = [b"%x%b\r\n%b\r\n" % (len(chunk), extension, chunk) for chunk in chunks]
+    return head + b"".join(parts) + b"0\r\n" + trailers + b"\r\n"
+
+
+def whole(data: bytes) -> list[bytes]:
+    return [data]
+
+
+def byte_by_byte(data: bytes) -> list[bytes]:
+    return [bytes((byte,)) for byte in data]
+
+
+def with_more_behind(data: bytes) -> list[bytes]:
+    return [data + b"GET /behind HTTP/1.1\r\nHo"]
+
+
+three_ways = pytest.mark.parametrize("split", [whole, byte_by_byte, with_more_behind])
+Split = Callable[[bytes], list[bytes]]
+
+
+# What is taken
+
+
+ACCEPTED: dict[str, tuple[bytes, bytes, bytes, bytes]] = {
+    "get": (get("/a?b=c"), b"GET", b"/a?b=c", b""),
+    "body": (post(b"hello"), b"POST", b"/x", b"hello"),
+    "empty body": (post(b""), b"POST", b"/x", b""),
+    "chunked": (chunked(b"hel", b"lo"), b"POST", b"/x", b"hello"),
+    "chunked with nothing in it": (chunked(), b"POST", b"/x", b""),
+    "chunk extensions": (chunked(b"hello", extension=b";a=b;c"), b"POST", b"/x", b"hello"),
+    "trailers": (chunked(b"hello", trailers=b"X-Sum: 1\r\nHost: other\r\n"), b"POST", b"/x", b"hello"),
+    "absolute target": (get("http://other/a"), b"GET", b"http://other/a", b""),
+    "options *": (b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n", b"OPTIONS", b"*", b""),
+    "head": (b"HEAD /x HTTP/1.1\r\nHost: x\r\n\r\n", b"HEAD", b"/x", b""),
+    "leading line ends": (b"\r\n\r\n" + get(), b"GET", b"/x", b""),
+    "names in any case": (b"GET /x HTTP/1.1\r\nHOST: x\r\nX-A: 1\r\nx-b: 2\r\n\r\n", b"GET", b"/x", b""),
+    "no space after the colon": (b"GET /x HTTP/1.1\r\nHost:x\r\n\r\n", b"GET", b"/x", b""),
+    "kept alive 1.0": (get("/x", "Connection: keep-alive", version="1.0"), b"GET", b"/x", b""),
+    "1.0 without host": (b"GET /x HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", b"GET", b"/x", b""),
+    "upgrade": (get("/x", "Connection: Upgrade", "Upgrade: websocket"), b"GET", b"/x", b""),
+    "upgrade with a body": (
+        # As Java's HttpClient asks for HTTP/2 on its first request.
+        post(b"hello", "Connection: Upgrade, HTTP2-Settings", "HTTP2-Settings: AAEAAEAAAAIAAAAB", "Upgrade: h2c"),
+        b"POST",
+        b"/x",
+        b"hello",
+    ),
+    "upgrade with a chunked body": (
+        chunked(b"hel", b"lo").replace(b"Host: test", b"Host: test\r\nUpgrade: h2c\r\nConnection: upgrade"),
+        b"POST",
+        b"/x",
+        b"hello",
+    ),
+}
+
+
+@three_ways
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted(name: str, split: Split) -> None:
+    data, method, target, body = ACCEPTED[name]
+    face = Face()
+    face.feed(*split(data))
+    [exchange] = face.seen
+    assert (exchange.method, exchange.target, exchange.body) == (method, target, body)
+    assert exchange.keep_alive
+    assert all(header == header.lower() for header in exchange.headers)
+    face.answer_all()
+    assert [answer.status for answer in answers(face.transport.written, method == b"HEAD")] == [200]
+    assert face.transport.reading and not face.transport.is_closing()
+    assert face.server.receiving_bytes == 0
+
+    # And the connection is at the right place for the next request.
+    face.feed(*([b"st: y\r\n\r\n"] if split is with_more_behind else [get("/behind")]))
+    assert [exchange.target for exchange in face.seen] == [target, b"/behind"]
+
+
+@three_ways
+@pytest.mark.parametrize(
+    "data",
+    [get("/x", "Connection: close"), get(version="1.0"), b"GET /x HTTP/1.0\r\n\r\n"],
+    ids=["connection: close", "1.0", "1.0 without host"],
+)
+def test_the_last_request_of_a_connection(data: bytes, split: Split) -> None:
+    face = Face()
+    face.feed(*split(data))
+    [exchange] = face.seen
+    face.feed(get("/late"))
+    face.answer(exchange)
+    assert [(answer.status, answer.is_last) for answer in face.answers] == [(200, True)]
+    assert face.transport.closed or face.transport.eof
+    face.feed(get("/later"))
+    assert len(face.seen) == 1
+
+
+def test_an_upgrade_keeps_the_rest_of_its_connection_header() -> None:
+    face = Face(answer_at_once=True)
+    face.feed(get("/x", "Connection: close, Upgrade", "Upgrade: h2c"))
+    assert [answer.is_last for answer in face.answers] == [True]
+    assert face.transport.closed
+
+
+def test_a_1_0_client_that_asks_to_stay_is_told_so() -> None:
+    face = Face(answer_at_once=True)
+    face.feed(get("/x", "Connection: keep-alive", version="1.0"), get("/x"))
+    assert [answer.headers.get("connection") for answer in face.answers] == ["keep-alive", None]
+
+
+def test_head_and_204_have_no_body() -> None:
+    face = Face()
+    face.feed(b"HEAD /longer HTTP/1.1\r\nHost: x\r\n\r\n", get("/b"))
+    face.answer(face.seen[0])
+    face.seen[1].respond(204, b"", b"")
+    [head, none] = answers(face.transport.written, heads_only=True)
+    assert head.headers["content-length"] == "7"
+    assert "content-length" not in none.headers
+
+
+@three_ways
+def test_repeated_headers_are_joined(split: Split) -> None:
+    face = Face()
+    face.feed(*split(get("/x", "Accept: a", "accept: b")))
+    assert face.seen[0].headers[b"accept"] == b"a, b"
+
+
+@pytest.mark.parametrize("split", [whole, byte_by_byte])
+def test_a_trailer_never_becomes_a_header(split: Split) -> None:
+    face = Face(answer_at_once=True)
+    face.feed(*split(chunked(b"x", trailers=b"Authorization: stolen\r\nX-Request-Id: theirs\r\n") + get("/next")))
+    assert [exchange.target for exchange in face.seen] == [b"/x", b"/next"]
+    for exchange in face.seen:
+        assert not {b"authorization", b"x-request-id"} & set(exchange.headers)
+
+
+# What is refused
+
+
+REFUSED: dict[str, tuple[bytes, int]] = {
+    "not http": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+    "no host": (b"GET /x HTTP/1.1\r\nA: b\r\n\r\n", 400),
+    "two hosts": (b"GET /x HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+    "two credentials": (get("/x", "Authorization: a", "authorization: b"), 400),
+    "two lengths": (post(b"hello", "Content-Length: 5"), 400),
+    "two different lengths": (post(b"hello", "Content-Length: 4"), 400),
+    "a list of lengths": (get("/x", "Content-Length: 5, 5") + b"hello", 400),
+    "a negative length": (get("/x", "Content-Length: -5") + b"hello", 400),
+    "a signed length": (get("/x", "Content-Length: +5") + b"hello", 400),
+    "a length in words": (get("/x", "Content-Length: five") + b"hello", 400),
+    "a length beyond 64 bits": (get("/x", "Content-Length: 99999999999999999999") + b"hello", 400),
+    "length and chunks": (chunked(b"hello").replace(b"\r\n\r\n", b"\r\nContent-Length: 5\r\n\r\n", 1), 400),
+    "chunks and length": (post(b"0\r\n\r\n", "Transfer-Encoding: chunked"), 400),
+    "another transfer encoding": (get("/x", "Transfer-Encoding: gzip") + b"hello", 400),
+    "two transfer encodings": (get("/x", "Transfer-Encoding: gzip, chunked") + b"0\r\n\r\n", 400),
+    "repeated chunked": (get("/x", "Transfer-Encoding: chunked", "Transfer-Encoding: chunked") + b"0\r\n\r\n", 400),
+    "almost chunked": (get("/x", "Transfer-Encoding: xchunked") + b"0\r\n\r\n", 400),
+    "chunks in 1.0": (get("/x", "Transfer-Encoding: chunked", version="1.0") + b"0\r\n\r\n", 400),
+    "a bad chunk size": (chunked(b"hello").replace(b"5\r\n", b"zz\r\n"), 400),
+    "a signed chunk size": (chunked(b"hello").replace(b"5\r\n", b"+5\r\n"), 400),
+    "a chunk longer than it says": (chunked(b"hello").replace(b"5\r\n", b"4\r\n"), 400),
+    "a folded header": (get("/x", "A: b", " c"), 400),
+    "a space before the colon": (get("/x", "Content-Length : 5") + b"hello", 400),
+    "a header without a name": (get("/x", ": b"), 400),
+    "bare line feeds": (b"GET /x HTTP/1.1\nHost: x\n\n", 400),
+    "a bare carriage return": (get("/x", "A: b\rC: d"), 400),
+    "nul in a value": (get("/x", "A: b\x00c"), 400),
+    "nul in a name": (get("/x", "A\x00: b"), 400),
+    "nul in the target": (get("/x\x00"), 400),
+    "a space in the target": (get("/x y"), 400),
+    "an unknown method": (b"BREW /x HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    "a method in lower case": (b"get /x HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    "connect": (b"CONNECT x:443 HTTP/1.1\r\nHost: x:443\r\n\r\n", 400),
+    "another expectation": (post(b"hello", "Expect: the-unexpected"), 417),
+    "HTTP/2.0": (get(version="2.0"), 505),
+    "HTTP/2.0 kept alive": (get("/x", "Connection: keep-alive", version="2.0"), 505),
+    "HTTP/1.2": (get(version="1.2"), 505),
+    "HTTP/2 without an upgrade": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+    "HTTP/0.9": (b"GET /x\r\n\r\n", 505),
+    "too many headers": (get("/x", *(f"H{i}: x" for i in range(10))), 431),
+    "too long headers": (get("/x", "A: " + "a" * 600, "B: " + "b" * 600), 431),
+    "one too long header": (get("/x", "A: " + "a" * 1100), 431),
+    "a too long name": (get("/x", "a" * 1100 + ": b"), 431),
+    "a too long target": (get("/" + "x" * 1100), 431),
+    "too many trailers": (chunked(b"x", trailers=b"".join(b"T%d: x\r\n" % i for i in range(10))), 431),
+    "a body too long by its length": (post(b"x" * 2001), 413),
+    "a body too long by its chunks": (chunked(*[b"x" * 500] * 5), 413),
+}
+
+
+@three_ways
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, split: Split) -> None:
+    data, status = REFUSED[name]
+    face = Face(answer_at_once=True)
+    face.feed(get("/before"), *split(data), get("/after"))
+    assert [exchange.target for exchange in face.seen] == [b"/before"]
+    assert face.statuses == [200, status]
+    last = face.answers[-1]
+    assert last.is_last
+    assert last.headers["content-type"] == "application/problem+json"
+    problem: dict[str, Any] = json.loads(last.body)
+    assert set(problem) == {"type", "title", "status", "detail", "request_id"}
+    assert problem["status"] == status
+    assert face.server.refused == 1
+    assert face.server.receiving_bytes == 0
+    assert face.transport.eof and not face.transport.closed and face.transport.reading
+
+    # Rule 4: what still comes is thrown away for a moment, then the connection ends.
+    face.feed(b"x" * 100_000)
+    face.sweep(0.5)
+    assert not face.transport.aborted
+    face.sweep(0.5)
+    assert face.transport.aborted
+
+
+def test_a_refusal_waits_for_the_answers_before_it() -> None:
+    face = Face()
+    face.feed(get("/a") + get("/b") + b"nonsense\r\n\r\n")
+    assert face.transport.written == b""
+    face.answer(face.seen[1])
+    assert face.transport.written == b""
+    face.answer(face.seen[0])
+    assert face.statuses == [200, 200, 400]
+
+
+def test_a_refusal_waits_for_the_backlog_too() -> None:
+    face = Face()
+    face.feed(b"".join(get(f"/{i}") for i in range(10)) + b"nonsense\r\n\r\n")
+    assert len(face.seen) == 4
+    face.answer_all()
+    assert face.statuses == [200] * 10 + [400]
+    assert face.transport.eof
+
+
+def test_a_body_of_exactly_the_limit_is_taken() -> None:
+    face = Face(answer_at_once=True)
+    face.feed(post(b"x" * 2000), chunked(*[b"x" * 500] * 4))
+    assert [len(exchange.body) for exchange in face.seen] == [2000, 2000]
+
+
+def test_too_long_is_said_before_the_body_has_come() -> None:
+    face = Face()
+    face.feed(post(b"x" * 2001)[:-2001])
+    assert face.statuses == [413]
+    face.connect()
+    face.feed(chunked(*[b"x" * 500] * 5)[:-480])
+    assert face.statuses == [413]
+
+
+def test_long_headers_are_refused_before_they_end() -> None:
+    face = Face()
+    face.feed(b"GET /x HTTP/1.1\r\nHost: x\r\nA: ", b"a" * 900)
+    assert face.statuses == []
+    face.feed(b"a" * 900)
+    assert face.statuses == [431]
+
+
+def test_endless_trailers_and_chunk_extensions_are_refused() -> None:
+    start = chunked(b"x")[:-2]
+    for endless in (start + b"T: ", start[:-3] + b"1;"):
+        face = Face()
+        face.feed(endless, *[b"a" * 300] * 3)
+        assert face.statuses == []
+        face.feed(b"a" * 600)
+        assert face.statuses == [431]
+
+
+def test_headers_cut_by_a_read_full_of_other_requests_are_not_long() -> None:
+    face = Face(answer_at_once=True)
+    others = get("/a") * 100
+    cut = get("/cut")
+    face.feed(b"GET /first HTTP/1.1\r\n", b"Host: x\r\n\r\n" + others + cut[:10], cut[10:12], cut[12:13], cut[13:])
+    assert face.statuses == [200] * 102
+    assert [face.seen[0].target, face.seen[-1].target] == [b"/first", b"/cut"]
+
+
+def test_many_small_reads_of_a_body_are_not_long_headers() -> None:
+    face = Face(answer_at_once=True)
+    face.feed(*byte_by_byte(chunked(*[b"ab"] * 900)))
+    assert face.statuses == [200]
+
+
+# Order and pipelining
+
+
+def test_answers_leave_in_the_order_of_their_requests() -> None:
+    face = Face()
+    face.feed(get("/a") + get("/b"), get("/c"))
+    for which in (2, 1):
+        face.answer(face.seen[which])
+        assert face.transport.written == b""
+    face.answer(face.seen[0])
+    assert [answer.body for answer in face.answers] == [b"/a", b"/b", b"/c"]
+
+
+def test_reading_pauses_at_so_many_in_flight_and_goes_on() -> None:
+    face = Face()
+    face.feed(*(get(f"/{i}") for i in range(4)))
+    assert face.transport.reading
+    face.feed(get("/4") + get("/5"))
+    assert len(face.seen) == 4
+    assert not face.transport.reading
+    face.answer(face.seen[0])
+    assert len(face.seen) == 5
+    assert not face.transport.reading
+    face.answer(face.seen[1])
+    face.answer(face.seen[2])
+    assert len(face.seen) == 6
+    assert face.transport.reading
+    face.answer_all()
+    assert [answer.body for answer in face.answers] == [f"/{i}".encode() for i in range(6)]
+
+
+@pytest.mark.parametrize("answer_at_once", [True, False])
+@pytest.mark.parametrize("request_bytes", [get("/n"), get("/n", "Connection: upgrade", "Upgrade: h2c")])
+def test_a_read_with_thousands_of_requests(answer_at_once: bool, request_bytes: bytes) -> None:
+    face = Face(answer_at_once=answer_at_once)
+    face.feed(request_bytes * 2500)
+    assert len(face.seen) == (2500 if answer_at_once else 4)
+    face.answer_all()
+    assert face.statuses == [200] * 2500
+    assert face.transport.reading
+    assert face.server.receiving_bytes == 0
+
+
+def test_thousands_in_the_backlog_that_are_answered_at_once() -> None:
+    face = Face()
+    face.feed(get("/n") * 2500)
+    face.answer_at_once = True
+    face.answer(face.seen[0])
+    face.answer_all()
+    assert face.statuses == [200] * 2500
+
+
+def test_the_last_of_a_pipeline_may_ask_to_close() -> None:
+    face = Face()
+    face.feed(get("/a") * 5 + get("/b", "Connection: close") + get("/c"))
+    face.answer_all()
+    assert [(answer.status, answer.is_last) for answer in face.answers] == [(200, False)] * 5 + [(200, True)]
+    assert len(face.seen) == 6
+
+
+# Expect: 100-continue
+
+EXPECTING = post(b"hello", "Expect: 100-continue")
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+@pytest.mark.parametrize("split", [whole, byte_by_byte])
+@pytest.mark.parametrize("extra", [(), ("Connection: Upgrade", "Upgrade: h2c")])
+def test_permission_to_send_the_body(split: Split, extra: tuple[str, ...]) -> None:
+    face = Face()
+    expecting = post(b"hello", "Expect: 100-Continue", *extra)
+    face.feed(*split(expecting[:-5]))
+    assert face.transport.written == CONTINUE
+    face.feed(b"hello")
+    face.answer_all()
+    assert face.transport.written.count(CONTINUE) == 1
+    assert answers(face.transport.written.removeprefix(CONTINUE))[0].status == 200
+
+
+@pytest.mark.parametrize("before", [1, 4, 6])
+def test_permission_does_not_overtake_an_answer(before: int) -> None:
+    face = Face()
+    face.feed(get("/a") * before + EXPECTING[:-5])
+    assert face.transport.written == b""
+    face.sweep(100.0)  # rule 3: it is we who keep the client waiting
+    face.answer_at_once = before == 6
+    face.answer_all()
+    assert face.transport.written.endswith(CONTINUE)
+    assert [a.status for a in answers(face.transport.written.removesuffix(CONTINUE))] == [200] * before
+    face.sweep(9.0)
+    assert face.connection.receiving_since
+    face.feed(b"hello")
+    assert face.seen[-1].body == b"hello"
+
+
+def test_no_permission_where_none_is_needed() -> None:
+    for head in (get("/x", "Expect: 100-continue", "Content-Length: 5", version="1.0"), EXPECTING[:-5] + b"hello"):
+        face = Face()
+        face.feed(get("/before") + head)
+        face.answer(face.seen[0])
+        assert CONTINUE not in face.transport.written
+
+
+def test_too_long_is_said_in_place_of_the_permission() -> None:
+    face = Face()
+    face.feed(post(b"x" * 3000, "Expect: 100-continue")[:-3000])
+    assert face.statuses == [413]
+
+
+# Back-pressure and memory
+
+
+def test_a_client_that_does_not_read_gets_no_new_work_done() -> None:
+    face = Face()
+    face.feed(get("/a"))
+    face.connection.pause_writing()
+    assert not face.transport.reading
+    face.feed(get("/b") + get("/c"))  # what the transport had read already
+    face.answer_all()
+    assert [exchange.target for exchange in face.seen] == [b"/a"]
+    face.connection.resume_writing()
+    face.answer_all()
+    assert [answer.body for answer in face.answers] == [b"/a", b"/b", b"/c"]
+    assert face.transport.reading
+
+
+def test_a_write_that_stalls_ends_the_connection() -> None:
+    face = Face()
+    face.transport.waiting = 100_000
+    face.sweep()
+    face.sweep(LIMITS.write_timeout_s - 0.1)
+    assert not face.transport.aborted
+    face.sweep(0.1)
+    assert face.transport.aborted
+
+
+def test_a_write_that_goes_on_does_not() -> None:
+    face = Face()
+    face.connection.bytes_out = 10 * DRAINED_BYTES_MIN
+    face.transport.waiting = 10 * DRAINED_BYTES_MIN
+    for _ in range(9):
+        face.sweep(LIMITS.write_timeout_s - 0.1)
+        face.transport.waiting -= DRAINED_BYTES_MIN
+    assert not face.transport.aborted
+
+
+def test_bodies_that_are_partly_received_are_counted_over_all_connections() -> None:
+    face = Face()
+    first = face.transport
+    face.feed(post(b"x" * 2000)[:-500])
+    assert face.server.receiving_bytes == 1500
+    connection = face.connection
+    face.connect()
+    face.feed(chunked(*[b"x" * 500] * 4)[:-20])
+    face.connect()
+    face.feed(post(b"x" * 2000)[:-100])
+    assert face.statuses == [503]
+    assert face.answers[0].headers["retry-after"] == "1"
+    assert face.server.receiving_bytes == 1500 + 1987  # of the 20 bytes cut off, 7 are framing
+
+    # The others go on, and their bytes are given back.
+    connection.data_received(b"x" * 500)
+    assert len(face.seen[-1].body) == 2000
+    assert first.written == b""
+    face.connection.connection_lost(None)
+
+
+def test_bodies_in_the_backlog_are_counted_too() -> None:
+    face = Face()
+    face.feed(get("/a") * 4, post(b"x" * 2000) * 2)
+    assert face.server.receiving_bytes == 4000
+    face.connect()
+    face.feed(get("/a") * 4, post(b"y" * 2000))
+    face.answer_all()
+    assert face.statuses == [200] * 5 + [503]
+    assert face.server.receiving_bytes == 0
+
+
+def test_a_lost_connection_gives_its_bytes_back() -> None:
+    face = Face()
+    face.feed(get("/a") * 4, post(b"x" * 1000), post(b"x" * 1000)[:-1])
+    assert face.server.receiving_bytes == 1999
+    face.connection.connection_lost(None)
+    assert face.server.receiving_bytes == 0
+    assert not face.server.connections
+
+
+# Time
+
+
+def test_a_request_that_does_not_arrive_in_time() -> None:
+    for start in (b"G", get()[:-2], post(b"hello")[:-1], chunked(b"x")[:-3]):
+        face = Face()
+        face.feed(start)
+        face.sweep(9.0)
+        assert face.statuses == []
+        face.feed(b"")  # nothing new
+        face.sweep(1.0)
+        assert face.statuses == [408]
+        assert face.transport.eof
+
+
+def test_time_in_which_we_do_not_read_is_not_the_clients() -> None:
+    face = Face()
+    face.feed(get("/a") * 5 + post(b"hello")[:-1])
+    assert not face.transport.reading
+    face.sweep(60.0)
+    assert face.transport.written == b""
+    face.answer_all()
+    face.sweep(9.0)
+    face.feed(b"o")
+    face.answer_all()
+    assert face.statuses == [200] * 6
+
+
+def test_an_idle_connection_is_closed_and_a_waiting_one_is_not() -> None:
+    face = Face()
+    face.sweep(LIMITS.idle_timeout_s - 1)
+    assert not face.transport.closed
+    face.feed(get())
+    face.sweep(1000.0)
+    assert not face.transport.closed
+    face.answer_all()
+    face.sweep(LIMITS.idle_timeout_s - 1)
+    assert not face.transport.closed
+    face.sweep(1.0)
+    assert face.transport.closed
+    assert face.statuses == [200]
+
+
+# The end
+
+
+def test_end_of_file_tells_whoever_works_for_the_client() -> None:
+    face = Face()
+    face.feed(get("/a") * 6)
+    face.answer(face.seen[1])
+    assert face.connection.eof_received() is False
+    face.connection.connection_lost(None)
+    assert face.left == [face.seen[0], *face.seen[2:]]
+    for exchange in face.seen:
+        if exchange.response is None:
+            face.answer(exchange)
+    assert face.transport.written == b""
+    assert len(face.seen) == 5  # one came out of the backlog when another was answered; the rest never will
+
+
+def test_a_defect_of_a_route_costs_one_request() -> None:
+    face = Face(answer_at_once=True)
+    face.feed(get("/a") + get("/defect") + get("/b"))
+    assert face.statuses == [200, 500, 200]
+    assert not face.answers[1].is_last
+    assert b"defect" not in face.answers[1].body
+
+
+def test_no_place_for_another_connection() -> None:
+    face = Face()
+    connections = [face.connection]
+    for _ in range(LIMITS.connections_max - 1):
+        face.connect()
+        connections.append(face.connection)
+        assert face.statuses == []
+    face.connect()
+    assert face.statuses == [503]
+    assert face.transport.eof
+    face.feed(get())
+    assert face.seen == []
+    face.connection.connection_lost(None)
+    connections[0].connection_lost(None)
+    face.connect()
+    assert face.statuses == []
+
+
+# Draining (rule 7)
+
+
+def last_flags(face: Face) -> list[bool]:
+    return [answer.is_last for answer in face.answers]
+
+
+@pytest.mark.parametrize("answer_at_once", [True, False])
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_the_last_answer_of_a_draining_connection_says_so(count: int, answer_at_once: bool) -> None:
+    face = Face(answer_at_once=answer_at_once)
+    face.server.draining = True
+    face.feed(post(b"x") * count)
+    face.answer_all()
+    assert last_flags(face) == [False] * (count - 1) + [True]
+    assert face.transport.eof
+    assert face.server.receiving_bytes == 0
+
+
+def test_draining_begins_while_requests_wait() -> None:
+    face = Face()
+    face.feed(get("/a") + get("/b") + get("/c"))
+    face.server.draining = True
+    for which in (1, 2, 0):
+        face.answer(face.seen[which])
+    assert last_flags(face) == [False, False, True]
+
+
+def test_a_request_that_is_on_its_way_is_still_answered() -> None:
+    face = Face()
+    face.feed(get("/a") + get("/b")[:7])
+    face.server.draining = True
+    face.answer(face.seen[0])
+    face.feed(get("/b")[7:])
+    face.answer(face.seen[1])
+    assert last_flags(face) == [False, True]
+
+
+def test_a_draining_connection_of_a_known_client() -> None:
+    face = Face()
+    face.feed(post(b"one"))
+    face.answer_all()
+    face.server.draining = True
+    face.feed(post(b"two"))  # the same head as before
+    assert len(face.seen) == 2
+    face.answer_all()
+    assert last_flags(face) == [False, True]
+
+
+def test_an_error_of_the_tree_keeps_its_headers() -> None:
+    class Slow(CarpoolError):
+        code, status, title = "slow", 503, "Slow"
+
+    def refuse(exchange: Exchange) -> None:
+        from carpool.face.http.problem import respond_problem
+
+        respond_problem(exchange, Slow("later", retry_after_s=7))
+
+    face = Face()
+    face.server.handler = refuse
+    face.feed(get("/x", "X-Request-Id: mine"))
+    [answer] = face.answers
+    assert answer.headers["retry-after"] == "7"
+    assert answer.headers["x-request-id"] == "mine"
+    assert json.loads(answer.body)["request_id"] == "mine"
