@@ -14,7 +14,7 @@ from time import process_time
 
 import uvloop
 
-from carpool.app import Gateway
+from carpool.app import Gateway, spare_the_collector
 from carpool.config import load_settings
 from carpool.face.http.connection import Connection
 
@@ -50,6 +50,7 @@ async def main(profile: cProfile.Profile | None) -> None:
         )
     )
     await gateway.start()
+    spare_the_collector()
     connections = [Connection(gateway.server) for _ in range(CONNECTIONS)]
     for connection in connections:
         connection.connection_made(NowhereTransport())

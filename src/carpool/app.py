@@ -9,6 +9,7 @@ import signal
 import ssl
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,8 @@ class Gateway:
         self.admin_port = 0
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._checks: set[asyncio.Task[None]] = set()
+        # How to give up what has been opened so far.
+        self._opened = AsyncExitStack()
 
     async def start(self) -> None:
         """Plug the stages together, from the back to the front, and listen."""
@@ -153,6 +156,7 @@ class Gateway:
         gateway = settings.gateway
         loop = asyncio.get_running_loop()
         self.session = make_session()
+        self._opened.push_async_callback(self.session.close)
         self.journal = Journal.open(
             Path(settings.tasks.data_dir) / "journal.db" if settings.tasks.journal else None,
             loop,
@@ -160,6 +164,7 @@ class Gateway:
             dead_letter_ttl_s=settings.tasks.dead_letter_ttl_s,
             stored_bytes_max=settings.tasks.stored_bytes_max,
         )
+        self._opened.push_async_callback(self.journal.close)
         self.broker = MemoryBroker(
             waiting_max=settings.broker.waiting_max,
             bytes_max=settings.broker.bytes_max,
@@ -193,8 +198,11 @@ class Gateway:
             ),
             HttpLimits(body_bytes_max=1024, connections_max=256),
         )
+        self._opened.callback(self._stop_timers)
         self._expire()
         self._measure()
+        self._opened.push_async_callback(self._close_server, self.server)
+        self._opened.push_async_callback(self._close_server, self.admin)
         self.port = await self.server.start(gateway.host, gateway.port, tls_context(settings))
         wanted = gateway.admin_port if gateway.admin_port is not None else (gateway.port + 1 if gateway.port else 0)
         self.admin_port = await self.admin.start(gateway.admin_host, wanted)
@@ -225,17 +233,20 @@ class Gateway:
         self.gate.closed = True
         for service in self.services:
             await service.dispatcher.finish(service.timeout_s)  # running batches, of tasks, finish
-        await self.journal.close()
         await self.close()
         logger.info("drained")
 
     async def close(self) -> None:
-        """Give up sockets and timers."""
+        """Give up everything that was opened, in the reverse order."""
+        await self._opened.aclose()
+
+    def _stop_timers(self) -> None:
         for timer in self._timers.values():
             timer.cancel()
-        self.admin.stop_listening()
-        await self.admin.finish(0.0)
-        await self.session.close()
+
+    async def _close_server(self, server: HttpServer) -> None:
+        server.stop_listening()
+        await server.finish(0.0)
 
     # What operators see; also telemetry.metrics.View
 
@@ -386,6 +397,17 @@ def run(settings: Settings, on_ready: OnReady | None = None) -> int:
     return 2
 
 
+def spare_the_collector() -> None:
+    """Let the garbage collector run rarely.
+
+    Requests make no reference cycles, so it finds next to nothing; with tens of thousands of them waiting its passes
+    would cost milliseconds each. What was built at start never dies: it need not be looked at again.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 50)
+
+
 async def _serve(settings: Settings, on_ready: OnReady | None) -> int:
     told_to_leave = asyncio.Event()
 
@@ -398,12 +420,12 @@ async def _serve(settings: Settings, on_ready: OnReady | None) -> int:
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, leave)
     gateway = Gateway(settings)
-    await gateway.start()
-    # Requests make no reference cycles, so the collector finds next to nothing; with tens of thousands of them
-    # waiting its passes would cost milliseconds each. What was built at start never dies: it need not be looked at.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 50)
+    try:
+        await gateway.start()
+    except BaseException:
+        await gateway.close()
+        raise
+    spare_the_collector()
     if on_ready is not None:
         on_ready(gateway.port, gateway.admin_port)
     await told_to_leave.wait()

@@ -14,7 +14,6 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
-from urllib.parse import parse_qsl
 
 import msgspec
 from msgspec import NODEFAULT, Meta
@@ -56,7 +55,6 @@ _ENDPOINT = re.compile(
     r"(?::(?P<first>[0-9]{1,5})(?:-(?P<last>[0-9]{1,5}))?)?"
     r"(?P<rest>[/?][^\s#]*)?"
 )
-_SIM_OPTIONS = {"latency_ms": float, "per_item_ms": float, "slots": int}
 
 # Kubernetes puts such variables into every container beside a Service called `carpool` or `carpool-…`.
 _KUBERNETES_NAME = re.compile(
@@ -422,20 +420,12 @@ def _check_tls(cert: str, key: str, where: Callable[[str], str]) -> None:
 
 
 def _check_sim(text: str) -> list[str]:
-    options = parse_qsl(text[len("sim:?") :], keep_blank_values=True)
-    if text != "sim:" and not text.startswith("sim:?"):
-        raise ConfigError(f"must look like sim:?latency_ms=50&slots=64, not {_shown(text)}")
-    for name, value in options:
-        if name not in _SIM_OPTIONS:
-            allowed = ", ".join(_SIM_OPTIONS)
-            raise ConfigError(f"has the unknown option {_shown(name)} in {_shown(text)}; there are {allowed}")
-        kind = _SIM_OPTIONS[name]
-        limits = Meta(ge=1, le=65536) if kind is int else Meta(ge=0, le=3_600_000)
-        hint: Any = Annotated[kind, limits]
-        try:
-            msgspec.convert(value, hint, strict=False)
-        except msgspec.ValidationError:
-            raise ConfigError(f"has a bad {name} in {_shown(text)}: it must be {describe(hint)}") from None
+    from carpool.upstream.simulated import parse_sim_url  # here, so that other commands start without asyncio
+
+    try:
+        parse_sim_url(text)
+    except ValueError as fault:
+        raise ConfigError(f"has {_shown(text)}: {fault}") from None
     return [text]
 
 

@@ -11,20 +11,21 @@ from functools import update_wrapper
 from itertools import count
 from math import inf
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, cast, overload
+from typing import Any, Generic, Protocol, Self, TypeVar, cast, overload
 from weakref import WeakKeyDictionary
 
 from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import PolicyName, make_policy
 from carpool.broker.memory import MemoryBroker
 from carpool.core.clock import monotonic
-from carpool.core.outcome import Outcome, Output
+from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.request import DONE, Request
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 # A result may be an exception in place of a value: then that one caller gets it raised.
 Predict = Callable[[list[Item]], Awaitable[Sequence[Result | Exception]] | Sequence[Result | Exception]]
+PredictMethod = Callable[[Any, list[Item]], Awaitable[Sequence[Result | Exception]] | Sequence[Result | Exception]]
 
 # The one model and lane that there is.
 MODEL = "function"
@@ -87,7 +88,8 @@ class FunctionCalls:
         finally:
             self._free += 1
             seconds = monotonic() - started
-            self.outcomes.settle_batch(batch, [Output(result, len(batch), seconds) for result in results])
+            facts = CallFacts(len(batch), seconds)
+            self.outcomes.settle_batch(batch, [Output(result, facts) for result in results])
             if self._ring is not None:
                 self._ring()
         ended(seconds)
@@ -255,8 +257,22 @@ class BatchedFunction(Generic[Item, Result]):
         return await batcher.predict(item)
 
 
+class BatchedDecorator(Protocol):
+    """What `@batched(...)` with options is: takes a function of a list, or a method of one."""
+
+    @overload
+    def __call__(self, function: Predict[Item, Result]) -> BatchedFunction[Item, Result]: ...
+
+    @overload
+    def __call__(self, function: PredictMethod[Item, Result]) -> BatchedFunction[Item, Result]: ...
+
+
 @overload
 def batched(function: Predict[Item, Result]) -> BatchedFunction[Item, Result]: ...
+
+
+@overload
+def batched(function: PredictMethod[Item, Result]) -> BatchedFunction[Item, Result]: ...
 
 
 @overload
@@ -267,7 +283,7 @@ def batched(
     concurrency: int = 1,
     policy: PolicyName = "adaptive",
     waiting_max: int = 100_000,
-) -> Callable[[Predict[Item, Result]], BatchedFunction[Item, Result]]: ...
+) -> BatchedDecorator: ...
 
 
 def batched(function: Any = None, **options: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from carpool.core.outcome import Outcome
+from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.request import Request, Waiter
 from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
 
@@ -29,6 +29,7 @@ __all__ = [
     "Witness",
     "echo",
     "inputs_of",
+    "make_output",
     "make_request",
 ]
 
@@ -216,3 +217,8 @@ def make_request(
         waiter,
         is_task=is_task,
     )
+
+
+def make_output(value: Any) -> Output:
+    """An output as a call for this one request alone would have brought it."""
+    return Output(value, CallFacts(batch_size=1, upstream_s=0.0))

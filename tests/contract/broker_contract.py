@@ -16,7 +16,7 @@ from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, Queu
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Broker, LaneQueue
 from carpool.core.request import Request
-from carpool.testing import FakeClock, Witness, make_request
+from carpool.testing import FakeClock, Witness, make_output, make_request
 
 MODELS = ("m", "n")
 TARGETS_S = (0.05, 0.15, 0.5)
@@ -118,7 +118,7 @@ class BrokerContract(ABC):
         assert self.take() == [request]
         assert list(self.broker.lanes("m")) == []
         assert self.held() == (1, 3)  # running ones count too
-        output = Output(b'"y"')
+        output = make_output(b'"y"')
         self.broker.settle_batch([request], [output])
         assert self.witness.outcome(request) is output
         assert self.held() == (0, 0)
@@ -172,7 +172,7 @@ class BrokerContract(ABC):
         assert isinstance(self.broker.submit(self.request("3")), QueueFull)
         self.take(1)
         assert isinstance(self.broker.submit(self.request("4")), QueueFull)  # running ones are held as well
-        self.broker.settle(first, Output(b"1"))
+        self.broker.settle(first, make_output(b"1"))
         assert self.broker.submit(self.request("5")) is None
         self.broker.cancel(second)
         assert self.broker.submit(self.request("6")) is None
@@ -221,7 +221,7 @@ class BrokerContract(ABC):
             if step == "take" and list(self.broker.lanes("m")):
                 taken = self.take(1)
             elif step == "settle":
-                self.broker.settle(request, Output(b"1"))
+                self.broker.settle(request, make_output(b"1"))
             elif step == "cancel":
                 self.broker.cancel(request)
             elif step == "expire":
@@ -239,14 +239,14 @@ class BrokerContract(ABC):
     def test_settle_says_whether_it_did(self) -> None:
         request = self.queued("r")
         assert self.broker.settle(request, UpstreamFailed("x")) is True
-        assert self.broker.settle(request, Output(b"1")) is False
+        assert self.broker.settle(request, make_output(b"1")) is False
         assert isinstance(self.witness.outcome(request), UpstreamFailed)
 
     def test_a_batch_skips_those_who_have_left(self) -> None:
         batch = [self.queued(str(number)) for number in range(3)]
         self.take()
         self.broker.cancel(batch[1])
-        self.broker.settle_batch(batch, [Output(b"%d" % number) for number in range(3)])
+        self.broker.settle_batch(batch, [make_output(b"%d" % number) for number in range(3)])
         assert isinstance(self.witness.outcome(batch[1]), ClientLeft)
         for number in (0, 2):
             outcome = self.witness.outcome(batch[number])
@@ -258,7 +258,7 @@ class BrokerContract(ABC):
         batch = [self.queued(str(number)) for number in range(3)]
         self.take()
         with pytest.raises(ValueError, match="2 outputs"):
-            self.broker.settle_batch(batch, [Output(b"1"), Output(b"2")])
+            self.broker.settle_batch(batch, [make_output(b"1"), make_output(b"2")])
         assert self.witness.told == {}
         for request in batch:
             self.broker.settle(request, UpstreamFailed("x"))
@@ -272,7 +272,7 @@ class BrokerContract(ABC):
         batch = [self.queued(str(number)) for number in range(3)]
         batch[0].waiter = Broken()
         self.take()
-        self.broker.settle_batch(batch, [Output(b"%d" % number) for number in range(3)])
+        self.broker.settle_batch(batch, [make_output(b"%d" % number) for number in range(3)])
         assert [isinstance(self.witness.outcome(request), Output) for request in batch] == [False, True, True]
         assert self.held() == (0, 0)
         assert "a waiter failed" in caplog.text
@@ -289,7 +289,7 @@ class BrokerContract(ABC):
         batch = [self.queued(str(number)) for number in range(2)]
         batch[0].waiter = Busy()
         self.take()
-        self.broker.settle_batch(batch, [Output(b"0"), Output(b"1")])
+        self.broker.settle_batch(batch, [make_output(b"0"), make_output(b"1")])
         assert isinstance(self.witness.outcome(batch[1]), ClientLeft)
         assert self.held() == (1, 3)
         assert [request.id for request in self.take()] == ["next"]
@@ -420,7 +420,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def answer(self, count: int) -> None:
         batch, self.running = self.running[:count], self.running[count:]
         before = set(self.witness.told)
-        self.broker.settle_batch(batch, [Output(request.id) for request in batch])
+        self.broker.settle_batch(batch, [make_output(request.id) for request in batch])
         for request in batch:
             if request.id not in before:
                 outcome = self.witness.outcome(request)

@@ -8,10 +8,9 @@ from hypothesis import settings
 
 from carpool.broker.memory import IDLE_LANES_KEPT, MemoryBroker
 from carpool.core.errors import ClientLeft, UpstreamFailed
-from carpool.core.outcome import Output
 from carpool.core.ports import Broker
 from carpool.core.request import DONE
-from carpool.testing import FakeClock, Witness, make_request
+from carpool.testing import FakeClock, Witness, make_output, make_request
 
 
 class MemoryAdapter(Adapter):
@@ -71,8 +70,8 @@ def test_withdrawn_requests_are_neither_taken_nor_told(broker: MemoryBroker) -> 
         broker.withdraw(request)
     assert repr(broker) == "<MemoryBroker held=2 bytes=6 waiting=1>"
     assert broker.waiting_requests() == [requests[2]]
-    assert broker.settle(requests[0], Output(b"1"))  # a running one cannot be taken out: it ends by itself
-    assert not broker.settle(requests[1], Output(b"1"))
+    assert broker.settle(requests[0], make_output(b"1"))  # a running one cannot be taken out: it ends by itself
+    assert not broker.settle(requests[1], make_output(b"1"))
     broker.withdraw(requests[1])
     broker.expire(9e9)
     assert list(witness.told) == ["0", "2"]
@@ -111,7 +110,7 @@ def test_outcomes_and_waits_are_counted(broker: MemoryBroker) -> None:
         broker.submit(request)
     (lane,) = broker.lanes("m")
     batch = broker.take(lane, 3, 1000.0)
-    broker.settle_batch(batch[:2], [Output(b"1"), Output(b"2")])
+    broker.settle_batch(batch[:2], [make_output(b"1"), make_output(b"2")])
     broker.settle(batch[2], UpstreamFailed("x"))
     broker.cancel(requests[3])
     assert broker.outcomes == {"ok": 2, "upstream-failed": 1, "client-left": 1}

@@ -50,7 +50,11 @@ class Connection:
     def send(self, method: str, target: str, body: bytes = b"", headers: str = "") -> None:
         """Send one request; `headers` are further lines, each with its line end."""
         head = f"{method} {target} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
-        self._writer.write(head.encode() + body)
+        self.send_part(head.encode() + body)
+
+    def send_part(self, data: bytes) -> None:
+        """Send bytes as they are."""
+        self._writer.write(data)
 
     async def read(self) -> Response:
         """The next response; raises ConnectionBrokenError."""

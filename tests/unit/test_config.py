@@ -291,12 +291,12 @@ class TestEndpoints:
             ("http://a:65536/", "1 to 65535"),
             ("http://a:9-8/", "lower one first"),
             ("http://a:1-60000/", "more than 4096"),
-            ("sim:latency_ms=5", "must look like sim:?"),
-            ("sim:?latency=5", "unknown option 'latency'"),
-            ("sim:?slots=0", "bad slots"),
-            ("sim:?slots=", "bad slots"),
-            ("sim:?latency_ms=-1", "bad latency_ms"),
-            ("sim:?latency_ms=inf", "bad latency_ms"),
+            ("sim:latency_ms=5", "looks like sim:?"),
+            ("sim:?latency=5", "unknown key 'latency'"),
+            ("sim:?slots=0", "slots=0 is not valid"),
+            ("sim:?slots=", "slots= is not valid"),
+            ("sim:?latency_ms=-1", "latency_ms=-1 is not valid"),
+            ("sim:?latency_ms=inf", "latency_ms=inf is not valid"),
         ],
     )
     def test_what_is_no_endpoint(self, text: str, part: str) -> None:

@@ -55,6 +55,9 @@ class FakeTransport(asyncio.Transport):
         assert not self.reading and not self.closed
         self.reading = True
 
+    def is_reading(self) -> bool:
+        return self.reading
+
     def get_write_buffer_size(self) -> int:
         return self.waiting
 
@@ -228,7 +231,7 @@ def test_accepted(name: str, split: Split) -> None:
     assert all(header == header.lower() for header in exchange.headers)
     face.answer_all()
     assert [answer.status for answer in answers(face.transport.written, method == b"HEAD")] == [200]
-    assert face.transport.reading and not face.transport.is_closing()
+    assert face.transport.is_reading() and not face.transport.is_closing()
     assert face.server.receiving_bytes == 0
 
     # And the connection is at the right place for the next request.
@@ -363,7 +366,7 @@ def test_refused(name: str, split: Split) -> None:
     assert problem["status"] == status
     assert face.server.refused == 1
     assert face.server.receiving_bytes == 0
-    assert face.transport.eof and not face.transport.closed and face.transport.reading
+    assert face.transport.eof and not face.transport.closed and face.transport.is_reading()
 
     # Rule 4: what still comes is thrown away for a moment, then the connection ends.
     face.feed(b"x" * 100_000)
@@ -456,17 +459,17 @@ def test_answers_leave_in_the_order_of_their_requests() -> None:
 def test_reading_pauses_at_so_many_in_flight_and_goes_on() -> None:
     face = Face()
     face.feed(*(get(f"/{i}") for i in range(4)))
-    assert face.transport.reading
+    assert face.transport.is_reading()
     face.feed(get("/4") + get("/5"))
     assert len(face.seen) == 4
-    assert not face.transport.reading
+    assert not face.transport.is_reading()
     face.answer(face.seen[0])
     assert len(face.seen) == 5
-    assert not face.transport.reading
+    assert not face.transport.is_reading()
     face.answer(face.seen[1])
     face.answer(face.seen[2])
     assert len(face.seen) == 6
-    assert face.transport.reading
+    assert face.transport.is_reading()
     face.answer_all()
     assert [answer.body for answer in face.answers] == [f"/{i}".encode() for i in range(6)]
 
@@ -479,7 +482,7 @@ def test_a_read_with_thousands_of_requests(answer_at_once: bool, request_bytes: 
     assert len(face.seen) == (2500 if answer_at_once else 4)
     face.answer_all()
     assert face.statuses == [200] * 2500
-    assert face.transport.reading
+    assert face.transport.is_reading()
     assert face.server.receiving_bytes == 0
 
 
@@ -556,14 +559,14 @@ def test_a_client_that_does_not_read_gets_no_new_work_done() -> None:
     face = Face()
     face.feed(get("/a"))
     face.connection.pause_writing()
-    assert not face.transport.reading
+    assert not face.transport.is_reading()
     face.feed(get("/b") + get("/c"))  # what the transport had read already
     face.answer_all()
     assert [exchange.target for exchange in face.seen] == [b"/a"]
     face.connection.resume_writing()
     face.answer_all()
     assert [answer.body for answer in face.answers] == [b"/a", b"/b", b"/c"]
-    assert face.transport.reading
+    assert face.transport.is_reading()
 
 
 def test_a_write_that_stalls_ends_the_connection() -> None:
@@ -645,7 +648,7 @@ def test_a_request_that_does_not_arrive_in_time() -> None:
 def test_time_in_which_we_do_not_read_is_not_the_clients() -> None:
     face = Face()
     face.feed(get("/a") * 5 + post(b"hello")[:-1])
-    assert not face.transport.reading
+    assert not face.transport.is_reading()
     face.sweep(60.0)
     assert face.transport.written == b""
     face.answer_all()
@@ -658,13 +661,13 @@ def test_time_in_which_we_do_not_read_is_not_the_clients() -> None:
 def test_an_idle_connection_is_closed_and_a_waiting_one_is_not() -> None:
     face = Face()
     face.sweep(LIMITS.idle_timeout_s - 1)
-    assert not face.transport.closed
+    assert not face.transport.is_closing()
     face.feed(get())
     face.sweep(1000.0)
-    assert not face.transport.closed
+    assert not face.transport.is_closing()
     face.answer_all()
     face.sweep(LIMITS.idle_timeout_s - 1)
-    assert not face.transport.closed
+    assert not face.transport.is_closing()
     face.sweep(1.0)
     assert face.transport.closed
     assert face.statuses == [200]
@@ -684,7 +687,7 @@ def test_end_of_file_tells_whoever_works_for_the_client() -> None:
         if exchange.response is None:
             face.answer(exchange)
     assert face.transport.written == b""
-    assert len(face.seen) == 5  # one came out of the backlog when another was answered; the rest never will
+    assert len(face.seen) == 4  # the backlog never runs
 
 
 def test_a_defect_of_a_route_costs_one_request() -> None:

@@ -1,8 +1,8 @@
 """The effects around the policy: when something changes, plan; send what the plan says; sleep until its time.
 
 One loop per model. It is woken by an arrival, a freed slot or its timer, and runs when a batch is full and once for
-all else that happened in one turn of the event loop, so its cost is per batch and not per request. It cannot raise: a failure is logged and the
-loop wakes again a moment later.
+all else that happened in one turn of the event loop: its cost is per batch and not per request. It cannot raise: a
+failure is logged and the loop wakes again a moment later.
 """
 
 import asyncio

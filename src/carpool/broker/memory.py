@@ -122,6 +122,8 @@ class MemoryBroker:
 
     def settle_batch(self, batch: Sequence[Request], outputs: Sequence[Output]) -> None:
         """Settle the members of a batch with their outputs: `settle` for many, on the hot path."""
+        if len(batch) != len(outputs):  # before anybody could get another's output
+            raise ValueError(f"{len(outputs)} outputs for {len(batch)} requests")
         now = self._clock()
         settled = size = 0
         for request, output in zip(batch, outputs, strict=True):

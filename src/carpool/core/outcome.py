@@ -7,17 +7,23 @@ import msgspec
 from carpool.core.errors import CarpoolError
 
 
+class CallFacts(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """What is known of the call that brought the outputs of a batch; one object for all its members."""
+
+    batch_size: int
+    upstream_s: float
+    model_version: str | None = None
+    cached: bool = False
+
+
 class Output(msgspec.Struct, frozen=True, gc=False):
-    """The model's answer to one request, with what is known of the call that brought it."""
+    """The model's answer to one request."""
 
     # For the gateway: a slice of the upstream's own JSON bytes (anything with the buffer protocol, never parsed).
     # For the library: whatever object the function returned.
     value: Any
-    batch_size: int = 1
-    upstream_s: float = 0.0
-    model_version: str | None = None
+    call: CallFacts
     tokens_used: int | None = None
-    cached: bool = False
 
 
 Outcome = Output | CarpoolError

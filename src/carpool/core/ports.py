@@ -40,7 +40,7 @@ class Outcomes(Protocol):
         ...
 
     def settle_batch(self, batch: Sequence[Request], outputs: Sequence[Output]) -> None:
-        """Settle the members of a batch, each with its own output."""
+        """Settle the members of a batch, each with its own output; as many outputs as members, or ValueError."""
         ...
 
 

@@ -1,6 +1,7 @@
 """One endpoint over HTTP: bounded in time and size, whatever the other side does."""
 
 import asyncio
+from io import BytesIO
 
 import aiohttp
 from yarl import URL
@@ -8,6 +9,8 @@ from yarl import URL
 from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
 
 READ_BUFFER_BYTES = 1024 * 1024
+# A longer body is written in pieces, so that the event loop gets its turn in between; aiohttp warns otherwise.
+PLAIN_BODY_BYTES_MAX = 1024 * 1024
 CONNECT_TIMEOUT_S = 1.0
 
 
@@ -42,7 +45,7 @@ class HttpEndpoint:
             async with asyncio.timeout(timeout_s):
                 async with self._session.post(
                     self._target(call.path),
-                    data=call.body,
+                    data=call.body if len(call.body) <= PLAIN_BODY_BYTES_MAX else BytesIO(call.body),
                     headers={"Content-Type": call.content_type},
                     allow_redirects=False,
                 ) as response:

@@ -20,7 +20,7 @@ from carpool.core.errors import (
     UpstreamProtocolFault,
     UpstreamRefused,
 )
-from carpool.core.outcome import Output
+from carpool.core.outcome import CallFacts, Output
 from carpool.core.ports import Outcomes
 from carpool.core.request import DONE, Request
 from carpool.core.tally import SECONDS_BOUNDS, Histogram
@@ -78,13 +78,15 @@ class UpstreamDispatcher:
         task.add_done_callback(self._running.discard)
 
     async def finish(self, timeout_s: float) -> None:
-        """Wait for the batches under way; past the timeout they are given up."""
-        if self._running:
-            _, late = await asyncio.wait(self._running, timeout=timeout_s)
-            for task in late:
-                task.cancel()
-            if late:
-                await asyncio.wait(late)
+        """Wait for the batches under way, and those that start meanwhile; past the timeout they are given up."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + timeout_s
+        while self._running:
+            left_s = give_up_at - loop.time()
+            _, late = await asyncio.wait(self._running, timeout=max(left_s, 0.0))
+            if left_s <= 0.0:
+                for task in late:
+                    task.cancel()
 
     async def _deliver(self, batch: list[Request], endpoint: Endpoint, ended: BatchEnded) -> None:
         """Every member has an outcome when this returns, whatever happens inside."""
@@ -103,24 +105,28 @@ class UpstreamDispatcher:
 
     async def _try_attempts(self, batch: list[Request], endpoint: Endpoint, ended: BatchEnded) -> CarpoolError:
         """Call until it works; returns the error for the members that still have no outcome."""
-        failure: CarpoolError = DeadlineExceeded("no result in time")
+        late = DeadlineExceeded("no result in time")
+        failure: CarpoolError = late
         for attempt in range(1, self._attempts + 1):
             if attempt > 1:
                 # The slot of the failed attempt has been given back; pause, then take another.
-                await asyncio.sleep(pause_before(attempt, self._backoff_s, self._random_share()))
-                time_left = self._time_left(batch)
-                replacement = await self._pool.take_for_retry(endpoint, time_left) if time_left > 0 else None
+                pause_s = pause_before(attempt, self._backoff_s, self._random_share())
+                if pause_s >= self._time_left(batch):
+                    return failure
+                await asyncio.sleep(pause_s)
+                replacement = await self._pool.take_for_retry(endpoint, self._time_left(batch))
                 if replacement is None:
                     return failure
                 endpoint = replacement
-            members = [request for request in batch if request.phase != DONE]
-            time_left = self._time_left(members)
-            if time_left <= 0:
+            now = self._clock()
+            members = [request for request in batch if request.phase != DONE and request.deadline > now]
+            if not members:
                 self._pool.give_back(endpoint)
                 return failure
-            outcome = await self._attempt(members, endpoint, min(self._timeout_s, time_left), ended)
+            timeout_s = min(self._timeout_s, max(request.deadline for request in members) - now)
+            outcome = await self._attempt(members, endpoint, timeout_s, ended)
             if outcome is None:
-                return failure
+                return late  # for those whose deadline passed before this attempt
             failure = outcome
             for request in members:
                 request.sends = attempt
@@ -161,8 +167,8 @@ class UpstreamDispatcher:
             logger.error("protocol fault: %s", fault, extra={"fields": {"endpoint": endpoint.name}})
             return UpstreamProtocolFault(f"the inference API broke its protocol: {fault}")
         self.calls["ok"] += 1
-        size = len(members)
-        self._outcomes.settle_batch(members, [Output(output, size, seconds) for output in outputs])
+        facts = CallFacts(len(members), seconds)
+        self._outcomes.settle_batch(members, [Output(output, facts) for output in outputs])
         return None
 
     def _refused(self, answer: Answer, size: int) -> CarpoolError:

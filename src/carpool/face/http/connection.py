@@ -62,6 +62,41 @@ class RefusedError(Exception):
 class Connection(asyncio.Protocol):
     """One client connection. Times are the server's coarse clock: a quarter of a second is exact enough here."""
 
+    __slots__ = (
+        "backlog",
+        "body",
+        "body_buffer",
+        "body_bytes",
+        "body_bytes_then",
+        "bytes_out",
+        "close_gently",
+        "continue_owed",
+        "drained_then",
+        "framing_bytes",
+        "headers",
+        "headers_done",
+        "idle_since",
+        "input_ended",
+        "keep_alive",
+        "known_heads",
+        "limits",
+        "linger_until",
+        "messages",
+        "pairs",
+        "parser",
+        "pending",
+        "pumping",
+        "read_size",
+        "reading_paused",
+        "receiving_since",
+        "server",
+        "stalled_since",
+        "target",
+        "transport",
+        "unfinished_reads",
+        "writing_paused",
+    )
+
     def __init__(self, server: "HttpServer") -> None:
         self.server = server
         self.limits = server.limits
@@ -154,6 +189,7 @@ class Connection(asyncio.Protocol):
         """Tell everyone who works for this client that it is gone."""
         self.transport = None
         self.input_ended = True
+        del self.parser  # it refers back to here, and the collector that would free both runs rarely
         self.drop_body()
         self.server.remove(self)
         while self.backlog:

@@ -131,7 +131,7 @@ class GatewayRoutes:
         mode = call.mode or self._settings.default_mode
         if b"prefer" in headers and b"respond-async" in preferences(headers[b"prefer"]):
             mode = "async"
-        parameters = b"" if call.parameters is None else canonical_parameters(call.parameters)
+        parameters = canonical_parameters(call.parameters) if call.parameters else b""
         value = checked_input(call.input, "input")
         if mode == "async":
             self._submit(exchange, model, parameters, value)

@@ -28,7 +28,7 @@ class KnownHead(msgspec.Struct, frozen=True, gc=False):
 
     method: bytes
     target: bytes
-    # Shared by every exchange with this head: never changed.
+    # Shared by every exchange with this head: never changed. Without Content-Length, which differs.
     headers: dict[bytes, bytes]
 
 
@@ -82,4 +82,5 @@ class KnownHeads:
             key = key[:digits_at] + key[digits_end:]
         if len(self._kept) >= KEPT_MAX:
             self._kept.clear()
+        headers = {name: value for name, value in headers.items() if name != b"content-length"}
         self._kept[key] = KnownHead(method, target, headers)

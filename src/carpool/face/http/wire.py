@@ -6,12 +6,13 @@ from typing import Literal
 import msgspec
 
 from carpool.core.errors import Malformed
-from carpool.core.outcome import Output
+from carpool.core.outcome import CallFacts, Output
 from carpool.core.request import Request
 from carpool.face.http.strict_json import QUOTE, json_fault
 
 PARAMETERS_BYTES_MAX = 16 * 1024
 CLIENT_ID_CHARS_MAX = 256
+FAULT_CHARS_MAX = 200
 # Canonical forms already worked out, by the client's bytes: few distinct parameters make most of the traffic.
 CANONICAL_KEPT_MAX = 1024
 
@@ -21,7 +22,8 @@ class InferenceCall(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
     input: msgspec.Raw
     model: str | None = None
-    parameters: msgspec.Raw | None = None
+    # Empty for none. (Raw in a union with None is not supported: every object would be refused.)
+    parameters: msgspec.Raw = msgspec.Raw()
     client_id: str | None = None
     mode: Literal["sync", "async"] | None = None
 
@@ -69,11 +71,11 @@ def checked_input(raw: msgspec.Raw, field: str) -> bytes:
     return value
 
 
-def canonical_parameters(raw: msgspec.Raw | None) -> bytes:
+def canonical_parameters(raw: msgspec.Raw) -> bytes:
     """The same bytes for the same parameters, whatever their key order and spacing; b"" for none."""
-    if raw is None:
-        return b""
     given = bytes(raw)
+    if not given:
+        return b""
     known = _canonical.get(given)
     if known is not None:
         return known
@@ -93,12 +95,16 @@ def canonical_parameters(raw: msgspec.Raw | None) -> bytes:
 
 
 def body_fault(failure: Exception) -> str:
-    """What is wrong with a body, in words for its sender. msgspec's texts name fields and places, not values."""
+    """What is wrong with a body, in words for its sender. msgspec's texts name fields and places, and one value."""
     if isinstance(failure, RecursionError):
         return "the body is nested too deeply"
     if isinstance(failure, UnicodeDecodeError):
         return "the body is not valid UTF-8"
-    return f"the body is not what this path takes: {failure}"
+    text = str(failure)
+    if text.startswith("Invalid enum value"):
+        text = '`mode` must be "sync" or "async"'
+    # A field's name may be as long as the body.
+    return f"the body is not what this path takes: {text[:FAULT_CHARS_MAX]}"
 
 
 def base64_json(data: bytes) -> bytes:
@@ -110,15 +116,15 @@ class InferenceAnswers:
     """Writes the 200s of `POST /v1/inference`. What the members of a batch have in common is written once."""
 
     def __init__(self) -> None:
-        # The last call's part, and what it was written from: outcomes of one batch come one after the other.
+        # The last call and its part of the body: the outcomes of one batch come one after the other.
+        self._call: CallFacts | None = None
         self._call_part = b""
-        self._upstream_s: float | None = None
-        self._written_from: tuple[int, str, str | None, bool] | None = None
 
     def __call__(self, request: Request, output: Output) -> bytes:
         """The body for one request."""
-        if output.upstream_s is not self._upstream_s or self._written_from != _call_facts(request, output):
-            self._write_call_part(request, output)
+        if output.call is not self._call:
+            self._call = output.call
+            self._call_part = call_part(request.model, output.call)
         tokens = b"" if output.tokens_used is None else b',"tokens_used":%d' % output.tokens_used
         arrived = request.arrived
         return b'{"request_id":"%b","output":%b,"metadata":{"latency_ms":%.2f,"queue_ms":%.2f%b%b' % (
@@ -130,21 +136,17 @@ class InferenceAnswers:
             self._call_part,
         )
 
-    def _write_call_part(self, request: Request, output: Output) -> None:
-        self._upstream_s = output.upstream_s
-        self._written_from = _call_facts(request, output)
-        version = output.model_version
-        self._call_part = b',"upstream_ms":%.2f,"batch_size":%d,"model":"%b","cached":%b%b}}' % (
-            output.upstream_s * 1000.0,
-            output.batch_size,
-            request.model.encode(),
-            b"true" if output.cached else b"false",
-            b"" if version is None else b',"model_version":' + msgspec.json.encode(version),
-        )
 
-
-def _call_facts(request: Request, output: Output) -> tuple[int, str, str | None, bool]:
-    return output.batch_size, request.model, output.model_version, output.cached
+def call_part(model: str, call: CallFacts) -> bytes:
+    """The end of the body: what is the same for every member of a batch."""
+    version = b"" if call.model_version is None else b',"model_version":' + msgspec.json.encode(call.model_version)
+    return b',"upstream_ms":%.2f,"batch_size":%d,"model":"%b","cached":%b%b}}' % (
+        call.upstream_s * 1000.0,
+        call.batch_size,
+        model.encode(),
+        b"true" if call.cached else b"false",
+        version,
+    )
 
 
 def predict_json(request: Request, output: Output) -> bytes:

@@ -1,0 +1,152 @@
+"""A head that is known must make no difference: the same bytes with and without, and everything that comes out."""
+
+import asyncio
+import re
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from carpool.face.http.connection import Connection
+from carpool.face.http.exchange import Exchange
+from carpool.face.http.known_heads import KEPT_MAX, KnownHead, KnownHeads
+from carpool.face.http.server import HttpLimits, HttpServer
+
+
+class NeverKnown(KnownHeads):
+    """Forgets everything: every head is parsed."""
+
+    __slots__ = ()
+
+    def keep(self, data: bytes, method: bytes, target: bytes, headers: dict[bytes, bytes]) -> None:
+        pass
+
+
+class RecordingTransport(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[Any] = []
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        # Each refusal has an id of its own, and dates pass.
+        self.log.append(re.sub(rb'Date: [^\r]+|Content-Length: \d+|"request_id":"[^"]+"', b"", bytes(data)))
+
+    def close(self) -> None:
+        self.log.append("close")
+
+    def abort(self) -> None:
+        self.log.append("abort")
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.log.append("eof")
+
+    def pause_reading(self) -> None:
+        self.log.append("pause")
+
+    def resume_reading(self) -> None:
+        self.log.append("resume")
+
+
+def run(reads: list[bytes], known_heads: KnownHeads, body_bytes_max: int) -> list[Any]:
+    """Everything that a connection does with these reads."""
+    transport = RecordingTransport()
+
+    def handler(exchange: Exchange) -> None:
+        headers = {name: value for name, value in exchange.headers.items() if name != b"content-length"}
+        transport.log.append((exchange.method, exchange.target, headers, exchange.body, exchange.keep_alive))
+        exchange.respond(200, b"{}")
+
+    server = HttpServer(handler, HttpLimits(body_bytes_max=body_bytes_max))
+    server.known_heads = known_heads
+    connection = Connection(server)
+    connection.connection_made(transport)
+    for read in reads:
+        connection.data_received(read)
+    return transport.log
+
+
+LENGTH_NAMES = st.sampled_from(
+    [b"Content-Length", b"content-length", b"CONTENT-LENGTH", b"X-Length", b"Content-length"]
+)
+OTHER_LINES = st.sampled_from(
+    [
+        b"Host: a",
+        b"Host: b",
+        b"Accept: */*",
+        b"Connection: close",
+        b"Connection: keep-alive",
+        b"Transfer-Encoding: chunked",
+        b"Expect: 100-continue",
+        b"Upgrade: h2c",
+        b"X-Odd: Content-Length: 3",
+        b"X-Fold: a\r\n Content-Length: 2",
+        b"",
+    ]
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> bytes:
+    """Mostly well-formed requests, with lengths that are right, wrong, odd or repeated."""
+    body = draw(st.binary(max_size=6))
+    lengths = st.one_of(
+        st.just(b"%d" % len(body)),
+        st.sampled_from([b"0", b"1", b"5", b"+1", b" 2", b"2 ", b"007", b"99999999", b"", b"2, 2", b"0x2"]),
+    )
+    lines = [
+        draw(st.sampled_from([b"POST /a HTTP/1.1", b"GET /b HTTP/1.1", b"POST /a HTTP/1.0", b"\r\nPOST /a HTTP/1.1"]))
+    ]
+    lines += draw(st.lists(OTHER_LINES, max_size=3))
+    lines.append(b"Host: h")
+    for _ in range(draw(st.integers(0, 2))):
+        lines.append(draw(LENGTH_NAMES) + b":" + draw(st.sampled_from([b" ", b"", b"  "])) + draw(lengths))
+    ending = draw(st.sampled_from([b"\r\n", b"\r\n", b"\r\n", b"\n"]))
+    return ending.join(lines) + ending + ending + body
+
+
+@settings(max_examples=600, deadline=None)
+@given(first=st.lists(requests(), min_size=1, max_size=4), times=st.integers(1, 3), data=st.data())
+def test_known_heads_change_nothing(first: list[bytes], times: int, data: st.DataObject) -> None:
+    reads = [data.draw(st.sampled_from(first)) for _ in range(times)] + first
+    if data.draw(st.booleans()):
+        reads.append(b"".join(first))
+    limit = data.draw(st.sampled_from([3, 1000]))
+    known_heads = KnownHeads()
+    for read in first:  # fill it from connections of their own, as a server with many clients does
+        run([read, read], known_heads, 1000)
+    assert run(reads, known_heads, limit) == run(reads, NeverKnown(), limit)
+
+
+PLAIN = b"POST /a HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n"
+
+
+def test_a_plain_head_is_known_for_any_length() -> None:
+    known_heads = KnownHeads()
+    run([PLAIN % 2 + b"{}"], known_heads, 1000)
+    assert len(known_heads) == 1
+    match = known_heads.match(PLAIN % 12 + b"x" * 12)
+    assert match is not None
+    assert match[0] == KnownHead(b"POST", b"/a", {b"host": b"h"})
+    assert (PLAIN % 12 + b"x" * 12)[match[1] :] == b"x" * 12
+
+
+def test_what_is_not_exactly_one_request_is_not_matched() -> None:
+    known_heads = KnownHeads()
+    run([PLAIN % 2 + b"{}"], known_heads, 1000)
+    for read in (PLAIN % 3 + b"{}", PLAIN % 1 + b"{}", PLAIN % 2 + b"{}" + PLAIN % 2, PLAIN[:-4] % 2):
+        assert known_heads.match(read) is None
+
+
+def test_the_memory_is_bounded() -> None:
+    known_heads = KnownHeads()
+    for number in range(KEPT_MAX + 10):
+        read = b"GET /%d HTTP/1.1\r\nHost: h\r\n\r\n" % number
+        known_heads.keep(read, b"GET", b"/%d" % number, {b"host": b"h"})
+    assert 0 < len(known_heads) <= KEPT_MAX
+    known_heads = KnownHeads()
+    long = b"GET /%b HTTP/1.1\r\nHost: h\r\n\r\n" % (b"x" * 5000)
+    known_heads.keep(long, b"GET", b"/", {b"host": b"h"})
+    assert len(known_heads) == 0

@@ -1,0 +1,53 @@
+"""The pure modules read no clock, draw no random number and touch no socket: those are arguments."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import carpool
+
+ROOT = Path(carpool.__file__).parent
+IMPURE = {"asyncio", "random", "secrets", "selectors", "socket", "ssl", "subprocess", "threading", "time", "uvloop"}
+PURE = [
+    "batching/policy.py",
+    "batching/rate.py",
+    "broker/lanes.py",
+    "broker/deadlines.py",
+    "upstream/retry.py",
+    "face/http/strict_json.py",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "core").glob("*.py")),
+]
+# The one function that reads the clock lives here.
+ALLOWED = {"core/clock.py": {"time"}}
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level names of what a module imports; of Carpool's own modules, the whole name."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            names.add(node.module or "")
+    return {name if name.startswith("carpool") else name.partition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_imports_nothing_impure(module: str) -> None:
+    assert imported(ROOT / module) & IMPURE == ALLOWED.get(module, set())
+
+
+@pytest.mark.parametrize("module", [module for module in PURE if not module.startswith("core/")])
+def test_imports_pure_modules_alone(module: str) -> None:
+    """Else it could get at a clock through somebody else. The type of a clock is fine; the clock is not."""
+    own = {name for name in imported(ROOT / module) if name.startswith("carpool")}
+    pure = {"carpool." + name.removesuffix(".py").replace("/", ".") for name in PURE} - {"carpool.core.clock"}
+    assert own <= pure
+
+
+def test_the_test_can_fail(tmp_path: Path) -> None:
+    impure = tmp_path / "impure.py"
+    impure.write_text("def f():\n    from time import time\n    import socket as s\n    import os.path\n")
+    assert imported(impure) == {"time", "socket", "os"}
