@@ -50,6 +50,7 @@ RATE_TICK_S = 1.0
 RATE_WEIGHT = 0.5
 # Files that are not client connections: upstream connections, the journal, logs.
 FILES_RESERVED = 256
+FILES_WANTED = 65536
 
 OnReady = Callable[[int, int], None]
 
@@ -365,11 +366,13 @@ def http_limits(settings: Settings, services: Sequence[ModelService]) -> HttpLim
 def raise_file_limit() -> int:
     """Allow this process as many open files as the system lets it; returns how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError):
-        return soft
-    return hard
+    for wanted in (max(hard, FILES_WANTED), hard):  # only root may go past the hard limit
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, wanted))
+        except (OSError, ValueError):
+            continue
+        return wanted
+    return soft
 
 
 def tls_context(settings: Settings) -> ssl.SSLContext | None:

@@ -59,6 +59,9 @@ class BatchLoop:
         self._loop = asyncio.get_running_loop()
         # True while a run is due in this turn of the event loop.
         self._rung = False
+        # True during a run. One may cause an arrival (somebody is told, and sends his next request): that must not
+        # start another run inside it, which would take its slot.
+        self._is_running = False
         self._timer: asyncio.TimerHandle | None = None
         broker.when_work_arrives(model, self.arrived)
         slots.when_slot_frees(self.ring)
@@ -67,7 +70,7 @@ class BatchLoop:
         """A request came. A batch that is full leaves now: left to the end of the turn, all that filled in it would
         leave together, and come back together, and so on.
         """
-        if lane.waiting % self.max_batch == 0:
+        if lane.waiting % self.max_batch == 0 and not self._is_running:
             self._run()
         elif not self._rung:
             self._rung = True
@@ -86,6 +89,7 @@ class BatchLoop:
 
     def _run(self) -> None:
         self._rung = False
+        self._is_running = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -94,6 +98,7 @@ class BatchLoop:
         except Exception:
             logger.exception("batching failed; it goes on")
             wake = self._clock() + RETRY_AFTER_FAILURE_S
+        self._is_running = False
         if wake < inf:
             # The event loop's timers have millisecond steps; a shorter one would only spin.
             delay = max(wake - self._clock(), TIMER_S_MIN)
@@ -116,13 +121,14 @@ class BatchLoop:
             if best is None:
                 return wake
             _, lane, send = best
-            batch = self._broker.take(lane, send.count, now)
+            # Promise 4, whatever a policy says; and at least one, so that the lane gets shorter.
+            batch = self._broker.take(lane, min(max(send.count, 1), self.max_batch), now)
             if not batch:
                 continue  # all of them had expired; the lane is shorter now
+            self._dispatcher.dispatch(batch, self._batch_ended)  # first: nothing that fails may come between
             self.batches[send.reason] = self.batches.get(send.reason, 0) + 1
             self.batch_sizes.observe(len(batch))
             self.policy.sent(len(batch), self.max_batch)
-            self._dispatcher.dispatch(batch, self._batch_ended)
         return inf  # a freed slot will ring
 
     def _view(self, lane: LaneQueue, now: float) -> View:

@@ -31,8 +31,8 @@ class Fleet:
         for port in list(self.ports):
             try:
                 return await Connection.open(port)
-            except ConnectionRefusedError:
-                continue
+            except (ConnectionRefusedError, ConnectionResetError):
+                continue  # refused: nothing has been sent
         raise AssertionError("every gateway refuses connections")
 
     async def client(self) -> None:

@@ -15,12 +15,14 @@ class Router:
     """Routes by exact path, or by a prefix whose rest (one path segment) is handed to the route."""
 
     def __init__(self) -> None:
-        # By path, then method. A path that ends with a slash takes one more segment.
+        # By path, then method: whole paths, and those that end with a slash and take one more segment.
         self._routes: dict[bytes, dict[bytes, Route]] = {}
+        self._prefixes: dict[bytes, dict[bytes, Route]] = {}
 
     def add(self, method: bytes, path: bytes, route: Route) -> None:
         """Serve a method of a path."""
-        self._routes.setdefault(path, {})[method] = route
+        routes = self._prefixes if path.endswith(b"/") else self._routes
+        routes.setdefault(path, {})[method] = route
 
     def __call__(self, exchange: Exchange) -> None:
         """Serve one exchange. What a route raises of the error tree becomes its answer."""
@@ -36,10 +38,10 @@ class Router:
     def _search(self, exchange: Exchange) -> None:
         path = split_target(exchange.target)[0]
         rest = b""
-        routes = self._routes.get(path) if not path.endswith(b"/") else None
+        routes = self._routes.get(path)
         if routes is None:
             head, _, rest = path.rpartition(b"/")
-            routes = self._routes.get(head + b"/") if rest else None
+            routes = self._prefixes.get(head + b"/") if rest else None
         if path == b"*" and exchange.method == b"OPTIONS":
             exchange.respond(204, b"", b"", b"Allow: GET, HEAD, POST, DELETE, OPTIONS\r\n")
             return

@@ -1,6 +1,5 @@
 """JSON in and out of the inference routes. `input` and `output` stay the bytes they were."""
 
-from base64 import b64encode
 from typing import Literal
 
 import msgspec
@@ -107,11 +106,6 @@ def body_fault(failure: Exception) -> str:
     return f"the body is not what this path takes: {text[:FAULT_CHARS_MAX]}"
 
 
-def base64_json(data: bytes) -> bytes:
-    """Binary input as a JSON string."""
-    return b'"' + b64encode(data) + b'"'
-
-
 class InferenceAnswers:
     """Writes the 200s of `POST /v1/inference`. What the members of a batch have in common is written once."""
 
@@ -140,10 +134,10 @@ class InferenceAnswers:
 def call_part(model: str, call: CallFacts) -> bytes:
     """The end of the body: what is the same for every member of a batch."""
     version = b"" if call.model_version is None else b',"model_version":' + msgspec.json.encode(call.model_version)
-    return b',"upstream_ms":%.2f,"batch_size":%d,"model":"%b","cached":%b%b}}' % (
+    return b',"upstream_ms":%.2f,"batch_size":%d,"model":%b,"cached":%b%b}}' % (
         call.upstream_s * 1000.0,
         call.batch_size,
-        model.encode(),
+        msgspec.json.encode(model),
         b"true" if call.cached else b"false",
         version,
     )

@@ -1,0 +1,318 @@
+"""The benchmark of `make bench`: Carpool beside the floor in one run, and what one machine holds.
+
+    .venv/bin/python bench/run.py [--quick] [--only throughput,rate,policy,virtual,memory,soak]
+
+Every figure is a ratio or a limit from one run on one machine; absolute times depend on the machine. Sections:
+
+throughput  wrk, 3,000 connections, bench/floor/embedded.py and Carpool alternating, medians of three
+rate        10,000 requests a second for 30 s against 40 simulated GPUs of 200 ms, with `fixed` and with `adaptive`
+policy      `adaptive` against `fixed`, real processes, same arrivals, 32 slots of 200 ms, six rates
+virtual     the same on virtual time (bench/policy.py)
+memory      20,000 requests of 2 KB waiting, above idle
+soak        5 minutes at 5,000 requests a second: is the memory flat?
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.request import urlopen
+
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+CARPOOL = [sys.executable, "-m", "carpool"]
+TICKS = os.sysconf("SC_CLK_TCK")
+console = Console(width=120)
+failures: list[str] = []
+
+
+def verdict(name: str, figure: str, wanted: str, holds: bool) -> tuple[str, str, str, str]:
+    if not holds:
+        failures.append(f"{name}: {figure}, wanted {wanted}")
+    return name, figure, wanted, "yes" if holds else "NO"
+
+
+def show(title: str, rows: list[tuple[str, str, str, str]]) -> None:
+    table = Table("what", "measured", "wanted", "holds", title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def free_port() -> int:
+    """A port whose successor is free too (for the admin port)."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def resident_mb(pid: int) -> float:
+    match = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    assert match is not None
+    return int(match[1]) / 1024
+
+
+@contextmanager
+def process(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A child that listens on `port`; ended by its id."""
+    with tempfile.TemporaryFile() as log:
+        child = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
+        try:
+            wait_for_port(port, child, log)
+            yield child
+        finally:
+            child.send_signal(signal.SIGTERM)
+            try:
+                child.wait(20)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+def wait_for_port(port: int, child: subprocess.Popen[bytes], log: Any) -> None:
+    for _ in range(200):
+        if child.poll() is not None:
+            break
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    log.seek(0)
+    raise SystemExit(f"did not start: {log.read().decode()}")
+
+
+@contextmanager
+def carpool(upstream: str, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A gateway with everything on, the journal too."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as data:
+        command = [*CARPOOL, "serve", "--upstream", upstream, "--port", str(port), "--data-dir", data, *flags]
+        with process(command, port) as child:
+            yield child, port
+
+
+@contextmanager
+def gpus(workers: int, port: int = 9400) -> Iterator[str]:
+    command = [*CARPOOL, "sim-gpu", "--port", str(port), "--workers", str(workers), "--no-track"]
+    with process(command, port + workers - 1):
+        yield f"http://127.0.0.1:{port}-{port + workers - 1}/infer"
+
+
+def bench(port: int, *flags: str) -> dict[str, Any]:
+    """One run of `carpool bench`; its JSON report."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as report:
+        command = [*CARPOOL, "bench", f"http://127.0.0.1:{port}", "--quiet", "--json", report.name, *flags]
+        subprocess.run(command, cwd=ROOT, check=False, timeout=600)
+        result: dict[str, Any] = json.loads(Path(report.name).read_bytes())
+        return result
+
+
+def wrk(port: int, pid: int, seconds: int) -> tuple[float, float]:
+    """Requests a second, and CPU microseconds of the server for each."""
+    before = cpu_seconds(pid)
+    command = ["wrk", "-t1", "-c3000", f"-d{seconds}s", "--latency", "-s", str(HERE / "floor" / "post.lua")]
+    url = f"http://127.0.0.1:{port}/v1/inference"
+    output = subprocess.run([*command, url], capture_output=True, text=True, check=True, timeout=120).stdout
+    used = cpu_seconds(pid) - before
+    requests = int(re.findall(r"(\d+) requests in", output)[0])
+    if "Non-2xx" in output:
+        failures.append(f"wrk saw errors: {output}")
+    return float(re.findall(r"Requests/sec:\s+([\d.]+)", output)[0]), used / requests * 1e6
+
+
+def throughput(quick: bool) -> None:
+    seconds = 4 if quick else 10
+    runs: dict[str, list[tuple[float, float]]] = {"floor": [], "carpool": []}
+    floor_port = free_port()
+    floor_command = [sys.executable, str(HERE / "floor" / "embedded.py"), str(floor_port)]
+    with process(floor_command, floor_port) as floor, carpool("sim:?latency_ms=50&slots=256") as (gateway, port):
+        for number in range(3):
+            console.print(f"throughput, round {number + 1} of 3 ...")
+            runs["floor"].append(wrk(floor_port, floor.pid, seconds))
+            runs["carpool"].append(wrk(port, gateway.pid, seconds))
+    rate = {name: median(run[0] for run in each) for name, each in runs.items()}
+    cpu = {name: median(run[1] for run in each) for name, each in runs.items()}
+    share, cost = rate["carpool"] / rate["floor"], cpu["carpool"] / cpu["floor"]
+    figure = f"{rate['carpool']:,.0f}/s of {rate['floor']:,.0f}/s: {share:.0%}"
+    rows = [
+        verdict("throughput, share of the floor", figure, ">= 50 % (aim 70 %)", share >= 0.5),
+        verdict(
+            "CPU a request, times the floor's",
+            f"{cpu['carpool']:.1f} us of {cpu['floor']:.1f} us: {cost:.2f}",
+            "<= 2",
+            cost <= 2.0,
+        ),
+    ]
+    show("wrk -t1 -c3000, 2 KB, sim:?latency_ms=50&slots=256, journal on; medians of three", rows)
+
+
+def rate(quick: bool) -> None:
+    seconds = "10s" if quick else "30s"
+    rows = []
+    with gpus(40) as upstream:
+        for policy in ("fixed", "adaptive"):
+            console.print(f"10,000/s with {policy} ...")
+            with carpool(upstream, "--policy", policy) as (_, port):
+                bench(port, "--rate", "1000", "--duration", "2s")  # connections and code warm
+                report = bench(port, "--rate", "10000", "--duration", seconds)
+            latency = report["latency_ms"]
+            rows += [
+                verdict(f"{policy}: errors", str(report["errors"]), "0", report["errors"] == 0),
+                verdict(f"{policy}: wrong answers", str(report["wrong"]), "0", report["wrong"] == 0),
+                verdict(f"{policy}: rate", f"{report['rate']:,.0f}/s", ">= 9,800/s", report["rate"] >= 9800),
+                verdict(
+                    f"{policy}: p99",
+                    f"{latency['p99']:.0f} ms (p50 {latency['p50']:.0f})",
+                    "< 300 ms",
+                    latency["p99"] < 300,
+                ),
+            ]
+            size = report["batch_mean"]
+            if policy == "fixed":
+                rows.append(verdict("fixed: mean batch", f"{size:.1f}", ">= 55", size >= 55))
+            else:
+                rows.append((f"{policy}: mean batch", f"{size:.1f}", "", ""))
+    show(f"carpool bench --rate 10000 --duration {seconds}, 40 simulated GPUs of 200 ms", rows)
+
+
+def policy(quick: bool) -> None:
+    seconds = "8s" if quick else "20s"
+    rows = []
+    with gpus(32) as upstream:
+        for each in (50, 500, 2000, 5000, 8000, 9500):
+            reports = {}
+            for name in ("fixed", "adaptive"):
+                console.print(f"{each}/s with {name} ...")
+                with carpool(upstream, "--policy", name) as (_, port):
+                    bench(port, "--rate", str(each), "--duration", "2s")
+                    reports[name] = bench(port, "--rate", str(each), "--duration", seconds, "--seed", "7")
+            fixed, adaptive = (reports[name]["queue_ms"] for name in ("fixed", "adaptive"))
+            if each <= 2000:
+                figure = f"{adaptive['p50']:.1f} ms of {fixed['p50']:.1f} ms"
+                rows.append(
+                    verdict(f"{each}/s: p50 of queue_ms", figure, "<= a third", adaptive["p50"] <= fixed["p50"] / 3)
+                )
+            figure = f"{adaptive['p99']:.1f} ms of {fixed['p99']:.1f} ms"
+            rows.append(
+                verdict(f"{each}/s: p99 of queue_ms", figure, "<= fixed + 2 ms", adaptive["p99"] <= fixed["p99"] + 2)
+            )
+            kept = reports["adaptive"]["rate"] / reports["fixed"]["rate"]
+            figure = f"{kept:.1%}, {reports['adaptive']['errors'] + reports['adaptive']['wrong']} errors"
+            rows.append(verdict(f"{each}/s: throughput kept", figure, ">= 99 %", kept >= 0.99))
+    show("adaptive beside fixed, same arrivals, 32 simulated GPUs of 200 ms", rows)
+
+
+def virtual(quick: bool) -> None:
+    command = [sys.executable, str(HERE / "policy.py"), *(["--quick"] if quick else [])]
+    if subprocess.run(command, cwd=ROOT, check=False).returncode:
+        failures.append("bench/policy.py: a criterion fails on virtual time")
+
+
+def memory(quick: bool) -> None:
+    """20,000 requests wait behind one slot that takes its time; how much more memory than at idle?"""
+    count = 20_000
+    flags = ["--policy", "fixed"]
+    environment = {"CARPOOL_BROKER_QUEUE_TIMEOUT_S": "60", "CARPOOL_BROKER_TOTAL_TIMEOUT_S": "60"}
+    os.environ.update(environment)
+    try:
+        with carpool("sim:?latency_ms=3000&slots=1", *flags) as (gateway, port):
+            idle = resident_mb(gateway.pid)
+            clients = subprocess.Popen(
+                [sys.executable, str(HERE / "waiting_clients.py"), str(port), str(count)],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+            )
+            waiting, deadline = 0.0, time.monotonic() + 60
+            while waiting < count - 200 and time.monotonic() < deadline:
+                time.sleep(0.25)
+                text = urlopen(f"http://127.0.0.1:{port + 1}/metrics").read().decode()
+                waiting = float(re.findall(r"^carpool_held_requests (\S+)", text, re.M)[0])
+            used = resident_mb(gateway.pid) - idle
+            clients.kill()
+            clients.wait()
+    finally:
+        for name in environment:
+            del os.environ[name]
+    rows = [
+        verdict("requests waiting", f"{waiting:,.0f}", f">= {count - 200:,}", waiting >= count - 200),
+        verdict("memory above idle", f"{used:.0f} MB (idle {idle:.0f} MB)", "<= 200 MB", used <= 200),
+    ]
+    show("20,000 waiting requests of 2 KB on 10,000 connections", rows)
+
+
+def soak(quick: bool) -> None:
+    seconds = 60 if quick else 300
+    samples: list[float] = []
+    with gpus(40) as upstream, carpool(upstream) as (gateway, port):
+        console.print(f"soak, {seconds} s at 5,000/s ...")
+        with tempfile.NamedTemporaryFile(suffix=".json") as report:
+            command = [*CARPOOL, "bench", f"http://127.0.0.1:{port}", "--quiet", "--json", report.name]
+            load = subprocess.Popen([*command, "--rate", "5000", "--duration", f"{seconds}s"], cwd=ROOT)
+            while load.poll() is None:
+                samples.append(resident_mb(gateway.pid))
+                time.sleep(1)
+            result = json.loads(Path(report.name).read_bytes())
+    warm = samples[len(samples) // 3 :]
+    growth = median(warm[-10:]) - median(warm[:10])
+    bad = result["errors"] + result["wrong"]
+    rows = [
+        verdict("errors and wrong answers", str(bad), "0", bad == 0),
+        verdict("growth after the first third", f"{growth:+.1f} MB of {median(warm):.0f} MB", "<= 5 MB", growth <= 5),
+    ]
+    show(f"{seconds} s at 5,000/s: memory", rows)
+
+
+SECTIONS: dict[str, Callable[[bool], None]] = {
+    "throughput": throughput,
+    "rate": rate,
+    "policy": policy,
+    "virtual": virtual,
+    "memory": memory,
+    "soak": soak,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="shorter runs: for a look, not for figures")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections to run")
+    options = parser.parse_args()
+    if shutil.which("wrk") is None:
+        subprocess.run(["apt-get", "update", "-qq"], check=True)
+        subprocess.run(["apt-get", "install", "-y", "-qq", "wrk"], check=True)
+    for name in options.only.split(","):
+        SECTIONS[name](options.quick)
+    for failure in failures:
+        console.print(f"does not hold: {failure}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,353 @@
+"""When batches are sent, and which: the loop with the real broker, pool and policies, in virtual time."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from carpool.batching.loop import BatchLoop
+from carpool.batching.policy import Fixed, Plan, Policy, PolicyName, Send, View, make_policy
+from carpool.broker.memory import MemoryBroker
+from carpool.core.errors import DeadlineExceeded
+from carpool.core.outcome import Outcome, Output
+from carpool.core.request import Request
+from carpool.testing import FakeClock, FakeUpstream, Witness, echo, make_request
+from carpool.upstream.codecs import JsonCodec
+from carpool.upstream.dispatch import UpstreamDispatcher
+from carpool.upstream.pool import Pool
+
+MAX_BATCH, MAX_WAIT_S, SERVICE_S = 4, 0.05, 0.2
+START = 1000.0
+NAMES: tuple[PolicyName, ...] = ("fixed", "adaptive", "pid")
+
+
+class Sent:
+    """A dispatcher that also writes down what was sent, and when."""
+
+    def __init__(self, dispatcher: UpstreamDispatcher, clock: FakeClock) -> None:
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self.at: list[float] = []
+        self.batches: list[list[Request]] = []
+
+    def dispatch(self, batch: list[Request], ring: Callable[[float], None]) -> None:
+        self.at.append(self._clock() - START)
+        self.batches.append(list(batch))
+        self._dispatcher.dispatch(batch, ring)
+
+    def names(self) -> list[list[str]]:
+        return [[request.id for request in batch] for batch in self.batches]
+
+
+class Stand:
+    def __init__(self, *, slots: int = 1, policy: Policy | None = None, max_batch: int = MAX_BATCH) -> None:
+        self.clock = FakeClock(START)
+        self.witness = Witness()
+        self.gpu = FakeUpstream(slots=slots).then(echo, delay_s=SERVICE_S, times=1000)
+        self._slots, self._policy, self._max_batch = slots, policy or Fixed(), max_batch
+        self._serial = count()
+
+    def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def started() -> None:
+            self.broker = MemoryBroker(waiting_max=1000, bytes_max=10**6, lanes_max=99, tiers=3, clock=self.clock)
+            self.pool = Pool([self.gpu], self.clock)
+            self.dispatcher = UpstreamDispatcher(
+                self.pool, JsonCodec(), self.broker, timeout_s=3.0, attempts=1, backoff_s=0.0, clock=self.clock
+            )
+            self.sent = Sent(self.dispatcher, self.clock)
+            self.loop = BatchLoop(
+                "m",
+                self.broker,
+                self.pool,
+                self.sent,
+                self._policy,
+                max_batch=self._max_batch,
+                max_wait_s=MAX_WAIT_S,
+                clock=self.clock,
+            )
+            await main()
+
+        self.clock.run(started())
+
+    def arrive(self, how_many: int = 1, *, name: str = "", **options: Any) -> list[Request]:
+        requests = [
+            make_request(name or str(next(self._serial)), self.witness, now=self.clock(), **options)
+            for _ in range(how_many)
+        ]
+        for request in requests:
+            assert self.broker.submit(request) is None
+        return requests
+
+
+def test_arrivals_of_one_turn_make_one_batch() -> None:
+    stand = Stand()
+
+    async def main() -> None:
+        stand.arrive(3)
+        await asyncio.sleep(MAX_WAIT_S + 0.001)
+        assert stand.sent.names() == [["0", "1", "2"]]
+
+    stand.run(main)
+
+
+def test_a_full_batch_leaves_at_once() -> None:
+    stand = Stand(slots=2)
+
+    async def main() -> None:
+        stand.arrive(MAX_BATCH + 1)
+        await asyncio.sleep(0)
+        assert [len(batch) for batch in stand.sent.batches] == [MAX_BATCH]
+        assert stand.sent.at == [0.0]
+        await asyncio.sleep(1)
+        assert [len(batch) for batch in stand.sent.batches] == [MAX_BATCH, 1]
+        assert stand.loop.batches == {"full": 1, "waited": 1}
+
+    stand.run(main)
+
+
+def test_the_wait_is_anchored_on_the_oldest() -> None:
+    """However often others come, the first does not wait longer than max_wait, and not shorter either."""
+    stand = Stand(max_batch=64)
+
+    async def main() -> None:
+        for _ in range(20):
+            stand.arrive()
+            await asyncio.sleep(0.004)
+        assert stand.sent.at[0] == pytest.approx(MAX_WAIT_S)
+        assert len(stand.sent.batches[0]) == 13  # 0, 4, … 48 ms
+
+    stand.run(main)
+
+
+def test_the_anchor_moves_when_the_oldest_leaves() -> None:
+    stand = Stand()
+
+    async def main() -> None:
+        (first,) = stand.arrive()
+        await asyncio.sleep(0.03)
+        stand.arrive()
+        await asyncio.sleep(0.01)
+        stand.broker.cancel(first)
+        await asyncio.sleep(0.2)
+        assert stand.sent.names() == [["1"]]
+        assert stand.sent.at == [pytest.approx(0.03 + MAX_WAIT_S)]
+
+    stand.run(main)
+
+
+def test_no_batch_is_formed_while_no_slot_is_free() -> None:
+    """Late binding: what waits for a slot goes on filling up, and stays where a better one can overtake it."""
+    stand = Stand()
+
+    async def main() -> None:
+        stand.arrive(MAX_BATCH)
+        await asyncio.sleep(0.01)
+        stand.arrive(2, tier=2, target_s=0.5)
+        await asyncio.sleep(0.1)  # longer than max_wait: but all slots are busy
+        assert len(stand.sent.batches) == 1
+        assert stand.broker.depth == 2
+        stand.arrive(1, name="enterprise", tier=0)
+        await asyncio.sleep(0.2)
+        assert stand.sent.names()[1] == ["enterprise", "4", "5"]
+        assert stand.sent.at[1] == pytest.approx(SERVICE_S)
+
+    stand.run(main)
+
+
+def test_lanes_do_not_mix_and_the_best_place_goes_first() -> None:
+    stand = Stand()
+
+    async def main() -> None:
+        stand.arrive(MAX_BATCH)  # fills the slot
+        await asyncio.sleep(0.01)
+        for number, (parameters, target_s) in enumerate([(b"1", 0.5), (b"2", 0.05), (b"3", 0.15)] * 2):
+            stand.arrive(name=f"{parameters.decode()}-{number}", parameters=parameters, target_s=target_s)
+        await asyncio.sleep(1.0)
+        assert stand.sent.names()[1:] == [["2-1", "2-4"], ["3-2", "3-5"], ["1-0", "1-3"]]
+
+    stand.run(main)
+
+
+def test_a_lane_that_may_still_wait_does_not_hold_up_another() -> None:
+    stand = Stand()
+
+    async def main() -> None:
+        stand.arrive(name="waits", parameters=b"1")
+        stand.arrive(MAX_BATCH, parameters=b"2", target_s=9.0)
+        await asyncio.sleep(0.01)
+        assert [len(batch) for batch in stand.sent.batches] == [MAX_BATCH]
+        await asyncio.sleep(0.3)
+        assert stand.sent.names()[1] == ["waits"]
+
+    stand.run(main)
+
+
+def test_draining_waits_for_no_company() -> None:
+    stand = Stand()
+
+    async def main() -> None:
+        stand.arrive(2)
+        await asyncio.sleep(0.01)
+        stand.loop.drain()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert stand.sent.at == [pytest.approx(0.01)]
+        stand.arrive()
+        await asyncio.sleep(0.5)
+        assert stand.loop.batches == {"drain": 1, "waited": 1}
+
+    stand.run(main)
+
+
+def test_the_expired_are_told_and_the_slot_goes_to_the_living() -> None:
+    stand = Stand()
+
+    async def main() -> None:
+        stand.arrive(MAX_BATCH)
+        late = stand.arrive(3, total_timeout_s=0.1)
+        await asyncio.sleep(0.15)
+        stand.arrive(2)
+        await asyncio.sleep(1.0)
+        assert {type(stand.witness.outcome(request)) for request in late} == {DeadlineExceeded}
+        assert stand.sent.names()[1:] == [["7", "8"]]
+        assert stand.loop.batch_sizes.buckets()[-1] == ("+Inf", 2)
+
+    stand.run(main)
+
+
+def test_it_learns_how_long_a_batch_takes() -> None:
+    stand = Stand()
+
+    async def main() -> None:
+        stand.arrive(MAX_BATCH)
+        await asyncio.sleep(1.0)
+        assert stand.loop.service_s == pytest.approx(SERVICE_S)
+
+    stand.run(main)
+
+
+# It cannot be stopped.
+
+
+class Failing(Fixed):
+    """Raises now and then."""
+
+    def __init__(self, in_plan: int = 0, in_sent: int = 0) -> None:
+        self.in_plan, self.in_sent = in_plan, in_sent
+
+    def plan(self, view: View, now: float) -> Plan:
+        self.in_plan -= 1
+        if self.in_plan >= 0:
+            raise RuntimeError("a defect")
+        return super().plan(view, now)
+
+    def sent(self, size: int, max_batch: int) -> None:
+        self.in_sent -= 1
+        if self.in_sent >= 0:
+            raise RuntimeError("a defect")
+
+
+@pytest.mark.parametrize("policy", [Failing(in_plan=3), Failing(in_sent=1)])
+def test_a_policy_that_raises_stops_nothing_and_loses_nobody(policy: Failing, caplog: pytest.LogCaptureFixture) -> None:
+    stand = Stand(policy=policy)
+
+    async def main() -> None:
+        requests = stand.arrive(6)
+        await asyncio.sleep(1.0)
+        assert {type(stand.witness.outcome(request)) for request in requests} == {Output}
+        assert stand.broker.held == 0
+
+    stand.run(main)
+    assert "batching failed; it goes on" in caplog.text
+
+
+class Stubborn(Fixed):
+    """Says the same whatever it sees."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def plan(self, view: View, now: float) -> Plan:
+        return Send(self.size, "full")
+
+
+@pytest.mark.parametrize("size", [0, -1, 1000])
+def test_max_batch_holds_and_the_loop_turns_whatever_a_policy_says(size: int) -> None:
+    stand = Stand(policy=Stubborn(size), slots=9)
+
+    async def main() -> None:
+        requests = stand.arrive(6)
+        await asyncio.sleep(3.0)
+        assert {type(stand.witness.outcome(request)) for request in requests} == {Output}
+        assert max(len(batch) for batch in stand.sent.batches) <= MAX_BATCH
+
+    stand.run(main)
+
+
+def test_an_arrival_while_batches_are_taken_does_not_take_their_slot() -> None:
+    """A connection whose request expired is told, and sends its next one: all within `take`."""
+    stand = Stand(max_batch=1)
+    arrived: list[Request] = []
+
+    class Pipelined:
+        def settled(self, request: Request, outcome: Outcome) -> None:
+            arrived.extend(stand.arrive())
+
+    async def main() -> None:
+        stand.arrive()  # runs
+        (expires,) = stand.arrive(total_timeout_s=0.1)
+        expires.waiter = Pipelined()
+        (waits,) = stand.arrive()
+        await asyncio.sleep(2.0)
+        for request in (waits, *arrived):
+            assert isinstance(stand.witness.outcome(request), Output)
+        assert len(arrived) == 1
+        assert stand.broker.held == 0
+
+    stand.run(main)
+
+
+# Any traffic.
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=40, deadline=None)
+@given(
+    gaps_ms=st.lists(st.integers(0, 40), min_size=1, max_size=60),
+    slots=st.integers(1, 3),
+    lanes=st.integers(1, 3),
+    leaves=st.sets(st.integers(0, 59)),
+)
+def test_the_promises_hold_for_any_traffic(
+    name: PolicyName, gaps_ms: list[int], slots: int, lanes: int, leaves: set[int]
+) -> None:
+    stand = Stand(slots=slots, policy=make_policy(name, busy_share=0.75, fill_target=0.8))
+    everybody: list[Request] = []
+
+    async def main() -> None:
+        for number, gap_ms in enumerate(gaps_ms):
+            everybody.extend(stand.arrive(parameters=b"%d" % (number % lanes), total_timeout_s=60.0))
+            if number in leaves:
+                stand.broker.cancel(everybody[number // 2])
+            await asyncio.sleep(gap_ms / 1000)
+        await asyncio.sleep(30.0)
+
+    stand.run(main)
+    assert stand.broker.held == 0
+    assert stand.pool.free() == slots
+    assert stand.gpu.most_in_flight <= slots
+    assert all(stand.witness.outcome(request) is not None for request in everybody)
+    busy_until = [0.0] * slots
+    for at, batch in zip(stand.sent.at, stand.sent.batches, strict=True):
+        assert 1 <= len(batch) <= MAX_BATCH
+        assert len({request.parameters for request in batch}) == 1
+        free_since = min(busy_until)
+        assert free_since <= at + 1e-9  # late binding
+        waited_s = at - max(free_since, min(request.arrived for request in batch) - START)
+        assert waited_s <= MAX_WAIT_S + 0.0011  # promise 3, with the step of the timer
+        busy_until[busy_until.index(free_since)] = at + SERVICE_S
+    assert sum(stand.loop.batches.values()) == len(stand.sent.batches)

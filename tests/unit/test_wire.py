@@ -1,0 +1,131 @@
+"""JSON in and out of the inference routes."""
+
+import json
+
+import msgspec
+import pytest
+
+from carpool.core.errors import Malformed
+from carpool.core.outcome import CallFacts, Output
+from carpool.face.http import wire
+from carpool.testing import Witness, make_request
+
+
+def test_a_whole_call() -> None:
+    call = wire.decode_inference(
+        b'{"client_id":"me","mode":"async","parameters":{"t": 1},"model":"small","input": {"a" : [1, 2]} }'
+    )
+    assert bytes(call.input) == b'{"a" : [1, 2]}'  # the client's own bytes
+    assert bytes(call.parameters) == b'{"t": 1}'
+    assert (call.model, call.client_id, call.mode) == ("small", "me", "async")
+
+
+def test_what_is_not_given_is_none() -> None:
+    call = wire.decode_inference(b'{"input":null}')
+    assert bytes(call.input) == b"null"
+    assert (call.model, call.client_id, call.mode, bytes(call.parameters)) == (None, None, None, b"")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "truncated"),
+        (b"{}", "`input`"),
+        (b"[]", "object"),
+        (b"nonsense", "malformed"),
+        (b'{"input":1', "truncated"),
+        (b'{"input":1}{"input":2}', "malformed"),
+        (b'{"input":1,"inputs":2}', "`inputs`"),
+        (b'{"input":1,"model":7}', "$.model"),
+        (b'{"input":1,"client_id":7}', "$.client_id"),
+        (b'{"input":1,"client_id":"%b"}' % (b"x" * 257), "`client_id`"),
+        (b'{"input":1,"mode":"later-canary"}', '`mode` must be "sync" or "async"'),
+        (b'{"input":1,"client_id":"\xff"}', "UTF-8"),
+        (b'{"\xff":1}', "UTF-8"),
+        (b'{"input":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested"),
+        (b'{"input":NaN}', "malformed"),
+        (b'{"input":-Infinity}', "malformed"),
+        (b'{"input":"\\ud800xxxxxxx"}', "surrogate"),
+        (b'{"input":"a\nb"}', "malformed"),
+        (b'{"input":01}', "malformed"),
+        (b'\xef\xbb\xbf{"input":1}', "malformed"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_a_call_that_is_refused_says_why(body: bytes, words: str) -> None:
+    with pytest.raises(Malformed) as caught:
+        wire.decode_inference(body)
+    assert words in caught.value.detail
+    assert "canary" not in caught.value.detail
+
+
+def test_a_long_field_name_does_not_make_a_long_detail() -> None:
+    with pytest.raises(Malformed) as caught:
+        wire.decode_inference(b'{"input":1,"%b":1}' % (b"x" * 100_000))
+    assert len(caught.value.detail) < 300
+
+
+def test_predict() -> None:
+    call = wire.decode_predict(b'{"model_id":"m","input_data":[1]}')
+    assert (call.model_id, bytes(call.input_data)) == ("m", b"[1]")
+    for body in (b'{"model_id":"m"}', b'{"input_data":1}', b'{"model_id":"m","input_data":1,"mode":"sync"}', b"\xff"):
+        with pytest.raises(Malformed):
+            wire.decode_predict(body)
+
+
+def test_an_input_that_cannot_be_passed_on_names_its_field() -> None:
+    with pytest.raises(Malformed, match="`input_data` cannot be passed on: not valid UTF-8"):
+        wire.checked_input(msgspec.Raw(b'"\xff"'), "input_data")
+
+
+def canonical(raw: bytes) -> bytes:
+    return wire.canonical_parameters(msgspec.Raw(raw))
+
+
+def test_canonical_parameters() -> None:
+    assert canonical(b'{ "b":1, "a":{"d":[2,1],"c":null} }') == canonical(b'{"a":{"c":null,"d":[2,1]},"b":1}')
+    assert canonical(b'{"a":[1,2]}') != canonical(b'{"a":[2,1]}')
+    assert canonical(b'{"a":123456789012345678901234567890}') == b'{"a":123456789012345678901234567890}'
+    assert canonical(b"") == canonical(b"null") == canonical(b"{}") == b""
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"[]", b"1", b'"a"', b"true", b'{"a":1e999}', b'{"a":"\xff"}', b'{"a":"%b"}' % (b"x" * wire.PARAMETERS_BYTES_MAX)],
+    ids=lambda raw: repr(raw)[:20],
+)
+def test_parameters_that_are_refused(raw: bytes) -> None:
+    with pytest.raises(Malformed, match="`parameters`"):
+        canonical(raw)
+
+
+def test_the_canonical_forms_kept_are_bounded() -> None:
+    for number in range(2 * wire.CANONICAL_KEPT_MAX):
+        canonical(b'{"n":%d}' % number)
+    assert len(wire._canonical) <= wire.CANONICAL_KEPT_MAX
+
+
+def test_answers() -> None:
+    request = make_request("id-1", Witness(), now=10.0, model='mo"del')
+    request.taken, request.ended = 10.005, 10.25
+    answers = wire.InferenceAnswers()
+    plain = Output(b'{"echo": 1}', CallFacts(3, 0.2))
+    rich = Output(b"[]", CallFacts(1, 0.1, model_version='v"1', cached=True), tokens_used=7)
+    metadata = {"latency_ms": 250.0, "queue_ms": 5.0, "model": 'mo"del'}
+    for _ in range(2):
+        assert json.loads(answers(request, plain)) == {
+            "request_id": "id-1",
+            "output": {"echo": 1},
+            "metadata": {**metadata, "upstream_ms": 200.0, "batch_size": 3, "cached": False},
+        }
+        more = {"model_version": 'v"1', "tokens_used": 7}
+        assert json.loads(answers(request, rich)) == {
+            "request_id": "id-1",
+            "output": [],
+            "metadata": {**metadata, "upstream_ms": 100.0, "batch_size": 1, "cached": True, **more},
+        }
+    assert json.loads(wire.predict_json(request, plain)) == {
+        "request_id": "id-1",
+        "output": {"echo": 1},
+        "latency_ms": 250.0,
+    }
