@@ -290,6 +290,10 @@ class Gateway:
         """Requests that got an outcome, by code."""
         return self.broker.outcomes
 
+    def problems(self) -> Mapping[str, int]:
+        """Answers to clients that were errors, by code."""
+        return self.server.problems
+
     def queue_wait_seconds(self) -> Histogram:
         """Seconds that requests waited for a slot."""
         return self.broker.waited

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from support.checker import Checker
 from support.scenarios.bad_upstream import (
     FAILED_ATTEMPTS,

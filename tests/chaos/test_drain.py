@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from support.scenarios.drain import (
     first_moments_of_a_drain,
     received_before_the_listener_closes,

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from support.scenarios.embedded_kill import (
     deadline_counts_uptime_only,
     kill_at_random,
@@ -36,7 +37,6 @@ async def test_tasks_of_a_hanging_batch_survive_sigterm(tmp_path: Path) -> None:
 
 
 async def test_the_deadline_of_a_task_counts_uptime_only(tmp_path: Path) -> None:
-    answered, stuck, seconds = await deadline_counts_uptime_only(tmp_path)
-    # A crash may lose up to a second of the uptime clock.
+    answered, stuck, seconds = await deadline_counts_uptime_only(tmp_path, timeout_s=5.0)
     assert (answered, stuck) == ("SUCCESS", "FAILED")
-    assert 1.0 < seconds < 4.5
+    assert 3.0 < seconds < 6.5  # a crash may lose up to a second of the uptime clock

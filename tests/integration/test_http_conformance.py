@@ -174,7 +174,7 @@ def verdict(data: bytes, kind: type[Connection]) -> Verdict:
         connection.connection_made(NoTransport())
         for read in reads:
             connection.data_received(read)
-        verdicts.add(Verdict(len(seen), server.refused > 0))
+        verdicts.add(Verdict(len(seen), bool(server.problems)))
     assert len(verdicts) == 1, f"whole and byte by byte differ: {verdicts}"
     return verdicts.pop()
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,16 @@ from support.client import ask_once
 START_S_MAX = 30.0
 _SERVING = re.compile(r"serving on 127\.0\.0\.1:(\d+), admin on 127\.0\.0\.1:(\d+)")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+async def until(condition: Callable[[], Awaitable[bool]] | Callable[[], bool], *, within_s: float = 30.0) -> None:
+    """Wait until the condition is true; TimeoutError if that does not come."""
+    async with asyncio.timeout(within_s):
+        while True:
+            found = condition()
+            if found if isinstance(found, bool) else await found:
+                return
+            await asyncio.sleep(0.001)
 
 
 class GatewayProcess:
@@ -78,25 +88,32 @@ class GatewayProcess:
 
 @asynccontextmanager
 async def running_gateway(
-    directory: Path, upstream: str, *flags: str, settings: dict[str, float] | None = None
+    directory: Path, upstream: str, *flags: str, settings: Mapping[str, object] | None = None
 ) -> AsyncIterator[GatewayProcess]:
     """A gateway with its journal in `directory`; killed at the end if it has not left by itself.
 
     `settings` are further ones by their key, such as `{"tasks.timeout_s": 3}`.
     """
+    gateway = start_gateway(directory, upstream, flags, settings or {})
+    try:
+        await gateway.wait_until_serving()
+        yield gateway
+    finally:
+        if gateway.process.poll() is None:
+            gateway.kill()
+
+
+def start_gateway(
+    directory: Path, upstream: str, flags: Sequence[str], settings: Mapping[str, object]
+) -> GatewayProcess:
+    """Start the process; it may not serve yet."""
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / f"gateway-{time.monotonic_ns()}.log"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
-    for key, value in (settings or {}).items():
+    for key, value in settings.items():
         environment["CARPOOL_" + key.upper().replace(".", "_")] = str(value)
     command = [sys.executable, "-m", "carpool", "serve", "--port", "0", "--log-format", "json"]
     command += ["--upstream", upstream, "--data-dir", str(directory), *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=directory)
-    gateway = GatewayProcess(process, log)
-    try:
-        await gateway.wait_until_serving()
-        yield gateway
-    finally:
-        if process.poll() is None:
-            gateway.kill()
+    return GatewayProcess(process, log)

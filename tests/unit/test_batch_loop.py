@@ -277,10 +277,10 @@ class Stubborn(Fixed):
 
 @pytest.mark.parametrize("size", [0, -1, 1000])
 def test_max_batch_holds_and_the_loop_turns_whatever_a_policy_says(size: int) -> None:
-    stand = Stand(policy=Stubborn(size), slots=9)
+    stand = Stand(policy=Stubborn(size))
 
     async def main() -> None:
-        requests = stand.arrive(6)
+        requests = stand.arrive(11)
         await asyncio.sleep(3.0)
         assert {type(stand.witness.outcome(request)) for request in requests} == {Output}
         assert max(len(batch) for batch in stand.sent.batches) <= MAX_BATCH

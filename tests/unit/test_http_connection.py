@@ -364,7 +364,7 @@ def test_refused(name: str, split: Split) -> None:
     problem: dict[str, Any] = json.loads(last.body)
     assert set(problem) == {"type", "title", "status", "detail", "request_id"}
     assert problem["status"] == status
-    assert face.server.refused == 1
+    assert sum(face.server.problems.values()) == 1
     assert face.server.receiving_bytes == 0
     assert face.transport.eof and not face.transport.closed and face.transport.is_reading()
 

@@ -45,7 +45,7 @@ def test_what_is_not_given_is_none() -> None:
         (b'{"input":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested"),
         (b'{"input":NaN}', "malformed"),
         (b'{"input":-Infinity}', "malformed"),
-        (b'{"input":"\\ud800xxxxxxx"}', "surrogate"),
+        (b'{"input":"\\ud800xxxxxxx"}', "hex escape"),
         (b'{"input":"a\nb"}', "malformed"),
         (b'{"input":01}', "malformed"),
         (b'\xef\xbb\xbf{"input":1}', "malformed"),

@@ -120,7 +120,9 @@ class Tasks:
                 self._broker.settle(request, error)
             else:
                 self._live[request.id] = task
-                if not self.draining:
+                if self.draining:
+                    self._broker.withdraw(request)
+                else:
                     self._broker.enqueue(request)
             accepted(error)
 
@@ -162,17 +164,20 @@ class Tasks:
                 task.polls.remove(poll)
 
     def delete(self, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
-        """Cancel a waiting task, discard the result of a running one, forget a finished one."""
-        task = self._live.pop(task_id, None)
-        if task is not None:
-            self._broker.cancel(task.request)
-            self._answer_polls(task, UnknownTask("the task was deleted"))
+        """Cancel a waiting task, discard the result of a running one, forget a finished one.
+
+        Only when the journal has let it go: if that fails the task is still accepted, and comes to its outcome.
+        """
 
         def deleted(found: bool | CarpoolError) -> None:
             if isinstance(found, CarpoolError):
                 done(found)
-            else:
-                done(None if found else no_such_task())
+                return
+            task = self._live.pop(task_id, None)
+            if task is not None:
+                self._broker.cancel(task.request)
+                self._answer_polls(task, UnknownTask("the task was deleted"))
+            done(None if found else no_such_task())
 
         self._journal.delete(task_id, deleted)
 

@@ -4,7 +4,8 @@ A request is in exactly one phase. Only `settle` ends it, and only once, from an
 
     ADMITTED ──enqueue──► QUEUED ──take──► RUNNING ──settle──► DONE
 
-`Request.settle` is called by the broker's `settle` alone, which keeps the counts; everybody else calls that.
+`Request.settle` is called by the broker, which keeps the counts, or by whoever refuses a request that the broker never
+held; everybody else calls the broker's `settle`.
 """
 
 import logging

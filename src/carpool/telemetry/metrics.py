@@ -59,6 +59,10 @@ class View(Protocol):
         """Requests that got an outcome, by code."""
         ...
 
+    def problems(self) -> Mapping[str, int]:
+        """Answers to clients that were errors, by code; also for requests that never came in."""
+        ...
+
     def queue_wait_seconds(self) -> Histogram:
         """Seconds that requests waited for a slot."""
         ...
@@ -81,6 +85,10 @@ class CarpoolCollector(Collector):
         for code, number in view.outcomes().items():
             requests.add_metric([code], number)
         yield requests
+        problems = CounterMetricFamily("carpool_problems", "Answers to clients that were errors.", labels=["code"])
+        for code, number in view.problems().items():
+            problems.add_metric([code], number)
+        yield problems
         wait = HistogramMetricFamily("carpool_queue_wait_seconds", "Seconds a request waited for a slot.")
         histogram = view.queue_wait_seconds()
         wait.add_metric([], histogram.buckets(), histogram.total)

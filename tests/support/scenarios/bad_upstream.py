@@ -77,9 +77,11 @@ class Clients:
 @asynccontextmanager
 async def bad_upstream(directory: Path, name: str) -> AsyncIterator[Clients]:
     """A gateway in front of a scripted upstream with two slots."""
-    async with scripted_upstream() as upstream:
-        async with running_gateway(directory, upstream.url, "--slots", "2", settings=QUICK) as gateway:
-            yield Clients(gateway, upstream, Checker(name))
+    async with (
+        scripted_upstream() as upstream,
+        running_gateway(directory, upstream.url, "--slots", "2", settings=QUICK) as gateway,
+    ):
+        yield Clients(gateway, upstream, Checker(name))
 
 
 async def null_elements(clients: Clients, count: int) -> Counter[str]:

@@ -7,12 +7,13 @@ import random
 import socket
 import struct
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from support.checker import Checker, Verdict
 from support.client import Connection, ConnectionBrokenError, ask_once, inference_body
-from support.processes import GatewayProcess, running_gateway
+from support.processes import GatewayProcess, running_gateway, until
 from support.upstreams import ScriptedUpstream, scripted_upstream
 
 MAX_BATCH = 64
@@ -58,9 +59,12 @@ class Wave:
 
 async def wait_for_depth(admin: Connection, depth: int) -> None:
     """Wait until so many requests are queued."""
-    async with asyncio.timeout(30):
-        while (await admin.ask("GET", "/internal/health")).json["queue_depth"] != depth:
-            await asyncio.sleep(0.002)
+
+    async def is_reached() -> bool:
+        response = await admin.ask("GET", "/internal/health")
+        return bool(response.json["queue_depth"] == depth)
+
+    await until(is_reached)
 
 
 async def hang_up_in_waves(directory: Path, waves: int, clients: int) -> HangUps:
@@ -92,9 +96,7 @@ async def one_wave(
     upstream.gate.clear()
     texts = [checker.new_input() for _ in range(clients)]
     wave = await asyncio.to_thread(Wave, gateway.port, texts)
-    async with asyncio.timeout(30):
-        while upstream.in_flight == 0:
-            await asyncio.sleep(0.001)
+    await until(lambda: upstream.in_flight > 0)
     in_flight = set(upstream.seen) & set(texts)
     await wait_for_depth(admin, clients - len(in_flight))
     hung_up_at = await asyncio.to_thread(wave.hang_up)
@@ -173,5 +175,5 @@ async def half_of_all_cancel(directory: Path, clients: int, seconds: float) -> C
             await asyncio.gather(*(client(gateway) for _ in range(clients)))
             held = await gauges_once_empty(gateway)
             assert gateway.log_messages("error") == []
-    pauses = (later - earlier for earlier, later in zip(answered_at, answered_at[1:], strict=False))
+    pauses = (later - earlier for earlier, later in pairwise(answered_at))
     return Cancellations(checker.verdict(upstream.seen), dict(checker.tally), max(pauses), held)

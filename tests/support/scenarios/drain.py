@@ -10,7 +10,7 @@ from pathlib import Path
 
 from support.checker import Checker, Verdict
 from support.client import Connection, ConnectionBrokenError, ask_once, inference_body
-from support.processes import GatewayProcess, running_gateway
+from support.processes import GatewayProcess, running_gateway, until
 from support.upstreams import scripted_upstream
 
 UPSTREAM = "sim:?latency_ms=30&slots=4"
@@ -127,8 +127,7 @@ async def second_sigterm(directory: Path) -> float:
         async with running_gateway(directory, upstream.url) as gateway:
             waiting = await Connection.open(gateway.port)
             waiting.send("POST", "/v1/inference", inference_body("never answered"))
-            while upstream.in_flight == 0:
-                await asyncio.sleep(0.01)
+            await until(lambda: upstream.in_flight > 0)
             gateway.terminate()
             await asyncio.sleep(0.2)
             assert gateway.process.poll() is None
@@ -152,12 +151,9 @@ async def received_before_the_listener_closes(directory: Path) -> list[int]:
             half = await Connection.open(gateway.port)
             body = inference_body("half")
             half.send_part(f"POST /v1/inference HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode())
-            while upstream.in_flight == 0:
-                await asyncio.sleep(0.01)
+            await until(lambda: upstream.in_flight > 0)
             gateway.terminate()
-            async with asyncio.timeout(5):
-                while not await refuses_connections(gateway):
-                    await asyncio.sleep(0.02)
+            await until(lambda: refuses_connections(gateway), within_s=5)
             half.send_part(body)
             upstream.gate.set()
             statuses = [(await connection.read()).status for connection in (*sent, half)]

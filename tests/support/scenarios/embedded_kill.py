@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.checker import Checker, Verdict
 from support.client import Connection, ConnectionBrokenError, inference_body
-from support.processes import GatewayProcess, running_gateway
+from support.processes import GatewayProcess, running_gateway, until
 from support.upstreams import scripted_upstream
 
 SUBMITTERS, READERS = 8, 2
@@ -102,19 +102,23 @@ async def kill_at_random(directory: Path, rounds: int) -> tuple[Verdict, Checker
         upstream.latency_s = 0.02
         for _ in range(rounds):
             async with running_gateway(directory, upstream.url, "--slots", "2", settings=KEEP) as gateway:
-                before = len(clients.inputs)
-                streams = [clients.submit_until_killed(gateway.port) for _ in range(SUBMITTERS)]
-                streams += [clients.read_until_killed(gateway.port) for _ in range(READERS)]
-                running = asyncio.gather(*streams)
-                while len(clients.inputs) == before:  # a round without a 202 would prove nothing
-                    await asyncio.sleep(0.001)
-                await asyncio.sleep(random.uniform(0.0, 0.4))
-                gateway.kill()
-                await running
+                await load_and_kill(clients, gateway)
         async with running_gateway(directory, upstream.url, "--slots", "2", settings=KEEP) as gateway:
             await clients.read_all(gateway.port, within_s=60)
             assert gateway.log_messages("error") == []
         return checker.verdict(upstream.seen), checker
+
+
+async def load_and_kill(clients: TaskClients, gateway: GatewayProcess) -> None:
+    """One round: at least one task is accepted, for a round without any would prove nothing."""
+    before = len(clients.inputs)
+    streams = [clients.submit_until_killed(gateway.port) for _ in range(SUBMITTERS)]
+    streams += [clients.read_until_killed(gateway.port) for _ in range(READERS)]
+    running = asyncio.gather(*streams)
+    await until(lambda: len(clients.inputs) > before)
+    await asyncio.sleep(random.uniform(0.0, 0.4))
+    gateway.kill()
+    await running
 
 
 async def submit_many(clients: TaskClients, gateway: GatewayProcess, count: int) -> None:
@@ -131,7 +135,8 @@ async def terminate_with_a_queue(directory: Path, count: int) -> tuple[Verdict, 
     clients = TaskClients(checker)
     async with scripted_upstream() as upstream:
         upstream.latency_s = 0.3
-        async with running_gateway(directory, upstream.url, "--max-batch", "4", settings=KEEP) as gateway:
+        settings = KEEP | {"gateway.drain_grace_s": 0.1}
+        async with running_gateway(directory, upstream.url, "--max-batch", "4", settings=settings) as gateway:
             await submit_many(clients, gateway, count)
             gateway.terminate()
             assert await gateway.exit_code() == 0
@@ -151,8 +156,7 @@ async def terminate_while_the_upstream_hangs(directory: Path) -> tuple[Verdict, 
         settings = KEEP | {"upstream.timeout_s": 1.5, "gateway.drain_grace_s": 0.1}
         async with running_gateway(directory, upstream.url, settings=settings) as gateway:
             await submit_many(clients, gateway, 4)
-            while upstream.in_flight == 0:
-                await asyncio.sleep(0.01)
+            await until(lambda: upstream.in_flight > 0)
             gateway.terminate()
             assert await gateway.exit_code() == 0
         upstream.gate.set()
@@ -161,11 +165,11 @@ async def terminate_while_the_upstream_hangs(directory: Path) -> tuple[Verdict, 
         return checker.verdict(), checker
 
 
-async def deadline_counts_uptime_only(directory: Path) -> tuple[str, str, float]:
-    """A task of 3 s, 0.5 s run before a kill, 3.5 s of downtime: it still succeeds. Another one, still stuck after
-    the restart, ends when its 3 s of uptime are over. Returns both statuses and the second one's seconds of uptime.
+async def deadline_counts_uptime_only(directory: Path, timeout_s: float) -> tuple[str, str, float]:
+    """A task whose process is killed early and then down for longer than its timeout still succeeds. Another one,
+    stuck after the restart too, ends when its uptime is over. Returns both statuses and the other's last seconds.
     """
-    settings = KEEP | {"tasks.timeout_s": 3.0, "upstream.timeout_s": 60.0}
+    settings = KEEP | {"tasks.timeout_s": timeout_s, "upstream.timeout_s": 60.0}
     clients = TaskClients(Checker("F8-uptime"))
     statuses: list[str] = []
     async with scripted_upstream() as upstream:
@@ -173,9 +177,9 @@ async def deadline_counts_uptime_only(directory: Path) -> tuple[str, str, float]
         for directory_name in ("answered", "stuck"):
             async with running_gateway(directory / directory_name, upstream.url, settings=settings) as gateway:
                 await submit_many(clients, gateway, 1)
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(0.3)
         answered, stuck = clients.inputs
-        await asyncio.sleep(3.5)
+        await asyncio.sleep(timeout_s)
         async with running_gateway(directory / "stuck", upstream.url, settings=settings) as gateway:
             started = time.monotonic()
             statuses.append(await final_status(gateway, stuck))

@@ -370,7 +370,6 @@ class Connection(asyncio.Protocol):
         refused = Exchange(self, b"", b"", {}, b"", False)
         (self.backlog or self.pending).append(refused)
         respond_problem(refused, error)
-        self.server.refused += 1
 
     def receive_timed_out(self) -> None:
         """The sweep found a request that did not arrive whole in time."""

@@ -142,17 +142,17 @@ class GatewayRoutes:
         """`POST /v1/predict`: JSON, or binary with the model in the query."""
         media = media_type(exchange.headers.get(b"content-type", JSON))
         check_encoding(exchange.headers)
+        named = query_of(exchange).get("model_id")
         if media == b"application/octet-stream":
-            name = query_of(exchange).get("model_id")
-            if name is None:
-                raise Malformed("binary input needs the model in the query: /v1/predict?model_id=NAME")
-            model = self._named(name)
+            model = self._default_model if named is None else self._named(named)
             if not exchange.body:
                 raise Malformed("the body is empty; send the input's bytes")
             value = model.binary_input(exchange.body)
         else:
             check_media(media, "application/json or application/octet-stream")
             call = decode_predict(exchange.body)
+            if named is not None and named != call.model_id:
+                raise Malformed("`model_id` in the query is another than in the body; name the model once")
             model = self._named(call.model_id)
             value = checked_input(call.input_data, "input_data")
         if len(exchange.body) > model.body_bytes_max:

@@ -66,11 +66,12 @@ TASK_ID: Json = {
     "schema": {"type": "string"},
     "description": "from the answer that accepted the task",
 }
+OF_THE_TASK: Json = {"task_id": "$response.body#/task_id"}
 REQUEST_ID: Json = {
     "name": "X-Request-Id",
     "in": "header",
-    "schema": {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"},
-    "description": "echoed; one of another form is replaced by Carpool's own id",
+    "schema": {"type": "string"},
+    "description": "echoed if it has 1 to 128 of A-Z a-z 0-9 . _ : -; any other is replaced by Carpool's own id",
 }
 
 
@@ -83,10 +84,10 @@ def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> 
         "additionalProperties": False,
         "properties": {
             "input": {"description": "any JSON value; passed on untouched"},
-            "model": {**model_name, "default": default_model},
-            "parameters": {"type": "object", "description": "requests with equal parameters share batches"},
-            "client_id": {"type": "string", "maxLength": 256},
-            "mode": {"enum": ["sync", "async"]},
+            "model": {"enum": [*models, None], "default": default_model},
+            "parameters": {"type": ["object", "null"], "description": "requests with equal parameters share batches"},
+            "client_id": {"type": ["string", "null"], "maxLength": 256},
+            "mode": {"enum": ["sync", "async", None]},
         },
     }
     predict_body: Json = {
@@ -110,8 +111,8 @@ def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> 
     model_id: Json = {
         "name": "model_id",
         "in": "query",
-        "schema": model_name,
-        "description": "the model, for a binary body",
+        "schema": {**model_name, "default": default_model},
+        "description": "the model, for a binary body; with JSON it must not contradict the body",
     }
     paths: Json = {
         "/v1/inference": {
@@ -125,6 +126,9 @@ def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> 
                     "202": {
                         **answer("The task is stored", TASK_ACCEPTED),
                         "headers": {"Location": {"schema": {"type": "string"}}},
+                        "links": {
+                            name: {"operationId": name, "parameters": OF_THE_TASK} for name in ("result", "delete")
+                        },
                     },
                     **problems(400, 404, 408, 413, 415, 422, 429, 431, 500, 502, 503, 504),
                 },
@@ -139,7 +143,7 @@ def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> 
                     "required": True,
                     "content": {
                         "application/json": {"schema": predict_body},
-                        "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+                        "application/octet-stream": {"schema": {"type": "string", "format": "binary", "minLength": 1}},
                     },
                 },
                 "responses": {

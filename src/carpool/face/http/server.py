@@ -1,6 +1,8 @@
 """The listener and what its connections share: limits, a coarse clock, the sweep for the slow, and the drain."""
 
 import asyncio
+import os
+import socket
 import ssl
 from collections.abc import Callable
 from email.utils import formatdate
@@ -17,6 +19,8 @@ TICK_S = 0.05
 SWEEP_PARTS = 5
 # A connection must take at least so many bytes in `write_timeout_s` while some wait for it.
 DRAINED_BYTES_MIN = 65536
+# A connection this young at the end of listening is not idle: its request is on the way.
+NEW_S = 0.25
 
 
 class HttpLimits(msgspec.Struct, frozen=True):
@@ -49,12 +53,17 @@ class HttpServer:
         self.connections: set[Connection] = set()
         # Bytes of bodies that are partly received, or wait in a connection's backlog.
         self.receiving_bytes = 0
-        # Requests that could not be received, for metrics.
-        self.refused = 0
+        # Answers that were errors, by code, for metrics.
+        self.problems: dict[str, int] = {}
         # While true, every response asks its client to go.
         self.draining = False
         self._server: asyncio.Server | None = None
+        self._tls: ssl.SSLContext | None = None
+        # Duplicates of the listening sockets, which still accept when the server's own are closed; and what they did.
+        self._last_listeners: list[socket.socket] = []
+        self._last_accepted: set[asyncio.Task[object]] = set()
         self._to_sweep: list[Connection] = []
+        self._swept_at_once = 0
         self._tick_timer: asyncio.TimerHandle | None = None
 
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
@@ -68,6 +77,8 @@ class HttpServer:
             ssl_handshake_timeout=self.limits.receive_timeout_s if tls else None,
             backlog=4096,
         )
+        self._tls = tls
+        self._last_listeners = [socket.socket(fileno=os.dup(listening.fileno())) for listening in self._server.sockets]
         self._tick()
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
@@ -96,13 +107,31 @@ class HttpServer:
         if self._server is not None:
             self._server.close()
             self._server = None
+            for listener in self._last_listeners:
+                self._accept_last(listener)
+
+    def _accept_last(self, listener: socket.socket) -> None:
+        """Take what the kernel has accepted since the last turn of the event loop: closing would reset it."""
+        loop = asyncio.get_running_loop()
+        with listener:
+            listener.setblocking(False)
+            while True:
+                try:
+                    accepted, _ = listener.accept()
+                except OSError:  # no more
+                    return
+                adopt = loop.connect_accepted_socket(lambda: Connection(self), accepted, ssl=self._tls)
+                self._last_accepted.add(loop.create_task(adopt))
 
     async def finish(self, deadline: float) -> None:
         """Close idle connections at once and the others as their last answer leaves; past `deadline` all of them."""
+        if self._last_accepted:
+            await asyncio.wait(self._last_accepted, timeout=max(0.0, deadline - self.clock()))
         while self.connections and self.clock() < deadline:
             for connection in list(self.connections):
                 waited_for = connection.pending or connection.backlog or connection.receiving_since
-                if not waited_for and not connection.linger_until:
+                is_new = self.coarse_now - connection.idle_since < NEW_S
+                if not waited_for and not connection.linger_until and not is_new:
                     self._close(connection)
             await asyncio.sleep(0.01)
         for connection in list(self.connections):
@@ -126,8 +155,9 @@ class HttpServer:
         self.coarse_now = now
         if not self._to_sweep:
             self._to_sweep = list(self.connections)
-        count = min(len(self._to_sweep), len(self.connections) // SWEEP_PARTS + 1)
-        for _ in range(count):
+            # Fixed for the round: if it fell with the connections, those at the end of the list would wait.
+            self._swept_at_once = len(self._to_sweep) // SWEEP_PARTS + 1
+        for _ in range(min(len(self._to_sweep), self._swept_at_once)):
             self._sweep(self._to_sweep.pop(), now)
 
     def _sweep(self, connection: Connection, now: float) -> None:

@@ -121,13 +121,12 @@ class InferenceAnswers:
             self._call_part = call_part(request.model, output.call)
         tokens = b"" if output.tokens_used is None else b',"tokens_used":%d' % output.tokens_used
         arrived = request.arrived
-        return b'{"request_id":"%b","output":%b,"metadata":{"latency_ms":%.2f,"queue_ms":%.2f%b%b' % (
-            request.id.encode(),
-            output.value,
+        times = b',"metadata":{"latency_ms":%.2f,"queue_ms":%.2f' % (
             (request.ended - arrived) * 1000.0,
             (request.taken - arrived) * 1000.0,
-            tokens,
-            self._call_part,
+        )
+        return b"".join(
+            (b'{"request_id":"', request.id.encode(), b'","output":', output.value, times, tokens, self._call_part)
         )
 
 

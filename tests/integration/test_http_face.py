@@ -1,0 +1,555 @@
+"""The HTTP contract of DESIGN.md, over real sockets against a real `carpool serve`."""
+
+import json
+import re
+import ssl
+import subprocess
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.client import Response
+from support.gateway import Peer, ask, eventually, metric, request_bytes, serving
+from support.processes import GatewayProcess
+
+JSON = "Content-Type: application/json"
+ASYNC = "Prefer: respond-async"
+UNKNOWN_TASK = "0" * 32
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    """One that answers in about 20 ms."""
+    with serving(tmp_path_factory.mktemp("gateway")) as running:
+        yield running
+        assert running.log_messages("error") == []
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    """One that runs a single request at a time, for a second: the next one waits."""
+    settings = {"broker.queue_timeout_s": 10, "broker.total_timeout_s": 12}
+    upstream = "sim:?latency_ms=1000&slots=1"
+    with serving(tmp_path_factory.mktemp("slow"), upstream, "--max-batch", "1", settings=settings) as running:
+        yield running
+
+
+@pytest.fixture
+def idle(slow: GatewayProcess) -> GatewayProcess:
+    """The slow gateway, once nothing waits or runs there."""
+    assert eventually(lambda: metric(slow, "carpool_held_requests") == 0, 10)
+    return slow
+
+
+def assert_problem(response: Response, status: int, words: str = "") -> dict[str, Any]:
+    assert response.status == status, response.body
+    assert response.headers["content-type"] == "application/problem+json"
+    problem: dict[str, Any] = response.json
+    assert set(problem) == {"type", "title", "status", "detail", "request_id"}
+    assert problem["status"] == status
+    assert problem["type"].startswith("urn:carpool:error:")
+    assert problem["title"] and problem["request_id"]
+    assert words in problem["detail"]
+    return problem
+
+
+# POST /v1/inference
+
+
+def test_inference(gateway: GatewayProcess) -> None:
+    response = ask(gateway.port, "POST", "/v1/inference", {"input": "abc", "client_id": "me", "model": "default"}, JSON)
+    assert response.status == 200
+    assert response.headers["content-type"] == "application/json"
+    answer = response.json
+    assert set(answer) == {"request_id", "output", "metadata"}
+    assert answer["output"] == "cba"
+    metadata = answer["metadata"]
+    assert set(metadata) == {"latency_ms", "queue_ms", "upstream_ms", "batch_size", "model", "cached"}
+    assert metadata["upstream_ms"] >= 15  # a timer of the event loop may be a little early
+    assert metadata["latency_ms"] >= metadata["upstream_ms"] - 1
+    assert (metadata["batch_size"], metadata["model"], metadata["cached"]) == (1, "default", False)
+    assert "x-request-id" not in response.headers
+
+
+@pytest.mark.parametrize("value", [None, True, 0, -1.5e300, "", "ä🚗", [], {}, [1, [2, {"a": None}]], {"a": {"b": []}}])
+def test_any_json_value_is_an_input(gateway: GatewayProcess, value: object) -> None:
+    expected = value[::-1] if isinstance(value, str) else {"echo": value}
+    assert ask(gateway.port, "POST", "/v1/inference", {"input": value}).json["output"] == expected
+
+
+def test_duplicate_keys_inside_the_input_pass_untouched(gateway: GatewayProcess) -> None:
+    body = b'{"input": {"a" :1,"a":2, "b":1.50} }'
+    assert b'{"a" :1,"a":2, "b":1.50}' in ask(gateway.port, "POST", "/v1/inference", body).body
+
+
+def test_equal_parameters_share_a_batch_and_others_do_not(gateway: GatewayProcess) -> None:
+    first, second, third = (
+        b'{"input":"a","parameters":{"x":1,"y":[2]}}',
+        b'{"input":"b","parameters":{ "y": [2], "x": 1 }}',
+        b'{"input":"c","parameters":{"x":2}}',
+    )
+    with Peer(gateway.port) as peer:
+        # The first of a lane may go at once; of several rounds one at least is held together.
+        sizes = set()
+        for _ in range(10):
+            peer.send(b"".join(request_bytes("POST", "/v1/inference", body) for body in (first, second, third)))
+            answers = [peer.read().json for _ in range(3)]
+            assert [answer["output"] for answer in answers] == ["a", "b", "c"]
+            assert answers[2]["metadata"]["batch_size"] == 1
+            sizes.add(answers[0]["metadata"]["batch_size"])
+    assert 2 in sizes
+
+
+@pytest.mark.parametrize("target", ["/v1/inference", "/v1/predict?model_id=default"])
+def test_an_id_is_echoed(gateway: GatewayProcess, target: str) -> None:
+    body = {"input": "a"} if "inference" in target else {"model_id": "default", "input_data": "a"}
+    response = ask(gateway.port, "POST", target, body, "X-Request-Id: my.id_1:2-3")
+    assert (response.headers["x-request-id"], response.json["request_id"]) == ("my.id_1:2-3", "my.id_1:2-3")
+
+
+@pytest.mark.parametrize("bad", ["", "a b", "x" * 129, 'a"b', "ä", "a,b", "<script>"])
+def test_an_id_that_cannot_be_passed_on_is_replaced(gateway: GatewayProcess, bad: str) -> None:
+    response = ask(gateway.port, "POST", "/v1/inference", {"input": "a"}, f"X-Request-Id: {bad}")
+    assert response.status == 200
+    assert "x-request-id" not in response.headers
+    assert response.json["request_id"].startswith("req_")
+
+
+def test_an_id_is_echoed_with_a_problem_too(gateway: GatewayProcess) -> None:
+    response = ask(gateway.port, "POST", "/v1/inference", b"nonsense", "X-Request-Id: mine")
+    assert assert_problem(response, 400)["request_id"] == "mine"
+    assert response.headers["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "words"),
+    [
+        (b"", (), 400, "truncated"),
+        (b"nonsense", (), 400, "malformed"),
+        (b"{}", (), 400, "`input`"),
+        (b"[1]", (), 400, "object"),
+        (b'{"input":1,"inptu":2}', (), 400, "`inptu`"),
+        (b'{"input":1,"model":2}', (), 400, "model"),
+        (b'{"input":1,"parameters":"x"}', (), 400, "`parameters`"),
+        (b'{"input":1,"mode":"later"}', (), 400, "`mode`"),
+        (b'{"input":1,"client_id":5}', (), 400, "client_id"),
+        (b'{"input":1,"model":"other"}', (), 404, "default"),
+        (b'{"input":1}', ("Content-Type: text/plain",), 415, "application/json"),
+        (b'{"input":1}', ("Content-Type: multipart/form-data",), 415, "application/json"),
+        (b'{"input":1}', ("Content-Encoding: gzip",), 415, "Content-Encoding"),
+        (b'{"input":"%b"}' % (b"x" * 1024 * 1024), (), 413, "1048576"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_bad_calls(gateway: GatewayProcess, body: bytes, headers: tuple[str, ...], status: int, words: str) -> None:
+    with Peer(gateway.port) as peer:
+        assert_problem(peer.ask("POST", "/v1/inference", body, *headers), status, words)
+        if status != 413:  # the connection goes on
+            assert peer.ask("POST", "/v1/inference", b'{"input":"a"}').status == 200
+
+
+@pytest.mark.parametrize(
+    "content_type", ["application/json", "application/json; charset=utf-8", "APPLICATION/JSON", "application/json ;x=y"]
+)
+def test_json_by_any_name(gateway: GatewayProcess, content_type: str) -> None:
+    assert ask(gateway.port, "POST", "/v1/inference", {"input": 1}, f"Content-Type: {content_type}").status == 200
+
+
+# POST /v1/predict
+
+
+def test_predict(gateway: GatewayProcess) -> None:
+    response = ask(gateway.port, "POST", "/v1/predict", {"model_id": "default", "input_data": [1, 2]}, JSON)
+    assert response.status == 200
+    assert set(response.json) == {"request_id", "output", "latency_ms"}
+    assert response.json["output"] == {"echo": [1, 2]}
+    assert response.json["latency_ms"] >= 15
+
+
+def test_predict_of_bytes(gateway: GatewayProcess) -> None:
+    data = bytes(range(256))
+    binary = "Content-Type: application/octet-stream"
+    response = ask(gateway.port, "POST", "/v1/predict?model_id=default", data, binary)
+    assert response.json["output"] == b64encode(data).decode()[::-1]
+    assert ask(gateway.port, "POST", "/v1/predict", data, binary).status == 200
+    assert_problem(ask(gateway.port, "POST", "/v1/predict?model_id=default", b"", binary), 400, "empty")
+    assert_problem(ask(gateway.port, "POST", "/v1/predict?model_id=other", data, binary), 404, "default")
+
+
+def test_bad_predictions(gateway: GatewayProcess) -> None:
+    assert_problem(ask(gateway.port, "POST", "/v1/predict", {"model_id": "default"}), 400, "`input_data`")
+    assert_problem(ask(gateway.port, "POST", "/v1/predict", {"input_data": 1}), 400, "`model_id`")
+    assert_problem(ask(gateway.port, "POST", "/v1/predict", {"model_id": "other", "input_data": 1}), 404, "default")
+    both = ask(gateway.port, "POST", "/v1/predict?model_id=other", {"model_id": "default", "input_data": 1})
+    assert_problem(both, 400, "`model_id`")
+    assert_problem(ask(gateway.port, "POST", "/v1/predict", b"x", "Content-Type: text/csv"), 415, "octet-stream")
+
+
+# Tasks
+
+
+def submit(gateway: GatewayProcess, value: object, *headers: str) -> str:
+    response = ask(gateway.port, "POST", "/v1/inference", {"input": value, "mode": "async"}, *headers)
+    assert response.status == 202, response.body
+    answer = response.json
+    assert set(answer) == {"task_id", "status"}
+    assert answer["status"] == "PENDING"
+    assert re.fullmatch("[0-9a-f]{32}", answer["task_id"])
+    assert response.headers["location"] == f"/v1/result/{answer['task_id']}"
+    task_id: str = answer["task_id"]
+    return task_id
+
+
+def look(gateway: GatewayProcess, task_id: str, wait_ms: int = 0) -> Response:
+    return ask(gateway.port, "GET", f"/v1/result/{task_id}" + (f"?wait_ms={wait_ms}" if wait_ms else ""))
+
+
+def assert_unknown(gateway: GatewayProcess, task_id: str) -> None:
+    assert assert_problem(look(gateway, task_id), 404)["type"] == "urn:carpool:error:unknown-task"
+
+
+def test_a_task(gateway: GatewayProcess) -> None:
+    before = time.time()
+    task_id = submit(gateway, "abc")
+    response = look(gateway, task_id, 5000)
+    assert response.status == 200
+    answer = response.json
+    assert set(answer) == {"task_id", "status", "output", "timestamp"}
+    assert (answer["task_id"], answer["status"], answer["output"]) == (task_id, "SUCCESS", "cba")
+    when = datetime.strptime(answer["timestamp"], "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=UTC)
+    assert before - 0.1 <= when.timestamp() <= time.time() + 0.1
+    assert look(gateway, task_id).json == answer  # and once more
+
+
+@pytest.mark.parametrize("prefer", ["respond-async", "wait=5, respond-async", "Respond-Async; x=y"])
+def test_a_task_by_preference(gateway: GatewayProcess, prefer: str) -> None:
+    response = ask(gateway.port, "POST", "/v1/inference", {"input": "a"}, f"Prefer: {prefer}", "X-Request-Id: mine")
+    assert (response.status, response.headers["x-request-id"]) == (202, "mine")
+    other = ask(gateway.port, "POST", "/v1/inference", {"input": "a"}, "Prefer: return=minimal")
+    assert other.status == 200
+
+
+def test_ids_of_tasks_have_nothing_in_common(gateway: GatewayProcess) -> None:
+    ids = [submit(gateway, "a") for _ in range(20)]
+    assert len({task_id[:8] for task_id in ids}) == 20
+    assert len({task_id[-8:] for task_id in ids}) == 20
+
+
+@pytest.mark.parametrize("task_id", [UNKNOWN_TASK, "x", "..", "%00", "a" * 33, "A" * 32, "%2e%2e%2f", "'--"])
+def test_unknown_tasks(gateway: GatewayProcess, task_id: str) -> None:
+    assert_unknown(gateway, task_id)
+    response = ask(gateway.port, "DELETE", f"/v1/result/{task_id}")
+    assert assert_problem(response, 404)["type"] == "urn:carpool:error:unknown-task"
+
+
+@pytest.mark.parametrize("wait", ["-1", "30001", "1e3", "", "x", "٣", "999999999999", "1.5", "%31%00"])
+def test_a_bad_wait(gateway: GatewayProcess, wait: str) -> None:
+    target = f"/v1/result/{UNKNOWN_TASK}?wait_ms={wait}"
+    with Peer(gateway.port) as peer:
+        peer.send(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        assert_problem(peer.read(), 400, "`wait_ms`" if wait.isascii() else "")
+
+
+def test_a_long_poll_wakes_promptly(idle: GatewayProcess) -> None:
+    task_id = submit(idle, "abc")
+    assert look(idle, task_id).json["status"] == "PENDING"
+    started = time.monotonic()
+    assert look(idle, task_id, 200).json["status"] == "PENDING"
+    assert 0.15 < time.monotonic() - started < 0.7
+    answers: list[tuple[Any, float]] = []
+
+    def poll() -> None:
+        answers.append((look(idle, task_id, 10_000).json, time.monotonic()))
+
+    pollers = [threading.Thread(target=poll) for _ in range(3)]
+    for poller in pollers:
+        poller.start()
+    for poller in pollers:
+        poller.join()
+    assert [answer["output"] for answer, _ in answers] == ["cba"] * 3
+    finished_at = datetime.fromisoformat(answers[0][0]["timestamp"]).timestamp()
+    woken_at = max(at for _, at in answers) + time.time() - time.monotonic()
+    assert woken_at - finished_at < 0.5
+    assert time.monotonic() - started < 3
+
+
+def test_a_waiting_task_is_cancelled(idle: GatewayProcess) -> None:
+    running = submit(idle, "first")
+    waiting = submit(idle, "second")
+    calls = metric(idle, "carpool_upstream_calls_total")
+    with Peer(idle.port) as poller:
+        poller.send(request_bytes("GET", f"/v1/result/{waiting}?wait_ms=9000"))
+        time.sleep(0.1)
+        assert ask(idle.port, "DELETE", f"/v1/result/{waiting}").status == 204
+        assert_problem(poller.read(), 404)  # whoever waits for it is told at once
+    assert_unknown(idle, waiting)
+    assert look(idle, running, 5000).json["output"] == "tsrif"
+    time.sleep(0.1)
+    assert metric(idle, "carpool_upstream_calls_total") == calls + 1  # the cancelled one was never sent
+
+
+def test_the_result_of_a_running_task_is_discarded(idle: GatewayProcess) -> None:
+    task_id = submit(idle, "abc")
+    assert eventually(lambda: metric(idle, 'carpool_slots{model="default",state="busy"}') == 1)
+    response = ask(idle.port, "DELETE", f"/v1/result/{task_id}")
+    assert (response.status, response.body) == (204, b"")
+    assert_unknown(idle, task_id)
+    assert eventually(lambda: metric(idle, 'carpool_slots{model="default",state="busy"}') == 0)
+    assert_unknown(idle, task_id)
+
+
+def test_a_finished_task_is_forgotten(gateway: GatewayProcess) -> None:
+    task_id = submit(gateway, "abc")
+    assert look(gateway, task_id, 5000).json["status"] == "SUCCESS"
+    assert ask(gateway.port, "DELETE", f"/v1/result/{task_id}").status == 204
+    assert_unknown(gateway, task_id)
+    assert ask(gateway.port, "DELETE", f"/v1/result/{task_id}").status == 404
+
+
+def test_tasks_by_default_that_are_forgotten_when_read_and_that_fail(tmp_path: Path) -> None:
+    settings = {"gateway.default_mode": "async", "tasks.forget_after_read": "true", "upstream.backoff_ms": 1}
+    with serving(tmp_path, "sim:?latency_ms=1&slots=4&poison=bad", settings=settings) as gateway:
+        assert ask(gateway.port, "POST", "/v1/inference", {"input": "a", "mode": "sync"}).status == 200
+        response = ask(gateway.port, "POST", "/v1/inference", {"input": "abc"})
+        assert response.status == 202
+        target = response.headers["location"]
+        with Peer(gateway.port) as peer:
+            # To ask whether it is there is not to read it.
+            assert peer.ask("HEAD", target + "?wait_ms=5000").status == 200
+        assert ask(gateway.port, "GET", target).json["output"] == "cba"
+        assert_problem(ask(gateway.port, "GET", target), 404)
+
+        task_id = submit(gateway, "bad")
+        answer = look(gateway, task_id, 10_000).json
+        assert set(answer) == {"task_id", "status", "error", "timestamp"}
+        assert answer["status"] == "FAILED"
+        assert set(answer["error"]) == {"type", "title", "status", "detail", "request_id"}
+        assert answer["error"]["request_id"] == task_id
+
+
+# Paths, methods, the connection
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "allow"),
+    [
+        ("GET", "/v1/inference", "POST, OPTIONS"),
+        ("PUT", "/v1/predict", "POST, OPTIONS"),
+        ("POST", f"/v1/result/{UNKNOWN_TASK}", "DELETE, GET, HEAD, OPTIONS"),
+        ("DELETE", "/openapi.json", "GET, HEAD, OPTIONS"),
+    ],
+)
+def test_wrong_method(gateway: GatewayProcess, method: str, target: str, allow: str) -> None:
+    response = ask(gateway.port, method, target)
+    assert_problem(response, 405, allow)
+    assert response.headers["allow"] == allow
+    options = ask(gateway.port, "OPTIONS", target)
+    assert (options.status, options.headers["allow"], options.body) == (204, allow, b"")
+
+
+def test_unknown_paths(gateway: GatewayProcess) -> None:
+    for target in ("/", "/v1", "/v1/inference/", "/internal/health", "/metrics", "/v1/result/"):
+        assert_problem(ask(gateway.port, "GET", target), 404, "/openapi.json")
+
+
+def test_openapi_on_both_ports(gateway: GatewayProcess) -> None:
+    for port, path in ((gateway.port, "/v1/inference"), (gateway.admin_port, "/internal/health")):
+        document = ask(port, "GET", "/openapi.json").json
+        assert document["openapi"].startswith("3.")
+        assert path in document["paths"]
+        with Peer(port) as peer:
+            head = peer.ask("HEAD", "/openapi.json")
+            assert int(head.headers["content-length"]) > 1000
+            assert peer.ask("GET", "/openapi.json").status == 200
+
+
+def test_answers_come_in_order_on_one_connection(gateway: GatewayProcess) -> None:
+    bodies = [json.dumps({"input": f"{number:03}"}).encode() for number in range(200)]
+    with Peer(gateway.port) as peer:
+        mixed = [
+            request_bytes("GET", "/nothing") if n % 10 == 9 else request_bytes("POST", "/v1/inference", body)
+            for n, body in enumerate(bodies)
+        ]
+        peer.send(b"".join(mixed) + request_bytes("GET", "/openapi.json", b"", "Connection: close"))
+        for number in range(200):
+            response = peer.read()
+            if number % 10 == 9:
+                assert response.status == 404
+            else:
+                assert response.json["output"] == f"{number:03}"[::-1]
+        assert peer.read().headers["connection"] == "close"
+        assert peer.ended()
+
+
+def test_slow_senders_chunks_and_permission(gateway: GatewayProcess) -> None:
+    body = b'{"input":"abc"}'
+    with Peer(gateway.port) as peer:
+        for byte in request_bytes("POST", "/v1/inference", body):
+            peer.send(bytes((byte,)))
+        assert peer.read().json["output"] == "cba"
+        chunks = b"".join(b"1;x=y\r\n%c\r\n" % byte for byte in body)
+        peer.send(
+            b"POST /v1/inference HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n%b0\r\nA: b\r\n\r\n" % chunks
+        )
+        assert peer.read().json["output"] == "cba"
+        head = b"POST /v1/inference HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+        peer.send(head % len(body))
+        assert peer.read().status == 100
+        peer.send(body)
+        assert peer.read().json["output"] == "cba"
+        upgrade = ("Connection: Upgrade, HTTP2-Settings", "HTTP2-Settings: AAEAAEAAAAIAAAAB", "Upgrade: h2c")
+        assert peer.ask("POST", "/v1/inference", body, *upgrade).json["output"] == "cba"
+        assert_problem(peer.ask("POST", "/v1/inference", body, "Expect: miracles"), 417, "100-continue")
+        assert peer.ended()
+
+
+def test_http_1_0(gateway: GatewayProcess) -> None:
+    with Peer(gateway.port) as peer:
+        peer.send(b"GET /openapi.json HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+        assert peer.read().headers["connection"] == "keep-alive"
+        peer.send(b"GET /openapi.json HTTP/1.0\r\n\r\n")
+        assert peer.read().headers["connection"] == "close"
+        assert peer.ended()
+
+
+def test_a_client_that_hangs_up_leaves_the_queue(idle: GatewayProcess) -> None:
+    first = submit(idle, "first")
+    calls = metric(idle, "carpool_upstream_calls_total")
+    left = metric(idle, 'carpool_requests_total{outcome="client-left"}')
+    with Peer(idle.port) as peer:
+        peer.send(request_bytes("POST", "/v1/inference", b'{"input":"second"}'))
+        assert eventually(lambda: metric(idle, "carpool_held_requests") == 2)
+    assert eventually(lambda: metric(idle, "carpool_held_requests") == 1, 0.5)
+    assert metric(idle, 'carpool_requests_total{outcome="client-left"}') == left + 1
+    assert look(idle, first, 5000).json["status"] == "SUCCESS"
+    time.sleep(0.1)
+    assert metric(idle, "carpool_upstream_calls_total") == calls + 1
+
+
+def test_tls(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost "
+        f"-addext subjectAltName=DNS:localhost -keyout {key} -out {cert}".split(),
+        check=True,
+        capture_output=True,
+        timeout=30,
+    )
+    flags = ("--tls-cert", str(cert), "--tls-key", str(key))
+    with serving(tmp_path, "sim:?latency_ms=1&slots=4", *flags, settings={"gateway.receive_timeout_s": 1}) as gateway:
+        context = ssl.create_default_context(cafile=str(cert))
+        context.set_alpn_protocols(["h2", "http/1.1"])
+        with Peer(gateway.port, tls=context) as peer:
+            assert isinstance(peer.socket, ssl.SSLSocket)
+            assert peer.socket.selected_alpn_protocol() == "http/1.1"
+            for _ in range(2):
+                assert peer.ask("POST", "/v1/inference", b'{"input":"abc"}').json["output"] == "cba"
+            peer.send(request_bytes("POST", "/v1/inference", b'{"input":"abc"}') * 100)
+            assert [peer.read().status for _ in range(100)] == [200] * 100
+            assert_problem(peer.ask("POST", "/v1/inference", b"x" * 2_000_000), 413)
+        with Peer(gateway.port, timeout_s=5) as plain:
+            plain.send(request_bytes("GET", "/openapi.json"))
+            assert plain.ended() or b"HTTP" not in plain._unread
+        with Peer(gateway.port, timeout_s=5) as silent:
+            assert silent.ended()  # a handshake that does not come is a request that does not come
+        assert ask(gateway.admin_port, "GET", "/internal/health").status == 200  # the admin port has no TLS
+
+
+# The admin port
+
+
+def test_health_and_ready(gateway: GatewayProcess) -> None:
+    health = ask(gateway.admin_port, "GET", "/internal/health").json
+    assert set(health) == {"status", "gpu_utilization", "queue_depth", "requests_per_second"}
+    assert health["status"] == "ok"
+    assert 0 <= health["gpu_utilization"] <= 1
+    assert ask(gateway.admin_port, "GET", "/internal/ready").json == {"ready": True}
+
+
+def test_not_ready_without_an_upstream(tmp_path: Path) -> None:
+    with serving(tmp_path, "http://127.0.0.1:9/infer", settings={"gateway.admin_token": "hunter2"}) as gateway:
+        port, token = gateway.admin_port, "Authorization: Bearer hunter2"
+        response = ask(port, "GET", "/internal/ready", b"", token)
+        assert (response.status, response.json["ready"]) == (503, False)
+        assert "no endpoint" in response.json["reason"]
+
+        # And with a token configured, nothing is told without it.
+        for target in ("/internal/health", "/internal/ready", "/internal/requests/x", "/metrics", "/openapi.json", "/"):
+            for headers in ((), ("Authorization: Bearer hunter3",), ("Authorization: hunter2",)):
+                refused = ask(port, "GET", target, b"", *headers)
+                assert_problem(refused, 401, "Authorization")
+                assert refused.headers["www-authenticate"] == "Bearer"
+        assert ask(port, "GET", "/metrics", b"", token).status == 200
+        assert_problem(ask(gateway.port, "POST", "/v1/inference", {"input": 1}), 502)
+
+
+def test_metrics(gateway: GatewayProcess) -> None:
+    ask(gateway.port, "POST", "/v1/inference", {"input": 1})
+    response = ask(gateway.admin_port, "GET", "/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    text = response.body.decode()
+    for name in (
+        'carpool_batch_size_bucket{le="64.0",model="default"}',
+        'carpool_upstream_latency_seconds_count{model="default"}',
+        'carpool_queue_depth{model="default"}',
+        "carpool_queue_wait_seconds_count",
+        'carpool_requests_total{outcome="ok"}',
+        'carpool_batches_total{model="default",reason="',
+        'carpool_slots{model="default",state="free"}',
+        'carpool_slots{model="default",state="busy"}',
+        'carpool_arrival_rate{model="default"}',
+    ):
+        assert f"\n{name}" in text, name
+
+
+def state_of(gateway: GatewayProcess, request_id: str) -> Any:
+    response = ask(gateway.admin_port, "GET", f"/internal/requests/{request_id}")
+    return response.json if response.status == 200 else response.status
+
+
+def test_single_requests(idle: GatewayProcess) -> None:
+    assert state_of(idle, "never-was") == 404
+    with Peer(idle.port) as first, Peer(idle.port) as second:
+        first.send(request_bytes("POST", "/v1/inference", b'{"input":"a"}', "X-Request-Id: a:1"))
+        assert eventually(lambda: state_of(idle, "a:1") != 404 and state_of(idle, "a:1")["status"] == "processing")
+        second.send(request_bytes("POST", "/v1/inference", b'{"input":"b"}', "X-Request-Id: b:1"))
+        assert eventually(lambda: state_of(idle, "b:1") != 404)
+        assert state_of(idle, "b%3A1")["status"] == "queued"
+        assert first.read().status == 200
+        done = state_of(idle, "a:1")
+        assert set(done) == {"status", "latency_ms", "error"}
+        assert (done["status"], done["error"]) == ("completed", None)
+        assert done["latency_ms"] >= 990
+        task_id = submit(idle, "c")
+        assert state_of(idle, task_id)["status"] == "queued"
+    assert eventually(lambda: state_of(idle, "b:1")["status"] == "failed")
+    assert state_of(idle, "b:1")["error"] == "client-left"
+    assert look(idle, task_id, 5000).json["status"] == "SUCCESS"
+    assert state_of(idle, task_id)["status"] == "completed"
+
+
+# The end
+
+
+def test_sigterm_answers_what_was_received(tmp_path: Path) -> None:
+    upstream = "sim:?latency_ms=300&slots=4"
+    with serving(tmp_path, upstream, settings={"gateway.drain_grace_s": 0.3}) as gateway:
+        with Peer(gateway.port) as pipelined, Peer(gateway.port) as single, Peer(gateway.port) as silent:
+            pipelined.send(request_bytes("POST", "/v1/inference", b'{"input":"ab"}') * 50)
+            single.send(request_bytes("POST", "/v1/inference", b'{"input":"ab"}'))
+            time.sleep(0.1)
+            gateway.terminate()
+            assert eventually(lambda: ask(gateway.admin_port, "GET", "/internal/ready").status == 503)
+            late = ask(gateway.port, "POST", "/v1/inference", {"input": "ab"})
+            assert (late.status, late.is_last) == (200, True)
+            flags = [(response.json["output"], response.is_last) for response in (pipelined.read() for _ in range(50))]
+            assert flags == [("ba", False)] * 49 + [("ba", True)]
+            assert single.read().is_last
+            assert silent.ended()
+        assert gateway.process.wait(10) == 0

@@ -1,0 +1,60 @@
+"""`/openapi.json` is true: schemathesis reads it, tries what it allows and what it forbids, and finds nothing."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from carpool.face.http.openapi import admin_openapi, gateway_openapi
+from support.gateway import serving
+from support.processes import GatewayProcess
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    with serving(tmp_path_factory.mktemp("gateway"), "sim:?latency_ms=2&slots=64") as running:
+        yield running
+
+
+@pytest.mark.parametrize("side", ["gateway", "admin"])
+def test_schemathesis_finds_nothing(gateway: GatewayProcess, side: str, tmp_path: Path) -> None:
+    port = gateway.port if side == "gateway" else gateway.admin_port
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{port}/openapi.json"]
+    command += ["--checks", "all", "--max-examples", "30", "--seed", "1", "--request-timeout", "15"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    found = re.search(r"(\d+) generated, \1 passed", done.stdout)
+    assert found is not None and int(found[1]) > 50, done.stdout[-3000:]
+    assert "No issues found" in done.stdout
+    assert gateway.log_messages("error") == []
+
+
+def test_every_operation_and_reference_is_there() -> None:
+    for text, paths in (
+        (
+            gateway_openapi(["a", "b"], "a", 30_000),
+            {"/v1/inference", "/v1/predict", "/v1/result/{task_id}", "/openapi.json"},
+        ),
+        (
+            admin_openapi(),
+            {"/internal/health", "/internal/ready", "/internal/requests/{id}", "/metrics", "/openapi.json"},
+        ),
+    ):
+        document = json.loads(text)
+        assert set(document["paths"]) == paths
+        schemas = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
+        assert set(re.findall(r'"\$ref":"([^"]+)"', text.decode())) <= schemas
+        operations = [
+            operation
+            for path in document["paths"].values()
+            for method, operation in path.items()
+            if method != "parameters"
+        ]
+        assert len({operation["operationId"] for operation in operations}) == len(operations)
+        for operation in operations:
+            for status, response in operation["responses"].items():
+                assert response["description"], (operation["operationId"], status)

@@ -1,0 +1,424 @@
+"""Tasks with a real journal: nothing is told before it is safe, and every task comes to an end."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from carpool.broker.journal import Journal
+from carpool.broker.memory import MemoryBroker
+from carpool.broker.tasks import Poll, Tasks
+from carpool.core.errors import (
+    CarpoolError,
+    DeadlineExceeded,
+    Draining,
+    InputRefused,
+    InternalError,
+    JournalFailed,
+    QueueFull,
+    UnknownTask,
+    UpstreamFailed,
+)
+from carpool.core.outcome import Outcome
+from carpool.core.request import DONE, QUEUED, Request
+from carpool.core.task import StoredTask
+from carpool.testing import FakeClock, Witness, make_output, make_request
+
+TARGETS_S = (0.05, 0.15, 0.5)
+
+
+class Office:
+    """Tasks, their journal and their broker; the upstream is whoever calls `finish`."""
+
+    def __init__(self, path: Path | None = None, *, tiers: int = 3, clock: FakeClock | None = None) -> None:
+        self.clock = clock or FakeClock()
+        self.broker = MemoryBroker(waiting_max=100, bytes_max=1000, lanes_max=9, tiers=tiers, clock=self.clock)
+        self.broker.when_work_arrives("m", lambda lane: None)
+        self.journal = Journal.open(
+            path,
+            asyncio.get_running_loop(),
+            result_ttl_s=600.0,
+            dead_letter_ttl_s=6000.0,
+            stored_bytes_max=10_000,
+            clock=self.clock,
+        )
+        self.tasks = Tasks(self.broker, self.journal, clock=self.clock)
+
+    def request(self, name: str = "t1", **options: Any) -> Request:
+        given = {"is_task": True, "total_timeout_s": 600.0, "tier": 2, **options}
+        return make_request(name, Witness(), now=self.clock(), **given)
+
+    def restore(self, models: str = "m") -> int:
+        return self.tasks.restore(frozenset(models), lambda tier, now: now + TARGETS_S[tier])
+
+    async def submit(self, name: str = "t1", **options: Any) -> Request:
+        request = self.request(name, **options)
+        assert await told(lambda done: self.tasks.submit(request, "owner", done)) is None
+        return request
+
+    async def look(self, name: str = "t1", wait_s: float = 0.0, *, forget: bool = False) -> Any:
+        return await told(lambda done: self.tasks.look(name, wait_s, forget, done))
+
+    async def delete(self, name: str = "t1") -> Any:
+        return await told(lambda done: self.tasks.delete(name, done))
+
+    def take(self, count: int = 64) -> list[Request]:
+        (lane,) = self.broker.lanes("m")
+        return self.broker.take(lane, count, self.clock())
+
+    async def finish(self, request: Request, outcome: Outcome) -> None:
+        """Settle, and wait until the result is on the disk."""
+        results = self.journal.results
+        self.broker.settle(request, outcome)
+        await until(lambda: self.journal.results > results and "live=0" in repr(self.tasks))
+
+
+async def told(call: Callable[[Callable[[Any], None]], object]) -> Any:
+    """What a callback is called with, and that it is called once."""
+    answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    call(answer.set_result)  # a second call raises
+    return await asyncio.wait_for(answer, 5.0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5.0):
+        while not condition():  # noqa: ASYNC110 - the journal's thread sets no event for it
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def office() -> AsyncIterator[Office]:
+    office = Office()
+    yield office
+    await office.journal.close()
+
+
+# Accepting.
+
+
+async def test_a_task_is_accepted_and_queued_only_when_it_is_safe(office: Office) -> None:
+    request = office.request()
+    answers: list[CarpoolError | None] = []
+    office.tasks.submit(request, "owner", answers.append)
+    assert (answers, office.broker.depth, office.broker.held) == ([], 0, 1)
+    await until(lambda: bool(answers))
+    assert answers == [None]
+    assert office.journal.tasks_pending == 1
+    assert request.phase == QUEUED
+    assert repr(office.tasks) == "<Tasks live=1>"
+
+
+async def test_a_full_broker_accepts_no_task(office: Office) -> None:
+    request = office.request(value=b"x" * 1001)
+    assert isinstance(await told(lambda done: office.tasks.submit(request, "o", done)), QueueFull)
+    assert (office.broker.held, office.journal.tasks_pending) == (0, 0)
+
+
+async def test_a_full_journal_accepts_no_task(office: Office) -> None:
+    request = office.request(parameters=b"x" * 10_001)
+    assert isinstance(await told(lambda done: office.tasks.submit(request, "o", done)), QueueFull)
+    assert (request.phase, office.broker.held) == (DONE, 0)
+    assert isinstance(await office.look(request.id), UnknownTask)
+
+
+async def test_a_journal_that_fails_accepts_no_task() -> None:
+    office = Office()
+    await office.journal.close()
+    request = office.request()
+    assert isinstance(await told(lambda done: office.tasks.submit(request, "o", done)), JournalFailed)
+    assert (office.broker.held, request.phase, repr(office.tasks)) == (0, DONE, "<Tasks live=0>")
+
+
+# Outcomes.
+
+
+async def test_a_result_is_told_only_when_it_is_safe(office: Office) -> None:
+    request = await office.submit()
+    answers: list[StoredTask | CarpoolError] = []
+    office.tasks.look("t1", 5.0, False, answers.append)
+    office.take()
+    office.broker.settle(request, make_output(b'"out"'))
+    assert answers == []
+    assert (await office.look()).status == "PENDING"  # asked before the commit
+    await until(lambda: bool(answers))
+    (stored,) = answers
+    assert isinstance(stored, StoredTask)
+    assert (stored.id, stored.owner, stored.status, stored.output) == ("t1", "owner", "SUCCESS", b'"out"')
+    assert office.journal.results == 1
+    assert repr(office.tasks) == "<Tasks live=0>"
+    assert await office.look() == stored
+
+
+async def test_the_first_result_wins(office: Office) -> None:
+    request = await office.submit()
+    await office.finish(request, make_output(b"1"))
+    office.broker.settle(request, UpstreamFailed("too late"))
+    office.tasks.settled(request, make_output(b"2"))
+    await asyncio.sleep(0.02)
+    assert (await office.look()).output == b"1"
+
+
+@pytest.mark.parametrize(
+    ("error", "dead_letters"),
+    [
+        (UpstreamFailed("down"), 1),
+        (InputRefused("no"), 1),
+        (DeadlineExceeded("late"), 0),
+        (InternalError("defect"), 0),
+    ],
+)
+async def test_a_failure_is_kept_and_the_upstream_s_are_dead_letters(
+    office: Office, error: CarpoolError, dead_letters: int
+) -> None:
+    request = await office.submit()
+    await office.finish(request, error)
+    stored = await office.look()
+    assert (stored.status, stored.output) == ("FAILED", None)
+    problem = json.loads(stored.error)
+    assert (problem["status"], problem["detail"], problem["request_id"]) == (error.status, error.detail, "t1")
+    assert office.journal.dead_letters == dead_letters
+
+
+async def test_a_task_has_an_outcome_by_its_deadline(office: Office) -> None:
+    await office.submit(total_timeout_s=600.0)
+    office.clock.advance(600.0)
+    office.broker.expire(office.clock())
+    await until(lambda: office.journal.results == 1)
+    assert json.loads((await office.look()).error)["status"] == 504
+
+
+async def test_unknown_tasks_are_all_told_the_same(office: Office) -> None:
+    request = await office.submit()
+    await office.finish(request, make_output(b"1"))
+    assert await office.delete() is None
+    deleted, never = await office.look(), await office.look("never")
+    assert isinstance(deleted, UnknownTask)
+    assert (type(never), never.detail) == (UnknownTask, deleted.detail)
+
+
+async def test_forgotten_after_the_first_read(office: Office) -> None:
+    request = await office.submit()
+    assert (await office.look(forget=True)).status == "PENDING"  # not finished: kept
+    await office.finish(request, make_output(b"1"))
+    assert (await office.look(forget=True)).output == b"1"
+    assert isinstance(await office.look(forget=True), UnknownTask)
+
+
+# Long polls.
+
+
+async def test_a_long_poll_ends_with_what_there_is(office: Office) -> None:
+    await office.submit()
+    stored = await office.look(wait_s=0.02)
+    assert (stored.status, stored.timestamp_wall > 1.6e9) == ("PENDING", True)
+
+
+async def test_all_polls_wake_and_one_of_those_who_forget_gets_it(office: Office) -> None:
+    request = await office.submit()
+    polls = [asyncio.ensure_future(office.look(wait_s=5.0, forget=True)) for _ in range(3)]
+    await asyncio.sleep(0)
+    office.broker.settle(request, make_output(b"1"))
+    answers = await asyncio.gather(*polls)
+    assert sorted(type(answer).__name__ for answer in answers) == ["StoredTask", "UnknownTask", "UnknownTask"]
+
+
+async def test_a_poller_who_left_is_not_told(office: Office) -> None:
+    request = await office.submit()
+    answers: list[Any] = []
+    poll = office.tasks.look("t1", 5.0, False, answers.append)
+    assert isinstance(poll, Poll)
+    office.tasks.leave(poll)
+    office.tasks.leave(poll)  # once is enough, twice is no harm
+    await office.finish(request, make_output(b"1"))
+    office.tasks.leave(poll)
+    await asyncio.sleep(0.01)
+    assert answers == []
+
+
+async def test_a_poller_may_leave_after_its_answer(office: Office) -> None:
+    await office.submit()
+    answers: list[Any] = []
+    poll = office.tasks.look("t1", 0.001, False, answers.append)
+    await until(lambda: bool(answers))
+    office.tasks.leave(poll)
+    assert len(answers) == 1
+
+
+# Deleting, in each state.
+
+
+async def test_deleting_a_waiting_task_cancels_it(office: Office) -> None:
+    request = await office.submit()
+    poll = asyncio.ensure_future(office.look(wait_s=5.0))
+    await asyncio.sleep(0)
+    assert await office.delete() is None
+    assert isinstance(await poll, UnknownTask)
+    assert list(office.broker.lanes("m")) == []
+    assert (request.phase, office.broker.held) == (DONE, 0)
+    assert (office.journal.tasks_pending, office.journal.results) == (0, 0)
+    assert isinstance(await office.delete(), UnknownTask)
+
+
+async def test_deleting_a_running_task_discards_its_result(office: Office) -> None:
+    await office.submit()
+    (request,) = office.take()
+    assert await office.delete() is None
+    assert not office.broker.settle(request, make_output(b"1"))
+    await asyncio.sleep(0.01)
+    assert isinstance(await office.look(), UnknownTask)
+    assert (office.journal.tasks_pending, office.journal.results, office.broker.held) == (0, 0, 0)
+
+
+async def test_deleting_a_task_whose_result_is_on_its_way_to_the_disk(office: Office) -> None:
+    request = await office.submit()
+    poll = asyncio.ensure_future(office.look(wait_s=5.0))
+    await asyncio.sleep(0)
+    office.broker.settle(request, make_output(b"1"))
+    assert await office.delete() is None
+    assert isinstance(await poll, UnknownTask | StoredTask)
+    assert isinstance(await office.look(), UnknownTask)
+    assert (office.journal.results, repr(office.tasks)) == (0, "<Tasks live=0>")
+
+
+async def test_a_result_that_comes_while_the_task_is_being_deleted(office: Office) -> None:
+    request = await office.submit()
+    deleting = asyncio.ensure_future(office.delete())
+    await asyncio.sleep(0)
+    office.broker.settle(request, make_output(b"1"))
+    assert await deleting is None
+    await asyncio.sleep(0.01)
+    assert isinstance(await office.look(), UnknownTask)
+    assert (office.journal.results, repr(office.tasks), office.broker.held) == (0, "<Tasks live=0>", 0)
+
+
+async def test_deleting_a_finished_task_forgets_it(office: Office) -> None:
+    request = await office.submit()
+    await office.finish(request, make_output(b"1"))
+    assert await office.delete() is None
+    assert isinstance(await office.look(), UnknownTask)
+    assert isinstance(await office.delete(), UnknownTask)
+
+
+async def test_a_task_that_cannot_be_deleted_goes_on() -> None:
+    """The disk failed, so it is still accepted: it must come to its outcome."""
+    office = Office()
+    request = await office.submit()
+    await office.journal.close()
+    assert isinstance(await office.delete(), JournalFailed)
+    assert office.take() == [request]
+    assert repr(office.tasks) == "<Tasks live=1>"
+
+
+# Draining.
+
+
+async def test_draining_leaves_waiting_tasks_to_the_next_process(office: Office) -> None:
+    await office.submit("runs")
+    (runs,) = office.take()
+    waits = await office.submit("waits")
+    poll = asyncio.ensure_future(office.look("waits", wait_s=5.0))
+    await asyncio.sleep(0)
+    office.tasks.drain()
+    assert (await poll).status == "PENDING"
+    assert (await office.look("runs", wait_s=5.0)).status == "PENDING"  # nobody is kept waiting any more
+    assert list(office.broker.lanes("m")) == []
+    assert waits.phase == DONE
+    office.broker.settle(runs, make_output(b"1"))  # a running one is finished
+    await until(lambda: office.journal.results == 1)
+    assert (office.journal.tasks_pending, office.broker.held) == (1, 0)
+
+
+async def test_while_draining_tasks_are_accepted_for_the_next_process(office: Office) -> None:
+    office.tasks.drain()
+    await office.submit()
+    assert (office.journal.tasks_pending, office.broker.depth, office.broker.held) == (1, 0, 0)
+    assert (await office.look(wait_s=5.0)).status == "PENDING"
+    assert await office.delete() is None
+    assert (office.journal.tasks_pending, office.broker.held) == (0, 0)
+
+
+async def test_a_task_cut_off_by_the_end_of_a_drain_stays_for_the_next_process(office: Office) -> None:
+    await office.submit()
+    (request,) = office.take()
+    office.tasks.drain()
+    office.broker.settle(request, Draining("leaving"))
+    await asyncio.sleep(0.01)
+    assert (office.journal.tasks_pending, office.journal.results) == (1, 0)
+
+
+# The next process.
+
+
+async def leave_tasks(path: Path, *names: str, clock: FakeClock, **options: Any) -> None:
+    """An earlier process, which accepted tasks and ended."""
+    earlier = Office(path, clock=clock)
+    for name in names:
+        await earlier.submit(name, **options)
+    await earlier.journal.close()
+
+
+async def test_restored_tasks_run_in_order_and_downtime_does_not_count(tmp_path: Path) -> None:
+    clock = FakeClock()
+    await leave_tasks(tmp_path / "journal.db", "a", "b", clock=clock, parameters=b"{}", value=b'"in"')
+    clock.advance(1e6)
+    office = Office(tmp_path / "journal.db", clock=clock)
+    assert office.restore() == 2
+    assert (await office.look("a")).status == "PENDING"
+    first, second = office.take()
+    assert (first.id, second.id) == ("a", "b")
+    assert (first.input, first.parameters, first.is_task, first.size) == (b'"in"', b"{}", True, 4)
+    assert first.deadline - clock() == pytest.approx(600.0, abs=1.0)
+    for request in (first, second):
+        office.broker.settle(request, make_output(b"1"))
+    await until(lambda: office.journal.results == 2)
+    assert office.broker.held == 0
+    await office.journal.close()
+
+
+async def test_a_restored_task_of_a_model_that_is_gone_fails(tmp_path: Path) -> None:
+    clock = FakeClock()
+    await leave_tasks(tmp_path / "journal.db", "a", clock=clock)
+    office = Office(tmp_path / "journal.db", clock=clock)
+    assert office.restore(models="n") == 1
+    await until(lambda: office.journal.results == 1)
+    assert json.loads((await office.look("a")).error)["type"].endswith("unknown-model")
+    assert (office.broker.held, repr(office.tasks)) == (0, "<Tasks live=0>")
+    await office.journal.close()
+
+
+async def test_a_restored_task_whose_time_is_over_fails(tmp_path: Path) -> None:
+    clock = FakeClock()
+    earlier = Office(tmp_path / "journal.db", clock=clock)
+    await earlier.submit("a")
+    clock.advance(599.9)
+    await earlier.journal.close()
+    office = Office(tmp_path / "journal.db", clock=clock)
+    office.restore()
+    clock.advance(0.2)
+    office.broker.expire(clock())
+    await until(lambda: office.journal.results == 1)
+    assert json.loads((await office.look("a")).error)["status"] == 504
+    await office.journal.close()
+
+
+async def test_a_restored_task_of_a_tier_that_is_gone_joins_the_lowest(tmp_path: Path) -> None:
+    clock = FakeClock()
+    await leave_tasks(tmp_path / "journal.db", "a", clock=clock, tier=2)
+    office = Office(tmp_path / "journal.db", tiers=1, clock=clock)
+    assert office.restore() == 1
+    assert [request.id for request in office.take()] == ["a"]
+    await office.journal.close()
+
+
+async def test_what_was_accepted_comes_in_over_the_bounds(tmp_path: Path) -> None:
+    clock = FakeClock()
+    await leave_tasks(tmp_path / "journal.db", *map(str, range(9)), clock=clock, value=b"x" * 100)
+    office = Office(tmp_path / "journal.db", clock=clock)
+    office.broker.waiting_max = 3
+    assert office.restore() == 9
+    assert office.broker.depth == 9
+    assert isinstance(office.broker.submit(office.request("new")), QueueFull)
+    await office.journal.close()
