@@ -14,7 +14,7 @@ import pytest
 from carpool.core.errors import CarpoolError
 from carpool.face.http.connection import Connection
 from carpool.face.http.exchange import Exchange
-from carpool.face.http.server import DRAINED_BYTES_MIN, HttpLimits, HttpServer
+from carpool.face.http.server import DRAINED_BYTES_MIN, SWEEP_PARTS, HttpLimits, HttpServer
 from carpool.testing import FakeClock
 
 LIMITS = HttpLimits(
@@ -671,6 +671,22 @@ def test_an_idle_connection_is_closed_and_a_waiting_one_is_not() -> None:
     face.sweep(1.0)
     assert face.transport.closed
     assert face.statuses == [200]
+
+
+async def test_a_round_of_the_sweep_is_not_slowed_by_connections_that_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    face = Face(HttpLimits())
+    for _ in range(99):
+        face.connect()
+    swept: list[Connection] = []
+
+    def sweep(connection: Connection, now: float) -> None:
+        swept.append(connection)
+        face.server.remove(connection)
+
+    monkeypatch.setattr(face.server, "_sweep", sweep)
+    for _ in range(SWEEP_PARTS):
+        face.server._tick()
+    assert len(swept) == 100
 
 
 # The end
