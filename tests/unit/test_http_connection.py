@@ -245,12 +245,15 @@ def test_accepted(name: str, split: Split) -> None:
     [get("/x", "Connection: close"), get(version="1.0"), b"GET /x HTTP/1.0\r\n\r\n"],
     ids=["connection: close", "1.0", "1.0 without host"],
 )
-def test_the_last_request_of_a_connection(data: bytes, split: Split) -> None:
-    face = Face()
+@pytest.mark.parametrize("answer_at_once", [True, False])
+def test_the_last_request_of_a_connection(data: bytes, split: Split, answer_at_once: bool) -> None:
+    face = Face(answer_at_once=answer_at_once)
     face.feed(*split(data))
     [exchange] = face.seen
     face.feed(get("/late"))
-    face.answer(exchange)
+    if not answer_at_once:
+        face.answer(exchange)
+    assert not face.server.problems
     assert [(answer.status, answer.is_last) for answer in face.answers] == [(200, True)]
     assert face.transport.closed or face.transport.eof
     face.feed(get("/later"))
@@ -418,6 +421,13 @@ def test_long_headers_are_refused_before_they_end() -> None:
     assert face.statuses == [431]
 
 
+def test_headers_of_two_short_reads_are_measured_together() -> None:
+    face = Face()
+    long = get("/x", "A: " + "a" * 1200)
+    face.feed(long[:700], long[700:])
+    assert face.statuses == [431]
+
+
 def test_endless_trailers_and_chunk_extensions_are_refused() -> None:
     start = chunked(b"x")[:-2]
     for endless in (start + b"T: ", start[:-3] + b"1;"):
@@ -536,6 +546,19 @@ def test_permission_does_not_overtake_an_answer(before: int) -> None:
     assert face.connection.receiving_since
     face.feed(b"hello")
     assert face.seen[-1].body == b"hello"
+
+
+def test_permission_does_not_overtake_the_backlog() -> None:
+    face = Face()
+    face.feed(get("/a"))
+    face.connection.pause_writing()
+    face.feed(get("/b") + EXPECTING[:-5])
+    face.answer(face.seen[0])
+    assert CONTINUE not in face.transport.written
+    face.connection.resume_writing()
+    face.answer(face.seen[1])
+    assert [a.status for a in answers(face.transport.written.removesuffix(CONTINUE))] == [200, 200]
+    assert face.transport.written.endswith(CONTINUE)
 
 
 def test_no_permission_where_none_is_needed() -> None:
