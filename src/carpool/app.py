@@ -19,12 +19,14 @@ import uvloop
 from carpool.admission.gate import Gate
 from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import make_policy
+from carpool.broker.dead_letters import DeadLetterBox, DeadLetterDesk
 from carpool.broker.journal import Journal
 from carpool.broker.journal_records import JournalLocked, JournalUnusable
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.tasks import Tasks
-from carpool.config import expand_endpoints
+from carpool.config import expand_endpoints, upstream_security
 from carpool.core.clock import monotonic
+from carpool.core.ports import DeadLetters
 from carpool.core.request import Request
 from carpool.core.tally import Histogram
 from carpool.face.http.admin import AdminRoutes
@@ -40,6 +42,7 @@ from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.endpoint import Endpoint
 from carpool.upstream.pool import Pool
 from carpool.upstream.simulated import SimulatedEndpoint, parse_sim_url
+from carpool.upstream.tls import Credentials
 
 logger = logging.getLogger("carpool")
 
@@ -59,7 +62,13 @@ class ModelService:
     """One model: its endpoints, its codec, and the loop that sends its batches."""
 
     def __init__(
-        self, name: str, own: ModelSettings, settings: Settings, session: aiohttp.ClientSession, broker: MemoryBroker
+        self,
+        name: str,
+        own: ModelSettings,
+        settings: Settings,
+        session: aiohttp.ClientSession,
+        broker: MemoryBroker,
+        dead_letters: DeadLetters,
     ) -> None:
         upstream = settings.upstream
         self.name = name
@@ -73,7 +82,8 @@ class ModelService:
             parameters_field=upstream.parameters_field,
         )
         urls = expand_endpoints(own.endpoints if own.endpoints is not None else upstream.endpoints)
-        self.pool = Pool([make_endpoint(url, own.slots or upstream.slots, settings, session) for url in urls])
+        slots, credentials = own.slots or upstream.slots, Credentials(upstream_security(upstream, own))
+        self.pool = Pool([make_endpoint(url, slots, settings, session, credentials) for url in urls])
         self.dispatcher = UpstreamDispatcher(
             self.pool,
             self.codec,
@@ -81,6 +91,8 @@ class ModelService:
             timeout_s=self.timeout_s,
             attempts=upstream.attempts,
             backoff_s=upstream.backoff_ms / 1000,
+            dead_letters=dead_letters,
+            when_limit_is_learned=self._limit_batches,
         )
         batching = settings.batching
         self.loop = BatchLoop(
@@ -98,6 +110,20 @@ class ModelService:
         self.utilization = 0.0
         self._arrivals_then = 0
         self._busy_s_then = 0.0
+
+    def prepare(self, request: Request) -> None:
+        """Let the codec look into an input before it is admitted; raises Malformed."""
+        prepared = self.codec.prepare(request.input)
+        request.prepared, request.lane = prepared.value, prepared.lane
+
+    def served(self) -> ServedModel:
+        """What the face must know of this model."""
+        prepare = self.prepare if self.codec.prepares else None
+        return ServedModel(self.name, self.body_bytes_max, self.codec.binary_input, prepare)
+
+    def _limit_batches(self, batch_max: int) -> None:
+        logger.warning("the upstream of %s takes %d inputs at once; no more are sent from now on", self.name, batch_max)
+        self.loop.limit_batches(batch_max)
 
     def measure(self, seconds: float) -> None:
         """Work out the rates of the last `seconds`."""
@@ -127,7 +153,7 @@ class ModelService:
 
     def slots(self) -> Mapping[str, int]:
         """Slots by state."""
-        return {"busy": self.pool.total() - self.pool.free(), "free": self.pool.free()}
+        return {"busy": self.pool.busy(), "free": self.pool.free()}
 
     def queue_depth(self) -> int:
         """Requests that wait for a slot."""
@@ -172,18 +198,32 @@ class Gateway:
             lanes_max=settings.broker.lanes_max,
             tiers=len(settings.tiers),
             strict_order=settings.broker.order == "strict",
+            task_patience_s=settings.tasks.patience_ms / 1000,
         )
         named = settings.models or {settings.model: ModelSettings()}
-        self.services = [ModelService(name, own, settings, self.session, self.broker) for name, own in named.items()]
-        self.tasks = Tasks(self.broker, self.journal)
-        self.gate = Gate(self.broker, self.tasks, lowest_tier=len(settings.tiers) - 1)
+        dead_letters = DeadLetterBox(self.journal)
+        self.services = [
+            ModelService(name, own, settings, self.session, self.broker, dead_letters) for name, own in named.items()
+        ]
+        for service in self.services:
+            for endpoint in service.pool.endpoints:
+                self._opened.push_async_callback(endpoint.close)
+        self.tasks = Tasks(
+            self.broker, self.journal, prepare=self._prepare, waiting_max=settings.tasks.waiting_max
+        )
+        self.gate = Gate(
+            self.broker,
+            self.tasks,
+            {service.name: service.pool for service in self.services},
+            lowest_tier=len(settings.tiers) - 1,
+        )
         targets = tuple(tier.target_ms / 1000 for tier in settings.tiers)
         restored = self.tasks.restore(frozenset(named), lambda tier, now: now + targets[min(tier, len(targets) - 1)])
         self.routes = GatewayRoutes(
             self.gate,
             self.broker,
             self.tasks,
-            {s.name: ServedModel(s.name, s.body_bytes_max, s.codec.binary_input) for s in self.services},
+            {service.name: service.served() for service in self.services},
             face_settings(settings, targets),
             gateway_openapi(list(named), settings.model, settings.tasks.wait_ms_max),
         )
@@ -195,6 +235,13 @@ class Gateway:
                 ready=self.check_ready,
                 metrics=Exposition(self),
                 find_request=self.find_request,
+                dead_letters=DeadLetterDesk(
+                    self.journal,
+                    self.tasks,
+                    frozenset(named),
+                    tier_target_s=targets,
+                    task_timeout_s=settings.tasks.timeout_s,
+                ),
                 openapi=admin_openapi(),
             ),
             HttpLimits(body_bytes_max=1024, connections_max=256),
@@ -240,6 +287,11 @@ class Gateway:
     async def close(self) -> None:
         """Give up everything that was opened, in the reverse order."""
         await self._opened.aclose()
+
+    def _prepare(self, request: Request) -> None:
+        for service in self.services:
+            if service.name == request.model and service.codec.prepares:
+                service.prepare(request)
 
     def _stop_timers(self) -> None:
         for timer in self._timers.values():
@@ -294,6 +346,10 @@ class Gateway:
         """Answers to clients that were errors, by code."""
         return self.server.problems
 
+    def buried(self) -> Mapping[str, int]:
+        """Requests that became dead letters, by cause."""
+        return self.journal.buried
+
     def queue_wait_seconds(self) -> Histogram:
         """Seconds that requests waited for a slot."""
         return self.broker.waited
@@ -308,6 +364,7 @@ class Gateway:
             "carpool_tasks_pending": ("Tasks without an outcome.", journal.tasks_pending),
             "carpool_results_stored": ("Results of tasks that are kept.", journal.results),
             "carpool_dead_letters": ("Dead letters that are kept.", journal.dead_letters),
+            "carpool_dead_letter_bytes": ("Bytes of their inputs.", journal.dead_letter_bytes),
             "carpool_journal_bytes": ("Bytes of inputs and results in the journal.", journal.stored_bytes),
         }
 
@@ -329,11 +386,13 @@ class Gateway:
             service.measure(RATE_TICK_S)
 
 
-def make_endpoint(url: str, slots: int, settings: Settings, session: aiohttp.ClientSession) -> Endpoint:
+def make_endpoint(
+    url: str, slots: int, settings: Settings, session: aiohttp.ClientSession, credentials: Credentials
+) -> Endpoint:
     """The endpoint behind a URL."""
     if url.startswith("sim:"):
         return SimulatedEndpoint(url, parse_sim_url(url))
-    return HttpEndpoint(session, url, slots, settings.upstream.answer_bytes_max)
+    return HttpEndpoint(session, url, slots, settings.upstream.answer_bytes_max, credentials)
 
 
 def face_settings(settings: Settings, targets: tuple[float, ...]) -> FaceSettings:
@@ -359,6 +418,7 @@ def http_limits(settings: Settings, services: Sequence[ModelService]) -> HttpLim
         header_count_max=gateway.header_count_max,
         body_bytes_max=max(service.body_bytes_max for service in services),
         receiving_bytes_max=gateway.receiving_bytes_max,
+        unread_bytes_max=gateway.unread_bytes_max,
         receive_timeout_s=gateway.receive_timeout_s,
         idle_timeout_s=gateway.idle_timeout_s,
         write_timeout_s=gateway.write_timeout_s,

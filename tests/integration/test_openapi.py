@@ -41,7 +41,17 @@ def test_every_operation_and_reference_is_there() -> None:
         ),
         (
             admin_openapi(),
-            {"/internal/health", "/internal/ready", "/internal/requests/{id}", "/metrics", "/openapi.json"},
+            {
+                "/internal/health",
+                "/internal/ready",
+                "/internal/requests/{id}",
+                "/internal/dead-letters",
+                "/internal/dead-letters/replay",
+                "/internal/dead-letters/{id}",
+                "/internal/dead-letters/{id}/replay",
+                "/metrics",
+                "/openapi.json",
+            },
         ),
     ):
         document = json.loads(text)

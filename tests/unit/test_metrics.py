@@ -52,6 +52,9 @@ class FakeView:
     def problems(self) -> Mapping[str, int]:
         return {"malformed": 8}
 
+    def buried(self) -> Mapping[str, int]:
+        return {"input-refused": 2, "upstream-failed": 0}
+
     def queue_wait_seconds(self) -> Histogram:
         return self.wait
 
@@ -88,6 +91,8 @@ def test_the_counts_of_the_stages_are_shown_as_they_are_when_scraped(view: FakeV
         "carpool_requests_total{outcome=ok}": 3,
         "carpool_requests_total{outcome=queue-full}": 2,
         "carpool_problems_total{code=malformed}": 8,
+        "carpool_dead_letters_total{cause=input-refused}": 2,
+        "carpool_dead_letters_total{cause=upstream-failed}": 0,
         "carpool_queue_wait_seconds_bucket{le=0.01}": 0,
         "carpool_queue_wait_seconds_bucket{le=0.025}": 1,
         "carpool_queue_wait_seconds_count{}": 1,

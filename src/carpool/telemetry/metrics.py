@@ -63,6 +63,10 @@ class View(Protocol):
         """Answers to clients that were errors, by code; also for requests that never came in."""
         ...
 
+    def buried(self) -> Mapping[str, int]:
+        """Requests that became dead letters, by cause."""
+        ...
+
     def queue_wait_seconds(self) -> Histogram:
         """Seconds that requests waited for a slot."""
         ...
@@ -89,6 +93,10 @@ class CarpoolCollector(Collector):
         for code, number in view.problems().items():
             problems.add_metric([code], number)
         yield problems
+        buried = CounterMetricFamily("carpool_dead_letters", "Requests that became dead letters.", labels=["cause"])
+        for cause, number in view.buried().items():
+            buried.add_metric([cause], number)
+        yield buried
         wait = HistogramMetricFamily("carpool_queue_wait_seconds", "Seconds a request waited for a slot.")
         histogram = view.queue_wait_seconds()
         wait.add_metric([], histogram.buckets(), histogram.total)

@@ -19,6 +19,8 @@ class Answer(msgspec.Struct, frozen=True, gc=False):
 
     status: int
     body: bytes
+    # What the endpoint says of its load with it: 1 is full. None where it says nothing.
+    load: float | None = None
 
 
 class AttemptFailedError(Exception):

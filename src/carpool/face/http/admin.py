@@ -8,7 +8,9 @@ import msgspec
 
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import NotFound, Unauthorized
+from carpool.core.ports import DeadLetterDesk
 from carpool.core.request import DONE, RUNNING, Request
+from carpool.face.http.dead_letters import DeadLetterRoutes
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.router import Router
@@ -27,6 +29,7 @@ class AdminRoutes:
         ready: Callable[[Callable[[str | None], None]], None],
         metrics: Callable[[], bytes],
         find_request: Callable[[str], Request | None],
+        dead_letters: DeadLetterDesk,
         openapi: bytes,
         clock: Clock = monotonic,
     ) -> None:
@@ -44,6 +47,7 @@ class AdminRoutes:
         self._router.add(b"GET", b"/internal/requests/", self.request)
         self._router.add(b"GET", b"/metrics", self.metrics)
         self._router.add(b"GET", b"/openapi.json", self.openapi)
+        DeadLetterRoutes(dead_letters).add_to(self._router)
 
     def __call__(self, exchange: Exchange) -> None:
         """Serve one exchange of an operator."""
