@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import uvloop
 
 from carpool.admission.gate import Gate
@@ -36,10 +37,15 @@ from carpool.face.http.server import HttpLimits, HttpServer
 from carpool.settings import ModelSettings, Settings
 from carpool.telemetry.logs import configure_logging
 from carpool.telemetry.metrics import Exposition
+from carpool.upstream.breaker import Breaker
 from carpool.upstream.client import HttpEndpoint, make_session
-from carpool.upstream.codecs import make_codec
+from carpool.upstream.codecs import Codec, make_codec
 from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.endpoint import Endpoint
+from carpool.upstream.fleet import Address, Fleet, MakeEndpoint
+from carpool.upstream.grpc_endpoint import GrpcEndpoint
+from carpool.upstream.health import HealthWatch, LoadSource
+from carpool.upstream.load import LoadLimit
 from carpool.upstream.pool import Pool
 from carpool.upstream.simulated import SimulatedEndpoint, parse_sim_url
 from carpool.upstream.tls import Credentials
@@ -54,6 +60,8 @@ RATE_WEIGHT = 0.5
 # Files that are not client connections: upstream connections, the journal, logs.
 FILES_RESERVED = 256
 FILES_WANTED = 65536
+# The longest that an endpoint is left alone between two probes.
+BREAKER_PAUSE_S_MAX = 30.0
 
 OnReady = Callable[[int, int], None]
 
@@ -80,10 +88,14 @@ class ModelService:
             inputs_field=upstream.inputs_field,
             outputs_field=upstream.outputs_field,
             parameters_field=upstream.parameters_field,
+            model_version=own.model_version if own.model_version is not None else upstream.model_version,
+            tensor_name=own.tensor_name if own.tensor_name is not None else upstream.tensor_name,
+            tensor_datatype=own.tensor_datatype if own.tensor_datatype is not None else upstream.tensor_datatype,
+            tensor_shape=own.tensor_shape if own.tensor_shape is not None else upstream.tensor_shape,
+            tensor_binary=own.tensor_binary if own.tensor_binary is not None else upstream.tensor_binary,
         )
-        urls = expand_endpoints(own.endpoints if own.endpoints is not None else upstream.endpoints)
-        slots, credentials = own.slots or upstream.slots, Credentials(upstream_security(upstream, own))
-        self.pool = Pool([make_endpoint(url, slots, settings, session, credentials) for url in urls])
+        self.fleet = make_fleet(own, settings, session, self.codec.health_path(name))
+        self.pool = self.fleet.pool
         self.dispatcher = UpstreamDispatcher(
             self.pool,
             self.codec,
@@ -112,18 +124,33 @@ class ModelService:
         self._busy_s_then = 0.0
 
     def prepare(self, request: Request) -> None:
-        """Let the codec look into an input before it is admitted; raises Malformed."""
-        prepared = self.codec.prepare(request.input)
-        request.prepared, request.lane = prepared.value, prepared.lane
+        """Let the codec look into a request before it is admitted; raises Malformed."""
+        self.codec.check_parameters(request.parameters)
+        if self.codec.prepares:
+            prepared = self.codec.prepare(request.input)
+            request.prepared, request.lane = prepared.value, prepared.lane
 
     def served(self) -> ServedModel:
         """What the face must know of this model."""
-        prepare = self.prepare if self.codec.prepares else None
+        # Most protocols look at nothing: then the hot path need not ask.
+        looks = self.codec.prepares or type(self.codec).check_parameters is not Codec.check_parameters
+        prepare = self.prepare if looks else None
         return ServedModel(self.name, self.body_bytes_max, self.codec.binary_input, prepare)
 
     def _limit_batches(self, batch_max: int) -> None:
         logger.warning("the upstream of %s takes %d inputs at once; no more are sent from now on", self.name, batch_max)
         self.loop.limit_batches(batch_max)
+
+    def change(self, own: ModelSettings, settings: Settings, session: aiohttp.ClientSession) -> tuple[int, int]:
+        """Use other endpoints, slots and timeouts from now on; returns how many endpoints came and go."""
+        changed = self.fleet.change_to(addresses(own, settings), endpoint_maker(own, settings, session))
+        self.timeout_s = own.timeout_s or settings.upstream.timeout_s
+        self.dispatcher.change_timeout(self.timeout_s)
+        return changed
+
+    def describe(self) -> dict[str, Any]:
+        """What `/internal/fleet` shows of this model."""
+        return {**self.fleet.describe(), "capacity_rps": round(self.capacity_rps(), 2)}
 
     def measure(self, seconds: float) -> None:
         """Work out the rates of the last `seconds`."""
@@ -163,6 +190,18 @@ class ModelService:
         """Requests a second, lately."""
         return self.rate
 
+    def healthy_slots(self) -> int:
+        """Calls that the endpoints that work may have at once."""
+        return self.fleet.healthy_slots()
+
+    def capacity_rps(self) -> float:
+        """Requests a second that these slots can serve in full batches."""
+        return self.fleet.healthy_slots() * self.loop.max_batch / self.loop.service_s
+
+    def endpoint_states(self) -> Sequence[tuple[str, str]]:
+        """The name and state of every endpoint."""
+        return self.fleet.states()
+
 
 class Gateway:
     """Everything in one process: face, admission, embedded broker, batching, upstream."""
@@ -200,17 +239,15 @@ class Gateway:
             strict_order=settings.broker.order == "strict",
             task_patience_s=settings.tasks.patience_ms / 1000,
         )
-        named = settings.models or {settings.model: ModelSettings()}
+        named = named_models(settings)
         dead_letters = DeadLetterBox(self.journal)
         self.services = [
             ModelService(name, own, settings, self.session, self.broker, dead_letters) for name, own in named.items()
         ]
         for service in self.services:
-            for endpoint in service.pool.endpoints:
-                self._opened.push_async_callback(endpoint.close)
-        self.tasks = Tasks(
-            self.broker, self.journal, prepare=self._prepare, waiting_max=settings.tasks.waiting_max
-        )
+            self._opened.push_async_callback(service.fleet.close)
+            service.fleet.start()
+        self.tasks = Tasks(self.broker, self.journal, prepare=self._prepare, waiting_max=settings.tasks.waiting_max)
         self.gate = Gate(
             self.broker,
             self.tasks,
@@ -233,6 +270,7 @@ class Gateway:
                 token=gateway.admin_token,
                 health=self.health,
                 ready=self.check_ready,
+                fleet=self.fleet,
                 metrics=Exposition(self),
                 find_request=self.find_request,
                 dead_letters=DeadLetterDesk(
@@ -284,13 +322,32 @@ class Gateway:
         await self.close()
         logger.info("drained")
 
+    def reload(self, load: Callable[[], Settings]) -> None:
+        """Read the configuration again: endpoints, slots and upstream timeouts change now, the rest does not."""
+        if self.draining:
+            return
+        came = gone = 0
+        try:
+            settings = load()
+            named = named_models(settings)
+            for service in self.services:
+                if service.name in named:
+                    more, fewer = service.change(named[service.name], settings, self.session)
+                    came, gone = came + more, gone + fewer
+        except Exception as fault:  # whatever it is, this process goes on
+            logger.error("the configuration was not changed: %s", " ".join(str(fault).split()))
+            return
+        for section in changed_for_the_next_start(self.settings, settings):
+            logger.warning("a change of %s takes effect at the next start", section)
+        logger.info("read the configuration again", extra={"fields": {"endpoints_added": came, "endpoints_gone": gone}})
+
     async def close(self) -> None:
         """Give up everything that was opened, in the reverse order."""
         await self._opened.aclose()
 
     def _prepare(self, request: Request) -> None:
         for service in self.services:
-            if service.name == request.model and service.codec.prepares:
+            if service.name == request.model:
                 service.prepare(request)
 
     def _stop_timers(self) -> None:
@@ -317,6 +374,10 @@ class Gateway:
             "queue_depth": self.broker.depth,
             "requests_per_second": round(sum(service.rate for service in self.services), 2),
         }
+
+    def fleet(self) -> dict[str, Any]:
+        """What `/internal/fleet` shows."""
+        return {"models": {service.name: service.describe() for service in self.services}}
 
     def check_ready(self, answer: Callable[[str | None], None]) -> None:
         """Ready when an endpoint accepts a connection and this process does not drain; else the reason why not."""
@@ -386,13 +447,79 @@ class Gateway:
             service.measure(RATE_TICK_S)
 
 
-def make_endpoint(
-    url: str, slots: int, settings: Settings, session: aiohttp.ClientSession, credentials: Credentials
-) -> Endpoint:
-    """The endpoint behind a URL."""
-    if url.startswith("sim:"):
-        return SimulatedEndpoint(url, parse_sim_url(url))
-    return HttpEndpoint(session, url, slots, settings.upstream.answer_bytes_max, credentials)
+def named_models(settings: Settings) -> dict[str, ModelSettings]:
+    """Every model by name; where none is configured, the one that stands for all."""
+    return settings.models or {settings.model: ModelSettings()}
+
+
+def addresses(own: ModelSettings, settings: Settings) -> list[Address]:
+    """Where the endpoints of a model are."""
+    upstream = settings.upstream
+    urls = expand_endpoints(own.endpoints if own.endpoints is not None else upstream.endpoints)
+    return [Address(url, own.slots or upstream.slots) for url in urls]
+
+
+def endpoint_maker(own: ModelSettings, settings: Settings, session: aiohttp.ClientSession) -> MakeEndpoint:
+    """What makes the endpoints of a model."""
+    upstream = settings.upstream
+    security = upstream_security(upstream, own)
+    credentials = Credentials(security)
+    is_grpc = (own.protocol or upstream.protocol) == "kserve_v2_grpc"
+    load_header = own.load_header if own.load_header is not None else upstream.load_header
+
+    def make_endpoint(address: Address) -> Endpoint:
+        if address.url.startswith("sim:"):
+            return SimulatedEndpoint(address.url, parse_sim_url(address.url))
+        if is_grpc:
+            return GrpcEndpoint(address.url, address.slots, upstream.answer_bytes_max, security)
+        return HttpEndpoint(session, *address, upstream.answer_bytes_max, credentials, load_header)
+
+    return make_endpoint
+
+
+def make_fleet(
+    own: ModelSettings, settings: Settings, session: aiohttp.ClientSession, health_path: str | None
+) -> Fleet:
+    """The endpoints of a model, their pool and the watch over them."""
+    upstream = settings.upstream
+    ratio = own.load_latency_ratio if own.load_latency_ratio is not None else upstream.load_latency_ratio
+    metrics_url = own.load_metrics_url if own.load_metrics_url is not None else upstream.load_metrics_url
+    source = LoadSource(
+        metrics_url,
+        own.load_metric if own.load_metric is not None else upstream.load_metric,
+        own.load_metric_max or upstream.load_metric_max,
+    )
+
+    def make_pool(endpoints: Sequence[Endpoint]) -> Pool:
+        pause_s = upstream.breaker_pause_s
+        return Pool(
+            endpoints,
+            eject_share_max=upstream.eject_share_max,
+            make_breaker=lambda: Breaker(upstream.breaker_failures, pause_s, max(pause_s, BREAKER_PAUSE_S_MAX)),
+            make_load=lambda slots: LoadLimit(slots, ratio),
+        )
+
+    def make_watch(pool: Pool) -> HealthWatch:
+        interval_s = upstream.health_interval_s
+        load_source = source if metrics_url else None
+        return HealthWatch(pool, health_path=health_path, interval_s=interval_s, load_source=load_source)
+
+    return Fleet(addresses(own, settings), endpoint_maker(own, settings, session), make_pool, make_watch)
+
+
+def changed_for_the_next_start(old: Settings, new: Settings) -> list[str]:
+    """The sections with a change that a running gateway does not make."""
+
+    def fixed(settings: Settings) -> Settings:
+        replace = msgspec.structs.replace
+        upstream = replace(settings.upstream, endpoints=[], slots=1, timeout_s=1.0)
+        models = {
+            name: replace(own, endpoints=None, slots=None, timeout_s=None) for name, own in settings.models.items()
+        }
+        return replace(settings, upstream=upstream, models=models)
+
+    before, after = fixed(old), fixed(new)
+    return [name for name in Settings.__struct_fields__ if getattr(before, name) != getattr(after, name)]
 
 
 def face_settings(settings: Settings, targets: tuple[float, ...]) -> FaceSettings:
@@ -451,11 +578,11 @@ def tls_context(settings: Settings) -> ssl.SSLContext | None:
     return context
 
 
-def run(settings: Settings, on_ready: OnReady | None = None) -> int:
-    """Serve until SIGTERM or SIGINT, then drain; returns the exit code."""
+def run(settings: Settings, on_ready: OnReady | None = None, reload: Callable[[], Settings] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT, then drain; returns the exit code. SIGHUP calls `reload` for new settings."""
     configure_logging(settings.log.level, settings.log.format)
     try:
-        return uvloop.run(_serve(settings, on_ready))
+        return uvloop.run(_serve(settings, on_ready, reload))
     except (JournalLocked, JournalUnusable, ssl.SSLError) as failure:
         print(f"carpool: {failure}", file=sys.stderr)  # noqa: T201 - for the person at the terminal
     except OSError as failure:
@@ -475,7 +602,7 @@ def spare_the_collector() -> None:
     gc.set_threshold(100_000, 20, 50)
 
 
-async def _serve(settings: Settings, on_ready: OnReady | None) -> int:
+async def _serve(settings: Settings, on_ready: OnReady | None, reload: Callable[[], Settings] | None) -> int:
     told_to_leave = asyncio.Event()
 
     def leave() -> None:
@@ -492,6 +619,8 @@ async def _serve(settings: Settings, on_ready: OnReady | None) -> int:
     except BaseException:
         await gateway.close()
         raise
+    if reload is not None:
+        loop.add_signal_handler(signal.SIGHUP, gateway.reload, reload)
     spare_the_collector()
     if on_ready is not None:
         on_ready(gateway.port, gateway.admin_port)

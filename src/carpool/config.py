@@ -180,13 +180,9 @@ def load_settings(flags: Mapping[str, Any], *, environ: Mapping[str, str], file:
     sources = {path: value.source for path, value in given.items()}
     _check_together(settings, sources)
     for name, model in settings.models.items():
-        where = f"models.{name}.endpoints ({file_name})" if model.endpoints is not None else "upstream.endpoints"
-        endpoints = settings.upstream.endpoints if model.endpoints is None else model.endpoints
-        _check_endpoints(endpoints, where)
-        _check_schemes(endpoints, model.protocol or settings.upstream.protocol, where)
-    if not settings.models:
-        _check_schemes(settings.upstream.endpoints, settings.upstream.protocol, "upstream.endpoints")
+        _check_endpoints(model.endpoints or [], f"models.{name}.endpoints ({file_name})")
         _check_load(model, settings.upstream, f"models.{name}.", lambda path: f"{path} ({file_name})")
+    _check_schemes(settings)
     _check_all_security(settings, sources, file_name)
     return settings
 
@@ -449,18 +445,14 @@ def _check_load(
 ) -> None:
     """How the load of endpoints is learned; what a model does not set itself was checked with `upstream`."""
     if own.load_header and not _HEADER_NAME.fullmatch(own.load_header):
-        raise ConfigError(
-            f"{where(prefix + 'load_header')} must be the name of a header, not {_shown(own.load_header)}"
-        )
+        raise ConfigError(f"{where(prefix + 'load_header')} must name a header, not {_shown(own.load_header)}")
     if own.load_metrics_url and not _METRICS_PAGE.fullmatch(own.load_metrics_url):
         raise ConfigError(
             f"{where(prefix + 'load_metrics_url')} must look like /metrics, :8002/metrics or http://host:8002/metrics, "
             f"not {_shown(own.load_metrics_url)}"
         )
     if own.load_latency_ratio is not None and 0 < own.load_latency_ratio <= 1:
-        raise ConfigError(
-            f"{where(prefix + 'load_latency_ratio')} must be over 1, or 0, not {own.load_latency_ratio:g}"
-        )
+        raise ConfigError(f"{where(prefix + 'load_latency_ratio')} must be 0 or over 1")
     url = upstream.load_metrics_url if own.load_metrics_url is None else own.load_metrics_url
     metric = upstream.load_metric if own.load_metric is None else own.load_metric
     if bool(url) != bool(metric):
@@ -468,10 +460,15 @@ def _check_load(
         raise ConfigError(f"{where(prefix + present)} needs {absent} beside it")
 
 
-def _check_schemes(endpoints: list[str], protocol: str, where: str) -> None:
-    for text in endpoints:
-        if text.startswith(_GRPC_ENDPOINTS) and protocol != "kserve_v2_grpc":
-            raise ConfigError(f"{where} has {_shown(text)}: that needs protocol kserve_v2_grpc, not {protocol}")
+def _check_schemes(settings: Settings) -> None:
+    """A `grpc://` endpoint is for the protocol that speaks it."""
+    upstream = settings.upstream
+    for name, model in settings.models.items() or [("", ModelSettings())]:
+        protocol, shared = model.protocol or upstream.protocol, model.endpoints is None
+        for text in upstream.endpoints if model.endpoints is None else model.endpoints:
+            if text.startswith(_GRPC_ENDPOINTS) and protocol != "kserve_v2_grpc":
+                where = "upstream.endpoints" if shared else f"models.{name}.endpoints"
+                raise ConfigError(f"{where} has {_shown(text)}: that needs protocol kserve_v2_grpc, not {protocol}")
 
 
 def _check_tls(cert: str, key: str, where: Callable[[str], str]) -> None:

@@ -425,7 +425,7 @@ class TestEndpoints:
                 "[upstream]\nendpoints = ['grpc://a:1']\nprotocol='kserve_v2_grpc'\n[models.a]\nprotocol='json'",
                 "upstream.",
             ),
-            ("[models.a]\nendpoints = ['grpc://a:1']", "models.a.endpoints (carpool.toml)"),
+            ("[models.a]\nendpoints = ['grpc://a:1']", "models.a.endpoints"),
         ],
     )
     def test_grpc_needs_a_protocol_that_speaks_it(self, toml: str, where: str) -> None:

@@ -36,6 +36,15 @@ class FakeModel:
     def arrival_rate(self) -> float:
         return 12.5
 
+    def healthy_slots(self) -> int:
+        return 3
+
+    def capacity_rps(self) -> float:
+        return 960.0
+
+    def endpoint_states(self) -> Sequence[tuple[str, str]]:
+        return [("http://gpu-1/infer", "healthy"), ("http://gpu-2/infer", "offline")]
+
 
 class FakeView:
     def __init__(self) -> None:
@@ -108,6 +117,11 @@ def test_the_counts_of_the_stages_are_shown_as_they_are_when_scraped(view: FakeV
         "carpool_slots{model=m,state=free}": 2,
         "carpool_queue_depth{model=m}": 7,
         "carpool_arrival_rate{model=m}": 12.5,
+        "carpool_healthy_slots{model=m}": 3,
+        "carpool_capacity_rps{model=m}": 960,
+        "carpool_endpoint_state{endpoint=http://gpu-1/infer,model=m,state=healthy}": 1,
+        "carpool_endpoint_state{endpoint=http://gpu-1/infer,model=m,state=degraded}": 0,
+        "carpool_endpoint_state{endpoint=http://gpu-2/infer,model=m,state=offline}": 1,
         "carpool_connections{}": 5,
     }
     assert {name: shown[name] for name in expected} == expected

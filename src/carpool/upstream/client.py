@@ -83,7 +83,7 @@ class HttpEndpoint:
                 async with self._session.post(
                     self._target(call.path),
                     data=call.body if len(call.body) <= PLAIN_BODY_BYTES_MAX else BytesIO(call.body),
-                    headers={"Content-Type": call.content_type, **secrets},
+                    headers={"Content-Type": call.content_type, **dict(call.headers), **secrets},
                     allow_redirects=False,
                     ssl=self._tls() or True,
                 ) as response:

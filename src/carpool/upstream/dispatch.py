@@ -112,6 +112,10 @@ class UpstreamDispatcher:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
+    def change_timeout(self, timeout_s: float) -> None:
+        """Let attempts from now on take at most this long."""
+        self._timeout_s = timeout_s
+
     async def finish(self, timeout_s: float) -> None:
         """Wait for the batches under way, and those that start meanwhile; past the timeout they are given up."""
         loop = asyncio.get_running_loop()
@@ -159,7 +163,7 @@ class UpstreamDispatcher:
         elif failure.refusal.kind == "bisect" and failure.size > 1:
             await self._isolate(live, failure, ended)
         elif failure.refusal.kind == "bisect":
-            self._judge(live, [failure] * len(live), failure.error)
+            await self._ask_elsewhere(live, failure, ended)
         else:
             self._settle_all(live, failure.error)
 
@@ -170,6 +174,21 @@ class UpstreamDispatcher:
             size = (failure.size + 1) // 2
         parts = [batch[start : start + size] for start in range(0, len(batch), size)]
         await do_all(self._resolve(part, None, ended) for part in parts)
+
+    async def _ask_elsewhere(self, lone: list[Request], failure: Failure, ended: BatchEnded) -> None:
+        """A request that was alone was refused: where that may be the endpoint's fault, ask another one."""
+        is_final = self._is_sure(failure) or len(self._pool.members) == 1 or not lone
+        if is_final or not self._budget.take(self._clock()):
+            self._judge(lone, [failure] * len(lone), failure.error)
+            return
+        second = await self._send_with_retries(lone, None, ended, avoid=failure.member)
+        if second is not None and second.refusal.kind == "bisect":
+            if not self._is_sure(second):
+                self._blame({failure.member})
+            self._judge(lone, [second] * len(lone), failure.error)
+        else:
+            self._blame({failure.member})
+            self._settle_all(self._live(lone), failure.error)
 
     async def _isolate(self, batch: list[Request], failure: Failure, ended: BatchEnded) -> None:
         """Find the inputs that the API refuses; everybody else gets an output.
@@ -186,13 +205,39 @@ class UpstreamDispatcher:
             )
             for group, result in zip(level, results, strict=True):
                 self._tell(search, batch, group, result, last)
+        if search.any_answered:
+            await self._ask_again(batch, search, last, ended)
         found = [index for index in search.refused_alone if search.any_answered or last[index].is_certain]
         self._judge([batch[index] for index in found], [last[index] for index in found], failure.error)
         left = self._live(batch)
-        everybody_answered = len(batch) == failure.size and all(request.result_code == "ok" for request in batch)
+        everybody_answered = len(batch) == failure.size and all(
+            request.phase == DONE and request.result_code == "ok" for request in batch
+        )
         if failure.member is not None and (left or everybody_answered):
             self._pool.went_badly(failure.member)  # it failed everything, or a whole whose parts are good
         self._settle_all(left, failure.error)
+
+    async def _ask_again(
+        self, batch: list[Request], search: Bisection, last: dict[int, Failure], ended: BatchEnded
+    ) -> None:
+        """Ask an endpoint that is well about those whose refusal says nothing, since theirs may be sick."""
+        unsure = [index for index in search.refused_alone if not self._is_sure(last[index])]
+        results = await do_all(
+            self._send_with_retries([batch[index]], None, ended, avoid=last[index].member) for index in unsure
+        )
+        sick: set[Member | None] = set()
+        for index, result in zip(unsure, results, strict=True):
+            if result is None:
+                sick.add(last[index].member)
+            elif result.refusal.kind == "bisect":
+                last[index] = result
+            else:
+                self._settle_all([batch[index]], result.error)
+        self._blame(sick)
+
+    def _is_sure(self, failure: Failure) -> bool:
+        """Whether the refusal of a request that was alone in its call shows that it is poison."""
+        return failure.is_certain or (failure.member is not None and self._pool.is_well(failure.member))
 
     def _tell(
         self, search: Bisection, batch: list[Request], group: Group, result: Failure | None, last: dict[int, Failure]
@@ -209,16 +254,20 @@ class UpstreamDispatcher:
 
     def _judge(self, refused: list[Request], failures: list[Failure], error: CarpoolError) -> None:
         """Requests were refused that were alone in their calls: are they poison, or their endpoints sick?"""
-        sick: list[Member] = []
+        sick: set[Member | None] = set()
         for request, failure in zip(refused, failures, strict=True):
-            if failure.member is None or failure.is_certain or self._pool.is_well(failure.member):
+            if self._is_sure(failure):
                 self._settle_poison(request, failure)
-                continue
-            if failure.member not in sick:
-                sick.append(failure.member)
-            self._settle_all([request], error)
+            elif request.phase != DONE:
+                sick.add(failure.member)
+                self._settle_all([request], error)
+        self._blame(sick)
+
+    def _blame(self, sick: set[Member | None]) -> None:
+        """Count one failure for each endpoint, however many of its refusals were wrong."""
         for member in sick:
-            self._pool.went_badly(member)
+            if member is not None:
+                self._pool.went_badly(member)
 
     def _settle_poison(self, request: Request, failure: Failure) -> None:
         """The model refuses this input: tell its client, keep it for a person, and send it alone from now on."""
@@ -256,7 +305,10 @@ class UpstreamDispatcher:
                     if pause_s >= self._time_left(batch) or not self._budget.take(self._clock()):
                         return failure
                     await asyncio.sleep(pause_s)
-                member = await self._pool.take_for_retry(failed, max(0.0, self._time_left(batch)))
+                # What a step of a bisection shows of one request is worth something only if the endpoint is well.
+                known_well = avoid is not None and len(batch) == 1
+                time_left_s = max(0.0, self._time_left(batch))
+                member = await self._pool.take_for_retry(failed, time_left_s, known_well=known_well)
                 if member is None:
                     return failure
             members = self._live(batch)
@@ -320,7 +372,7 @@ class UpstreamDispatcher:
         member.load.answered(len(members), seconds, started)
         self.calls["ok"] += 1
         self._pool.went_well(member)
-        facts = CallFacts(len(members), seconds)
+        facts = CallFacts(len(members), seconds, parts[0].model_version)
         self._outcomes.settle_batch(members, [Output(part.value, facts, part.tokens_used) for part in parts])
         return None
 
@@ -340,8 +392,12 @@ class UpstreamDispatcher:
                 self._pool.went_badly(member)
             error = UpstreamFailed(says) if refusal.kind == "elsewhere" else UpstreamRefused(says)
             return Failure(refusal, error, member, size)
-        self._pool.says_nothing(member)
-        return Failure(refusal, UpstreamFailed(says), member, size, is_certain=answer.status in (400, 422))
+        is_certain = answer.status in (400, 422)
+        if refusal.kind == "bisect" and member.probing and not is_certain:
+            self._pool.went_badly(member)  # it was sick, and this is no sign that it is well
+        else:
+            self._pool.says_nothing(member)
+        return Failure(refusal, UpstreamFailed(says), member, size, is_certain=is_certain)
 
     def _too_many(self, size: int) -> Failure:
         """The limit was learned after the batch was formed."""

@@ -35,8 +35,8 @@ HTTP_STATUS = {
 }
 OTHER_STATUS = 502
 # Both sides have these words for a message over their limit; the client's own text says that it is the client's.
-_TOO_LONG, _TOO_LONG_HERE = "message larger than max", "CLIENT:"
-_NO_CONNECTION = ("failed to connect to all addresses", "DNS resolution failed")
+_TOO_LONG, _TOO_LONG_HERE = "message larger than max", "CLIENT: Received"
+_NO_CONNECTION = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
 
 _OPTIONS = [
     ("grpc.max_send_message_length", -1),
@@ -99,7 +99,7 @@ class GrpcEndpoint:
         if code == "UNAVAILABLE" and text.startswith(_NO_CONNECTION):
             raise AttemptFailedError("no connection") from None
         if code == "RESOURCE_EXHAUSTED" and _TOO_LONG in text:
-            if text.startswith(_TOO_LONG_HERE):
+            if _TOO_LONG_HERE in text:
                 raise AttemptFailedError(f"the answer is longer than {self._answer_bytes_max} bytes") from None
             status = 413
         for secret in secrets:  # in case that the server repeats them: a client may be shown a part of this

@@ -17,6 +17,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
+from typing import NamedTuple
 
 from carpool.core.clock import Clock, monotonic
 from carpool.upstream.breaker import Breaker
@@ -106,6 +107,15 @@ class Member:
         self._busy_s_then, self._measured = busy_s, now
 
 
+class Wish(NamedTuple):
+    """What a retry would rather have. It takes nothing less than the best of the endpoints in use, and waits for it."""
+
+    # The endpoint that just failed: rather any other.
+    failed: Member | None
+    # Rather one that is known to be well.
+    known_well: bool
+
+
 class Pool:
     """Slots of several endpoints; the one that has been free longest goes first."""
 
@@ -131,7 +141,7 @@ class Pool:
             for member in self.members:
                 if turn < member.limit:
                     self._offer(member)
-        self._retries: deque[tuple[Member | None, asyncio.Future[Member]]] = deque()
+        self._retries: deque[tuple[Wish, asyncio.Future[Member]]] = deque()
         self._ring: Callable[[], None] | None = None
         self._probe_timers: dict[Member, asyncio.TimerHandle] = {}
         # Endpoints that were removed with calls under way, and what to do when those have ended.
@@ -199,6 +209,7 @@ class Pool:
         """A call was answered as it should be."""
         member.succeeded += 1
         member.well_at = self._clock()
+        member.failed_probes = 0
         member.probing = False
         was_open = member.breaker.state != "closed"
         member.breaker.succeeded()
@@ -232,13 +243,16 @@ class Pool:
         """Whether the endpoint answered a call well a short while ago."""
         return self._clock() - member.well_at <= WELL_S
 
-    async def take_for_retry(self, failed: Member | None, timeout_s: float) -> Member | None:
-        """A slot of another endpoint than the one that failed, if one is in use; None if none frees in time."""
-        free = self._take_free(failed)
+    async def take_for_retry(
+        self, failed: Member | None, timeout_s: float, *, known_well: bool = False
+    ) -> Member | None:
+        """A slot of the endpoint that fits best (see `Wish`); None if none frees in time."""
+        wish = Wish(failed, known_well)
+        free = self._take_free(wish)
         if free is not None:
             return free
         future: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
-        self._retries.append((failed, future))
+        self._retries.append((wish, future))
         try:
             await asyncio.wait([future], timeout=timeout_s)
         except asyncio.CancelledError:
@@ -316,10 +330,10 @@ class Pool:
                 if self._ring is not None:
                     self._ring()
 
-    def _take_free(self, failed: Member | None) -> Member | None:
+    def _take_free(self, wish: Wish) -> Member | None:
         """A free slot for a retry."""
         for member in self._free:
-            if self._may_retry_on(member, failed):
+            if self._may_retry_on(member, wish):
                 self._free.remove(member)
                 member.offered -= 1
                 self._start(member)
@@ -329,8 +343,8 @@ class Pool:
     def _serve_retries(self) -> None:
         """An endpoint went out: retries that waited for it may now have the one that failed them, if that is free."""
         for entry in list(self._retries):
-            failed, future = entry
-            member = None if future.done() else self._take_free(failed)
+            wish, future = entry
+            member = None if future.done() else self._take_free(wish)
             if member is not None:
                 self._retries.remove(entry)
                 future.set_result(member)
@@ -339,8 +353,8 @@ class Pool:
         self.is_down = not self._free and all(member.breaker.state != "closed" for member in self.members)
 
     def _hand_to_retry(self, member: Member) -> bool:
-        for index, (failed, future) in enumerate(self._retries):
-            if not future.done() and self._may_retry_on(member, failed):
+        for index, (wish, future) in enumerate(self._retries):
+            if not future.done() and self._may_retry_on(member, wish):
                 del self._retries[index]
                 self._start(member)
                 future.set_result(member)
@@ -380,7 +394,11 @@ class Pool:
         open_now = sum(member.breaker.state != "closed" for member in self.members)
         return open_now + 1 <= max(1, int(len(self.members) * self._eject_share_max))
 
-    def _may_retry_on(self, member: Member, failed: Member | None) -> bool:
-        return member is not failed or not any(
-            other is not failed and other.breaker.state == "closed" for other in self.members
-        )
+    def _may_retry_on(self, member: Member, wish: Wish) -> bool:
+        in_use = (other for other in self.members if other.breaker.state == "closed")
+        return self._fit(member, wish) >= max((self._fit(other, wish) for other in in_use), default=0)
+
+    def _fit(self, member: Member, wish: Wish) -> int:
+        if member is wish.failed:
+            return 0
+        return 2 if wish.known_well and self.is_well(member) else 1

@@ -208,6 +208,7 @@ def admin_openapi() -> bytes:
             "Whether to send requests here",
             {"200": answer("Ready", ready), "503": answer("Not ready, and why", ready)},
         ),
+        "/internal/fleet": get("fleet", "Every endpoint of every model", {"200": answer("The fleet", FLEET)}),
         "/internal/requests/{id}": {
             "parameters": [request_id],
             **get("request", "A live or recent request", {"200": answer("Its state", request), **problems(404)}),
@@ -244,6 +245,9 @@ def dead_letter_paths() -> Json:
     letter_id: Json = {"name": "id", "in": "path", "required": True, "schema": {**number, "maximum": LETTER_ID_MAX}}
     shared = problems(400, 401, 431, 500, 503)
     of_one = {**shared, **problems(404)}
+    operations_of_one = ("dead_letter", "drop_dead_letter", "replay_dead_letter")
+    first: Json = {"id": "$response.body#/dead_letters/0/id"}
+    links: Json = {name: {"operationId": name, "parameters": first} for name in operations_of_one}
     return {
         "/internal/dead-letters": {
             "get": {
@@ -253,7 +257,7 @@ def dead_letter_paths() -> Json:
                     {"name": "limit", "in": "query", "schema": limit},
                     {"name": "after", "in": "query", "schema": after, "description": "the last id already seen"},
                 ],
-                "responses": {"200": answer("Some dead letters", listed), **shared},
+                "responses": {"200": {**answer("Some dead letters", listed), "links": links}, **shared},
             },
             "delete": {
                 "operationId": "drop_dead_letters",
@@ -305,6 +309,33 @@ def strict_object(properties: Json) -> Json:
         "additionalProperties": False,
         "properties": properties,
     }
+
+
+ENDPOINT: Json = strict_object(
+    {
+        "endpoint": {"type": "string"},
+        "state": {"enum": ["healthy", "degraded", "offline"]},
+        "utilization": {"type": "number", "description": "as it reports it, else the busy share of its slots"},
+        "in_flight": {"type": "integer", "description": "calls under way"},
+        "limit": {"type": "integer", "description": "calls it may have at once: its slots, or fewer under load"},
+        "slots": {"type": "integer"},
+        "breaker": {"enum": ["closed", "open", "half-open"]},
+        "last_heartbeat": {
+            "type": ["string", "null"],
+            "format": "date-time",
+            "description": "when a call or a probe was last answered well",
+        },
+    }
+)
+MODEL_FLEET: Json = strict_object(
+    {
+        "slots": {"type": "integer"},
+        "healthy_slots": {"type": "integer", "description": "calls that the endpoints that work may have at once"},
+        "capacity_rps": {"type": "number", "description": "healthy slots x largest batch / seconds a batch takes"},
+        "endpoints": {"type": "array", "items": ENDPOINT},
+    }
+)
+FLEET: Json = strict_object({"models": {"type": "object", "additionalProperties": MODEL_FLEET}})
 
 
 def document(title: str, paths: Json) -> bytes:

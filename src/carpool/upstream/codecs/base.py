@@ -106,6 +106,10 @@ class Codec(Protocol):
         """Binary input as the JSON value that this protocol has for it; raises core.errors.Malformed if it has none."""
         return msgspec.json.encode(data)
 
+    def health_path(self, model: str) -> str | None:
+        """Where a GET tells whether the server is well (from its root), if the protocol has that."""
+        return None
+
     def info_path(self, model: str) -> str | None:
         """Where a GET tells how many inputs a call may have (from the server's root), if the protocol has that."""
         return None

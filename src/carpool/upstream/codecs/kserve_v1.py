@@ -31,7 +31,7 @@ _LIMIT = re.compile(r"Task size \d+ is larger than maximum input batch size (?P<
 class _Predictions(msgspec.Struct):
     predictions: list[msgspec.Raw] | None = None
     # The columnar form: all values of one output together, not to be told apart by member.
-    outputs: msgspec.Raw | None = None
+    outputs: msgspec.Raw = msgspec.Raw()
 
 
 _decode_predictions = msgspec.json.Decoder(_Predictions).decode
@@ -43,6 +43,10 @@ class KServeV1Codec(Codec):
 
     def __init__(self, model_version: str = "") -> None:
         self._version = f"/versions/{model_version}" if model_version else ""
+
+    def health_path(self, model: str) -> str | None:
+        """The model's own page."""
+        return f"/v1/models/{model}{self._version}"
 
     def encode(self, batch: Sequence[Request]) -> Call:
         """The inputs' own bytes as `instances`, and the path that names the model."""
@@ -69,7 +73,7 @@ class KServeV1Codec(Codec):
             body = repaired
             parsed = parse_answer(_decode_predictions, body)
         if parsed.predictions is None:
-            if parsed.outputs is not None:
+            if parsed.outputs:
                 raise ProtocolFaultError("the answer is columnar (`outputs`), and cannot be given to members by row")
             raise ProtocolFaultError("the answer has no array `predictions`")
         check_count(len(parsed.predictions), len(batch))

@@ -44,12 +44,6 @@ LIMIT = re.compile(r"(?:\[request id: [^\]]*\] )?inference request batch-size mu
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
-class TensorCall(Call, frozen=True, gc=False):
-    """A call that needs headers of its own."""
-
-    headers: tuple[tuple[str, str], ...] = ()
-
-
 class TensorCodec(Codec):
     """What both transports of V2 share: tensors in."""
 
@@ -58,6 +52,10 @@ class TensorCodec(Codec):
     def __init__(self, defaults: TensorDefaults | None = None, model_version: str = "") -> None:
         self._defaults = defaults or TensorDefaults()
         self._model_version = model_version
+
+    def health_path(self, model: str) -> str | None:
+        """Whether every model is ready."""
+        return "/v2/health/ready"
 
     def prepare(self, value: bytes) -> Prepared:
         """Decode and check the tensors."""
@@ -94,7 +92,7 @@ class _Output(msgspec.Struct):
     name: str
     datatype: str
     shape: list[int]
-    data: msgspec.Raw | None = None
+    data: msgspec.Raw = msgspec.Raw()
     parameters: _OutputParameters | None = None
 
 
@@ -141,7 +139,7 @@ class KServeV2Codec(TensorCodec):
             given = parameters[:-1] + b"," if len(parameters) > 2 else b"{"
             head += b',"parameters":' + given + b'"binary_data_output":true}}'
             headers = ((HEADER_LENGTH, str(len(head))),)
-            return TensorCall(b"".join([head, *tail]), path, "application/octet-stream", headers)
+            return Call(b"".join([head, *tail]), path, "application/octet-stream", headers)
         if parameters:
             head += b',"parameters":' + parameters
         return Call(head + b"}", path)
@@ -156,7 +154,7 @@ class KServeV2Codec(TensorCodec):
             if size is not None:
                 data = tail[place : place + size]
                 place += size
-            elif output.data is not None:
+            elif output.data:
                 data = bytes(output.data)
             else:
                 raise ProtocolFaultError("an output has no data")

@@ -58,6 +58,10 @@ class OpenAiCompletionsCodec(TextCodec):
             if name in fields and bytes(fields[name]) not in allowed:
                 raise Malformed(f"`parameters.{name}` must be {allowed[0].decode()}, or left out")
 
+    def health_path(self, model: str) -> str | None:
+        """The list of models."""
+        return "/v1/models"
+
     def encode(self, batch: Sequence[Request]) -> Call:
         """The prompts' own bytes."""
         first = batch[0]

@@ -59,6 +59,10 @@ class OpenAiEmbeddingsCodec(TextCodec):
         """All but the model and the inputs."""
         check_fields(parameters, ("model", "input"))
 
+    def health_path(self, model: str) -> str | None:
+        """The list of models."""
+        return "/v1/models"
+
     def encode(self, batch: Sequence[Request]) -> Call:
         """The inputs' own bytes."""
         first = batch[0]

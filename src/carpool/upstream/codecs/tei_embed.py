@@ -41,6 +41,10 @@ class TeiEmbedCodec(TextCodec):
         """All but the inputs themselves."""
         check_fields(parameters, ("inputs",))
 
+    def health_path(self, model: str) -> str | None:
+        """Its health page."""
+        return "/health"
+
     def encode(self, batch: Sequence[Request]) -> Call:
         """The inputs' own bytes."""
         first = batch[0]

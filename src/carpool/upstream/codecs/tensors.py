@@ -189,7 +189,9 @@ def flat(text: bytes, datatype: str) -> bytes:
     if b"[" not in text[1:]:
         return text
     if datatype != "BYTES":
-        return b"[" + text.translate(None, _NESTING) + b"]"
+        inner = text.translate(None, _NESTING)
+        # Arrays without elements leave their commas behind.
+        return b"[" + inner + b"]" if inner.strip(b", \t\r\n") else b"[]"
     return msgspec.json.encode(list(_leaves(msgspec.json.decode(text))))
 
 
