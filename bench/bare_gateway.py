@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import carpool.app
+import carpool.service
 from carpool.config import load_settings
 from carpool.core.clock import monotonic
 from carpool.core.outcome import CallFacts, Output
@@ -68,8 +69,8 @@ class BareDispatcher:
         await asyncio.sleep(0.2)
 
 
-setattr(carpool.app, "Pool", BarePool)  # noqa: B010 - put in place of the real ones
-setattr(carpool.app, "UpstreamDispatcher", BareDispatcher)  # noqa: B010
+setattr(carpool.service, "Pool", BarePool)  # noqa: B010 - put in place of the real ones
+setattr(carpool.service, "UpstreamDispatcher", BareDispatcher)  # noqa: B010
 upstream, port, data_dir = sys.argv[1:]
 flags = {"upstream.endpoints": [upstream], "gateway.port": port, "tasks.data_dir": data_dir}
 sys.exit(carpool.app.run(load_settings(flags, environ=os.environ, file=None)))

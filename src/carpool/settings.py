@@ -302,7 +302,10 @@ class Settings(Section, frozen=True):
 
     model: Annotated[
         str,
-        Meta(description="the model's name when `models` is empty, and the one meant when a client names none (by default the first of `models`)"),
+        Meta(
+            description="the model's name when `models` is empty, and the one meant when a client names none "
+            "(by default the first of `models`)"
+        ),
     ] = "default"
     gateway: GatewaySettings = GatewaySettings()
     batching: BatchingSettings = BatchingSettings()

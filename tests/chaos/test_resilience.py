@@ -45,7 +45,7 @@ async def test_poison_harms_nobody_else(tmp_path: Path) -> None:
     )
     what = (
         f"poison, 1 in 1,000: {seen.innocents_ok:.2%} of the innocents succeed, {seen.dead_letters} dead letters after "
-        f"at most {seen.poison_sends_max} sends, breakers {'/'.join(seen.breakers)}"
+        f"at most {seen.poison_sends_max} sends, breakers {'/'.join(seen.breakers)}, mean batch {seen.mean_batch:.1f}"
     )
     seen.verdict.report("U4", what, passed=passed)
     assert passed

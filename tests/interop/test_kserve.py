@@ -49,7 +49,7 @@ def kserve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KServe]:
     directory = tmp_path_factory.mktemp("kserve")
     python = environment_python("kserve")
     server = KServe(*free_ports(2))
-    command = [python, MODEL, *map(str, server)]
+    command: list[str | Path] = [python, MODEL, *map(str, server)]
     with running_server(command, {}, (server.http_port, "/v2/health/ready"), directory / "kserve.log"):
         show_version(python, "kserve")
         yield server

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import os
 import shutil
 import struct
 from collections.abc import Iterator
@@ -96,10 +97,13 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
     packages = Path(ask_python(python, "sysconfig.get_path('purelib')"))
     carried = packages / "pytriton" / "tritonserver"
     # The stub that runs models belongs beside the backend; the package keeps one for each version of Python.
+    # Links, because these files look for their libraries from where they really are.
     backend = directory / "backends" / "python"
-    shutil.copytree(carried / "backends" / "python", backend)
+    backend.mkdir(parents=True)
     python_version = ask_python(python, "'%d.%d' % sys.version_info[:2]")
-    shutil.copy(carried / "python_backend_stubs" / python_version / "triton_python_backend_stub", backend)
+    stub = carried / "python_backend_stubs" / python_version / "triton_python_backend_stub"
+    for file in (*(carried / "backends" / "python").iterdir(), stub):
+        (backend / file.name).symlink_to(file)
     ports = Triton(*free_ports(3))
     command: list[str | Path] = [carried / "bin" / "tritonserver"]
     command += [f"--model-repository={directory / 'models'}", f"--backend-directory={backend.parent}"]
@@ -107,7 +111,8 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
         command += [f"--{service}-address=127.0.0.1", f"--{service}-port={port}"]
     environment = {
         "LD_LIBRARY_PATH": ask_python(python, "sysconfig.get_config_var('LIBDIR')"),
-        "PYTHONPATH": str(packages),
+        # The stub takes its packages from the first Python on the path, and its numpy must be the one it was built for.
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
     }
     with running_server(command, environment, (ports.http_port, "/v2/health/ready"), directory / "triton.log"):
         show_version(python, "nvidia-pytriton")
@@ -122,21 +127,18 @@ def mirror_case(number: int, b64: bool, text: str = "") -> Case:
 
     def is_own(output: Any) -> bool:
         by_name = {tensor["name"]: tensor for tensor in output}
-        said, values = by_name["REVERSED"], by_name["NEGATED"]
+        said, minus = by_name["REVERSED"], by_name["NEGATED"]
         if b64:
-            return raw(said) == packed_text(turned) and raw(values) == struct.pack("<4f", *negated)
-        return bool(said["data"] == [turned] and values["data"] == negated)
+            return raw(said) == packed_text(turned) and raw(minus) == struct.pack("<4f", *negated)
+        return bool(said["data"] == [turned] and minus["data"] == negated)
 
+    texts: dict[str, Any] = {"shape": [1, 1], "datatype": "BYTES"}
+    values: dict[str, Any] = {"shape": [1, 4], "datatype": "FP32"}
     if b64:
-        texts, values = {"b64": encoded(packed_text(text))}, {"b64": encoded(struct.pack("<4f", *vector))}
-        tensors = {"TEXT": texts, "VECTOR": values}
+        texts["b64"], values["b64"] = encoded(packed_text(text)), encoded(struct.pack("<4f", *vector))
     else:
-        tensors = {"TEXT": {"data": [text]}, "VECTOR": {"data": vector}}
-    shapes: dict[str, dict[str, Any]] = {
-        "TEXT": {"shape": [1, 1], "datatype": "BYTES"},
-        "VECTOR": {"shape": [1, 4], "datatype": "FP32"},
-    }
-    return inference({name: shapes[name] | tensor for name, tensor in tensors.items()}, is_own)
+        texts["data"], values["data"] = [text], vector
+    return inference({"TEXT": texts, "VECTOR": values}, is_own)
 
 
 def octets_case(number: int) -> Case:
@@ -173,8 +175,9 @@ async def verified(triton: Triton, directory: Path, form: str, cases: list[Case]
 @pytest.mark.parametrize("form", ["json", "binary", "grpc"])
 async def test_everyone_gets_their_own(triton: Triton, tmp_path: Path, form: str) -> None:
     # Over gRPC all tensors are raw, and clients of both forms share batches.
-    is_b64 = {"json": lambda n: False, "binary": lambda n: True, "grpc": lambda n: n % 2 == 0}[form]
-    cases = [mirror_case(number, is_b64(number)) for number in range(REQUESTS)]
+    cases = [
+        mirror_case(number, b64=form == "binary" or (form == "grpc" and number % 2 == 0)) for number in range(REQUESTS)
+    ]
     findings, _ = await verified(triton, tmp_path, form, cases)
     findings.report(f"Triton, {form}")
     assert findings.statuses == {200: REQUESTS} and findings.foreign == 0

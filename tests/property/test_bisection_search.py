@@ -43,9 +43,11 @@ def eighths(size: int) -> list[set[int]]:
         halves: list[Group] = []
         for first, end, level in groups:
             middle = (first + end) // 2
-            halves += [Group(first, middle, level + 1), Group(middle, end, level + 1)] if end - first > 1 else [
-                Group(first, end, level + 1)
-            ]
+            halves += (
+                [Group(first, middle, level + 1), Group(middle, end, level + 1)]
+                if end - first > 1
+                else [Group(first, end, level + 1)]
+            )
         groups = halves
     return [members(group) for group in groups]
 

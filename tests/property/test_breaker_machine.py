@@ -68,7 +68,7 @@ class BreakerMachine(RuleBasedStateMachine):
         if opened:
             self.opened_at = self.now
             pause_s = self.breaker.probe_at() - self.now
-            assert FIRST_PAUSE_S / 2 <= pause_s + 1e-9 and pause_s <= LONGEST_PAUSE_S + 1e-9
+            assert FIRST_PAUSE_S / 2 - 1e-9 <= pause_s <= LONGEST_PAUSE_S + 1e-9
             assert not self.breaker.allows(self.now)
         assert self.breaker.is_failing == (self.breaker.failures >= self.failures_max)
         self.check_step()

@@ -389,8 +389,7 @@ def test_while_the_upstream_is_down_nothing_is_burnt_and_a_probe_brings_it_back(
         stand.arrive(5)
         (waits,) = stand.arrive(1)
         await asyncio.sleep(0.1)
-        assert stand.pool.is_down
-        assert (waits.phase, len(stand.gpu.calls)) == (QUEUED, 5)
+        assert (stand.pool.is_down, waits.phase, len(stand.gpu.calls)) == (True, QUEUED, 5)
         refusal = gate.admit(make_request("sync", stand.witness, now=stand.clock()))
         assert isinstance(refusal, UpstreamDown)
         assert (refusal.status, refusal.retry_after_s) == (503, 1)

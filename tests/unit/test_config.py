@@ -468,6 +468,40 @@ class TestEndpoints:
         assert part in str(caught.value)
 
 
+class TestLoad:
+    def test_how_load_is_learned(self) -> None:
+        upstream = load(
+            toml="[upstream]\nload_header = 'X-Load'\nload_metrics_url = ':8002/metrics'\n"
+            "load_metric = 'nv_gpu_utilization'\n[models.a]\nload_metrics_url = ''\nload_metric = ''\n"
+            "[models.b]\nload_metric = 'te_queue_size'\nload_metric_max = 512\nload_latency_ratio = 0\n"
+        ).upstream
+        assert (upstream.load_header, upstream.load_metric_max, upstream.load_latency_ratio) == ("X-Load", 1.0, 2.0)
+
+    @pytest.mark.parametrize("url", ["/metrics", ":8002/metrics", "http://exporter:9100/m?x=1", "https://[::1]:1/m"])
+    def test_a_page_of_metrics(self, url: str) -> None:
+        load(flags={"upstream.load_metrics_url": url, "upstream.load_metric": "m"})
+
+    @pytest.mark.parametrize("url", ["metrics", "8002/metrics", ":8002", "http://host", "ftp://host/m", "http://u@h/m"])
+    def test_what_is_no_page_of_metrics(self, url: str) -> None:
+        text = refusal(flags={"upstream.load_metrics_url": url, "upstream.load_metric": "m"})
+        assert text.startswith("upstream.load_metrics_url (flag) must look like /metrics")
+
+    @pytest.mark.parametrize(
+        ("toml", "part"),
+        [
+            ("[upstream]\nload_header = 'X Load'", "upstream.load_header (carpool.toml) must name a header"),
+            ("[upstream]\nload_metric = 'm'", "upstream.load_metric (carpool.toml) needs load_metrics_url beside it"),
+            ("[upstream]\nload_metrics_url = '/m'", "load_metrics_url (carpool.toml) needs load_metric beside it"),
+            ("[upstream]\nload_latency_ratio = 0.5", "upstream.load_latency_ratio (carpool.toml) must be 0 or over 1"),
+            ("[upstream]\nload_metric_max = 0", "a number above 0"),
+            ("[models.a]\nload_metric = 'm'", "models.a.load_metric (carpool.toml) needs load_metrics_url beside it"),
+            ("[models.a]\nload_header = ':'", "models.a.load_header (carpool.toml) must name a header"),
+        ],
+    )
+    def test_what_does_not_go(self, toml: str, part: str) -> None:
+        assert part in refusal(toml=toml)
+
+
 class TestDump:
     FULL = """
         model = "a"

@@ -22,9 +22,19 @@ from carpool.core.errors import (
 )
 from carpool.core.outcome import Output
 from carpool.core.request import DONE, Request
-from carpool.testing import Answer, AttemptFailedError, Call, FakeClock, FakeUpstream, Witness, echo, inputs_of, make_request
+from carpool.testing import (
+    Answer,
+    AttemptFailedError,
+    Call,
+    FakeClock,
+    FakeUpstream,
+    Witness,
+    echo,
+    inputs_of,
+    make_request,
+)
 from carpool.upstream.codecs import JsonCodec
-from carpool.upstream.codecs.base import Decoded
+from carpool.upstream.codecs.base import Decoded, Refusal
 from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.pool import Pool
 from carpool.upstream.retry import RetryBudget
@@ -635,6 +645,10 @@ def test_two_that_fail_everything_among_three_harm_nobody(size: int) -> None:
         upstream.then(sick(500), times=999)
 
     async def main() -> None:
+        check_own(await stand.deliver_now(size))
+        assert stand.failed()["a"] == 1
+        assert stand.failed()["b"] == (1 if size == 2 else 0)  # nobody else was asked for one alone
+        assert stand.failed()["c"] == 0
         for _ in range(9):
             check_own(await stand.deliver_now(size))
 
@@ -701,10 +715,11 @@ def test_the_departed_and_the_expired_are_dropped_from_the_groups() -> None:
 
 def test_a_group_that_nobody_waits_for_is_no_answer() -> None:
     """Else an endpoint that fails everything would look well, and the innocent like poison."""
-    stand = Stand(FakeUpstream("a", slots=4).then(sick(500), delay_s=0.1, times=99))
+    stand = Stand(FakeUpstream("a", slots=4).then(echo).then(sick(500), delay_s=0.1, times=99))
     batch: list[Request] = []
 
     async def main() -> None:
+        check_own(await stand.deliver_now(1))  # it was well a moment ago
         batch.extend(stand.batch(4))
         stand.send(batch)
         await asyncio.sleep(0.15)  # the halves are under way
@@ -792,6 +807,19 @@ def test_one_that_alone_is_too_large_is_told() -> None:
     stand = Stand(FakeUpstream().then(taking(0), times=9))
     assert kinds(stand.deliver(2)) == {UpstreamRefused}
     assert [len(call.inputs) for call in stand.upstreams[0].calls] == [2, 1, 1]
+
+
+class ConfusedCodec(JsonCodec):
+    """Takes for the limit what is none."""
+
+    def classify(self, answer: Answer, size: int) -> Refusal:
+        return Refusal("split", batch_max=2 * size)
+
+
+def test_a_limit_that_was_not_exceeded_does_not_make_a_split_go_on_for_ever() -> None:
+    stand = Stand(FakeUpstream().then(taking(2), delay_s=0.1, times=99), codec=ConfusedCodec())
+    check_own(stand.deliver(8))
+    assert stand.calls() == 1 + 2 + 4
 
 
 def test_poison_in_a_batch_that_is_too_large() -> None:
@@ -967,3 +995,45 @@ def test_a_defect_in_one_part_leaves_the_others_their_outputs() -> None:
     outcomes = stand.deliver(4)
     check_own(outcomes, but=[0, 1])
     assert kinds(outcomes[:2]) == {InternalError}
+
+
+def test_a_lone_500_of_an_endpoint_not_known_to_be_well_is_asked_elsewhere() -> None:
+    stand = Stand(FakeUpstream("a").then(sick(500)), FakeUpstream("b"))
+    check_own(stand.deliver(1))
+    assert (stand.calls(), stand.failed()) == (2, {"a": 1, "b": 0})
+    assert stand.dead_letters.letters == []
+
+
+def test_a_lone_500_that_an_endpoint_known_to_be_well_repeats_is_poison() -> None:
+    stand = Stand(FakeUpstream("a").then(sick(500)), FakeUpstream("b").then(echo).then(sick(500)))
+
+    async def main() -> None:
+        first, second = stand.batch(1), stand.batch(1)
+        sick_one = stand.pool.take()
+        stand.send(first)  # to b, which is well from now on
+        await stand.finished()
+        stand.pool.give_back(sick_one)
+        free = stand.pool.take()  # b; a is next
+        stand.send(second)
+        stand.pool.give_back(free)
+        await stand.finished()
+        assert kinds([stand.witness.outcome(second[0])]) == {InputRefused}
+
+    stand.run(main)
+    assert [len(upstream.calls) for upstream in stand.upstreams] == [1, 2]
+    assert stand.failed() == {"a": 0, "b": 0}
+    assert [code for _, code, _ in stand.dead_letters.letters] == ["input-refused"]
+
+
+def test_endpoints_that_fail_every_step_of_a_search_are_all_blamed() -> None:
+    """Else only the one that got the whole batch would be, and the rest be burdened with its parts for ever."""
+    stand = Stand(*(FakeUpstream(name).then(sick(500), times=999) for name in "abc"))
+
+    async def main() -> None:
+        for _ in range(8):
+            if not stand.pool.is_down:
+                assert kinds(await stand.deliver_now(8)) == {UpstreamFailed}
+        assert stand.pool.is_down
+        assert set(stand.states().values()) == {"open"}
+
+    stand.run(main)

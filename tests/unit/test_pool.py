@@ -60,6 +60,10 @@ def start_on(pool: Pool, member: Member) -> None:
         pool.give_back(other)
 
 
+def is_down(pool: Pool) -> bool:
+    return pool.is_down
+
+
 def states(pool: Pool) -> list[str]:
     return [member.breaker.state for member in pool.members]
 
@@ -303,7 +307,9 @@ def test_an_old_call_that_is_answered_closes_the_breaker() -> None:
     in_virtual_time(2)(scene)
 
 
-@pytest.mark.parametrize(("endpoints", "share", "out"), [(1, 0.5, 1), (2, 0.5, 1), (3, 0.5, 1), (4, 0.5, 2), (5, 0.2, 1)])
+@pytest.mark.parametrize(
+    ("endpoints", "share", "out"), [(1, 0.5, 1), (2, 0.5, 1), (3, 0.5, 1), (4, 0.5, 2), (5, 0.2, 1)]
+)
 def test_only_a_share_of_the_pool_is_taken_out(endpoints: int, share: float, out: int) -> None:
     async def scene(pool: Pool) -> None:
         for member in pool.members[: endpoints - 1] if endpoints > 1 else pool.members:
@@ -335,21 +341,21 @@ def test_when_all_fail_all_are_left_alone() -> None:
         rung: list[int] = []
         pool.when_slot_frees(lambda: rung.append(pool.free()))
         for member in pool.members:
-            assert not pool.is_down
+            assert not is_down(pool)
             fail(pool, member)
         assert states(pool) == ["open"] * 3
-        assert (pool.is_down, pool.free(), pool.total()) == (True, 0, 1)
+        assert (is_down(pool), pool.free(), pool.total()) == (True, 0, 1)
         assert pool.retry_after_s() == 1
         rung.clear()
         await asyncio.sleep(FIRST_PAUSE_S + 0.01)
         assert rung == [1, 2, 3]  # a probe for each
-        assert not pool.is_down
+        assert not is_down(pool)
         (first, second, third) = taken(pool, 3)
-        assert pool.is_down  # until one of the probes has an answer
+        assert is_down(pool)  # until one of the probes has an answer
         for member in (first, second):
             pool.give_back(member)
             pool.went_badly(member)
-            assert pool.is_down
+            assert is_down(pool)
         assert pool.retry_after_s() == 1  # the third may be well
         pool.give_back(third)
         pool.went_badly(third)
@@ -358,7 +364,7 @@ def test_when_all_fail_all_are_left_alone() -> None:
         well = pool.take()
         pool.give_back(well)
         pool.went_well(well)
-        assert not pool.is_down
+        assert not is_down(pool)
         assert states(pool).count("closed") == 1
 
     in_virtual_time(1, 1, 1)(scene)
@@ -369,9 +375,9 @@ def test_a_failing_endpoint_is_not_down_while_another_is_not_failing() -> None:
         first, second = pool.members
         fail(pool, first)
         fail(pool, second, times=FAILURES_MAX - 1)
-        assert not pool.is_down
+        assert not is_down(pool)
         fail(pool, second, times=1)
-        assert pool.is_down
+        assert is_down(pool)
 
     in_virtual_time(1, 1)(scene)
 
@@ -427,6 +433,22 @@ def test_a_retry_may_be_the_probe() -> None:
         pool.give_back(sick)
         pool.went_well(sick)
         assert pool.free() == 1
+
+    in_virtual_time(1)(scene)
+
+
+def test_a_retry_cancelled_just_as_it_became_the_probe_leaves_it_to_the_next() -> None:
+    async def scene(pool: Pool) -> None:
+        (sick,) = pool.members
+        fail(pool, sick)
+        retry = asyncio.create_task(pool.take_for_retry(sick, 60.0))
+        while not sick.probing:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.0001)
+        retry.cancel()
+        await asyncio.wait([retry])
+        assert retry.cancelled()
+        await asyncio.sleep(0.01)
+        assert (sick.breaker.state, sick.offered, sick.in_flight) == ("open", 1, 0)
 
     in_virtual_time(1)(scene)
 
@@ -504,3 +526,25 @@ def test_a_limit_offers_nothing_of_an_endpoint_that_is_out() -> None:
         assert sick.offered == 0
 
     in_virtual_time(3, 1)(scene)
+
+
+# Endpoints that are removed.
+
+
+def test_when_the_last_endpoint_in_use_is_removed_the_pool_is_down() -> None:
+    async def scene(pool: Pool) -> None:
+        sick, used = pool.members
+        fail(pool, sick)
+        start_on(pool, used)
+        gone: list[str] = []
+        pool.remove(used.endpoint, lambda: gone.append(used.name))
+        assert (pool.is_down, gone) == (True, [])
+        pool.give_back(used)
+        pool.went_well(used)
+        assert (is_down(pool), gone, pool.free()) == (True, ["e1"], 0)
+        await asyncio.sleep(1.0)
+        assert (is_down(pool), pool.free()) == (False, 1)  # the probe of the other
+        pool.remove(sick.endpoint, lambda: gone.append(sick.name))
+        assert (is_down(pool), gone, pool.free(), pool.retry_after_s()) == (True, ["e1", "e0"], 0, 1)
+
+    in_virtual_time(1, 1)(scene)

@@ -243,7 +243,7 @@ async def test_a_result_that_nobody_was_there_to_read_is_not_forgotten(office: O
 async def test_tasks_leave_room_for_those_who_wait_on_the_line(office: Office) -> None:
     office.tasks._waiting_max = 1
     await office.submit()
-    refusal = await told(lambda done: office.tasks.submit(make_request("t2", Witness(), now=office.clock(), is_task=True), "owner", done))
+    refusal = await told(lambda done: office.tasks.submit(office.request("t2"), "owner", done))
     assert isinstance(refusal, QueueFull)
 
 

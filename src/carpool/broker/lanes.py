@@ -1,8 +1,8 @@
 """One lane's waiting requests in the order in which they should be served. Pure.
 
-1. Inside a tier: order of arrival, tasks apart. Between tiers: the smallest `place` (arrival + the tier's target) of the tiers'
-   heads goes first. So those who pay go first, and nobody starves: a place never changes while later arrivals'
-   places grow. With `strict`, a higher tier always goes first.
+1. Inside a tier: order of arrival, tasks apart. Between tiers: the smallest `place` (arrival + the tier's target) of
+   the tiers' heads goes first. So those who pay go first, and nobody starves: a place never changes while later
+   arrivals' places grow. With `strict`, a higher tier always goes first.
 2. A request that was settled while it waited (client left, queue timeout) stays in its deque until it comes to the
    head, but counts no longer. When the dead outnumber the living the deques are rebuilt, so memory follows the living.
 """

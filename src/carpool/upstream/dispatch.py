@@ -213,8 +213,10 @@ class UpstreamDispatcher:
         everybody_answered = len(batch) == failure.size and all(
             request.phase == DONE and request.result_code == "ok" for request in batch
         )
-        if failure.member is not None and (left or everybody_answered):
-            self._pool.went_badly(failure.member)  # it failed everything, or a whole whose parts are good
+        if left or everybody_answered:
+            # It failed everything, or a whole whose parts are good. If nothing at all was answered, so did the others.
+            others = set() if search.any_answered else {each.member for each in last.values() if not each.is_certain}
+            self._blame({failure.member} | others)
         self._settle_all(left, failure.error)
 
     async def _ask_again(
@@ -392,12 +394,8 @@ class UpstreamDispatcher:
                 self._pool.went_badly(member)
             error = UpstreamFailed(says) if refusal.kind == "elsewhere" else UpstreamRefused(says)
             return Failure(refusal, error, member, size)
-        is_certain = answer.status in (400, 422)
-        if refusal.kind == "bisect" and member.probing and not is_certain:
-            self._pool.went_badly(member)  # it was sick, and this is no sign that it is well
-        else:
-            self._pool.says_nothing(member)
-        return Failure(refusal, UpstreamFailed(says), member, size, is_certain=is_certain)
+        self._pool.says_nothing(member)
+        return Failure(refusal, UpstreamFailed(says), member, size, is_certain=answer.status in (400, 422))
 
     def _too_many(self, size: int) -> Failure:
         """The limit was learned after the batch was formed."""

@@ -179,7 +179,7 @@ class Pool:
 
     def retry_after_s(self) -> int:
         """While the pool is down: whole seconds until the next probe."""
-        soonest = min(member.breaker.probe_at() for member in self.members)
+        soonest = min((member.breaker.probe_at() for member in self.members), default=0.0)
         return max(1, round(soonest - self._clock() + 0.5))
 
     def when_slot_frees(self, ring: Callable[[], None]) -> None:
@@ -237,7 +237,6 @@ class Pool:
         if member.probing:
             member.probing = False
             member.breaker.probe_left()
-            self._offer_what_may_be(member)
 
     def is_well(self, member: Member) -> bool:
         """Whether the endpoint answered a call well a short while ago."""

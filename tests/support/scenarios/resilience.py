@@ -56,11 +56,12 @@ class Load:
         await self._finish()
 
     async def run_until(self, work: "asyncio.Future[Any]", per_s: float) -> None:
-        """Requests until `work` is done."""
+        """Requests until `work` is done; raises what that raised."""
         while not work.done():
             self._start("")
             await asyncio.sleep(1 / per_s)
         await self._finish()
+        await work
 
     def _start(self, mark: str) -> None:
         task = asyncio.create_task(self._ask(self._checker.new_input() + mark))
@@ -118,6 +119,11 @@ async def three_upstreams(
         yield Behind(gateway, upstreams)
 
 
+def inputs_seen(upstreams: list[ScriptedUpstream]) -> list[str]:
+    """Every input that reached an endpoint, as often as it did."""
+    return [text for upstream in upstreams for text in upstream.seen]
+
+
 class Seen(NamedTuple):
     """What clients saw."""
 
@@ -134,7 +140,7 @@ async def one_of_three_is_bad(directory: Path, behaviour: str, per_s: float, sec
             upstreams[0].behaviour = behaviour
         load = Load(gateway.port, checker)
         await load.run(per_s, seconds)
-    return Seen(checker.verdict(), load.succeeded, dict(checker.tally))
+    return Seen(checker.verdict(inputs_seen(upstreams)), load.succeeded, dict(checker.tally))
 
 
 class AllBad(NamedTuple):
@@ -178,7 +184,9 @@ async def all_are_bad(directory: Path, behaviour: str, per_s: float, seconds: fl
         await until(works)
         back_s = time.monotonic() - well_again
     statuses = {status for status, _ in load.answers}
-    return AllBad(checker.verdict(), quantiles(refusals, n=100)[-1], statuses, sent / offered, back_s)
+    return AllBad(
+        checker.verdict(inputs_seen(upstreams)), quantiles(refusals, n=100)[-1], statuses, sent / offered, back_s
+    )
 
 
 class Poisoned(NamedTuple):
@@ -191,30 +199,31 @@ class Poisoned(NamedTuple):
     poison_sends_max: int
     dead_letters: int
     breakers: set[str]
-    calls: int
+    mean_batch: float
 
 
 async def poison(directory: Path, every: int, per_s: float, seconds: float) -> Poisoned:
     """U4: one request in `every` makes the API fail its whole batch."""
     checker = Checker("U4")
-    async with three_upstreams(directory, "--slots", "2") as (gateway, upstreams):
+    async with three_upstreams(directory) as (gateway, upstreams):
         for upstream in upstreams:
             upstream.poison = POISON
+            upstream.latency_s = 0.1  # so that batches are of some size
         load = Load(gateway.port, checker)
         await load.run(per_s, seconds, lambda number: POISON if number % every == every // 2 else "")
-        seen = [text for upstream in upstreams for text in upstream.seen if POISON in text]
+        seen = [text for text in inputs_seen(upstreams) if POISON in text]
         listed = await ask_once(gateway.admin_port, "GET", "/internal/dead-letters?limit=1")
         breakers = {each["breaker"] for each in (await gateway.fleet())["endpoints"]}
-        calls = sum(upstream.calls for upstream in upstreams)
+        mean_batch = len(inputs_seen(upstreams)) / sum(upstream.calls for upstream in upstreams)
     bad = len(set(seen))
     return Poisoned(
-        checker.verdict(),
+        checker.verdict(inputs_seen(upstreams)),
         checker.tally["ok"] / (len(load.answers) - bad),
         checker.tally["422"] / bad,
         max(seen.count(text) for text in set(seen)),
         listed.json["total"],
         breakers,
-        calls,
+        mean_batch,
     )
 
 
@@ -238,4 +247,4 @@ async def one_is_slow(directory: Path, per_s: float, seconds: float) -> Slow:
         await load.run(per_s, seconds)
         inputs = [len(upstream.seen) for upstream in upstreams]
         most = upstreams[0].most_in_flight
-    return Slow(checker.verdict(), load.succeeded, inputs[0] / sum(inputs), most)
+    return Slow(checker.verdict(inputs_seen(upstreams)), load.succeeded, inputs[0] / sum(inputs), most)
