@@ -1,9 +1,10 @@
 # `make` alone lists the targets. Every target does its own set-up.
 PYTHON ?= python3
 BIN := .venv/bin
+INTEROP := triton kserve infinity
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format docs bench chaos clean
+.PHONY: help setup demo test lint format docs bench chaos interop clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -44,5 +45,15 @@ bench: setup ## measure beside the floor (several minutes)
 chaos: setup ## kill, cut, overload; prints lost / wrong / duplicates (several minutes)
 	@$(BIN)/python -m pytest tests/chaos -s
 
+# Each server has an environment of its own: what they need excludes one another.
+.venv-interop/%/.ready: requirements/interop-%.txt
+	@$(PYTHON) -m venv .venv-interop/$*
+	@echo "installing into .venv-interop/$* ..."
+	@.venv-interop/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+interop: setup $(INTEROP:%=.venv-interop/%/.ready) ## real servers behind Carpool: Triton, KServe, infinity (2 GB to install)
+	@$(BIN)/python -m pytest tests/interop -s
+
 clean: ## remove what the targets made
-	@rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .venv .venv-interop build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

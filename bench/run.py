@@ -1,6 +1,6 @@
 """The benchmark of `make bench`: Carpool beside the floor in one run, and what one machine holds.
 
-    .venv/bin/python bench/run.py [--quick] [--only throughput,rate,policy,virtual,memory,soak]
+    .venv/bin/python bench/run.py [--quick] [--only throughput,rate,…]
 
 Every figure is a ratio or a limit from one run on one machine; absolute times depend on the machine. Sections:
 
@@ -10,6 +10,8 @@ policy      `adaptive` against `fixed`, real processes, same arrivals, 32 slots 
 virtual     the same on virtual time (bench/policy.py)
 memory      20,000 requests of 2 KB waiting, above idle
 soak        5 minutes at 5,000 requests a second: is the memory flat?
+resilience  what breaker, retries and isolation cost when nothing fails: beside a gateway without them, alternating
+poison      1 input in 1,000 fails its batch, half of the slots idle: what the others notice, and what the GPUs do
 """
 
 import argparse
@@ -119,8 +121,9 @@ def carpool(upstream: str, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes
 
 
 @contextmanager
-def gpus(workers: int, port: int = 9400) -> Iterator[str]:
+def gpus(workers: int, port: int = 9400, poison: str = "") -> Iterator[str]:
     command = [*CARPOOL, "sim-gpu", "--port", str(port), "--workers", str(workers), "--no-track"]
+    command += ["--poison", poison] if poison else []
     with process(command, port + workers - 1):
         yield f"http://127.0.0.1:{port}-{port + workers - 1}/infer"
 
@@ -289,6 +292,51 @@ def soak(quick: bool) -> None:
     show(f"{seconds} s at 5,000/s: memory", rows)
 
 
+def resilience(quick: bool) -> None:
+    seconds = 4 if quick else 8
+    upstream = "sim:?latency_ms=50&slots=256"
+    runs: dict[str, list[float]] = {"bare": [], "carpool": []}
+    bare_port = free_port()
+    with tempfile.TemporaryDirectory() as data:
+        command = [sys.executable, str(HERE / "bare_gateway.py"), upstream, str(bare_port), data]
+        with process(command, bare_port) as bare, carpool(upstream) as (gateway, port):
+            for number in range(5):
+                console.print(f"resilience, round {number + 1} of 5 ...")
+                runs["bare"].append(wrk(bare_port, bare.pid, seconds)[0])
+                runs["carpool"].append(wrk(port, gateway.pid, seconds)[0])
+    with_it, without = median(runs["carpool"]), median(runs["bare"])
+    figure = f"{with_it:,.0f}/s of {without:,.0f}/s: {1 - with_it / without:.1%} less"
+    rows = [verdict("cost of resilience when nothing fails", figure, "<= 5 %", with_it >= 0.95 * without)]
+    show("wrk -t1 -c3000, with and without resilience, medians of five", rows)
+
+
+def poison(quick: bool) -> None:
+    seconds = "8s" if quick else "20s"
+    reports, calls = {}, {}
+    for name, every in (("clean", "0"), ("poisoned", "1000")):
+        console.print(f"poison: {name} ...")
+        with gpus(32, poison="POISON") as upstream, carpool(upstream, "--policy", "fixed") as (_, port):
+            flags = ["--rate", "5000", "--duration", seconds, "--seed", "7", "--poison", "POISON"]
+            reports[name] = bench(port, *flags, "--poison-every", every)
+            stats = json.loads(urlopen("http://127.0.0.1:9400/stats").read())
+            calls[name] = stats["total"]["calls"]
+    clean, poisoned = reports["clean"], reports["poisoned"]
+    sent = poisoned["sent"]
+    innocents = sent - (sent + 999) // 1000
+    kept = poisoned["rate"] / clean["rate"]
+    times = calls["poisoned"] / calls["clean"]
+    refused = poisoned["status"].get("422", 0)
+    share = poisoned["ok"] / innocents
+    rows = [
+        verdict("throughput beside the clean run", f"{kept:.1%}", ">= 90 %", kept >= 0.9),
+        verdict("upstream calls, times the clean run's", f"{times:.2f}", "<= 1.8", times <= 1.8),
+        verdict("innocents answered", f"{share:.2%}", ">= 99.9 %", share >= 0.999),
+        verdict("poison refused with 422", f"{refused} of {sent - innocents}", "all", refused >= sent - innocents - 1),
+        verdict("wrong answers", str(poisoned["wrong"]), "0", poisoned["wrong"] == 0),
+    ]
+    show("1 input in 1,000 is poison, 5,000/s, 32 simulated GPUs of 200 ms (half idle)", rows)
+
+
 SECTIONS: dict[str, Callable[[bool], None]] = {
     "throughput": throughput,
     "rate": rate,
@@ -296,6 +344,8 @@ SECTIONS: dict[str, Callable[[bool], None]] = {
     "virtual": virtual,
     "memory": memory,
     "soak": soak,
+    "resilience": resilience,
+    "poison": poison,
 }
 
 

@@ -8,134 +8,46 @@ import resource
 import signal
 import ssl
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import msgspec
 import uvloop
 
 from carpool.admission.gate import Gate
-from carpool.batching.loop import BatchLoop
-from carpool.batching.policy import make_policy
+from carpool.broker.dead_letters import DeadLetterBox, DeadLetterDesk
 from carpool.broker.journal import Journal
 from carpool.broker.journal_records import JournalLocked, JournalUnusable
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.tasks import Tasks
-from carpool.config import expand_endpoints
 from carpool.core.clock import monotonic
 from carpool.core.request import Request
 from carpool.core.tally import Histogram
 from carpool.face.http.admin import AdminRoutes
-from carpool.face.http.gateway import FaceSettings, GatewayRoutes, ServedModel
+from carpool.face.http.gateway import FaceSettings, GatewayRoutes
 from carpool.face.http.openapi import admin_openapi, gateway_openapi
 from carpool.face.http.server import HttpLimits, HttpServer
-from carpool.settings import ModelSettings, Settings
+from carpool.service import ModelService, named_models
+from carpool.settings import Settings
 from carpool.telemetry.logs import configure_logging
 from carpool.telemetry.metrics import Exposition
-from carpool.upstream.client import HttpEndpoint, make_session
-from carpool.upstream.codecs import make_codec
-from carpool.upstream.dispatch import UpstreamDispatcher
-from carpool.upstream.endpoint import Endpoint
-from carpool.upstream.pool import Pool
-from carpool.upstream.simulated import SimulatedEndpoint, parse_sim_url
+from carpool.upstream.client import make_session
 
 logger = logging.getLogger("carpool")
 
 # How often deadlines are looked at, and how often rates are worked out.
 EXPIRY_TICK_S = 0.01
 RATE_TICK_S = 1.0
-# Weight of the last second in the rates that are shown.
-RATE_WEIGHT = 0.5
 # Files that are not client connections: upstream connections, the journal, logs.
 FILES_RESERVED = 256
 FILES_WANTED = 65536
 
+# Endpoints that one question for readiness tries at the same time.
+TRIED_AT_ONCE = 16
+
 OnReady = Callable[[int, int], None]
-
-
-class ModelService:
-    """One model: its endpoints, its codec, and the loop that sends its batches."""
-
-    def __init__(
-        self, name: str, own: ModelSettings, settings: Settings, session: aiohttp.ClientSession, broker: MemoryBroker
-    ) -> None:
-        upstream = settings.upstream
-        self.name = name
-        self.body_bytes_max = own.body_bytes_max or settings.gateway.body_bytes_max
-        # The longest that one attempt takes.
-        self.timeout_s = own.timeout_s or upstream.timeout_s
-        self.codec = make_codec(
-            own.protocol or upstream.protocol,
-            inputs_field=upstream.inputs_field,
-            outputs_field=upstream.outputs_field,
-            parameters_field=upstream.parameters_field,
-        )
-        urls = expand_endpoints(own.endpoints if own.endpoints is not None else upstream.endpoints)
-        self.pool = Pool([make_endpoint(url, own.slots or upstream.slots, settings, session) for url in urls])
-        self.dispatcher = UpstreamDispatcher(
-            self.pool,
-            self.codec,
-            broker,
-            timeout_s=self.timeout_s,
-            attempts=upstream.attempts,
-            backoff_s=upstream.backoff_ms / 1000,
-        )
-        batching = settings.batching
-        self.loop = BatchLoop(
-            name,
-            broker,
-            self.pool,
-            self.dispatcher,
-            make_policy(batching.policy, busy_share=batching.busy_share, fill_target=batching.fill_target),
-            max_batch=own.max_batch or batching.max_batch,
-            max_wait_s=batching.max_wait_ms / 1000,
-        )
-        self._broker = broker
-        # Kept by `measure`, once a second.
-        self.rate = 0.0
-        self.utilization = 0.0
-        self._arrivals_then = 0
-        self._busy_s_then = 0.0
-
-    def measure(self, seconds: float) -> None:
-        """Work out the rates of the last `seconds`."""
-        arrivals, busy_s = self._broker.arrivals[self.name], self.pool.busy_seconds()
-        self.rate += RATE_WEIGHT * ((arrivals - self._arrivals_then) / seconds - self.rate)
-        used = (busy_s - self._busy_s_then) / (seconds * self.pool.total())
-        self.utilization += RATE_WEIGHT * (min(used, 1.0) - self.utilization)
-        self._arrivals_then, self._busy_s_then = arrivals, busy_s
-
-    # telemetry.metrics.ModelView
-
-    def batch_sizes(self) -> Histogram:
-        """Requests in each batch."""
-        return self.loop.batch_sizes
-
-    def call_seconds(self) -> Histogram:
-        """Seconds of each answered upstream call."""
-        return self.dispatcher.call_seconds
-
-    def batches(self) -> Mapping[str, int]:
-        """Batches by dispatch reason."""
-        return self.loop.batches
-
-    def calls(self) -> Mapping[str, int]:
-        """Upstream calls by result."""
-        return self.dispatcher.calls
-
-    def slots(self) -> Mapping[str, int]:
-        """Slots by state."""
-        return {"busy": self.pool.total() - self.pool.free(), "free": self.pool.free()}
-
-    def queue_depth(self) -> int:
-        """Requests that wait for a slot."""
-        return self._broker.depth_of(self.name)
-
-    def arrival_rate(self) -> float:
-        """Requests a second, lately."""
-        return self.rate
 
 
 class Gateway:
@@ -147,7 +59,7 @@ class Gateway:
         self.port = 0
         self.admin_port = 0
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._checks: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         # How to give up what has been opened so far.
         self._opened = AsyncExitStack()
 
@@ -172,18 +84,30 @@ class Gateway:
             lanes_max=settings.broker.lanes_max,
             tiers=len(settings.tiers),
             strict_order=settings.broker.order == "strict",
+            task_patience_s=settings.tasks.patience_ms / 1000,
         )
-        named = settings.models or {settings.model: ModelSettings()}
-        self.services = [ModelService(name, own, settings, self.session, self.broker) for name, own in named.items()]
-        self.tasks = Tasks(self.broker, self.journal)
-        self.gate = Gate(self.broker, self.tasks, lowest_tier=len(settings.tiers) - 1)
+        named = named_models(settings)
+        dead_letters = DeadLetterBox(self.journal)
+        self.services = [
+            ModelService(name, own, settings, self.session, self.broker, dead_letters) for name, own in named.items()
+        ]
+        for service in self.services:
+            self._opened.push_async_callback(service.fleet.close)
+            service.fleet.start()
+        self.tasks = Tasks(self.broker, self.journal, prepare=self._prepare, waiting_max=settings.tasks.waiting_max)
+        self.gate = Gate(
+            self.broker,
+            self.tasks,
+            {service.name: service.pool for service in self.services},
+            lowest_tier=len(settings.tiers) - 1,
+        )
         targets = tuple(tier.target_ms / 1000 for tier in settings.tiers)
         restored = self.tasks.restore(frozenset(named), lambda tier, now: now + targets[min(tier, len(targets) - 1)])
         self.routes = GatewayRoutes(
             self.gate,
             self.broker,
             self.tasks,
-            {s.name: ServedModel(s.name, s.body_bytes_max, s.codec.binary_input) for s in self.services},
+            {service.name: service.served() for service in self.services},
             face_settings(settings, targets),
             gateway_openapi(list(named), settings.model, settings.tasks.wait_ms_max),
         )
@@ -193,8 +117,16 @@ class Gateway:
                 token=gateway.admin_token,
                 health=self.health,
                 ready=self.check_ready,
+                fleet=self.fleet,
                 metrics=Exposition(self),
                 find_request=self.find_request,
+                dead_letters=DeadLetterDesk(
+                    self.journal,
+                    self.tasks,
+                    frozenset(named),
+                    tier_target_s=targets,
+                    task_timeout_s=settings.tasks.timeout_s,
+                ),
                 openapi=admin_openapi(),
             ),
             HttpLimits(body_bytes_max=1024, connections_max=256),
@@ -207,6 +139,8 @@ class Gateway:
         self.port = await self.server.start(gateway.host, gateway.port, tls_context(settings))
         wanted = gateway.admin_port if gateway.admin_port is not None else (gateway.port + 1 if gateway.port else 0)
         self.admin_port = await self.admin.start(gateway.admin_host, wanted)
+        for service in self.services:
+            self._in_background(service.ask_limits())
         if not settings.tasks.journal:
             logger.warning("the journal is off: tasks are kept in memory only and do not survive this process")
         logger.info(
@@ -237,9 +171,33 @@ class Gateway:
         await self.close()
         logger.info("drained")
 
+    def reload(self, load: Callable[[], Settings]) -> None:
+        """Read the configuration again: endpoints, slots and upstream timeouts change now, the rest does not."""
+        if self.draining:
+            return
+        came = gone = 0
+        try:
+            settings = load()
+            named = named_models(settings)
+            for service in self.services:
+                if service.name in named:
+                    more, fewer = service.change(named[service.name], settings, self.session)
+                    came, gone = came + more, gone + fewer
+        except Exception as fault:  # whatever it is, this process goes on
+            logger.error("the configuration was not changed: %s", " ".join(str(fault).split()))
+            return
+        for section in changed_for_the_next_start(self.settings, settings):
+            logger.warning("a change of %s takes effect at the next start", section)
+        logger.info("read the configuration again", extra={"fields": {"endpoints_added": came, "endpoints_gone": gone}})
+
     async def close(self) -> None:
         """Give up everything that was opened, in the reverse order."""
         await self._opened.aclose()
+
+    def _prepare(self, request: Request) -> None:
+        for service in self.services:
+            if service.name == request.model:
+                service.prepare(request)
 
     def _stop_timers(self) -> None:
         for timer in self._timers.values():
@@ -266,14 +224,22 @@ class Gateway:
             "requests_per_second": round(sum(service.rate for service in self.services), 2),
         }
 
+    def fleet(self) -> dict[str, Any]:
+        """What `/internal/fleet` shows."""
+        return {"models": {service.name: service.describe() for service in self.services}}
+
     def check_ready(self, answer: Callable[[str | None], None]) -> None:
         """Ready when an endpoint accepts a connection and this process does not drain; else the reason why not."""
         if self.draining:
             answer("draining")
             return
-        task = asyncio.get_running_loop().create_task(self._try_endpoints(answer))
-        self._checks.add(task)
-        task.add_done_callback(self._checks.discard)
+        self._in_background(self._try_endpoints(answer))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        # The event loop holds its tasks only weakly.
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def find_request(self, request_id: str) -> Request | None:
         """A live or recent request."""
@@ -294,6 +260,10 @@ class Gateway:
         """Answers to clients that were errors, by code."""
         return self.server.problems
 
+    def buried(self) -> Mapping[str, int]:
+        """Requests that became dead letters, by cause."""
+        return self.journal.buried
+
     def queue_wait_seconds(self) -> Histogram:
         """Seconds that requests waited for a slot."""
         return self.broker.waited
@@ -308,16 +278,22 @@ class Gateway:
             "carpool_tasks_pending": ("Tasks without an outcome.", journal.tasks_pending),
             "carpool_results_stored": ("Results of tasks that are kept.", journal.results),
             "carpool_dead_letters": ("Dead letters that are kept.", journal.dead_letters),
+            "carpool_dead_letter_bytes": ("Bytes of their inputs.", journal.dead_letter_bytes),
             "carpool_journal_bytes": ("Bytes of inputs and results in the journal.", journal.stored_bytes),
         }
 
     async def _try_endpoints(self, answer: Callable[[str | None], None]) -> None:
+        """Try some endpoints at a time, until one accepts a connection."""
         endpoints = [endpoint for service in self.services for endpoint in service.pool.endpoints]
-        for attempt in asyncio.as_completed([endpoint.accepts_connections() for endpoint in endpoints]):
-            if await attempt:
-                answer(None)
-                return
-        answer("no endpoint accepts a connection")
+        reason: str | None = "no endpoint accepts a connection"
+        try:
+            for first in range(0, len(endpoints), TRIED_AT_ONCE):
+                tried = endpoints[first : first + TRIED_AT_ONCE]
+                if any(await asyncio.gather(*(endpoint.accepts_connections() for endpoint in tried))):
+                    reason = None
+                    return
+        finally:
+            answer(reason)
 
     def _expire(self) -> None:
         self._timers["expire"] = asyncio.get_running_loop().call_later(EXPIRY_TICK_S, self._expire)
@@ -329,11 +305,19 @@ class Gateway:
             service.measure(RATE_TICK_S)
 
 
-def make_endpoint(url: str, slots: int, settings: Settings, session: aiohttp.ClientSession) -> Endpoint:
-    """The endpoint behind a URL."""
-    if url.startswith("sim:"):
-        return SimulatedEndpoint(url, parse_sim_url(url))
-    return HttpEndpoint(session, url, slots, settings.upstream.answer_bytes_max)
+def changed_for_the_next_start(old: Settings, new: Settings) -> list[str]:
+    """The sections with a change that a running gateway does not make."""
+
+    def fixed(settings: Settings) -> Settings:
+        replace = msgspec.structs.replace
+        upstream = replace(settings.upstream, endpoints=[], slots=1, timeout_s=1.0)
+        models = {
+            name: replace(own, endpoints=None, slots=None, timeout_s=None) for name, own in settings.models.items()
+        }
+        return replace(settings, upstream=upstream, models=models)
+
+    before, after = fixed(old), fixed(new)
+    return [name for name in Settings.__struct_fields__ if getattr(before, name) != getattr(after, name)]
 
 
 def face_settings(settings: Settings, targets: tuple[float, ...]) -> FaceSettings:
@@ -359,6 +343,7 @@ def http_limits(settings: Settings, services: Sequence[ModelService]) -> HttpLim
         header_count_max=gateway.header_count_max,
         body_bytes_max=max(service.body_bytes_max for service in services),
         receiving_bytes_max=gateway.receiving_bytes_max,
+        unread_bytes_max=gateway.unread_bytes_max,
         receive_timeout_s=gateway.receive_timeout_s,
         idle_timeout_s=gateway.idle_timeout_s,
         write_timeout_s=gateway.write_timeout_s,
@@ -391,11 +376,11 @@ def tls_context(settings: Settings) -> ssl.SSLContext | None:
     return context
 
 
-def run(settings: Settings, on_ready: OnReady | None = None) -> int:
-    """Serve until SIGTERM or SIGINT, then drain; returns the exit code."""
+def run(settings: Settings, on_ready: OnReady | None = None, reload: Callable[[], Settings] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT, then drain; returns the exit code. SIGHUP calls `reload` for new settings."""
     configure_logging(settings.log.level, settings.log.format)
     try:
-        return uvloop.run(_serve(settings, on_ready))
+        return uvloop.run(_serve(settings, on_ready, reload))
     except (JournalLocked, JournalUnusable, ssl.SSLError) as failure:
         print(f"carpool: {failure}", file=sys.stderr)  # noqa: T201 - for the person at the terminal
     except OSError as failure:
@@ -415,7 +400,7 @@ def spare_the_collector() -> None:
     gc.set_threshold(100_000, 20, 50)
 
 
-async def _serve(settings: Settings, on_ready: OnReady | None) -> int:
+async def _serve(settings: Settings, on_ready: OnReady | None, reload: Callable[[], Settings] | None) -> int:
     told_to_leave = asyncio.Event()
 
     def leave() -> None:
@@ -432,6 +417,8 @@ async def _serve(settings: Settings, on_ready: OnReady | None) -> int:
     except BaseException:
         await gateway.close()
         raise
+    if reload is not None:
+        loop.add_signal_handler(signal.SIGHUP, gateway.reload, reload)
     spare_the_collector()
     if on_ready is not None:
         on_ready(gateway.port, gateway.admin_port)

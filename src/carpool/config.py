@@ -18,7 +18,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 import msgspec
 from msgspec import NODEFAULT, Meta
 
-from carpool.settings import ModelSettings, Section, Settings, TierSettings
+from carpool.settings import ModelSettings, Section, Settings, TierSettings, UpstreamSettings
+from carpool.upstream.tls import UpstreamSecurity, read_file, read_header_value, read_token
 
 DEFAULT_FILE = Path("carpool.toml")
 FILE_VARIABLE = "CARPOOL_CONFIG"
@@ -51,10 +52,33 @@ _BARE_TOML_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 _USER_INFO = re.compile(r"//[^/\s]*@")
 _ENDPOINT = re.compile(
-    r"(?P<head>https?://(?:\[[0-9A-Fa-f:.]+\]|[^\s/?#@:\[\]]+))"
+    r"(?P<head>(?:https?|grpcs?)://(?:\[[0-9A-Fa-f:.]+\]|[^\s/?#@:\[\]]+))"
     r"(?::(?P<first>[0-9]{1,5})(?:-(?P<last>[0-9]{1,5}))?)?"
     r"(?P<rest>[/?][^\s#]*)?"
 )
+_UNIX_ENDPOINT = re.compile(r"unix:(?P<socket>/[^\s:?#]+)(?::/[^\s#]*)?")
+_METRICS_PAGE = re.compile(r"(?:https?://[^\s/?#@]+|:[0-9]{1,5})?/[^\s#]*")
+# What the kernel has room for in a socket's address.
+UNIX_SOCKET_BYTES_MAX = 107
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+# Carpool writes these itself, or they would change where the call begins and ends.
+_OWN_HEADERS = {
+    "accept-encoding",
+    "connection",
+    "content-encoding",
+    "content-length",
+    "content-type",
+    "expect",
+    "host",
+    "keep-alive",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+}
+_GRPC_ENDPOINTS = ("grpc://", "grpcs://")
+_PLAIN_ENDPOINTS = ("http://", "grpc://", "unix:", "sim:")
+_SECURITY_KEYS = ("tls_ca", "tls_cert", "tls_key", "token_file", "header_files")
 
 # Kubernetes puts such variables into every container beside a Service called `carpool` or `carpool-…`.
 _KUBERNETES_NAME = re.compile(
@@ -150,10 +174,16 @@ def load_settings(flags: Mapping[str, Any], *, environ: Mapping[str, str], file:
         root["tiers"] = _build_tiers(tiers, file_name)
     root["models"] = _build_models(models, file_name)
 
+    if root["models"] and "model" not in root:
+        root["model"] = next(iter(root["models"]))  # the first one is meant when a client names none
     settings = Settings(**root)
-    _check_together(settings, {path: value.source for path, value in given.items()})
+    sources = {path: value.source for path, value in given.items()}
+    _check_together(settings, sources)
     for name, model in settings.models.items():
         _check_endpoints(model.endpoints or [], f"models.{name}.endpoints ({file_name})")
+        _check_load(model, settings.upstream, f"models.{name}.", lambda path: f"{path} ({file_name})")
+    _check_schemes(settings)
+    _check_all_security(settings, sources, file_name)
     return settings
 
 
@@ -171,13 +201,26 @@ def expand_endpoints(endpoints: Iterable[str]) -> list[str]:
     """One address for each endpoint, port ranges written out; raises ConfigError where one is not valid."""
     found: dict[str, None] = {}
     for text in endpoints:
-        for address in _check_sim(text) if text.startswith("sim:") else _expand_ports(text):
+        for address in _expand(text):
             if address in found:
                 raise ConfigError(f"names {_shown(address)} twice; `slots` says how much it takes at once")
             if len(found) == ENDPOINTS_MAX:
                 raise ConfigError(f"names more than {ENDPOINTS_MAX} endpoints")
             found[address] = None
     return list(found)
+
+
+def upstream_security(upstream: UpstreamSettings, own: ModelSettings) -> UpstreamSecurity:
+    """What protects the calls of one model; raises ConfigError. A certificate and its key stay together."""
+    pair = upstream if own.tls_cert is None and own.tls_key is None else own
+    header_files = upstream.header_files if own.header_files is None else own.header_files
+    return UpstreamSecurity(
+        ca=upstream.tls_ca if own.tls_ca is None else own.tls_ca,
+        cert=pair.tls_cert or "",
+        key=pair.tls_key or "",
+        token_file=upstream.token_file if own.token_file is None else own.token_file,
+        header_files=_parse_header_files(header_files),
+    )
 
 
 def describe(hint: Any) -> str:
@@ -363,9 +406,10 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
 
     gateway, upstream = settings.gateway, settings.upstream
     _check_name(settings.model, where("model"))
-    if settings.models and settings.model not in settings.models and "model" in sources:
+    if settings.models and settings.model not in settings.models:
         raise ConfigError(f"{where('model')} must be one of the configured: {', '.join(settings.models)}")
     _check_endpoints(upstream.endpoints, where("upstream.endpoints"))
+    _check_load(upstream, upstream, "upstream.", where)
     if upstream.inputs_field == upstream.parameters_field:
         raise ConfigError(f"{where('upstream.parameters_field')} must differ from upstream.inputs_field")
     if settings.tasks.journal and not settings.tasks.data_dir:
@@ -396,18 +440,41 @@ def _check_endpoints(endpoints: list[str], where: str) -> None:
         raise ConfigError(f"{where} {error}") from None
 
 
+def _check_load(
+    own: UpstreamSettings | ModelSettings, upstream: UpstreamSettings, prefix: str, where: Callable[[str], str]
+) -> None:
+    """How the load of endpoints is learned; what a model does not set itself was checked with `upstream`."""
+    if own.load_header and not _HEADER_NAME.fullmatch(own.load_header):
+        raise ConfigError(f"{where(prefix + 'load_header')} must name a header, not {_shown(own.load_header)}")
+    if own.load_metrics_url and not _METRICS_PAGE.fullmatch(own.load_metrics_url):
+        raise ConfigError(
+            f"{where(prefix + 'load_metrics_url')} must look like /metrics, :8002/metrics or http://host:8002/metrics, "
+            f"not {_shown(own.load_metrics_url)}"
+        )
+    if own.load_latency_ratio is not None and 0 < own.load_latency_ratio <= 1:
+        raise ConfigError(f"{where(prefix + 'load_latency_ratio')} must be 0 or over 1")
+    url = upstream.load_metrics_url if own.load_metrics_url is None else own.load_metrics_url
+    metric = upstream.load_metric if own.load_metric is None else own.load_metric
+    if bool(url) != bool(metric):
+        present, absent = ("load_metrics_url", "load_metric") if url else ("load_metric", "load_metrics_url")
+        raise ConfigError(f"{where(prefix + present)} needs {absent} beside it")
+
+
+def _check_schemes(settings: Settings) -> None:
+    """A `grpc://` endpoint is for the protocol that speaks it."""
+    upstream = settings.upstream
+    for name, model in settings.models.items() or [("", ModelSettings())]:
+        protocol, shared = model.protocol or upstream.protocol, model.endpoints is None
+        for text in upstream.endpoints if model.endpoints is None else model.endpoints:
+            if text.startswith(_GRPC_ENDPOINTS) and protocol != "kserve_v2_grpc":
+                where = "upstream.endpoints" if shared else f"models.{name}.endpoints"
+                raise ConfigError(f"{where} has {_shown(text)}: that needs protocol kserve_v2_grpc, not {protocol}")
+
+
 def _check_tls(cert: str, key: str, where: Callable[[str], str]) -> None:
-    if bool(cert) != bool(key):
-        present, absent = ("tls_cert", "tls_key") if cert else ("tls_key", "tls_cert")
-        raise ConfigError(f"{where(f'gateway.{present}')} needs gateway.{absent} beside it")
+    _check_pair(cert, key, lambda name: where(f"gateway.{name}"))
     if not cert:
         return
-    for path, name in ((cert, "gateway.tls_cert"), (key, "gateway.tls_key")):
-        try:
-            with Path(path).open("rb"):
-                pass
-        except OSError as error:
-            raise ConfigError(f"{where(name)} cannot be read: {_shown(path)}: {error.strerror}") from None
     import ssl  # here, because it is slow to import and few configurations need it
 
     try:
@@ -417,6 +484,116 @@ def _check_tls(cert: str, key: str, where: Callable[[str], str]) -> None:
         raise ConfigError(
             f"{where('gateway.tls_cert')} and gateway.tls_key must be a PEM certificate and its plain key"
         ) from None
+
+
+def _check_pair(cert: str, key: str, where: Callable[[str], str]) -> None:
+    """A certificate and its key: both or none, and files that can be read."""
+    if bool(cert) != bool(key):
+        present, absent = ("tls_cert", "tls_key") if cert else ("tls_key", "tls_cert")
+        raise ConfigError(f"{where(present)} needs {where(absent).partition(' ')[0]} beside it")
+    for path, name in ((cert, "tls_cert"), (key, "tls_key")):
+        _check_readable(path, where(name))
+
+
+def _check_readable(path: str, where: str) -> None:
+    try:
+        if path:
+            read_file(path)
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {_shown(path)}: {error.strerror}") from None
+
+
+def _check_all_security(settings: Settings, sources: Mapping[str, str], file_name: str) -> None:
+    """The security of the calls: what all models share, and each model that has a word of its own."""
+    upstream = settings.upstream
+
+    def shared(name: str) -> str:
+        path = f"upstream.{name}"
+        return f"{path} ({sources[path]})" if path in sources else path
+
+    _check_security(upstream, ModelSettings(), shared)
+    endpoints = list(upstream.endpoints)
+    for name, own in settings.models.items():
+        _check_model_security(upstream, name, own, file_name)
+        endpoints += own.endpoints or []
+    _check_tls_is_used(upstream, endpoints, shared)
+
+
+def _check_model_security(upstream: UpstreamSettings, name: str, own: ModelSettings, file_name: str) -> None:
+    if all(getattr(own, key) is None for key in _SECURITY_KEYS):
+        return
+
+    def where(key: str) -> str:
+        # What comes from [upstream] has been checked before: it is named only where the two do not go together.
+        is_shared = getattr(own, key) is None and key not in ("tls_cert", "tls_key")
+        return f"upstream.{key}" if is_shared else f"models.{name}.{key} ({file_name})"
+
+    _check_security(upstream, own, where)
+    _check_tls_is_used(own, upstream.endpoints if own.endpoints is None else own.endpoints, where)
+
+
+def _check_security(upstream: UpstreamSettings, own: ModelSettings, where: Callable[[str], str]) -> None:
+    """Read every file once, so that a fault shows now and not with the first batch."""
+    try:
+        security = upstream_security(upstream, own)
+    except ConfigError as error:
+        raise ConfigError(f"{where('header_files')} {error}") from None
+    _check_pair(security.cert, security.key, where)
+    _check_readable(security.ca, where("tls_ca"))
+    if security.ca or security.cert:
+        _check_context(security, where)
+    # What stands in place of a path may be the secret itself: it is not shown.
+    try:
+        if security.token_file:
+            read_token(security.token_file)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{where('token_file')} must be the path of a file with a token: {reason}") from None
+    for name, path in security.header_files:
+        try:
+            read_header_value(path)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"{where('header_files')}: no value for {name}: {reason}") from None
+        if security.token_file and name.lower() == "authorization":
+            raise ConfigError(f"{where('header_files')} sets Authorization, and so does {where('token_file')}")
+
+
+def _check_context(security: UpstreamSecurity, where: Callable[[str], str]) -> None:
+    try:
+        UpstreamSecurity(ca=security.ca).ssl_context()
+    except (OSError, ValueError):
+        raise ConfigError(f"{where('tls_ca')} must be a PEM file with certificates") from None
+    try:
+        security.ssl_context()
+    except (OSError, ValueError):
+        raise ConfigError(
+            f"{where('tls_cert')} and {where('tls_key')} must be a PEM certificate and its plain key"
+        ) from None
+
+
+def _check_tls_is_used(
+    section: UpstreamSettings | ModelSettings, endpoints: list[str], where: Callable[[str], str]
+) -> None:
+    """Whoever sets certificates wants TLS: a plain `http://` must not pass unnoticed."""
+    key = "tls_ca" if section.tls_ca else "tls_cert" if section.tls_cert else None
+    if key and endpoints and all(text.startswith(_PLAIN_ENDPOINTS) for text in endpoints):
+        raise ConfigError(f"{where(key)} is of no use: no endpoint starts with https:// or grpcs://")
+
+
+def _parse_header_files(items: list[str]) -> tuple[tuple[str, str], ...]:
+    """Names and paths. An entry that cannot be read is not shown: it may be the secret itself."""
+    found: dict[str, tuple[str, str]] = {}
+    for item in items:
+        name, _, path = item.partition("=")
+        if not path or not _HEADER_NAME.fullmatch(name):
+            raise ConfigError("must have entries like X-Api-Key=/run/secrets/api-key")
+        if name.lower() in _OWN_HEADERS:
+            raise ConfigError(f"must not set {name}: Carpool writes it itself")
+        if name.lower() in found:
+            raise ConfigError(f"sets {name} twice")
+        found[name.lower()] = (name, path)
+    return tuple(found.values())
 
 
 def _check_sim(text: str) -> list[str]:
@@ -429,12 +606,28 @@ def _check_sim(text: str) -> list[str]:
     return [text]
 
 
+def _expand(text: str) -> list[str]:
+    if text.startswith("sim:"):
+        return _check_sim(text)
+    return _check_unix(text) if text.startswith("unix:") else _expand_ports(text)
+
+
+def _check_unix(text: str) -> list[str]:
+    match = _UNIX_ENDPOINT.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"has {_shown(text)}: a Unix socket looks like unix:/run/model.sock:/path")
+    if len(match["socket"].encode()) > UNIX_SOCKET_BYTES_MAX:
+        raise ConfigError(f"has {_shown(text)}: the path of a socket has at most {UNIX_SOCKET_BYTES_MAX} bytes")
+    return [text]
+
+
 def _expand_ports(text: str) -> list[str]:
     match = _ENDPOINT.fullmatch(text)
     if match is None:
         raise ConfigError(
             f"has {_shown(text)}: an endpoint looks like http://host:9000/path, or with a range of ports "
-            "http://host:9000-9031/path, or sim:?latency_ms=50&slots=64; user names are not taken"
+            "http://host:9000-9031/path, or unix:/run/model.sock:/path, or sim:?latency_ms=50&slots=64; "
+            "user names are not taken"
         )
     if match["first"] is None:
         return [text]

@@ -12,7 +12,6 @@ from itertools import count
 from math import inf
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar, cast, overload
-from weakref import WeakKeyDictionary
 
 from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import PolicyName, make_policy
@@ -94,12 +93,19 @@ class FunctionCalls:
                 self._ring()
         ended(seconds)
 
+    def _call_plainly(self, items: list[Any]) -> Any:
+        """The plain function, in a thread. A StopIteration cannot pass through a future: it would never come out."""
+        try:
+            return self._predict(items)
+        except StopIteration as stopped:
+            raise RuntimeError("the function raised StopIteration") from stopped
+
     async def _results(self, items: list[Any]) -> Sequence[Any]:
         if self._threads is None:
             results = await cast(Awaitable[Sequence[Any]], self._predict(items))
         else:
             loop = asyncio.get_running_loop()
-            results = cast(Sequence[Any], await loop.run_in_executor(self._threads, self._predict, items))
+            results = cast(Sequence[Any], await loop.run_in_executor(self._threads, self._call_plainly, items))
         try:
             size = len(results)
         except TypeError:
@@ -183,6 +189,12 @@ class Batcher(Generic[Item, Result]):
             await self._settled_all.wait()
         self._calls.close()
 
+    def abandon(self) -> None:
+        """The event loop is gone, and all who waited with it: let the threads go."""
+        self._closed = True
+        if self._calls is not None:
+            self._calls.close()
+
     async def predict(self, item: Item) -> Result:
         """The function's result for one item. Cancelling this takes the item out of the queue."""
         if self._broker is None or self._closed:
@@ -219,6 +231,8 @@ class Batcher(Generic[Item, Result]):
             value = outcome.value if isinstance(outcome, Output) else outcome
             if isinstance(value, asyncio.CancelledError):
                 future.cancel()
+            elif isinstance(value, StopIteration):  # which no future takes
+                future.set_exception(RuntimeError("the function gave StopIteration for this item"))
             elif isinstance(value, Exception):
                 future.set_exception(value)
             else:
@@ -234,27 +248,35 @@ class BatchedFunction(Generic[Item, Result]):
         self._function = function
         self._options = options
         # A Batcher belongs to an event loop; the next `asyncio.run` gets a new one.
-        self._batchers: WeakKeyDictionary[asyncio.AbstractEventLoop, Batcher[Item, Result]] = WeakKeyDictionary()
-        # Used as a method: one for each instance, so that instances do not share batches.
-        self._bound: WeakKeyDictionary[object, BatchedFunction[Item, Result]] = WeakKeyDictionary()
+        self._batcher: Batcher[Item, Result] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
 
     def __get__(self, instance: object, owner: type | None = None) -> "BatchedFunction[Item, Result]":
         if instance is None:
             return self
-        bound = self._bound.get(instance)
-        if bound is None:
-            method = cast(Predict[Item, Result], self._function.__get__(instance, owner))
-            bound = self._bound[instance] = BatchedFunction(method, self._options)
+        # One for each instance, so that instances do not share batches. Kept by the instance itself, where it hides
+        # this descriptor, so that both are freed together.
+        method = cast(Predict[Item, Result], self._function.__get__(instance, owner))
+        bound = BatchedFunction(method, self._options)
+        try:
+            instance.__dict__[self._name] = bound
+        except AttributeError:
+            kind = type(instance).__name__
+            raise TypeError(f"@batched methods need instances with a __dict__; {kind} has __slots__ only") from None
         return bound
 
     async def __call__(self, item: Item) -> Result:
         """The function's result for one item."""
         loop = asyncio.get_running_loop()
-        batcher = self._batchers.get(loop)
-        if batcher is None:
-            batcher = self._batchers[loop] = Batcher(self._function, **self._options)
-            batcher.start()
-        return await batcher.predict(item)
+        if self._batcher is None or self._loop is not loop:
+            if self._batcher is not None:
+                self._batcher.abandon()
+            self._loop, self._batcher = loop, Batcher(self._function, **self._options)
+            self._batcher.start()
+        return await self._batcher.predict(item)
 
 
 class BatchedDecorator(Protocol):

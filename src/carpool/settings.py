@@ -19,6 +19,16 @@ Seconds = Annotated[float, Meta(gt=0, le=365 * 86400)]
 FieldName = Annotated[str, Meta(min_length=1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 BodyBytes = Annotated[int, Meta(ge=1, le=64 * MIB)]
+# Keep in step with `upstream.codecs.ProtocolName`; settings import no stage.
+ProtocolName = Literal[
+    "json", "kserve_v1", "kserve_v2", "kserve_v2_grpc", "openai_embeddings", "openai_completions", "tei_embed"
+]
+DatatypeName = Literal[
+    "", "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64",
+    "FP16", "BF16", "FP32", "FP64", "BYTES",
+]  # fmt: skip
+# The batch dimension, 1, and the others.
+TensorShape = Annotated[str, Meta(pattern=r"^(1(,[0-9]{1,9})*)?$")]
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,6 +64,9 @@ class GatewaySettings(Section, frozen=True):
     body_bytes_max: Annotated[BodyBytes, Meta(description="body of one request (413); a model may set its own")] = MIB
     receiving_bytes_max: Annotated[
         Count, Meta(description="bodies that are partly received, over all connections (503)")
+    ] = 256 * MIB
+    unread_bytes_max: Annotated[
+        Count, Meta(description="answers that clients leave unread, together; those furthest behind are cut off")
     ] = 256 * MIB
     receive_timeout_s: Annotated[Seconds, Meta(description="a request must have arrived whole within this (408)")] = (
         10.0
@@ -97,10 +110,11 @@ class UpstreamSettings(Section, frozen=True):
         list[str],
         Meta(
             description="URLs; a port range like `http://127.0.0.1:9000-9031/infer` stands for one endpoint "
-            "each; `sim:?latency_ms=50&slots=64` is a simulated GPU in this process"
+            "each; `unix:/run/model.sock:/infer` is a path on a Unix socket; "
+            "`sim:?latency_ms=50&slots=64` is a simulated GPU in this process"
         ),
     ] = []
-    protocol: Annotated[Literal["json", "kserve_v1"], Meta(description="wire format of the API")] = "json"
+    protocol: Annotated[ProtocolName, Meta(description="wire format of the API")] = "json"
     slots: Annotated[Slots, Meta(description="batches that one endpoint takes at once")] = 1
     timeout_s: Annotated[Seconds, Meta(description="longest time for one attempt")] = 3.0
     attempts: Annotated[
@@ -111,6 +125,51 @@ class UpstreamSettings(Section, frozen=True):
         Meta(description="upper bound of the first pause between attempts; doubles each time, full jitter"),
     ] = 50.0
     answer_bytes_max: Annotated[Count, Meta(description="longest answer that is read")] = 64 * MIB
+    breaker_failures: Annotated[
+        Count, Meta(description="failed calls in a row after which an endpoint is left alone for a while")
+    ] = 5
+    breaker_pause_s: Annotated[
+        Seconds, Meta(description="how long, the first time; doubles with each probe that fails, up to 30 s")
+    ] = 1.0
+    eject_share_max: Annotated[
+        Share, Meta(description="share of the endpoints that may be left alone while others work; at least one")
+    ] = 0.5
+    health_interval_s: Annotated[
+        Seconds, Meta(description="an endpoint without a good call for this long is probed, and again each time")
+    ] = 2.0
+    load_header: Annotated[
+        str,
+        Meta(description="header in which answers tell the load: `0.93`, or `93` for per cent; over 90 % it gets less"),
+    ] = ""
+    load_metrics_url: Annotated[
+        str,
+        Meta(
+            description="page of metrics to read the load from, once a second: a path on the endpoint, "
+            "`:8002/metrics` on its host, or a URL"
+        ),
+    ] = ""
+    load_metric: Annotated[
+        str, Meta(description="the metric there, such as `nv_gpu_utilization`; the largest of its series counts")
+    ] = ""
+    load_metric_max: Annotated[
+        Annotated[float, Meta(gt=0, le=1e12)], Meta(description="the value of that metric that means full")
+    ] = 1.0
+    load_latency_ratio: Annotated[
+        Annotated[float, Meta(ge=0, le=1000)],
+        Meta(
+            description="without any report: calls that take this many times longer than lately mean overload, and "
+            "it gets less, at least half; 0: they do not"
+        ),
+    ] = 2.0
+    tls_ca: Annotated[
+        str, Meta(description="PEM file with the authorities to accept for `https://`, in place of the system's")
+    ] = ""
+    tls_cert: Annotated[str, Meta(description="PEM file with the certificate chain to show to the API (mTLS)")] = ""
+    tls_key: Annotated[str, Meta(description="PEM file with the private key of `tls_cert`")] = ""
+    token_file: Annotated[str, Meta(description="file with the token to send as `Authorization: Bearer …`")] = ""
+    header_files: Annotated[
+        list[str], Meta(description="further secret headers, each as `NAME=FILE` with its value in the file")
+    ] = []
     inputs_field: Annotated[FieldName, Meta(description="`json`: field of the call that holds the inputs")] = "inputs"
     outputs_field: Annotated[FieldName, Meta(description="`json`: field of the answer that holds the outputs")] = (
         "outputs"
@@ -118,6 +177,21 @@ class UpstreamSettings(Section, frozen=True):
     parameters_field: Annotated[FieldName, Meta(description="`json`: field of the call for the parameters")] = (
         "parameters"
     )
+    model_version: Annotated[
+        str, Meta(description="`kserve_…`: version of the model to ask for; by default the server decides")
+    ] = ""
+    tensor_name: Annotated[str, Meta(description="`kserve_v2…`: a tensor's name when its client gives none")] = ""
+    tensor_datatype: Annotated[
+        DatatypeName,
+        Meta(description="`kserve_v2…`: a tensor's datatype when its client gives none; binary bodies need it"),
+    ] = ""
+    tensor_shape: Annotated[
+        TensorShape,
+        Meta(description="`kserve_v2…`: a tensor's shape when its client gives none, like `1,3,224,224`"),
+    ] = ""
+    tensor_binary: Annotated[
+        bool, Meta(description="`kserve_v2`: send tensors raw also where clients send JSON (binary tensor extension)")
+    ] = False
 
 
 class BrokerSettings(Section, frozen=True):
@@ -154,6 +228,11 @@ class TaskSettings(Section, frozen=True):
     stored_bytes_max: Annotated[
         Count, Meta(description="bytes of inputs and results kept, together (503 for new tasks)")
     ] = 4 * GIB
+    waiting_max: Annotated[Count, Meta(description="tasks without an outcome at once (503 for new ones)")] = 50_000
+    patience_ms: Annotated[
+        Annotated[float, Meta(ge=0, le=600_000)],
+        Meta(description="a task's place in the order is this much later than a synchronous request's"),
+    ] = 5000.0
     wait_ms_max: Annotated[Count, Meta(description="longest long poll")] = 30_000
 
 
@@ -183,11 +262,32 @@ class ModelSettings(Section, frozen=True):
     """One model. What is not set here comes from the sections above."""
 
     endpoints: Annotated[list[str] | None, Meta(description="as `upstream.endpoints`")] = None
-    protocol: Annotated[Literal["json", "kserve_v1"] | None, Meta(description="as `upstream.protocol`")] = None
+    protocol: Annotated[ProtocolName | None, Meta(description="as `upstream.protocol`")] = None
     slots: Annotated[Slots | None, Meta(description="as `upstream.slots`")] = None
+    model_version: Annotated[str | None, Meta(description="as `upstream.model_version`")] = None
+    tensor_name: Annotated[str | None, Meta(description="as `upstream.tensor_name`")] = None
+    tensor_datatype: Annotated[DatatypeName | None, Meta(description="as `upstream.tensor_datatype`")] = None
+    tensor_shape: Annotated[TensorShape | None, Meta(description="as `upstream.tensor_shape`")] = None
+    tensor_binary: Annotated[bool | None, Meta(description="as `upstream.tensor_binary`")] = None
     timeout_s: Annotated[Seconds | None, Meta(description="as `upstream.timeout_s`")] = None
     max_batch: Annotated[Annotated[int, Meta(ge=1, le=4096)] | None, Meta(description="as `batching.max_batch`")] = None
     body_bytes_max: Annotated[BodyBytes | None, Meta(description="as `gateway.body_bytes_max`")] = None
+    load_header: Annotated[str | None, Meta(description='as `upstream.load_header`; `""`: none')] = None
+    load_metrics_url: Annotated[str | None, Meta(description='as `upstream.load_metrics_url`; `""`: none')] = None
+    load_metric: Annotated[str | None, Meta(description="as `upstream.load_metric`")] = None
+    load_metric_max: Annotated[
+        Annotated[float, Meta(gt=0, le=1e12)] | None, Meta(description="as `upstream.load_metric_max`")
+    ] = None
+    load_latency_ratio: Annotated[
+        Annotated[float, Meta(ge=0, le=1000)] | None, Meta(description="as `upstream.load_latency_ratio`")
+    ] = None
+    tls_ca: Annotated[str | None, Meta(description='as `upstream.tls_ca`; `""`: the system\'s authorities')] = None
+    tls_cert: Annotated[str | None, Meta(description='as `upstream.tls_cert`, together with `tls_key`; `""`: none')] = (
+        None
+    )
+    tls_key: Annotated[str | None, Meta(description="as `upstream.tls_key`")] = None
+    token_file: Annotated[str | None, Meta(description='as `upstream.token_file`; `""`: none')] = None
+    header_files: Annotated[list[str] | None, Meta(description="as `upstream.header_files`; `[]`: none")] = None
 
 
 DEFAULT_TIERS = (
@@ -202,7 +302,10 @@ class Settings(Section, frozen=True):
 
     model: Annotated[
         str,
-        Meta(description="the model's name when `models` is empty, and the one meant when a client names none"),
+        Meta(
+            description="the model's name when `models` is empty, and the one meant when a client names none "
+            "(by default the first of `models`)"
+        ),
     ] = "default"
     gateway: GatewaySettings = GatewaySettings()
     batching: BatchingSettings = BatchingSettings()

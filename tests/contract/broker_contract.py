@@ -65,7 +65,7 @@ class BrokerContract(ABC):
         return broker
 
     def note_arrival(self, lane: LaneQueue) -> None:
-        self.arrived_in.append((lane.model, lane.parameters))
+        self.arrived_in.append((lane.model, lane.key))
 
     def request(
         self,
@@ -112,7 +112,7 @@ class BrokerContract(ABC):
         request = self.queued("r")
         assert self.arrived_in == [("m", b"")]
         lane = self.lane()
-        assert (lane.model, lane.parameters, lane.waiting, lane.arrivals) == ("m", b"", 1, 1)
+        assert (lane.model, lane.key, lane.waiting, lane.arrivals) == ("m", b"", 1, 1)
         assert lane.oldest() == request.arrived
         assert self.held() == (1, 3)
         assert self.take() == [request]
@@ -139,7 +139,7 @@ class BrokerContract(ABC):
             for lane in found:
                 batch = self.broker.take(lane, 64, self.clock())
                 assert len(batch) == 2
-                assert {(r.model, r.parameters) for r in batch} == {(lane.model, lane.parameters)}
+                assert {(r.model, r.parameters) for r in batch} == {(lane.model, lane.key)}
 
     def test_the_best_place_goes_first(self) -> None:
         free = self.queued("free", tier=2)
@@ -405,7 +405,7 @@ class BrokerMachine(RuleBasedStateMachine):
             return
         lane = lanes[lane_number % len(lanes)]
         assert lane.waiting > 0
-        key = lane.model, lane.parameters
+        key = lane.model, lane.key
         batch = self.broker.take(lane, count, self.clock())
         assert len(batch) <= count
         for request in batch:
@@ -452,10 +452,10 @@ class BrokerMachine(RuleBasedStateMachine):
         lanes = [lane for model in MODELS for lane in self.broker.lanes(model)]
         running = [request for request in self.running if request.id not in self.witness.told]
         assert sum(lane.waiting for lane in lanes) == len(held) - len(running)
-        assert len({(lane.model, lane.parameters) for lane in lanes}) == len(lanes)
+        assert len({(lane.model, lane.key) for lane in lanes}) == len(lanes)
         waiting = [request for request, _ in held if request not in running]
         for lane in lanes:
-            own = [r for r in waiting if (r.model, r.parameters) == (lane.model, lane.parameters)]
+            own = [r for r in waiting if (r.model, r.parameters) == (lane.model, lane.key)]
             assert lane.oldest() == min(request.arrived for request in own)
 
     @invariant()

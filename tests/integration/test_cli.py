@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -134,8 +135,9 @@ def test_serve_hands_the_settings_over_and_exits_with_the_status(
 ) -> None:
     received: list[Settings] = []
 
-    def run(settings: Settings) -> int:
+    def run(settings: Settings, reload: Callable[[], Settings]) -> int:
         received.append(settings)
+        assert reload() == settings
         return status
 
     monkeypatch.chdir(tmp_path)

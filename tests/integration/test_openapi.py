@@ -4,20 +4,45 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from carpool.face.http.openapi import admin_openapi, gateway_openapi
-from support.gateway import serving
+from support.gateway import ask, serving
 from support.processes import GatewayProcess
+
+POISON = "arsenic"
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
-    with serving(tmp_path_factory.mktemp("gateway"), "sim:?latency_ms=2&slots=64") as running:
+    with serving(tmp_path_factory.mktemp("gateway"), f"sim:?latency_ms=2&slots=64&poison={POISON}") as running:
         yield running
+
+
+@contextmanager
+def dead_letters_coming(gateway: GatewayProcess) -> Iterator[None]:
+    """There are always some to show, replay and drop, however many are dropped."""
+    is_over = threading.Event()
+
+    def go_on() -> None:
+        while not is_over.wait(0.05):
+            # The good one shows that the endpoint is well, so that it is the other input that is bad.
+            for text, status in (("good", 200), (POISON, 422)):
+                answer = ask(gateway.port, "POST", "/v1/inference", {"input": text}, "Content-Type: application/json")
+                assert answer.status == status
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("side", ["gateway", "admin"])
@@ -25,7 +50,8 @@ def test_schemathesis_finds_nothing(gateway: GatewayProcess, side: str, tmp_path
     port = gateway.port if side == "gateway" else gateway.admin_port
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{port}/openapi.json"]
     command += ["--checks", "all", "--max-examples", "30", "--seed", "1", "--request-timeout", "15"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    with dead_letters_coming(gateway):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     found = re.search(r"(\d+) generated, \1 passed", done.stdout)
     assert found is not None and int(found[1]) > 50, done.stdout[-3000:]
@@ -41,7 +67,18 @@ def test_every_operation_and_reference_is_there() -> None:
         ),
         (
             admin_openapi(),
-            {"/internal/health", "/internal/ready", "/internal/requests/{id}", "/metrics", "/openapi.json"},
+            {
+                "/internal/health",
+                "/internal/ready",
+                "/internal/requests/{id}",
+                "/internal/fleet",
+                "/internal/dead-letters",
+                "/internal/dead-letters/replay",
+                "/internal/dead-letters/{id}",
+                "/internal/dead-letters/{id}/replay",
+                "/metrics",
+                "/openapi.json",
+            },
         ),
     ):
         document = json.loads(text)

@@ -53,6 +53,15 @@ class GatewayProcess:
         health: dict[str, Any] = (await ask_once(self.admin_port, "GET", "/internal/health")).json
         return health
 
+    async def fleet(self, model: str = "default") -> dict[str, Any]:
+        """What `/internal/fleet` shows of a model."""
+        fleet: dict[str, Any] = (await ask_once(self.admin_port, "GET", "/internal/fleet")).json["models"][model]
+        return fleet
+
+    def reload(self) -> None:
+        """SIGHUP."""
+        self.process.send_signal(signal.SIGHUP)
+
     async def metric(self, name: str) -> float:
         """The sum of one metric over its labels; 0 if there is none yet."""
         text = (await ask_once(self.admin_port, "GET", "/metrics")).body.decode()
@@ -92,6 +101,8 @@ async def running_gateway(
 ) -> AsyncIterator[GatewayProcess]:
     """A gateway with its journal in `directory`; killed at the end if it has not left by itself.
 
+    Without an `upstream`, the endpoints are those of `carpool.toml` in that directory.
+
     `settings` are further ones by their key, such as `{"tasks.timeout_s": 3}`.
     """
     gateway = start_gateway(directory, upstream, flags, settings or {})
@@ -113,7 +124,8 @@ def start_gateway(
     for key, value in settings.items():
         environment["CARPOOL_" + key.upper().replace(".", "_")] = str(value)
     command = [sys.executable, "-m", "carpool", "serve", "--port", "0", "--log-format", "json"]
-    command += ["--upstream", upstream, "--data-dir", str(directory), *flags]
+    command += ["--upstream", upstream] if upstream else []
+    command += ["--data-dir", str(directory), *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=directory)
     return GatewayProcess(process, log)

@@ -66,6 +66,11 @@ class ScriptedUpstream:
         self.gate = asyncio.Event()
         self.gate.set()
         self.behaviour = "good"
+        # A batch with an input that contains this is answered with 500, whole; "" for none.
+        self.poison = ""
+        # Further lines of a good answer's head.
+        self.headers = ""
+        self.most_in_flight = 0
         self.port = 0
         self._handlers: set[asyncio.Task[None]] = set()
 
@@ -88,6 +93,7 @@ class ScriptedUpstream:
                 self.seen += inputs
                 self.calls += 1
                 self.in_flight += 1
+                self.most_in_flight = max(self.most_in_flight, self.in_flight)
                 try:
                     await asyncio.sleep(self.latency_s)
                     await self.gate.wait()
@@ -112,8 +118,10 @@ class ScriptedUpstream:
             await send(writer, WRONG_BODIES[behaviour](inputs))
         elif behaviour == "null element":
             await send(writer, outputs_body([*reverse(inputs)[:-1], None]))
+        elif behaviour == "good" and self.poison and any(self.poison in text for text in inputs):
+            await status_500(writer)
         elif behaviour == "good":
-            await send(writer, outputs_body(reverse(inputs)))
+            await send(writer, outputs_body(reverse(inputs)), headers=self.headers)
         else:
             await MISBEHAVIOURS[behaviour](writer)
 
@@ -222,6 +230,11 @@ async def status_500(writer: asyncio.StreamWriter) -> None:
     await send(writer, b'{"error":"out of memory"}', 500)
 
 
+async def status_503(writer: asyncio.StreamWriter) -> None:
+    """Not now."""
+    await send(writer, b'{"error":"overloaded"}', 503)
+
+
 async def status_400(writer: asyncio.StreamWriter) -> None:
     """A refusal of the whole batch."""
     await send(writer, b'{"error":"no"}', 400)
@@ -247,6 +260,7 @@ MISBEHAVIOURS = {
     "hang": hang,
     "redirect": redirect,
     "status 500": status_500,
+    "status 503": status_503,
     "status 400": status_400,
 }
 

@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from carpool.admission.gate import Gate
 from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import Fixed, Plan, Policy, PolicyName, Send, View, make_policy
 from carpool.broker.memory import MemoryBroker
-from carpool.core.errors import DeadlineExceeded
+from carpool.core.errors import CarpoolError, DeadlineExceeded, QueueTimeout, UpstreamDown
 from carpool.core.outcome import Outcome, Output
-from carpool.core.request import Request
-from carpool.testing import FakeClock, FakeUpstream, Witness, echo, make_request
+from carpool.core.ports import TaskBoard
+from carpool.core.request import QUEUED, Request
+from carpool.testing import Answer, AttemptFailedError, Call, FakeClock, FakeUpstream, Witness, echo, make_request
 from carpool.upstream.codecs import JsonCodec
 from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.pool import Pool
@@ -54,9 +56,16 @@ class Stand:
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async def started() -> None:
             self.broker = MemoryBroker(waiting_max=1000, bytes_max=10**6, lanes_max=99, tiers=3, clock=self.clock)
-            self.pool = Pool([self.gpu], self.clock)
+            self.pool = Pool([self.gpu], self.clock, random_share=lambda: 0.5)
             self.dispatcher = UpstreamDispatcher(
-                self.pool, JsonCodec(), self.broker, timeout_s=3.0, attempts=1, backoff_s=0.0, clock=self.clock
+                self.pool,
+                JsonCodec(),
+                self.broker,
+                timeout_s=3.0,
+                attempts=1,
+                backoff_s=0.0,
+                when_limit_is_learned=lambda limit: self.loop.limit_batches(limit),
+                clock=self.clock,
             )
             self.sent = Sent(self.dispatcher, self.clock)
             self.loop = BatchLoop(
@@ -307,6 +316,138 @@ def test_an_arrival_while_batches_are_taken_does_not_take_their_slot() -> None:
             assert isinstance(stand.witness.outcome(request), Output)
         assert len(arrived) == 1
         assert stand.broker.held == 0
+
+    stand.run(main)
+
+
+# What the upstream says.
+
+
+def test_a_limit_that_was_learned_is_never_exceeded_again() -> None:
+    stand = Stand(slots=2, max_batch=8)
+
+    def takes_three(call: Call) -> Answer:
+        answer = echo(call)
+        too_many = answer.body.count(b",") >= 3
+        return Answer(422, b'{"error":"batch size 8 > maximum allowed batch size 3"}') if too_many else answer
+
+    stand.gpu._script.clear()
+    stand.gpu.then(takes_three, delay_s=SERVICE_S, times=1000)
+
+    async def main() -> None:
+        first = stand.arrive(8)
+        await asyncio.sleep(1.0)
+        later = stand.arrive(20)
+        await asyncio.sleep(3.0)
+        assert {type(stand.witness.outcome(request)) for request in (*first, *later)} == {Output}
+        assert [len(call.inputs) for call in stand.gpu.calls] == [8, 3, 3, 2, *[3] * 6, 2]
+        assert [len(batch) for batch in stand.sent.batches] == [8, *[3] * 6, 2]
+
+    stand.run(main)
+
+
+def test_limits_only_fall_and_not_below_one() -> None:
+    stand = Stand(max_batch=8)
+
+    async def main() -> None:
+        for limit, expected in [(9, 8), (5, 5), (7, 5), (0, 1)]:
+            stand.loop.limit_batches(limit)
+            assert stand.loop.max_batch == expected
+
+    stand.run(main)
+
+
+class Board:
+    """Accepts tasks into the broker, and nothing else."""
+
+    def __init__(self, stand: Stand) -> None:
+        self._stand = stand
+
+    def submit(self, request: Request, owner: str, accepted: Callable[[CarpoolError | None], None]) -> None:
+        accepted(self._stand.broker.submit(request))
+
+    look = leave = delete = None
+
+
+def make_gate(stand: Stand) -> Gate:
+    board: TaskBoard = Board(stand)  # type: ignore[assignment]
+    return Gate(stand.broker, board, {"m": stand.pool}, lowest_tier=2)
+
+
+def bring_down(stand: Stand) -> None:
+    """Have the next five calls, and so the endpoint, fail."""
+    stand.gpu._script.clear()
+    stand.gpu.then(AttemptFailedError("reset"), times=5)
+
+
+def test_while_the_upstream_is_down_nothing_is_burnt_and_a_probe_brings_it_back() -> None:
+    stand = Stand(max_batch=1)
+
+    async def main() -> None:
+        gate = make_gate(stand)
+        bring_down(stand)
+        stand.arrive(5)
+        (waits,) = stand.arrive(1)
+        await asyncio.sleep(0.1)
+        assert (stand.pool.is_down, waits.phase, len(stand.gpu.calls)) == (True, QUEUED, 5)
+        refusal = gate.admit(make_request("sync", stand.witness, now=stand.clock()))
+        assert isinstance(refusal, UpstreamDown)
+        assert (refusal.status, refusal.retry_after_s) == (503, 1)
+        accepted: list[CarpoolError | None] = []
+        task = make_request("task", stand.witness, now=stand.clock(), is_task=True, total_timeout_s=600.0)
+        gate.admit_task(task, gate.identify({}), accepted.append)
+        assert (accepted, task.phase) == ([None], QUEUED)
+        await asyncio.sleep(0.6)
+        assert len(stand.gpu.calls) == 5  # 0.75 s after it opened is the time for a probe
+        await asyncio.sleep(0.1)
+        assert not stand.pool.is_down
+        assert {type(stand.witness.outcome(request)) for request in (waits, task)} == {Output}
+        assert gate.admit(make_request("sync", stand.witness, now=stand.clock())) is None
+        await asyncio.sleep(1.0)
+
+    stand.run(main)
+
+
+def test_with_nothing_queued_the_next_request_is_let_in_as_the_probe() -> None:
+    """Else an upstream that had been down once would be down for ever, for synchronous requests."""
+    stand = Stand(max_batch=1)
+
+    async def main() -> None:
+        gate = make_gate(stand)
+        bring_down(stand)
+        stand.arrive(5)
+        await asyncio.sleep(0.7)
+        assert isinstance(gate.admit(make_request("early", stand.witness, now=stand.clock())), UpstreamDown)
+        await asyncio.sleep(60.0)
+        stand.gpu.then(echo, delay_s=SERVICE_S)
+        probe = make_request("probe", stand.witness, now=stand.clock())
+        assert gate.admit(probe) is None
+        await asyncio.sleep(0.1)
+        assert isinstance(gate.admit(make_request("meanwhile", stand.witness, now=stand.clock())), UpstreamDown)
+        await asyncio.sleep(0.2)
+        assert isinstance(stand.witness.outcome(probe), Output)
+        assert gate.admit(make_request("after", stand.witness, now=stand.clock())) is None
+        await asyncio.sleep(1.0)
+
+    stand.run(main)
+    assert stand.broker.held == 0
+
+
+def test_those_who_wait_while_the_upstream_is_down_wait_until_their_time_is_over() -> None:
+    stand = Stand(max_batch=1)
+
+    async def main() -> None:
+        bring_down(stand)
+        stand.gpu.then(AttemptFailedError("reset"), times=95)
+        stand.arrive(5)
+        (patient,) = stand.arrive(queue_timeout_s=0.5)
+        await asyncio.sleep(0.49)
+        stand.broker.expire(stand.clock())
+        assert patient.phase == QUEUED
+        await asyncio.sleep(0.02)
+        stand.broker.expire(stand.clock())
+        assert isinstance(stand.witness.outcome(patient), QueueTimeout)
+        assert len(stand.gpu.calls) == 5
 
     stand.run(main)
 

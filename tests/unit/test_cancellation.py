@@ -14,10 +14,10 @@ from carpool.batching.policy import Fixed
 from carpool.broker.journal import Journal
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.tasks import Tasks
-from carpool.core.errors import CarpoolError, ClientLeft, QueueFull, UnknownTask
+from carpool.core.errors import CarpoolError, ClientLeft, InputRefused, QueueFull, UnknownTask
 from carpool.core.outcome import Output
 from carpool.core.request import ADMITTED, DONE, QUEUED, RUNNING, Request
-from carpool.testing import Answer, Call, FakeClock, FakeUpstream, Witness, echo, make_request
+from carpool.testing import Answer, Call, FakeClock, FakeUpstream, Witness, echo, inputs_of, make_request
 from carpool.upstream.codecs import JsonCodec
 from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.pool import Pool
@@ -180,6 +180,46 @@ def test_left_between_two_attempts() -> None:
         stand.check_answered(*requests[:2], requests[3])
 
     assert play(scene).sent() == ["a", "b", "c", "d", "a", "b", "d"]
+
+
+def test_left_during_a_bisection() -> None:
+    """The poison, an innocent, or all of them: they are not sent again, and everybody else gets his output."""
+
+    def refuse_c(call: Call) -> Answer:
+        return Answer(422, b"{}") if b'"c"' in inputs_of(call) else echo(call)
+
+    for leaving in (["c"], ["a"], ["c", "d"], ["a", "b", "c", "d"]):
+
+        async def scene(stand: Stand, leaving: list[str] = leaving) -> None:
+            stand.gpu._script.clear()
+            stand.gpu.then(refuse_c, delay_s=0.2, times=20)
+            requests = {request.id: request for request in stand.arrive("a", "b", "c", "d")}
+            await asyncio.sleep(0.1)  # the whole batch is under way
+            for name in leaving:
+                stand.broker.cancel(requests[name])
+            await asyncio.sleep(2.0)
+            stand.check_left(*(requests[name] for name in leaving))
+            stand.check_answered(*(requests[name] for name in {"a", "b", "d"} - set(leaving)))
+            if "c" not in leaving:
+                assert isinstance(stand.witness.outcome(requests["c"]), InputRefused)
+
+        sent = play(scene).sent()
+        assert all(sent.count(name) == 1 for name in leaving)
+
+
+def test_left_while_waiting_for_the_slot_of_a_bisection_s_step() -> None:
+    async def scene(stand: Stand) -> None:
+        stand.gpu._script.clear()
+        stand.gpu.then(Answer(500, b"")).then(echo, delay_s=0.2, times=20)
+        requests = stand.arrive("a", "b", "c", "d")
+        await asyncio.sleep(0.1)  # one slot: the second half waits for that of the first
+        stand.broker.cancel(requests[2])
+        stand.broker.cancel(requests[3])
+        await asyncio.sleep(1.0)
+        stand.check_left(*requests[2:])
+        stand.check_answered(*requests[:2])
+
+    assert play(scene).sent() == ["a", "b", "c", "d", "a", "b"]
 
 
 def test_left_after_the_answer() -> None:

@@ -1,42 +1,96 @@
-"""Batches to bytes and back: what is trusted of an answer, and what is not."""
+"""Batches to bytes and back: what is trusted of an answer, what an error means, and what a client is told to change."""
 
+import asyncio
 import base64
 import json
+import re
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, get_args
 
+import grpc  # type: ignore[import-untyped]
 import pytest
 
-from carpool.upstream.codecs import Codec, JsonCodec, KServeV1Codec, ProtocolFaultError, make_codec
+from carpool.config import load_settings, require_upstream
+from carpool.core.errors import Malformed
+from carpool.core.request import Request
+from carpool.settings import DatatypeName
+from carpool.settings import ProtocolName as ConfiguredName
+from carpool.testing import Witness, make_request
+from carpool.upstream.codecs import Codec, JsonCodec, KServeV1Codec, ProtocolFaultError, ProtocolName, make_codec
+from carpool.upstream.codecs.base import Refusal, apportion, error_message, nulls_for_not_a_number
+from carpool.upstream.codecs.tensors import DATATYPES
+from carpool.upstream.codecs.v2_messages import decode_response, encode_request
+from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
+from carpool.upstream.grpc_endpoint import GrpcEndpoint
 
 CODECS: list[tuple[Codec, bytes]] = [(JsonCodec(), b"outputs"), (KServeV1Codec(), b"predictions")]
 each_codec = pytest.mark.parametrize(("codec", "field"), CODECS, ids=["json", "kserve_v1"])
 
 
-def decoded(codec: Codec, body: bytes, count: int) -> list[bytes]:
-    return [bytes(raw) for raw in codec.decode(body, count)]
+def members(codec: Codec, values: list[bytes], parameters: bytes = b"", model: str = "m") -> list[Request]:
+    """A batch as it comes to the codec, its inputs prepared where the codec does that."""
+    waiter = Witness()
+    batch = []
+    for number, value in enumerate(values):
+        request = make_request(str(number), waiter, now=0.0, model=model, parameters=parameters, value=value)
+        if codec.prepares:
+            prepared = codec.prepare(value)
+            request.prepared, request.lane = prepared.value, prepared.lane
+        batch.append(request)
+    assert len({request.lane for request in batch}) <= 1, "these may not share a batch"
+    return batch
+
+
+def decoded(codec: Codec, body: bytes, batch: list[Request] | int) -> list[bytes]:
+    if isinstance(batch, int):
+        batch = members(JsonCodec(), [b"0"] * batch)
+    return [bytes(part.value) for part in codec.decode(Answer(200, body), batch)]  # type: ignore[call-overload]
+
+
+def refused(codec: Codec, status: int, body: object, size: int = 64) -> Refusal:
+    return codec.classify(Answer(status, json.dumps(body).encode()), size)
+
+
+def test_every_protocol_has_a_codec_and_can_be_configured() -> None:
+    assert get_args(ConfiguredName) == get_args(ProtocolName)
+    assert len({type(make_codec(name)) for name in get_args(ProtocolName)}) == 7
+    assert set(get_args(DatatypeName)) == {"", *DATATYPES}
+
+
+# json and kserve_v1
 
 
 def test_json_call() -> None:
-    call = JsonCodec().encode("m", b"", [b'"a"', b"{ }", b"null"])
+    codec = JsonCodec()
+    call = codec.encode(members(codec, [b'"a"', b"{ }", b"null"]))
     assert call.body == b'{"inputs":["a",{ },null]}'
     assert (call.path, call.content_type) == ("", "application/json")
 
 
 def test_json_call_with_parameters() -> None:
-    call = JsonCodec().encode("m", b'{"t":0.5}', [b"1"])
+    codec = JsonCodec()
+    call = codec.encode(members(codec, [b"1"], b'{"t":0.5}'))
     assert json.loads(call.body) == {"inputs": [1], "parameters": {"t": 0.5}}
 
 
 def test_the_names_of_json_are_configurable() -> None:
     codec = make_codec("json", inputs_field='in "q"', outputs_field="résultats", parameters_field="options")
-    assert json.loads(codec.encode("m", b'{"a":1}', [b"1"]).body) == {'in "q"': [1], "options": {"a": 1}}
+    assert json.loads(codec.encode(members(codec, [b"1"], b'{"a":1}')).body) == {'in "q"': [1], "options": {"a": 1}}
     assert decoded(codec, '{"outputs":[0],"résultats":[7]}'.encode(), 1) == [b"7"]
 
 
 def test_kserve_names_and_path() -> None:
-    codec = make_codec("kserve_v1", inputs_field="x", outputs_field="y", parameters_field="z")
-    call = codec.encode("resnet", b'{"a":1}', [b"1", b"2"])
-    assert json.loads(call.body) == {"instances": [1, 2], "parameters": {"a": 1}}
+    codec = make_codec("kserve_v1")
+    call = codec.encode(members(codec, [b"1", b"2"], b'{"a":1,"signature_name":"s"}', model="resnet"))
+    assert json.loads(call.body) == {"instances": [1, 2], "signature_name": "s", "parameters": {"a": 1}}
     assert call.path == "/v1/models/resnet:predict"
+    versioned = make_codec("kserve_v1", model_version="3").encode(members(codec, [b"1"], b'{"signature_name":"s"}'))
+    assert (versioned.path, versioned.body) == (
+        "/v1/models/m/versions/3:predict",
+        b'{"instances":[1],"signature_name":"s"}',
+    )
     assert decoded(codec, b'{"predictions":[1,2]}', 2) == [b"1", b"2"]
 
 
@@ -77,23 +131,794 @@ def test_a_null_element_is_an_output(codec: Codec, field: bytes) -> None:
         pytest.param(b'{"FIELD":[1,2,]}', id="trailing comma"),
         pytest.param(b"<html>502 Bad Gateway</html>", id="html"),
         pytest.param(b"\x1f\x8b\x08\x00garbage", id="gzip"),
-        pytest.param(b'{"FIELD":[NaN,2]}', id="NaN"),
-        pytest.param(b'{"FIELD":[1,-Infinity]}', id="Infinity"),
         pytest.param(b'{"FIELD":["\xff\xfe",2]}', id="invalid UTF-8"),
         pytest.param(b'{"FIELD":[1,2],"note":"\xc3"}', id="invalid UTF-8 beside the outputs"),
         pytest.param(b'{"FIELD":["\\ud800",2]}', id="lone surrogate"),
         pytest.param(b'{"FIELD":[1,%b]}' % (b"[" * 100_000 + b"]" * 100_000), id="deep"),
         pytest.param(b'{"x":%b,"FIELD":[1,2]}' % (b"[" * 100_000 + b"]" * 100_000), id="deep beside the outputs"),
+        pytest.param(b'{"FIELD":[NaN]}', id="NaN and short"),
+        pytest.param(b'{"FIELD":[1,1NaN]}', id="NaN in a number"),
+        pytest.param(b'{"FIELD":[1,"NaN]}', id="NaN in a string without an end"),
     ],
 )
 def test_an_answer_that_cannot_be_trusted_is_a_fault(codec: Codec, field: bytes, body: bytes) -> None:
     with pytest.raises(ProtocolFaultError):
-        codec.decode(body.replace(b"FIELD", field), 2)
+        decoded(codec, body.replace(b"FIELD", field), 2)
 
 
 @each_codec
 def test_a_fault_quotes_nothing_of_the_answer(codec: Codec, field: bytes) -> None:
     for body in (b'{"%b":["canary"]}', b'{"%b":"canary"}', b'{"%b":[canary]}', b'{"%b":["canary\xff",1]}'):
         with pytest.raises(ProtocolFaultError) as fault:
-            codec.decode(body % field, 2)
+            decoded(codec, body % field, 2)
         assert "canary" not in str(fault.value)
+
+
+def test_numbers_that_json_does_not_have_become_null_for_kserve_alone() -> None:
+    body = b'{"predictions":[ [NaN,-Infinity,Infinity, 1.5], {"a":"NaN \\" Infinity","b":NaN}]}'
+    assert decoded(KServeV1Codec(), body, 2) == [b"[null,null,null, 1.5]", b'{"a":"NaN \\" Infinity","b":null}']
+    with pytest.raises(ProtocolFaultError):
+        decoded(JsonCodec(), b'{"outputs":[NaN,2]}', 2)
+
+
+def test_an_answer_without_such_numbers_is_not_copied() -> None:
+    body = b'{"predictions":[1}'
+    assert nulls_for_not_a_number(body) is body
+
+
+def test_a_columnar_answer_is_a_fault() -> None:
+    with pytest.raises(ProtocolFaultError, match="columnar"):
+        decoded(KServeV1Codec(), b'{"outputs":[1,2]}', 2)
+
+
+# texts
+
+EMBEDDINGS, COMPLETIONS, TEI = (
+    make_codec("openai_embeddings"),
+    make_codec("openai_completions"),
+    make_codec("tei_embed"),
+)
+each_text_codec = pytest.mark.parametrize("codec", [EMBEDDINGS, COMPLETIONS, TEI], ids=["embed", "complete", "tei"])
+
+
+def test_calls_with_texts() -> None:
+    call = EMBEDDINGS.encode(members(EMBEDDINGS, [b'"a"', b'"b"'], b'{"dimensions":3}', model="org/m"))
+    assert (call.path, call.body) == ("/v1/embeddings", b'{"model":"org/m","input":["a","b"],"dimensions":3}')
+    call = COMPLETIONS.encode(members(COMPLETIONS, [b"[1,2]", b"[3]"], b'{"best_of":1,"max_tokens":5,"n":1}'))
+    assert call.path == "/v1/completions"
+    assert call.body == b'{"model":"m","prompt":[[1,2],[3]],"best_of":1,"max_tokens":5,"n":1}'
+    call = TEI.encode(members(TEI, [b'"a"'], b'{"truncate":true}'))
+    assert (call.path, call.body) == ("/embed", b'{"inputs":["a"],"truncate":true}')
+    assert TEI.encode(members(TEI, [b'"a"'], b"{}")).body == b'{"inputs":["a"]}'
+
+
+@each_text_codec
+def test_texts_and_tokens_do_not_share_a_batch(codec: Codec) -> None:
+    assert codec.prepares
+    assert codec.prepare(b'"a"').lane == codec.prepare(b'"b"').lane != codec.prepare(b"[1,2]").lane
+
+
+@each_text_codec
+@pytest.mark.parametrize("value", [b"1", b"null", b'{"a":1}', b'["a"]', b"[]", b"[1.5]", b"[-1]", b"[[1]]", b"true"])
+def test_what_is_no_text_is_refused_at_the_door(codec: Codec, value: bytes) -> None:
+    with pytest.raises(Malformed):
+        codec.prepare(value)
+
+
+@each_text_codec
+def test_texts_have_no_binary_form(codec: Codec) -> None:
+    with pytest.raises(Malformed):
+        codec.binary_input(b"\x00")
+
+
+@pytest.mark.parametrize(
+    ("codec", "parameters"),
+    [
+        (EMBEDDINGS, b'{"input":["x"]}'),
+        (EMBEDDINGS, b'{"model":"other"}'),
+        (COMPLETIONS, b'{"prompt":"x"}'),
+        (COMPLETIONS, b'{"n":2}'),
+        (COMPLETIONS, b'{"best_of":4}'),
+        (COMPLETIONS, b'{"stream":true}'),
+        (TEI, b'{"inputs":[]}'),
+        (make_codec("kserve_v2_grpc"), b'{"a":{"b":1}}'),
+        (make_codec("kserve_v2_grpc"), b'{"a":9223372036854775808}'),
+        (make_codec("kserve_v2_grpc"), b'{"a":null}'),
+    ],
+)
+def test_parameters_that_cannot_be_sent_are_refused(codec: Codec, parameters: bytes) -> None:
+    with pytest.raises(Malformed):
+        codec.check_parameters(parameters)
+
+
+@pytest.mark.parametrize("name", get_args(ProtocolName))
+def test_ordinary_parameters_are_not(name: ProtocolName) -> None:
+    for parameters in (b"", b"{}", b'{"a":1,"n":1,"t":0.5,"u":"x","v":false}'):
+        make_codec(name).check_parameters(parameters)
+
+
+def test_embeddings_go_by_index() -> None:
+    body = b"""{"object":"list","model":"m","usage":{"prompt_tokens":10,"total_tokens":10},"data":[
+        {"object":"embedding","index":2,"embedding":[2.0]},
+        {"object":"embedding","index":0,"embedding":"AAAA"},
+        {"object":"embedding","index":1,"embedding":[1.0, 1]}]}"""
+    batch = members(EMBEDDINGS, [b'"aa"', b'"bbbbbb"', b'"aa"'])
+    parts = EMBEDDINGS.decode(Answer(200, body), batch)
+    assert decoded(EMBEDDINGS, body, batch) == [b'"AAAA"', b"[1.0, 1]", b"[2.0]"]
+    assert [part.tokens_used for part in parts] == [2, 5, 3]
+
+
+@pytest.mark.parametrize("indices", [[0], [0, 1, 2], [0, 0], [1, 2], [-1, 0], [None, 1], ["0", 1], []])
+def test_indices_that_are_not_each_once_are_a_fault(indices: list[Any]) -> None:
+    data = [{"embedding": [1], **({"index": i} if i is not None else {})} for i in indices]
+    with pytest.raises(ProtocolFaultError):
+        decoded(EMBEDDINGS, json.dumps({"data": data}).encode(), 2)
+    choices = [{"text": "t", **({"index": i} if i is not None else {})} for i in indices]
+    with pytest.raises(ProtocolFaultError):
+        decoded(COMPLETIONS, json.dumps({"choices": choices}).encode(), 2)
+
+
+@pytest.mark.parametrize("body", [b"{}", b'{"data":null}', b'{"data":[{"index":0}]}', b"[[1]]", b'{"choices":[]}'])
+def test_what_is_no_list_of_embeddings_is_a_fault(body: bytes) -> None:
+    for codec in (EMBEDDINGS, COMPLETIONS):
+        with pytest.raises(ProtocolFaultError):
+            decoded(codec, body, 1)
+
+
+def test_completions_go_by_index_which_is_not_passed_on() -> None:
+    body = b"""{"choices":[{"text":"long text","index":1,"finish_reason":"stop","logprobs":null},
+        {"text":"x","index":0,"finish_reason":"length"}],
+        "usage":{"prompt_tokens":8,"completion_tokens":14,"total_tokens":22}}"""
+    batch = members(COMPLETIONS, [b'"aa"', b'"bb"'])
+    parts = [json.loads(part) for part in decoded(COMPLETIONS, body, batch)]
+    assert parts == [
+        {"text": "x", "finish_reason": "length"},
+        {"text": "long text", "finish_reason": "stop", "logprobs": None},
+    ]
+    assert [part.tokens_used for part in COMPLETIONS.decode(Answer(200, body), batch)] == [4 + 3, 4 + 11]
+
+
+def test_tokens_are_unknown_where_the_server_does_not_say() -> None:
+    answer = Answer(200, b'{"choices":[{"text":"x","index":0}]}')
+    assert COMPLETIONS.decode(answer, members(COMPLETIONS, [b'"a"']))[0].tokens_used is None
+    answer = Answer(200, b'{"data":[{"embedding":[1],"index":0}]}')
+    assert EMBEDDINGS.decode(answer, members(EMBEDDINGS, [b'"a"']))[0].tokens_used is None
+
+
+def test_a_member_who_left_keeps_its_share_of_the_tokens() -> None:
+    batch = members(EMBEDDINGS, [b'"aaaa"', b'"aaaa"'])
+    batch[0].settle(Malformed("left"), 0.0)
+    body = b'{"data":[{"embedding":[1],"index":0},{"embedding":[2],"index":1}],"usage":{"total_tokens":10}}'
+    assert [part.tokens_used for part in EMBEDDINGS.decode(Answer(200, body), batch)] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("total", "weights", "shares"),
+    [(10, [1, 1, 1], [3, 3, 4]), (0, [5, 5], [0, 0]), (7, [0, 0], [3, 4]), (1, [9, 1], [0, 1]), (5, [3], [5])],
+)
+def test_shares_sum_up(total: int, weights: list[int], shares: list[int]) -> None:
+    assert apportion(total, weights) == shares
+
+
+def test_tei_answers_a_bare_array() -> None:
+    assert decoded(TEI, b"[[1.0, 2],[3]]", 2) == [b"[1.0, 2]", b"[3]"]
+    for body in (b"[[1]]", b"[]", b'{"data":[[1],[2]]}', b"null", b"[[1],[2]", b'["\xff",1]'):
+        with pytest.raises(ProtocolFaultError):
+            decoded(TEI, body, 2)
+
+
+# tensors
+
+V2, GRPC = make_codec("kserve_v2"), make_codec("kserve_v2_grpc")
+
+
+def b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def tensor(**fields: object) -> bytes:
+    return json.dumps({"name": "x", "datatype": "FP32", **fields}).encode()
+
+
+def test_v2_json_call_has_the_clients_own_bytes() -> None:
+    values = [
+        b'{"name":"x","shape":[1,2],"datatype":"FP32","data":[1.50, 2e0]}',
+        b'{"data":[[3,\n4]],"name":"x","shape":[1,2],"datatype":"FP32"}',
+    ]
+    call = V2.encode(members(V2, values, b'{"priority":1}', model="resnet"))
+    assert call.path == "/v2/models/resnet/infer"
+    assert call.content_type == "application/json"
+    assert call.body == (
+        b'{"inputs":[{"name":"x","shape":[2,2],"datatype":"FP32","data":[1.50, 2e0,3,\n4]}],'
+        b'"parameters":{"priority":1}}'
+    )
+    versioned = make_codec("kserve_v2", model_version="7")
+    assert versioned.encode(members(versioned, values)).path == "/v2/models/m/versions/7/infer"
+
+
+def test_v2_binary_call() -> None:
+    raw = [struct.pack("<2f", 1, 2), struct.pack("<2f", 3, 4)]
+    batch = members(V2, [tensor(shape=[1, 2], b64=b64(data)) for data in raw], b'{"priority":1}')
+    call = V2.encode(batch)
+    assert call.content_type == "application/octet-stream"
+    [(header, length)] = call.headers
+    assert header == "Inference-Header-Content-Length"
+    head, tail = call.body[: int(length)], call.body[int(length) :]
+    assert tail == b"".join(raw)
+    assert json.loads(head) == {
+        "inputs": [{"name": "x", "shape": [2, 2], "datatype": "FP32", "parameters": {"binary_data_size": 16}}],
+        "parameters": {"priority": 1, "binary_data_output": True},
+    }
+
+
+def test_v2_several_inputs_in_any_order() -> None:
+    a, b = {"shape": [1, 1], "datatype": "INT8"}, {"shape": [1], "datatype": "BYTES"}
+    values = [
+        json.dumps({"a": {**a, "data": [1]}, "b": {**b, "data": ["s,[t"]}}).encode(),
+        json.dumps({"b": {**b, "data": ["u"]}, "a": {**a, "data": [[2]]}}).encode(),
+    ]
+    body = json.loads(V2.encode(members(V2, values)).body)
+    assert body["inputs"] == [
+        {"name": "a", "shape": [2, 1], "datatype": "INT8", "data": [1, 2]},
+        {"name": "b", "shape": [2], "datatype": "BYTES", "data": ["s,[t", "u"]},
+    ]
+
+
+def test_an_input_tensor_may_be_called_data() -> None:
+    value = json.dumps({"data": {"shape": [1, 1], "datatype": "INT8", "data": [1]}}).encode()
+    assert json.loads(V2.encode(members(V2, [value])).body)["inputs"][0]["name"] == "data"
+
+
+def test_what_is_configured_fills_in_for_what_is_not_given() -> None:
+    codec = make_codec("kserve_v2", tensor_name="image", tensor_datatype="UINT8", tensor_shape="1,2,2")
+    [described] = json.loads(codec.encode(members(codec, [b'{"data":[1,2,3,4]}'])).body)["inputs"]
+    assert described == {"name": "image", "shape": [1, 2, 2], "datatype": "UINT8", "data": [1, 2, 3, 4]}
+    with pytest.raises(Malformed, match="stands for 4 elements, but 1 came"):
+        codec.prepare(b'{"data":[1]}')
+    unshaped = make_codec("kserve_v2", tensor_name="image", tensor_datatype="UINT8")
+    assert json.loads(unshaped.encode(members(unshaped, [b'{"data":[1,2]}'])).body)["inputs"][0]["shape"] == [1, 2]
+
+
+def test_tensors_can_be_sent_raw_though_clients_send_json() -> None:
+    codec = make_codec("kserve_v2", tensor_binary=True)
+    mixed = [tensor(shape=[1, 1], data=[1.5]), tensor(shape=[1, 1], b64=b64(struct.pack("<f", 2.5)))]
+    batch = members(codec, mixed)
+    call = codec.encode(batch)
+    assert call.body.endswith(struct.pack("<2f", 1.5, 2.5))
+    head = b'{"outputs":[{"name":"y","datatype":"FP32","shape":[2,1],"parameters":{"binary_data_size":8}}]}'
+    as_json, as_b64 = (json.loads(part)[0] for part in decoded(codec, head + struct.pack("<2f", 0.5, -1), batch))
+    assert as_json == {"name": "y", "datatype": "FP32", "shape": [1, 1], "data": [0.5]}
+    assert as_b64 == {"name": "y", "datatype": "FP32", "shape": [1, 1], "b64": b64(struct.pack("<f", -1))}
+
+
+def test_octet_stream_bodies() -> None:
+    image = make_codec("kserve_v2", tensor_name="x", tensor_datatype="UINT8")
+    call = image.encode(members(image, [image.binary_input(b"\x01\x02\xff")]))
+    assert call.body.endswith(b"\x01\x02\xff")
+    assert b'"shape":[1,3]' in call.body
+    file = make_codec("kserve_v2", tensor_name="x", tensor_datatype="BYTES")
+    call = file.encode(members(file, [file.binary_input(b"abc"), file.binary_input(b"")]))
+    assert call.body.endswith(b"\x03\x00\x00\x00abc\x00\x00\x00\x00")
+    assert b'"shape":[2,1]' in call.body
+    with pytest.raises(Malformed, match="tensor_datatype"):
+        V2.binary_input(b"abc")
+
+
+def test_a_request_that_was_not_prepared_is_when_it_is_sent() -> None:
+    batch = members(V2, [tensor(shape=[1, 1], data=[1])])
+    batch[0].prepared = None
+    assert json.loads(V2.encode(batch).body)["inputs"][0]["data"] == [1]
+
+
+@pytest.mark.parametrize("codec", [V2, GRPC], ids=["http", "grpc"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(b"1", id="a number"),
+        pytest.param(b"[1,2]", id="an array"),
+        pytest.param(b"{}", id="nothing"),
+        pytest.param(b'{"x":1}', id="a named number"),
+        pytest.param(b'{"shape":[1],"datatype":"FP32","data":[1]}', id="no name"),
+        pytest.param(b'{"name":"x","shape":[1],"data":[1]}', id="no datatype"),
+        pytest.param(tensor(datatype="FP31", shape=[1], data=[1]), id="unknown datatype"),
+        pytest.param(tensor(shape=[1, 2], data=[1]), id="too few"),
+        pytest.param(tensor(shape=[1, 2], data=[[1, 2], [3]]), id="too many"),
+        pytest.param(tensor(shape=[2, 1], data=[1, 2]), id="two items"),
+        pytest.param(tensor(shape=[], data=[1]), id="no batch dimension"),
+        pytest.param(tensor(shape=[1, -1], data=[1]), id="negative"),
+        pytest.param(tensor(shape=[1] * 33, data=[1]), id="too many dimensions"),
+        pytest.param(tensor(shape=[1, 1], data=["1"]), id="a string for a number"),
+        pytest.param(tensor(shape=[1, 1], data=[None]), id="null for a number"),
+        pytest.param(tensor(shape=[1, 1], data=[{"a": 1}]), id="an object for a number"),
+        pytest.param(tensor(shape=[1, 2], data=[1, [], 2]), id="an empty array inside"),
+        pytest.param(tensor(shape=[1, 1], data=1), id="data is no array"),
+        pytest.param(tensor(shape=[1, 1], data=[1], b64="AAAA"), id="data and b64"),
+        pytest.param(tensor(shape=[1, 1], b64="AAAA"), id="three bytes for a float"),
+        pytest.param(tensor(shape=[1, 1], b64="!"), id="no base64"),
+        pytest.param(tensor(shape=[1, 1], data=[1], more=1), id="an unknown field"),
+        pytest.param(tensor(datatype="UINT8", shape=[1, 1], data=[256]), id="over its range"),
+        pytest.param(tensor(datatype="INT8", shape=[1, 1], data=[-129]), id="under its range"),
+        pytest.param(tensor(datatype="INT32", shape=[1, 1], data=[0.5]), id="a fraction"),
+        pytest.param(tensor(datatype="BOOL", shape=[1, 1], data=[1]), id="a number for a boolean"),
+        pytest.param(tensor(datatype="FP16", shape=[1, 1], data=[1]), id="FP16 as JSON"),
+        pytest.param(tensor(datatype="BYTES", shape=[1, 1], data=[1]), id="a number for a string"),
+        pytest.param(tensor(datatype="BYTES", shape=[1, 1], b64=b64(b"\x02\0\0\0a")), id="an element cut off"),
+        pytest.param(tensor(datatype="BYTES", shape=[1, 1], b64=b64(b"\x02\0")), id="a length cut off"),
+    ],
+)
+def test_a_tensor_that_cannot_be_sent_is_refused_at_the_door(codec: Codec, value: bytes) -> None:
+    with pytest.raises(Malformed):
+        codec.prepare(value)
+
+
+def test_a_number_too_large_for_raw_is_refused_at_the_door() -> None:
+    for datatype, number in (("UINT64", 1 << 64), ("FP32", 1e300)):
+        with pytest.raises(Malformed):
+            GRPC.prepare(tensor(datatype=datatype, shape=[1, 1], data=[number]))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"name": "y"},
+        {"datatype": "FP64"},
+        {"shape": [1, 2, 1]},
+        {"data": None, "b64": b64(struct.pack("<2f", 1, 2))},
+    ],
+    ids=["name", "datatype", "shape", "form"],
+)
+def test_the_lane_key_tells_tensors_apart(other: dict[str, Any]) -> None:
+    first = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
+    second = {key: value for key, value in {**first, **other}.items() if value is not None}
+    assert V2.prepare(json.dumps(first).encode()).lane != V2.prepare(json.dumps(second).encode()).lane
+    assert V2.prepare(tensor(shape=[1, 2], data=[3, 4])).lane == V2.prepare(json.dumps(first).encode()).lane
+
+
+def v2_answer(batch: int, **output: object) -> bytes:
+    described = {"name": "y", "datatype": "FP32", "shape": [batch, 2], **output}
+    return json.dumps({"model_name": "m", "model_version": "3", "outputs": [described]}).encode()
+
+
+@pytest.mark.parametrize("data", [[1, 2, 3, 4], [[1, 2], [3, 4]]], ids=["flat", "nested"])
+def test_v2_json_answer(data: list[Any]) -> None:
+    batch = members(V2, [tensor(shape=[1, 1], data=[1])] * 2)
+    parts = V2.decode(Answer(200, v2_answer(2, data=data)), batch)
+    assert [json.loads(bytes(part.value)) for part in parts] == [  # type: ignore[call-overload]
+        [{"name": "y", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}],
+        [{"name": "y", "datatype": "FP32", "shape": [1, 2], "data": [3, 4]}],
+    ]
+    assert {part.model_version for part in parts} == {"3"}
+
+
+def test_v2_json_answer_with_numbers_that_json_does_not_have() -> None:
+    body = v2_answer(1, data=[float("nan"), float("-inf")])
+    assert json.loads(decoded(V2, body, 1)[0])[0]["data"] == [None, None]
+
+
+def test_v2_strings() -> None:
+    body = v2_answer(2, datatype="BYTES", data=["a,]", '"', "\u00e9", ""])
+    assert [json.loads(part)[0]["data"] for part in decoded(V2, body, 2)] == [["a,]", '"'], ["\u00e9", ""]]
+    nested = v2_answer(2, datatype="BYTES", data=[["a", "b"], ["c", "[d"]])
+    assert [json.loads(part)[0]["data"] for part in decoded(V2, nested, 2)] == [["a", "b"], ["c", "[d"]]
+
+
+def raw_answer(tail: bytes, **output: object) -> bytes:
+    head = v2_answer(2, parameters={"binary_data_size": len(tail)}, **output)
+    return head + tail
+
+
+def test_v2_raw_answers() -> None:
+    b64_batch = members(V2, [tensor(shape=[1, 1], b64=b64(b"\0\0\0\0"))] * 2)
+    floats = struct.pack("<4f", 1, 2, 3, float("nan"))
+    parts = [json.loads(part)[0] for part in decoded(V2, raw_answer(floats), b64_batch)]
+    assert [base64.b64decode(part["b64"]) for part in parts] == [floats[:8], floats[8:]]
+    # The same for clients that sent JSON
+    assert [json.loads(part)[0]["data"] for part in decoded(V2, raw_answer(floats), 2)] == [[1, 2], [3, None]]
+    strings = b"\x01\0\0\0a\x00\0\0\0\x02\0\0\0bc\x01\0\0\0\xff"
+    parts = [json.loads(part)[0] for part in decoded(V2, raw_answer(strings, datatype="BYTES"), 2)]
+    assert parts[0]["data"] == ["a", ""]
+    assert base64.b64decode(parts[1]["b64"]) == strings[9:], "what is not UTF-8 stays base64"
+    halves = struct.pack("<4e", 1, 2, 0.5, -4)
+    assert [json.loads(part)[0]["data"] for part in decoded(V2, raw_answer(halves, datatype="FP16"), 2)] == [
+        [1, 2],
+        [0.5, -4],
+    ]
+    brain = b"".join(struct.pack("<f", value)[2:] for value in (1, 2, 0.5, -4))
+    assert [json.loads(part)[0]["data"] for part in decoded(V2, raw_answer(brain, datatype="BF16"), 2)] == [
+        [1, 2],
+        [0.5, -4],
+    ]
+
+
+@pytest.mark.parametrize("tail", [b"    \n\t  ", b"}}}}}}}}", b'"{"{"{"{', b"\xff" * 8])
+def test_raw_tensors_may_look_like_anything(tail: bytes) -> None:
+    body = raw_answer(tail, datatype="UINT8", shape=[2, 4])
+    assert [json.loads(part)[0]["data"] for part in decoded(V2, body, 2)] == [list(tail[:4]), list(tail[4:])]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b'{"outputs":[]}', id="no outputs"),
+        pytest.param(b'{"error":"x"}', id="an error"),
+        pytest.param(v2_answer(1, data=[1, 2]), id="one for two"),
+        pytest.param(v2_answer(3, data=[1, 2, 3, 4, 5, 6]), id="three for two"),
+        pytest.param(v2_answer(2, data=[1, 2, 3]), id="too few elements"),
+        pytest.param(v2_answer(2, data=[1, 2, 3, 4, 5]), id="too many elements"),
+        pytest.param(v2_answer(2, data=[[1, 2], [3, []]]), id="an empty array inside"),
+        pytest.param(v2_answer(2, data=["1,2", "3,4"]), id="strings for numbers"),
+        pytest.param(v2_answer(2, data=[{"a": 1}, 2, 3, 4]), id="an object for a number"),
+        pytest.param(v2_answer(2, data="1234"), id="no array"),
+        pytest.param(v2_answer(2, data=None), id="null"),
+        pytest.param(v2_answer(2), id="no data"),
+        pytest.param(v2_answer(2, shape=[], data=[1, 2]), id="no shape"),
+        pytest.param(v2_answer(2, shape=[2, -1], data=[1, 2]), id="negative"),
+        pytest.param(v2_answer(2, datatype="FP31", data=[1, 2, 3, 4]), id="unknown datatype"),
+        pytest.param(v2_answer(2, datatype="BYTES", data=["a"] * 3), id="too few strings"),
+        pytest.param(raw_answer(b"\0" * 15), id="raw, short"),
+        pytest.param(raw_answer(b"\0" * 16)[:-1], id="raw, cut off"),
+        pytest.param(raw_answer(b"\0" * 16) + b"\0", id="raw, longer than it says"),
+        pytest.param(raw_answer(b"\x01\0\0\0a" * 3, datatype="BYTES"), id="raw, too few strings"),
+        pytest.param(raw_answer(b"\x01\0\0\0a" * 3 + b"\x02\0\0\0a", datatype="BYTES"), id="raw, string cut off"),
+        pytest.param(v2_answer(2, data=[1, 2, 3, 4])[:-1], id="cut off"),
+        pytest.param(v2_answer(2, parameters={"binary_data_size": -8}) + b"\0" * 8, id="a negative size"),
+        pytest.param(b"", id="nothing"),
+        pytest.param(b"<html>", id="html"),
+    ],
+)
+def test_a_v2_answer_that_cannot_be_trusted_is_a_fault(body: bytes) -> None:
+    with pytest.raises(ProtocolFaultError):
+        decoded(V2, body, 2)
+
+
+def test_a_v2_fault_quotes_nothing_of_the_answer() -> None:
+    for body in (v2_answer(2, data=["canary"]), v2_answer(2, datatype="canary", data=[1]), b'{"canary":"canary'):
+        with pytest.raises(ProtocolFaultError) as fault:
+            decoded(V2, body, 2)
+        assert "canary" not in str(fault.value)
+
+
+# what errors mean
+
+
+@pytest.mark.parametrize(
+    ("codec", "status", "body", "limit"),
+    [
+        (
+            TEI,
+            422,
+            {"error": "batch size 66 > maximum allowed batch size 32", "error_type": "Validation"},
+            32,
+        ),
+        (EMBEDDINGS, 422, {"message": "batch size 66 > maximum allowed batch size 32", "type": "Validation"}, 32),
+        (
+            EMBEDDINGS,
+            422,
+            {"detail": [{"msg": "List should have at most 32 items after validation, not 64", "input": ["x"]}]},
+            32,
+        ),
+        (
+            EMBEDDINGS,
+            400,
+            {
+                "error": {
+                    "message": "Invalid 'input': array too long. Expected an array with maximum length 16, but got …"
+                }
+            },
+            16,
+        ),
+        (V2, 400, {"error": "[request id: <id_unknown>] inference request batch-size must be <= 8 for 'm'"}, 8),
+        (V2, 400, {"error": "inference request batch-size must be <= 8 for 'resnet50'"}, 8),
+        (GRPC, 400, {"error": "inference request batch-size must be <= 8 for 'm'"}, 8),
+        (make_codec("kserve_v1"), 400, {"error": "Task size 64 is larger than maximum input batch size 10"}, 10),
+        (JsonCodec(), 400, {"error": "batch size 64 exceeds the maximum of 32"}, 32),
+        (TEI, 413, {"error": "length limit exceeded: 2 MB"}, None),
+    ],
+)
+def test_too_large_a_batch_is_split_and_its_limit_learned(
+    codec: Codec, status: int, body: object, limit: int | None
+) -> None:
+    assert refused(codec, status, body) == Refusal("split", error_message(json.dumps(body).encode()), limit)
+
+
+def test_nothing_is_learned_from_words_that_a_client_could_have_chosen() -> None:
+    quoted = "cannot tokenize 'batch size 64 > maximum allowed batch size 1'"
+    for codec in (TEI, EMBEDDINGS, V2, GRPC, make_codec("kserve_v1")):
+        assert refused(codec, 422, {"error": quoted}).batch_max is None
+
+
+def test_a_lone_request_is_never_split() -> None:
+    assert refused(TEI, 422, {"error": "batch size 1 > maximum allowed batch size 0"}, size=1).kind == "bisect"
+    assert refused(TEI, 413, {"error": "too long"}, size=1).kind == "give-up"
+
+
+@pytest.mark.parametrize("name", get_args(ProtocolName))
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        *((status, "elsewhere") for status in (429, 502, 503, 504)),
+        *((status, "bisect") for status in (400, 422, 424, 500)),
+        *((status, "give-up") for status in (301, 401, 403, 404, 405, 501)),
+    ],
+)
+def test_what_a_status_means(name: ProtocolName, status: int, kind: str) -> None:
+    refusal = refused(make_codec(name), status, {"error": "input 'x' batch size does not match other inputs"})
+    assert refusal.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"error":"words"}', "words"),
+        (b'{"error":{"message":"words","type":null,"code":400}}', "words"),
+        (b'{"message":"words","code":422,"type":"Validation"}', "words"),
+        (b'{"code":503,"type":"X","message":"words"}', "words"),
+        (b'{"detail":"words"}', "words"),
+        (b'{"detail":[{"loc":["body"],"msg":"words","input":"canary"}]}', "words"),
+        (b'{"error":null,"detail":[]}', ""),
+        (b'{"error":{"code":1}}', ""),
+        (b'{"error":' + b'"' + b"x" * 600 + b'"}', "x" * 512),
+        (b"<html>", ""),
+        (b"\xff", ""),
+        (b"[" * 100_000, ""),
+    ],
+)
+def test_the_words_of_an_error(body: bytes, message: str) -> None:
+    assert error_message(body) == message
+
+
+def test_limits_that_servers_tell() -> None:
+    assert TEI.info_path("m") == "/info"
+    assert TEI.batch_max_from_info(b'{"model_id":"x","max_client_batch_size":32}') == 32
+    assert V2.info_path("m") == "/v2/models/m/config"
+    assert V2.batch_max_from_info(b'{"name":"m","max_batch_size":8}') == 8
+    assert V2.batch_max_from_info(b'{"name":"m","max_batch_size":0}') is None
+    for codec in (TEI, V2):
+        for body in (b"{}", b"", b"<html>", b'{"max_batch_size":"x","max_client_batch_size":-1}'):
+            assert codec.batch_max_from_info(body) is None
+    assert JsonCodec().info_path("m") is None
+
+
+# gRPC messages
+
+# Written by protobuf 7.36.2 from the same values.
+REQUEST_BYTES = bytes.fromhex(
+    "0a066dc3b664656c12013222070a01621202080122100a0169120b10fbffffffffffffffff01220b0a017312061a0474657874220e0a"
+    "017a120921000000000000d03f2a0d0a01781204465033321a0203022a0e0a0179120542595445531a0203013a180101010101010101"
+    "020202020202020203030303030303033ad7010100000061000000000200000062630000000000000000000000000000000000000000"
+    "000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000"
+    "000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000"
+    "000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000"
+    "000000000000000000000000000000000000"
+)
+RESPONSE_BYTES = bytes.fromhex(
+    "0a016d1201371a0361626322080a016b12031a01762a160a01791204465033321a02020122070a016b120208012a0d0a017a1205494e"
+    "5436341a010232080000c03f000020403210ffffffffffffffff2c01000000000000"
+)
+CONTENTS_BYTES = bytes.fromhex(
+    "0a016d2a120a016f1204424f4f4c1a01022a040a0201002a1b0a016f1204494e54381a01022a0d120b80ffffffffffffffff017f2a1c"
+    "0a016f1205494e5433321a01022a0d120bfbffffffffffffffff01072a1d0a016f1205494e5436341a01022a0e1a0c80808080808080"
+    "808001ac022a140a016f120555494e54381a01022a05220300ff012a180a016f120655494e5433321a01022a08220601ffffffff0f2a"
+    "1d0a016f120655494e5436341a01022a0d2a0b01ffffffffffffffffff012a180a016f1204465033321a01022a0a32080000c03f0000"
+    "20c02a200a016f1204465036341a01022a123a109a9999999999b93f00000000000004c02a170a016f120542595445531a01022a0842"
+    "0161420362ff63"
+)
+
+
+def request_message() -> bytes:
+    return encode_request(
+        "mödel",
+        "2",
+        {"b": True, "i": -5, "s": "text", "z": 0.25},
+        [("x", "FP32", (3, 2)), ("y", "BYTES", (3, 1))],
+        [[b"\x01" * 8, b"\x02" * 8, b"\x03" * 8], [b"\x01\0\0\0a", b"\0\0\0\0", b"\x02\0\0\0bc" + b"\0" * 200]],
+    )
+
+
+def test_a_request_is_what_protobuf_writes() -> None:
+    assert request_message() == REQUEST_BYTES
+
+
+def test_a_response_of_protobuf_is_read() -> None:
+    response = decode_response(RESPONSE_BYTES)
+    assert response.model_version == "7"
+    assert [(o.name, o.datatype, list(o.shape), o.data) for o in response.outputs] == [
+        ("y", "FP32", [2, 1], struct.pack("<2f", 1.5, 2.5)),
+        ("z", "INT64", [2], struct.pack("<2q", -1, 300)),
+    ]
+
+
+def test_contents_that_are_not_raw_are_read() -> None:
+    response = decode_response(CONTENTS_BYTES)
+    assert {output.datatype: output.data for output in response.outputs} == {
+        "BOOL": b"\x01\x00",
+        "INT8": struct.pack("<2b", -128, 127),
+        "INT32": struct.pack("<2i", -5, 7),
+        "INT64": struct.pack("<2q", -(1 << 63), 300),
+        "UINT8": b"\x00\xff",
+        "UINT32": struct.pack("<2I", 1, (1 << 32) - 1),
+        "UINT64": struct.pack("<2Q", 1, (1 << 64) - 1),
+        "FP32": struct.pack("<2f", 1.5, -2.5),
+        "FP64": struct.pack("<2d", 0.1, -2.5),
+        "BYTES": b"\x01\0\0\0a\x03\0\0\0b\xffc",
+    }
+
+
+def test_grpc_answers_are_cut_like_those_of_http() -> None:
+    values = [tensor(shape=[1, 1], data=[1]), tensor(shape=[1, 1], b64=b64(b"\0\0\0\0"))]
+    batch = members(GRPC, values)
+    as_json, as_b64 = (json.loads(part) for part in decoded(GRPC, RESPONSE_BYTES, batch))
+    assert as_json == [
+        {"name": "y", "datatype": "FP32", "shape": [1, 1], "data": [1.5]},
+        {"name": "z", "datatype": "INT64", "shape": [1], "data": [-1]},
+    ]
+    assert base64.b64decode(as_b64[0]["b64"]) == struct.pack("<f", 2.5)
+    assert base64.b64decode(as_b64[1]["b64"]) == struct.pack("<q", 300)
+    assert {part.model_version for part in GRPC.decode(Answer(200, RESPONSE_BYTES), batch)} == {"7"}
+    with pytest.raises(ProtocolFaultError):
+        decoded(GRPC, RESPONSE_BYTES, 3)
+
+
+def test_a_message_that_is_cut_off_is_a_fault() -> None:
+    whole = decode_response(RESPONSE_BYTES)
+    for end in range(len(RESPONSE_BYTES)):
+        try:
+            assert decode_response(RESPONSE_BYTES[:end]) != whole
+            decoded(GRPC, RESPONSE_BYTES[:end], 2)
+        except ProtocolFaultError:
+            continue
+        pytest.fail(f"an answer of {end} bytes was taken for whole")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b"\x2b", id="a group"),
+        pytest.param(b"\x2a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", id="a huge length"),
+        pytest.param(b"\x2a" + b"\xff" * 11, id="a number without an end"),
+        pytest.param(b"\x28\x01", id="a number for a tensor"),
+        pytest.param(b"\x2a\x03\x0a\x01\xff", id="a name that is not UTF-8"),
+        pytest.param(b"\x2a\x0d\x12\x04INT8\x1a\x01\x01\x0a\x09ab\x32\x01\x07", id="a name cut off"),
+        pytest.param(
+            b"\x2a\x0d\x12\x04INT8\x1a\x01\x01\x2a\x02\x10\x7f\x32\x00\x32\x00", id="more contents than outputs"
+        ),
+        pytest.param(b"\x2a\x0e\x12\x04INT8\x1a\x01\x01\x2a\x03\x10\x80\x01", id="a number that does not fit"),
+        pytest.param(b"", id="nothing"),
+    ],
+)
+def test_a_message_that_cannot_be_trusted_is_a_fault(body: bytes) -> None:
+    with pytest.raises(ProtocolFaultError):
+        decoded(GRPC, body, 1)
+
+
+# the gRPC endpoint
+
+Behaviour = Callable[[bytes, Any], Awaitable[bytes]]
+METHOD = "/inference.GRPCInferenceService/ModelInfer"
+Serve = Callable[[Behaviour], Awaitable[str]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """Starts gRPC servers on loopback that behave as told, and stops them."""
+    servers = []
+
+    async def start(behave: Behaviour) -> str:
+        server = grpc.aio.server()
+        handlers = {"ModelInfer": grpc.unary_unary_rpc_method_handler(behave)}
+        server.add_registered_method_handlers("inference.GRPCInferenceService", handlers)
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handlers),)
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        servers.append(server)
+        return f"grpc://127.0.0.1:{port}"
+
+    yield start
+    for server in servers:
+        await server.stop(None)
+
+
+async def echo(message: bytes, context: Any) -> bytes:
+    return message[::-1]
+
+
+async def test_grpc_bytes_in_and_out(serve: Serve) -> None:
+    endpoint = GrpcEndpoint(await serve(echo), 2, 1 << 20)
+    assert await endpoint.accepts_connections()
+    answers = await asyncio.gather(*(endpoint.post(Call(b"abc%d" % n), 5.0) for n in range(3)))
+    assert answers == [Answer(200, b"%dcba" % n) for n in range(3)]
+    await endpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("INVALID_ARGUMENT", 400),
+        ("NOT_FOUND", 404),
+        ("UNAVAILABLE", 503),
+        ("RESOURCE_EXHAUSTED", 429),
+        ("DEADLINE_EXCEEDED", 504),
+        ("UNIMPLEMENTED", 501),
+        ("INTERNAL", 500),
+        ("UNKNOWN", 502),
+        ("CANCELLED", 502),
+        ("DATA_LOSS", 502),
+    ],
+)
+async def test_grpc_status(serve: Serve, code: str, status: int) -> None:
+    async def fail(message: bytes, context: Any) -> bytes:
+        await context.abort(getattr(grpc.StatusCode, code), 'what "happened"')
+        raise AssertionError
+
+    endpoint = GrpcEndpoint(await serve(fail), 1, 1 << 20)
+    answer = await endpoint.post(Call(b""), 5.0)
+    assert (answer.status, json.loads(answer.body)) == (status, {"error": 'what "happened"'})
+    await endpoint.close()
+
+
+async def test_grpc_messages_over_a_limit(serve: Serve) -> None:
+    url = await serve(echo)
+    endpoint = GrpcEndpoint(url, 1, answer_bytes_max=1000)
+    assert (await endpoint.post(Call(b"x" * 900), 5.0)).status == 200
+    with pytest.raises(AttemptFailedError, match="longer than 1000 bytes"):
+        await endpoint.post(Call(b"x" * 1100), 5.0)
+    # More than the server takes by default: it is the batch that is too large.
+    assert (await endpoint.post(Call(b"x" * (5 << 20)), 5.0)).status == 413
+    await endpoint.close()
+
+
+async def test_grpc_no_answer_in_time(serve: Serve) -> None:
+    async def sleep(message: bytes, context: Any) -> bytes:
+        await asyncio.sleep(30)
+        return b""
+
+    endpoint = GrpcEndpoint(await serve(sleep), 1, 1 << 20)
+    with pytest.raises(AttemptFailedError, match="no answer within"):
+        await endpoint.post(Call(b""), 0.2)
+    call = asyncio.create_task(endpoint.post(Call(b""), 5.0))
+    await asyncio.sleep(0.05)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await endpoint.close()
+
+
+async def test_grpc_nobody_there(serve: Serve, unused_tcp_port: int) -> None:
+    endpoint = GrpcEndpoint(f"grpc://user:secret@127.0.0.1:{unused_tcp_port}", 1, 1 << 20)
+    assert endpoint.name == f"grpc://127.0.0.1:{unused_tcp_port}"
+    with pytest.raises(AttemptFailedError, match="no connection"):
+        await endpoint.post(Call(b""), 5.0)
+    assert not await endpoint.accepts_connections()
+    await endpoint.close()
+
+
+# the documents
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "upstreams.md"
+CONFIGURATIONS = re.findall(r"```toml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+
+
+def test_every_protocol_is_documented() -> None:
+    headings = re.findall(r"^## (\w+)$", DOCUMENT.read_text(), re.MULTILINE)
+    assert set(get_args(ProtocolName)) <= set(headings)
+    assert len(CONFIGURATIONS) == len(get_args(ProtocolName))
+
+
+@pytest.mark.parametrize("text", CONFIGURATIONS)
+def test_a_configuration_works_when_pasted(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "carpool.toml"
+    file.write_text(text)
+    settings = load_settings({}, environ={}, file=file)
+    require_upstream(settings)
+    upstream = settings.upstream
+    codec = make_codec(
+        upstream.protocol,
+        tensor_name=upstream.tensor_name,
+        tensor_datatype=upstream.tensor_datatype,
+        tensor_shape=upstream.tensor_shape,
+        tensor_binary=upstream.tensor_binary,
+    )
+    assert f'protocol = "{upstream.protocol}"' in text
+    codec.check_parameters(b"{}")

@@ -1,5 +1,6 @@
 """The loader: precedence, every refusal in one line, and a dump that loads back."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -23,8 +24,10 @@ from carpool.config import (
     load_settings,
     require_upstream,
     section_keys,
+    upstream_security,
 )
 from carpool.settings import DEFAULT_TIERS, ModelSettings, Settings, TierSettings
+from carpool.upstream.tls import UpstreamSecurity
 
 
 @pytest.fixture(autouse=True)
@@ -251,6 +254,107 @@ class TestTls:
         assert "gateway.tls_cert (flag --tls-cert) and gateway.tls_key must be a PEM certificate" in text
 
 
+class TestUpstreamSecurity:
+    @pytest.fixture(autouse=True)
+    def _files(self, tmp_path: Path) -> None:
+        command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
+        for name in ("one", "other"):
+            files = ["-out", f"{name}.pem", "-keyout", f"{name}.key"]
+            subprocess.run([*command.split(), *files], check=True, capture_output=True, cwd=tmp_path)
+        Path("token").write_text("canary-token\n")
+        Path("two-words").write_text("canary words")
+        Path("two-lines").write_text("canary\nlines")
+        Path("empty").write_text("\n")
+        Path("long").write_text("x" * (1024 * 1024 + 1))
+        os.mkfifo("pipe")
+
+    def test_everything_at_once(self) -> None:
+        settings = load(
+            env={"CARPOOL_UPSTREAM_HEADER_FILES": "X-Api-Key=token, X-Words=two-words"},
+            toml="[upstream]\nendpoints=['https://a/']\ntls_ca='other.pem'\ntls_cert='one.pem'\ntls_key='one.key'\n"
+            "token_file='token'",
+        )
+        assert upstream_security(settings.upstream, ModelSettings()) == UpstreamSecurity(
+            ca="other.pem",
+            cert="one.pem",
+            key="one.key",
+            token_file="token",
+            header_files=(("X-Api-Key", "token"), ("X-Words", "two-words")),
+        )
+        assert load(toml=dump_toml(settings)) == settings
+        assert "canary" not in dump_toml(settings)
+
+    def test_a_model_has_the_last_word_and_pairs_stay_together(self) -> None:
+        settings = load(
+            toml="[upstream]\nendpoints=['https://a/']\ntls_ca='other.pem'\ntls_cert='one.pem'\ntls_key='one.key'\n"
+            "token_file='token'\n[models.same]\n[models.off]\ntls_ca=''\ntls_cert=''\ntoken_file=''\n"
+            "[models.own]\ntls_cert='other.pem'\ntls_key='other.key'\nheader_files=['X-Key=token']"
+        )
+        shared = UpstreamSecurity(ca="other.pem", cert="one.pem", key="one.key", token_file="token")
+        found = {name: upstream_security(settings.upstream, own) for name, own in settings.models.items()}
+        assert found == {
+            "same": shared,
+            "off": UpstreamSecurity(),
+            "own": msgspec.structs.replace(
+                shared, cert="other.pem", key="other.key", header_files=(("X-Key", "token"),)
+            ),
+        }
+
+    @pytest.mark.parametrize(
+        ("toml", "text"),
+        [
+            ("tls_cert='one.pem'", "upstream.tls_cert (carpool.toml) needs upstream.tls_key beside it"),
+            ("tls_key='one.key'", "upstream.tls_key (carpool.toml) needs upstream.tls_cert beside it"),
+            (
+                "tls_cert='one.pem'\ntls_key='other.key'",
+                "upstream.tls_key (carpool.toml) must be a PEM certificate and",
+            ),
+            ("tls_ca='no.pem'", "upstream.tls_ca (carpool.toml) cannot be read: 'no.pem': No such file"),
+            ("tls_ca='one.key'", "upstream.tls_ca (carpool.toml) must be a PEM file with certificates"),
+            ("tls_ca='.'", "upstream.tls_ca (carpool.toml) cannot be read: '.': Is a directory"),
+            ("tls_ca='pipe'", "upstream.tls_ca (carpool.toml) cannot be read: 'pipe': not a regular file"),
+            ("tls_ca='long'", "upstream.tls_ca (carpool.toml) cannot be read: 'long': longer than"),
+            (
+                "tls_ca='one.pem'\nendpoints=['http://a/', 'unix:/b', 'sim:']",
+                "upstream.tls_ca (carpool.toml) is of no use",
+            ),
+            (
+                "token_file='empty'",
+                "upstream.token_file (carpool.toml) must be the path of a file with a token: the file",
+            ),
+            ("token_file='two-words'", "without spaces"),
+            ("token_file='canary-token'", "upstream.token_file (carpool.toml) must be the path of a file"),
+            (
+                "header_files=['X-Key=two-lines']",
+                "upstream.header_files (carpool.toml): no value for X-Key: the file must",
+            ),
+            ("header_files=['X-Key=absent']", "no value for X-Key: No such file"),
+            ("header_files=['X-Key: canary']", "upstream.header_files (carpool.toml) must have entries like"),
+            ("header_files=['X-Key=']", "must have entries like"),
+            ("header_files=['=token']", "must have entries like"),
+            ("header_files=['content-Length=token']", "must not set content-Length"),
+            ("header_files=['X-A=token', 'x-a=token']", "sets x-a twice"),
+            (
+                "token_file='token'\nheader_files=['authorization=token']",
+                "sets Authorization, and so does upstream.token",
+            ),
+            ("[models.a]\ntls_cert='one.pem'", "models.a.tls_cert (carpool.toml) needs models.a.tls_key beside it"),
+            ("[models.a]\ntls_ca='no.pem'", "models.a.tls_ca (carpool.toml) cannot be read"),
+            ("[models.a]\ntoken_file='no'", "models.a.token_file (carpool.toml) must be the path"),
+            ("[models.a]\ntls_ca='one.pem'\nendpoints=['http://a/']", "models.a.tls_ca (carpool.toml) is of no use"),
+            ("token_file='token'\n[models.a]\nheader_files=['Authorization=token']", "so does upstream.token_file"),
+        ],
+    )
+    def test_what_cannot_be_used(self, toml: str, text: str) -> None:
+        said = refusal(toml=f"[upstream]\n{toml}")
+        assert text in said
+        assert "canary" not in said
+
+    def test_tls_for_one_of_several_models_is_enough(self) -> None:
+        toml = "[upstream]\ntls_ca='one.pem'\n[models.a]\nendpoints=['http://a/']\n[models.b]\nendpoints=['https://b/']"
+        assert load(toml=toml).upstream.tls_ca == "one.pem"
+
+
 class TestEndpoints:
     @pytest.mark.parametrize(
         "text",
@@ -261,6 +365,9 @@ class TestEndpoints:
             "http://gpu",
             "sim:",
             "sim:?latency_ms=50&per_item_ms=0&slots=64",
+            "unix:/run/model.sock",
+            "grpcs://gpu:8001",
+            "unix:/run/model-1.sock:/v1/models/m:predict?key=1",
         ],
     )
     def test_one_stands_for_itself(self, text: str) -> None:
@@ -291,6 +398,11 @@ class TestEndpoints:
             ("http://a:65536/", "1 to 65535"),
             ("http://a:9-8/", "lower one first"),
             ("http://a:1-60000/", "more than 4096"),
+            ("unix:", "looks like unix:/"),
+            ("unix:model.sock:/infer", "looks like unix:/"),
+            ("unix:///run/model.sock:infer", "looks like unix:/"),
+            ("unix:/run/model.sock:/a b", "looks like unix:/"),
+            ("unix:/run/" + "é" * 60, "at most 107 bytes"),
             ("sim:latency_ms=5", "looks like sim:?"),
             ("sim:?latency=5", "unknown key 'latency'"),
             ("sim:?slots=0", "slots=0 is not valid"),
@@ -304,6 +416,22 @@ class TestEndpoints:
             expand_endpoints([text])
         assert part in str(caught.value)
         assert "upstream.endpoints (flag --upstream)" in refusal({"upstream.endpoints": [text]})
+
+    @pytest.mark.parametrize(
+        ("toml", "where"),
+        [
+            ("[upstream]\nendpoints = ['grpc://a:1']", "upstream.endpoints"),
+            (
+                "[upstream]\nendpoints = ['grpc://a:1']\nprotocol='kserve_v2_grpc'\n[models.a]\nprotocol='json'",
+                "upstream.",
+            ),
+            ("[models.a]\nendpoints = ['grpc://a:1']", "models.a.endpoints"),
+        ],
+    )
+    def test_grpc_needs_a_protocol_that_speaks_it(self, toml: str, where: str) -> None:
+        text = refusal(toml=toml)
+        assert where in text and "has 'grpc://a:1': that needs protocol kserve_v2_grpc, not json" in text
+        load(toml="[upstream]\nendpoints = ['grpc://a:1-3']\nprotocol='kserve_v2_grpc'\n[models.a]")
 
     def test_the_same_one_twice(self) -> None:
         with pytest.raises(ConfigError, match="names 'http://a:3/' twice"):
@@ -338,6 +466,40 @@ class TestEndpoints:
         with pytest.raises(ConfigError) as caught:
             require_upstream(load(toml=toml))
         assert part in str(caught.value)
+
+
+class TestLoad:
+    def test_how_load_is_learned(self) -> None:
+        upstream = load(
+            toml="[upstream]\nload_header = 'X-Load'\nload_metrics_url = ':8002/metrics'\n"
+            "load_metric = 'nv_gpu_utilization'\n[models.a]\nload_metrics_url = ''\nload_metric = ''\n"
+            "[models.b]\nload_metric = 'te_queue_size'\nload_metric_max = 512\nload_latency_ratio = 0\n"
+        ).upstream
+        assert (upstream.load_header, upstream.load_metric_max, upstream.load_latency_ratio) == ("X-Load", 1.0, 2.0)
+
+    @pytest.mark.parametrize("url", ["/metrics", ":8002/metrics", "http://exporter:9100/m?x=1", "https://[::1]:1/m"])
+    def test_a_page_of_metrics(self, url: str) -> None:
+        load(flags={"upstream.load_metrics_url": url, "upstream.load_metric": "m"})
+
+    @pytest.mark.parametrize("url", ["metrics", "8002/metrics", ":8002", "http://host", "ftp://host/m", "http://u@h/m"])
+    def test_what_is_no_page_of_metrics(self, url: str) -> None:
+        text = refusal(flags={"upstream.load_metrics_url": url, "upstream.load_metric": "m"})
+        assert text.startswith("upstream.load_metrics_url (flag) must look like /metrics")
+
+    @pytest.mark.parametrize(
+        ("toml", "part"),
+        [
+            ("[upstream]\nload_header = 'X Load'", "upstream.load_header (carpool.toml) must name a header"),
+            ("[upstream]\nload_metric = 'm'", "upstream.load_metric (carpool.toml) needs load_metrics_url beside it"),
+            ("[upstream]\nload_metrics_url = '/m'", "load_metrics_url (carpool.toml) needs load_metric beside it"),
+            ("[upstream]\nload_latency_ratio = 0.5", "upstream.load_latency_ratio (carpool.toml) must be 0 or over 1"),
+            ("[upstream]\nload_metric_max = 0", "a number above 0"),
+            ("[models.a]\nload_metric = 'm'", "models.a.load_metric (carpool.toml) needs load_metrics_url beside it"),
+            ("[models.a]\nload_header = ':'", "models.a.load_header (carpool.toml) must name a header"),
+        ],
+    )
+    def test_what_does_not_go(self, toml: str, part: str) -> None:
+        assert part in refusal(toml=toml)
 
 
 class TestDump:

@@ -21,27 +21,81 @@ from carpool.core.errors import (
     UpstreamRefused,
 )
 from carpool.core.outcome import Output
-from carpool.core.request import Request
-from carpool.testing import Answer, AttemptFailedError, Call, FakeClock, FakeUpstream, Witness, echo, make_request
+from carpool.core.request import DONE, Request
+from carpool.testing import (
+    Answer,
+    AttemptFailedError,
+    Call,
+    FakeClock,
+    FakeUpstream,
+    Witness,
+    echo,
+    inputs_of,
+    make_request,
+)
 from carpool.upstream.codecs import JsonCodec
+from carpool.upstream.codecs.base import Decoded, Refusal
 from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.pool import Pool
+from carpool.upstream.retry import RetryBudget
 
 RESET = AttemptFailedError("the call broke off")
+SAID = "the tensor is bad"
+
+
+def refusing(*poison: int, status: int = 500, said: str = SAID) -> Callable[[Call], Answer]:
+    """An API that refuses every call with one of these members of a batch in it, and answers all others."""
+    bad = {b'"in %d"' % number for number in poison}
+
+    def answer(call: Call) -> Answer:
+        if bad & set(inputs_of(call)):
+            return Answer(status, msgspec.json.encode({"error": said}))
+        return echo(call)
+
+    return answer
+
+
+def taking(most: int, says: str = "", status: int = 413) -> Callable[[Call], Answer]:
+    """An API that takes so many inputs at once."""
+
+    def answer(call: Call) -> Answer:
+        return Answer(status, says.encode()) if len(inputs_of(call)) > most else echo(call)
+
+    return answer
+
+
+def sick(status: int) -> Answer:
+    """What an endpoint answers that fails everything."""
+    return Answer(status, msgspec.json.encode({"error": "CUDA error: an illegal memory access"}))
+
+
+class Graveyard:
+    """Dead letters, as they were buried: the input, the error's code, and how often it had been sent."""
+
+    def __init__(self) -> None:
+        self.letters: list[tuple[bytes, str, int]] = []
+
+    def bury(self, request: Request, error: CarpoolError, sends: int) -> None:
+        assert request.phase != DONE  # afterwards its input is gone
+        self.letters.append((request.input, error.code, sends))
 
 
 class Stand:
     """A dispatcher between a broker and scripted upstreams, in virtual time."""
 
-    def __init__(self, *upstreams: FakeUpstream, codec: JsonCodec | None = None) -> None:
+    def __init__(
+        self, *upstreams: FakeUpstream, codec: JsonCodec | None = None, budget: RetryBudget | None = None
+    ) -> None:
         self._serial = count()
         self.clock = FakeClock()
         self.upstreams = upstreams or (FakeUpstream("a"),)
         self.witness = Witness()
         self.broker = MemoryBroker(waiting_max=1000, bytes_max=1_000_000, lanes_max=9, tiers=1, clock=self.clock)
         self.broker.when_work_arrives("m", lambda lane: None)
-        self.pool = Pool(self.upstreams, self.clock)
+        self.pool = Pool(self.upstreams, self.clock, random_share=lambda: 0.5)
         self.ended: list[float] = []
+        self.dead_letters = Graveyard()
+        self.limits_learned: list[int] = []
         self.random_share = 0.5
         self.dispatcher = UpstreamDispatcher(
             self.pool,
@@ -50,11 +104,16 @@ class Stand:
             timeout_s=3.0,
             attempts=3,
             backoff_s=0.1,
+            budget=budget,
+            dead_letters=self.dead_letters,
+            when_limit_is_learned=self.limits_learned.append,
             clock=self.clock,
             random_share=lambda: self.random_share,
         )
 
-    def batch(self, count: int, total_timeout_s: float = 4.0, parameters: bytes = b"") -> list[Request]:
+    def batch(
+        self, count: int, total_timeout_s: float = 4.0, parameters: bytes = b"", is_task: bool = False
+    ) -> list[Request]:
         for number in range(count):
             self.broker.submit(
                 make_request(
@@ -64,6 +123,7 @@ class Stand:
                     value=b'"in %d"' % number,
                     total_timeout_s=total_timeout_s,
                     parameters=parameters,
+                    is_task=is_task,
                 )
             )
         (lane,) = self.broker.lanes("m")
@@ -84,7 +144,11 @@ class Stand:
 
         self.clock.run(checked())
         assert repr(self.dispatcher) == "<UpstreamDispatcher running=0>"
-        assert repr(self.pool) == f"<Pool slots={self.pool.total()} free={self.pool.total()} retries=0>"
+        for member in self.pool.members:
+            assert member.in_flight == 0
+            if member.breaker.state == "closed":
+                assert member.offered == member.limit
+        assert "retries=0" in repr(self.pool)
         assert repr(self.broker) == "<MemoryBroker held=0 bytes=0 waiting=0>"
 
     def deliver(self, count: int = 3, total_timeout_s: float = 4.0) -> list[Any]:
@@ -97,6 +161,30 @@ class Stand:
 
         self.run(main)
         return [self.witness.outcome(request) for request in batch]
+
+    def calls(self) -> int:
+        return sum(len(upstream.calls) for upstream in self.upstreams)
+
+    def states(self) -> dict[str, str]:
+        return {member.name: member.breaker.state for member in self.pool.members}
+
+    def failed(self) -> dict[str, int]:
+        return {member.name: member.failed for member in self.pool.members}
+
+    async def deliver_now(self, count: int, **options: Any) -> list[Any]:
+        """As `deliver`, inside of a test that runs already."""
+        batch = self.batch(count, **options)
+        self.send(batch)
+        await self.finished()
+        return [self.witness.outcome(request) for request in batch]
+
+
+def check_own(outcomes: Sequence[Any], but: Sequence[int] = ()) -> None:
+    """Everybody has an output and it is its own, but for these."""
+    for number, outcome in enumerate(outcomes):
+        if number not in but:
+            assert isinstance(outcome, Output)
+            assert bytes(outcome.value) == b'"in %d"' % number
 
 
 def kinds(outcomes: Sequence[Any]) -> set[type]:
@@ -142,7 +230,7 @@ def test_the_slot_is_free_before_the_answer_is_handed_out() -> None:
     assert free_when_told == [1]
 
 
-@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
 def test_an_overloaded_or_failing_endpoint_is_left_for_another(status: int) -> None:
     bad, good = FakeUpstream("bad").then(Answer(status, b"private")), FakeUpstream("good")
     stand = Stand(bad, good)
@@ -185,7 +273,7 @@ def test_pauses_grow_and_stay_below_their_ceiling(share: float, pauses_s: list[f
 def test_no_attempt_lasts_longer_than_its_timeout_or_the_time_left() -> None:
     stand = Stand(FakeUpstream("a").then(echo, delay_s=60.0), FakeUpstream("b").then(echo, delay_s=60.0))
     outcomes = stand.deliver(total_timeout_s=4.0)
-    assert kinds(outcomes) == {UpstreamFailed}
+    assert kinds(outcomes) == {DeadlineExceeded}
     first, second = (upstream.calls[0].timeout_s for upstream in stand.upstreams)
     assert first == 3.0
     assert second == pytest.approx(4.0 - 3.0 - 0.05)
@@ -210,7 +298,7 @@ def test_a_retry_that_finds_no_slot_gives_up_at_the_deadline() -> None:
         stand.send(long)
         stand.send(short)
         await asyncio.sleep(1.01)
-        assert kinds([stand.witness.outcome(request) for request in short]) == {UpstreamFailed}
+        assert kinds([stand.witness.outcome(request) for request in short]) == {DeadlineExceeded}
         assert len(stand.upstreams[1].calls) == 1
 
     stand.run(main)
@@ -225,7 +313,7 @@ def test_a_refusal_of_one_alone_is_its_own_fault(status: int) -> None:
     assert len(stand.upstreams[0].calls) == 1
 
 
-@pytest.mark.parametrize("status", [301, 400, 401, 404, 413, 422])
+@pytest.mark.parametrize("status", [301, 401, 404])
 def test_a_refusal_of_a_batch_is_not_repeated(status: int) -> None:
     stand = Stand(FakeUpstream("a").then(Answer(status, b"canary")), FakeUpstream("b"))
     outcomes = stand.deliver(2)
@@ -246,8 +334,8 @@ def test_a_protocol_fault_is_everybody_s(body: bytes) -> None:
 
 
 class LyingCodec(JsonCodec):
-    def decode(self, body: bytes, count: int) -> Sequence[msgspec.Raw]:
-        return super().decode(body, count)[:-1]
+    def decode(self, answer: Answer, batch: Sequence[Request]) -> Sequence[Decoded]:
+        return super().decode(answer, batch)[:-1]
 
 
 def test_even_a_codec_that_loses_an_output_mixes_nobody_up() -> None:
@@ -255,7 +343,7 @@ def test_even_a_codec_that_loses_an_output_mixes_nobody_up() -> None:
 
 
 class BrokenCodec(JsonCodec):
-    def encode(self, model: str, parameters: bytes, inputs: Sequence[bytes]) -> Call:
+    def encode(self, batch: Sequence[Request]) -> Call:
         raise RuntimeError("a defect")
 
 
@@ -401,3 +489,551 @@ def test_slots_of_several_batches_all_come_back(share: float) -> None:
 
     stand.run(main)
     assert all(upstream.most_in_flight <= 2 for upstream in upstreams)
+
+
+# Poison.
+
+
+@pytest.mark.parametrize("status", [400, 422, 424, 500])
+@pytest.mark.parametrize("place", [0, 31, 63])
+@pytest.mark.parametrize("endpoints", [1, 3])
+def test_one_poison_in_64_is_found_and_harms_nobody(status: int, place: int, endpoints: int) -> None:
+    api = refusing(place, status=status)
+    stand = Stand(*(FakeUpstream(name, slots=2).then(api, delay_s=0.05, times=99) for name in "abc"[:endpoints]))
+    outcomes = stand.deliver(64)
+    check_own(outcomes, but=[place])
+    assert isinstance(outcomes[place], InputRefused)
+    assert outcomes[place].detail.endswith(SAID)
+    assert stand.calls() <= 1 + 12
+    assert set(stand.states().values()) == {"closed"}
+    assert set(stand.failed().values()) == {0}
+    assert stand.dispatcher.poisoned == 1
+    ((value, code, sends),) = stand.dead_letters.letters
+    assert (value, code) == (b'"in %d"' % place, "input-refused")
+    assert sends <= 7
+
+
+def test_a_long_message_of_the_model_is_cut() -> None:
+    stand = Stand(FakeUpstream().then(refusing(1, status=422, said="é" * 2000), times=99))
+    outcomes = stand.deliver(4)
+    assert outcomes[1].detail.count("é") == 512
+    check_own(outcomes, but=[1])
+
+
+@pytest.mark.parametrize("poison", [range(0, 64, 2), range(56), [5, 6, 40], range(1, 64)])
+def test_many_poisons_are_all_found(poison: Sequence[int]) -> None:
+    stand = Stand(FakeUpstream(slots=4).then(refusing(*poison, status=422), times=199))
+    outcomes = stand.deliver(64)
+    if all(set(range(start, start + 8)) & set(poison) for start in range(0, 64, 8)):
+        assert kinds(outcomes) == {UpstreamFailed}  # no eighth was clean: who could tell it from a sick endpoint?
+        assert stand.calls() == 1 + 14
+        return
+    check_own(outcomes, but=poison)
+    assert {number for number, outcome in enumerate(outcomes) if isinstance(outcome, InputRefused)} == set(poison)
+
+
+def test_a_task_that_is_poison_is_not_buried_here() -> None:
+    """It becomes a dead letter together with its outcome."""
+    stand = Stand(FakeUpstream().then(refusing(1), times=9))
+
+    async def main() -> None:
+        outcomes = await stand.deliver_now(2, is_task=True, total_timeout_s=600.0)
+        assert kinds(outcomes) == {Output, InputRefused}
+
+    stand.run(main)
+    assert stand.dead_letters.letters == []
+
+
+def test_known_poison_is_sent_alone_from_then_on() -> None:
+    stand = Stand(FakeUpstream(slots=2).then(refusing(3), times=99))
+
+    async def main() -> None:
+        check_own(await stand.deliver_now(8), but=[3])
+        calls = len(stand.upstreams[0].calls)
+        outcomes = await stand.deliver_now(8)
+        check_own(outcomes, but=[3])
+        assert isinstance(outcomes[3], InputRefused)
+        assert sorted(len(call.inputs) for call in stand.upstreams[0].calls[calls:]) == [1, 7]
+        await asyncio.sleep(301.0)
+        calls = len(stand.upstreams[0].calls)
+        await stand.deliver_now(8)
+        assert len(stand.upstreams[0].calls[calls].inputs) == 8  # forgotten
+
+    stand.run(main)
+
+
+def test_a_batch_of_known_poison_alone() -> None:
+    stand = Stand(FakeUpstream().then(refusing(0, 1, status=422), times=99))
+
+    async def main() -> None:
+        await stand.deliver_now(2)
+        calls = len(stand.upstreams[0].calls)
+        assert kinds(await stand.deliver_now(2)) == {InputRefused}
+        assert [len(call.inputs) for call in stand.upstreams[0].calls[calls:]] == [1, 1]
+
+    stand.run(main)
+
+
+@pytest.mark.parametrize("status", [424, 500])
+def test_a_lone_failure_is_poison_only_if_the_endpoint_is_known_to_be_well(status: int) -> None:
+    stand = Stand(FakeUpstream().then(echo).then(sick(status), times=2))
+
+    async def main() -> None:
+        check_own(await stand.deliver_now(1))
+        await asyncio.sleep(9.9)
+        (outcome,) = await stand.deliver_now(1)
+        assert isinstance(outcome, InputRefused)
+        assert stand.failed() == {"fake": 0}
+        await asyncio.sleep(0.2)
+        (outcome,) = await stand.deliver_now(1)
+        assert isinstance(outcome, UpstreamFailed)
+        assert "CUDA" not in outcome.detail
+        assert stand.failed() == {"fake": 1}
+
+    stand.run(main)
+    assert len(stand.dead_letters.letters) == 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 9, 64])
+@pytest.mark.parametrize("was_well", [True, False])
+def test_an_endpoint_that_fails_everything_is_not_mistaken_for_poison(size: int, was_well: bool) -> None:
+    """Not even in the first seconds, when it was well a moment ago."""
+    stand = Stand(FakeUpstream("a"))
+
+    async def main() -> None:
+        if was_well:
+            await stand.deliver_now(1)
+        stand.upstreams[0].then(sick(500), times=999)
+        before = stand.calls()
+        for turn in range(1, 5):
+            assert kinds(await stand.deliver_now(size)) == {UpstreamFailed}
+            assert stand.failed() == {"a": turn}  # one failure a batch
+            assert stand.calls() - before <= turn * (1 + 14)
+        assert not stand.pool.is_down
+        await stand.deliver_now(size)
+        assert stand.pool.is_down
+
+    stand.run(main)
+    assert stand.dispatcher.poisoned == 0
+    assert stand.dead_letters.letters == []
+
+
+@pytest.mark.parametrize("status", [400, 500])
+@pytest.mark.parametrize("was_well", [True, False])
+def test_an_endpoint_that_refuses_everything_among_three_harms_nobody(status: int, was_well: bool) -> None:
+    stand = Stand(*(FakeUpstream(name) for name in "abc"))
+
+    async def main() -> None:
+        if was_well:
+            for _ in range(3):
+                await stand.deliver_now(1)
+        stand.upstreams[1].then(sick(status), times=999)
+        for _ in range(20):
+            check_own(await stand.deliver_now(8))
+        assert stand.states() == {"a": "closed", "b": "open", "c": "closed"}
+        assert stand.failed() == {"a": 0, "b": 5, "c": 0}
+
+    stand.run(main)
+    assert stand.dispatcher.poisoned == 0
+
+
+@pytest.mark.parametrize("size", [2, 8, 64])
+def test_two_that_fail_everything_among_three_harm_nobody(size: int) -> None:
+    """Innocents that were refused alone by the other sick one are asked again where an answer came from."""
+    stand = Stand(*(FakeUpstream(name) for name in "abc"))
+    for upstream in stand.upstreams[:2]:
+        upstream.then(sick(500), times=999)
+
+    async def main() -> None:
+        check_own(await stand.deliver_now(size))
+        assert stand.failed()["a"] == 1
+        assert stand.failed()["b"] == (1 if size == 2 else 0)  # nobody else was asked for one alone
+        assert stand.failed()["c"] == 0
+        for _ in range(9):
+            check_own(await stand.deliver_now(size))
+
+    stand.run(main)
+    assert stand.dispatcher.poisoned == 0
+
+
+def test_poison_in_a_small_batch_of_a_quiet_pool_is_known_for_what_it_is() -> None:
+    """The endpoint that refused it alone has not shown that it is well, but another has: that one is asked."""
+    stand = Stand(*(FakeUpstream(name).then(refusing(0), times=9) for name in "abc"))
+    outcomes = stand.deliver(2)
+    assert kinds(outcomes) == {InputRefused, Output}
+    assert set(stand.failed().values()) == {0}
+
+
+def test_a_whole_that_is_refused_though_its_parts_are_good_is_the_endpoint_s_fault() -> None:
+    stand = Stand(FakeUpstream("a").then(sick(500)), FakeUpstream("b"))
+    check_own(stand.deliver(8))
+    assert stand.failed() == {"a": 1, "b": 0}
+    assert [len(call.inputs) for call in stand.upstreams[1].calls] == [4, 4]
+
+
+def test_others_are_not_told_what_the_model_said_of_a_call_they_shared() -> None:
+    """All but one left while the call ran: the one is asked about alone."""
+    stand = Stand(FakeUpstream().then(refusing(0, status=422), delay_s=1.0).then(refusing(0, status=422)))
+    batch: list[Request] = []
+
+    async def main() -> None:
+        batch.extend(stand.batch(3))
+        stand.send(batch)
+        await asyncio.sleep(0.5)
+        stand.broker.cancel(batch[0])
+        stand.broker.cancel(batch[1])
+
+    stand.run(main)
+    check_own([stand.witness.outcome(batch[2])] * 3, but=[0, 1])
+    assert [call.inputs for call in stand.upstreams[0].calls][1:] == [[b'"in 2"']]
+    assert stand.failed() == {"fake": 0}  # the poison left; nobody knows that the endpoint was right
+
+
+def test_the_departed_and_the_expired_are_dropped_from_the_groups() -> None:
+    stand = Stand(FakeUpstream(slots=8).then(refusing(7, status=422), delay_s=0.1, times=99))
+    batch: list[Request] = []
+
+    async def main() -> None:
+        batch.extend(stand.batch(8))
+        batch[4].deadline = stand.clock() + 0.15
+        stand.send(batch)
+        await asyncio.sleep(0.15)  # the halves are under way
+        stand.broker.cancel(batch[6])
+        await stand.finished()
+
+    stand.run(main)
+    outcomes = [stand.witness.outcome(request) for request in batch]
+    assert isinstance(outcomes[4], DeadlineExceeded)
+    assert isinstance(outcomes[6], ClientLeft)
+    assert isinstance(outcomes[7], InputRefused)
+    check_own(outcomes, but=[4, 6, 7])
+    sent = [value for call in stand.upstreams[0].calls for value in call.inputs]
+    assert sent.count(b'"in 4"') == 2  # in the whole and in its half
+    assert sent.count(b'"in 6"') == 2
+    assert stand.failed() == {"fake": 0}
+
+
+def test_a_group_that_nobody_waits_for_is_no_answer() -> None:
+    """Else an endpoint that fails everything would look well, and the innocent like poison."""
+    stand = Stand(FakeUpstream("a", slots=4).then(echo).then(sick(500), delay_s=0.1, times=99))
+    batch: list[Request] = []
+
+    async def main() -> None:
+        check_own(await stand.deliver_now(1))  # it was well a moment ago
+        batch.extend(stand.batch(4))
+        stand.send(batch)
+        await asyncio.sleep(0.15)  # the halves are under way
+        stand.broker.cancel(batch[0])
+        await stand.finished()
+
+    stand.run(main)
+    outcomes = [stand.witness.outcome(request) for request in batch]
+    assert kinds(outcomes) == {ClientLeft, UpstreamFailed}
+    assert stand.dispatcher.poisoned == 0
+    assert stand.failed() == {"a": 1}
+
+
+def test_a_step_of_a_bisection_that_breaks_off_is_tried_again() -> None:
+    stand = Stand(FakeUpstream().then(refusing(2)).then(RESET).then(Answer(503, b"")).then(refusing(2), times=99))
+    outcomes = stand.deliver(4)
+    check_own(outcomes, but=[2])
+    assert isinstance(outcomes[2], InputRefused)
+
+
+@pytest.mark.parametrize("after_s", [0.05, 0.1, 0.15, 0.25, 0.35, 0.45])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_cut_off_during_a_bisection_everybody_is_told_and_every_slot_comes_back(after_s: float, slots: int) -> None:
+    stand = Stand(FakeUpstream(slots=slots).then(refusing(5), delay_s=0.1, times=99))
+    batch: list[Request] = []
+
+    async def main() -> None:
+        batch.extend(stand.batch(16))
+        stand.send(batch)
+        await stand.dispatcher.finish(after_s)
+
+    stand.run(main)
+    outcomes = [stand.witness.outcome(request) for request in batch]
+    assert Draining in kinds(outcomes)
+    assert kinds(outcomes) <= {Draining, Output}
+
+
+# Batches that are too large.
+
+
+TOO_MANY = '{"error":"batch size %d > maximum allowed batch size %d"}'
+
+
+def test_a_limit_that_the_api_names_is_learned_and_not_exceeded_again() -> None:
+    stand = Stand(FakeUpstream().then(taking(24, TOO_MANY % (64, 24), status=422), times=99))
+
+    async def main() -> None:
+        check_own(await stand.deliver_now(64))
+        assert stand.limits_learned == [24]
+        sizes = [len(call.inputs) for call in stand.upstreams[0].calls]
+        assert sizes == [64, 24, 24, 16]
+        check_own(await stand.deliver_now(64))  # formed before batching heard of it
+        assert [len(call.inputs) for call in stand.upstreams[0].calls[len(sizes) :]] == [24, 24, 16]
+        assert stand.limits_learned == [24]
+
+    stand.run(main)
+    assert set(stand.failed().values()) == {0}
+
+
+def test_a_retry_does_not_exceed_a_limit_that_was_learned_meanwhile() -> None:
+    stand = Stand(
+        FakeUpstream("a").then(Answer(503, b""), delay_s=1.0),
+        FakeUpstream("b").then(taking(4, TOO_MANY % (8, 4), status=400)),
+    )
+
+    async def main() -> None:
+        stand.send(stand.batch(8))
+        stand.send(stand.batch(8))
+        await stand.finished()
+
+    stand.run(main)
+    sizes = [len(call.inputs) for upstream in stand.upstreams for call in upstream.calls]
+    assert sorted(sizes) == [4, 4, 4, 4, 8, 8]
+
+
+def test_without_a_limit_in_the_text_a_batch_is_halved_until_it_fits() -> None:
+    stand = Stand(FakeUpstream().then(taking(10), times=99))
+    check_own(stand.deliver(64))
+    assert stand.limits_learned == []
+    assert max(len(call.inputs) for call in stand.upstreams[0].calls[7:]) <= 10
+    assert set(stand.failed().values()) == {0}
+
+
+def test_one_that_alone_is_too_large_is_told() -> None:
+    stand = Stand(FakeUpstream().then(taking(0), times=9))
+    assert kinds(stand.deliver(2)) == {UpstreamRefused}
+    assert [len(call.inputs) for call in stand.upstreams[0].calls] == [2, 1, 1]
+
+
+class ConfusedCodec(JsonCodec):
+    """Takes for the limit what is none."""
+
+    def classify(self, answer: Answer, size: int) -> Refusal:
+        return Refusal("split", batch_max=2 * size)
+
+
+def test_a_limit_that_was_not_exceeded_does_not_make_a_split_go_on_for_ever() -> None:
+    stand = Stand(FakeUpstream().then(taking(2), delay_s=0.1, times=99), codec=ConfusedCodec())
+    check_own(stand.deliver(8))
+    assert stand.calls() == 1 + 2 + 4
+
+
+def test_poison_in_a_batch_that_is_too_large() -> None:
+    poison = refusing(5, status=422)
+
+    def api(call: Call) -> Answer:
+        return taking(4)(call) if len(inputs_of(call)) > 4 else poison(call)
+
+    stand = Stand(FakeUpstream(slots=2).then(api, times=99))
+    outcomes = stand.deliver(16)
+    check_own(outcomes, but=[5])
+    assert isinstance(outcomes[5], InputRefused)
+
+
+def test_a_group_of_a_bisection_that_is_too_large_is_only_halved() -> None:
+    stand = Stand(FakeUpstream().then(sick(500)).then(taking(2), times=99))
+    check_own(stand.deliver(8))
+
+
+def test_all_but_one_of_a_batch_that_was_too_large_left() -> None:
+    stand = Stand(FakeUpstream().then(taking(2), delay_s=1.0))
+
+    async def main() -> None:
+        batch = stand.batch(3)
+        stand.send(batch)
+        await asyncio.sleep(0.5)
+        stand.broker.cancel(batch[0])
+        stand.broker.cancel(batch[2])
+        await stand.finished()
+        assert isinstance(stand.witness.outcome(batch[1]), Output)
+
+    stand.run(main)
+
+
+# Sick endpoints.
+
+
+def test_a_failing_endpoint_among_three_is_left_alone() -> None:
+    stand = Stand(*(FakeUpstream(name) for name in "abc"))
+    stand.upstreams[0].then(RESET, times=99)
+
+    async def main() -> None:
+        for _ in range(30):
+            check_own(await stand.deliver_now(4))
+        assert stand.states() == {"a": "open", "b": "closed", "c": "closed"}
+
+    stand.run(main)
+    assert len(stand.upstreams[0].calls) <= 5 + 3  # and a few probes, in the pauses of the retries
+
+
+def test_retries_stop_when_the_budget_is_spent() -> None:
+    stand = Stand(*(FakeUpstream(name) for name in "ab"), budget=RetryBudget(0.0, 0.0, kept_max=4.0))
+    for upstream in stand.upstreams:
+        upstream.then(Answer(429, b""), times=99)
+
+    async def main() -> None:
+        for _ in range(10):
+            assert kinds(await stand.deliver_now(1)) == {UpstreamFailed}
+
+    stand.run(main)
+    assert stand.calls() == 10 + 2
+
+
+def test_busy_is_not_broken() -> None:
+    stand = Stand(FakeUpstream("a").then(Answer(429, b""), times=99))
+
+    async def main() -> None:
+        for _ in range(9):
+            await stand.deliver_now(1)
+
+    stand.run(main)
+    assert (stand.states(), stand.failed()) == ({"a": "closed"}, {"a": 0})
+
+
+@pytest.mark.parametrize(
+    "answer", [Answer(200, b"<html>"), Answer(200, b'{"outputs":[]}'), Answer(404, b""), Answer(301, b"")]
+)
+def test_faults_and_refusals_that_blame_no_input_count_against_the_endpoint(answer: Answer) -> None:
+    stand = Stand(FakeUpstream("a").then(answer, times=99))
+
+    async def main() -> None:
+        for _ in range(5):
+            await stand.deliver_now(2)
+        assert stand.states() == {"a": "open"}
+        assert stand.pool.is_down
+
+    stand.run(main)
+    assert len(stand.upstreams[0].calls) == 5
+
+
+def test_while_everything_is_down_a_batch_under_way_waits_for_the_probe() -> None:
+    stand = Stand(FakeUpstream("a").then(RESET, times=6))
+
+    async def main() -> None:
+        await stand.deliver_now(1)  # three failures
+        outcomes = await stand.deliver_now(2)  # two more: open; then it is the probe, which fails; and that was all
+        assert kinds(outcomes) == {UpstreamFailed}
+        assert len(stand.upstreams[0].calls) == 6
+        assert (stand.pool.is_down, stand.pool.free()) == (True, 0)
+        assert stand.clock() == pytest.approx(1000.0 + 0.05 + 0.1 + 0.05 + 0.75, abs=0.01)
+        await asyncio.sleep(1.6)
+        assert (stand.pool.is_down, stand.pool.free()) == (False, 1)  # the next probe is due
+        check_own(await stand.deliver_now(2))
+        assert stand.states() == {"a": "closed"}
+
+    stand.run(main)
+
+
+def test_an_endpoint_that_answers_500_to_its_probes_is_left_alone_for_longer_and_longer() -> None:
+    """A refusal blames nobody until the search has ended; then the pause must begin again."""
+    stand = Stand(FakeUpstream("a").then(sick(500), times=9999))
+
+    async def main() -> None:
+        for _ in range(5):
+            await stand.deliver_now(8)
+        calls = []
+        for _ in range(6):
+            assert (stand.pool.is_down, stand.pool.free()) == (True, 0)
+            down_since = stand.clock()
+            while stand.pool.is_down:  # noqa: ASYNC110 - virtual time
+                await asyncio.sleep(0.01)
+            calls.append((round(stand.clock() - down_since, 1), len(stand.upstreams[0].calls)))
+            assert kinds(await stand.deliver_now(8)) == {UpstreamFailed}
+        pauses_s = [pause_s for pause_s, _ in calls]
+        assert pauses_s == pytest.approx([0.75, 1.5, 3.0, 6.0, 12.0, 22.5], abs=0.2)
+        assert all(later - sooner <= 1 + 14 for (_, sooner), (_, later) in pairwise(calls))
+
+    stand.run(main)
+
+
+class DefectiveCodec(JsonCodec):
+    """Fails on what it gets back while told so."""
+
+    is_defective = False
+
+    def decode(self, answer: Answer, batch: Sequence[Request]) -> Sequence[Decoded]:
+        if self.is_defective:
+            raise ZeroDivisionError
+        return super().decode(answer, batch)
+
+
+def test_a_defect_during_a_probe_does_not_keep_the_endpoint_out_for_ever() -> None:
+    codec = DefectiveCodec()
+    stand = Stand(FakeUpstream("a").then(Answer(404, b""), times=5), codec=codec)
+
+    async def main() -> None:
+        for _ in range(5):
+            await stand.deliver_now(1)
+        await asyncio.sleep(1.0)
+        codec.is_defective = True
+        assert kinds(await stand.deliver_now(1)) == {InternalError}
+        codec.is_defective = False
+        await asyncio.sleep(0.01)
+        assert stand.pool.free() == 1
+        check_own(await stand.deliver_now(1))
+        assert stand.states() == {"a": "closed"}
+
+    stand.run(main)
+
+
+def test_a_defect_in_one_part_leaves_the_others_their_outputs() -> None:
+    codec = DefectiveCodec()
+
+    def defective(call: Call) -> Answer:
+        codec.is_defective = True
+        return echo(call)
+
+    def well(call: Call) -> Answer:
+        codec.is_defective = False
+        return echo(call)
+
+    stand = Stand(FakeUpstream().then(taking(2)).then(defective).then(well), codec=codec)
+    outcomes = stand.deliver(4)
+    check_own(outcomes, but=[0, 1])
+    assert kinds(outcomes[:2]) == {InternalError}
+
+
+def test_a_lone_500_of_an_endpoint_not_known_to_be_well_is_asked_elsewhere() -> None:
+    stand = Stand(FakeUpstream("a").then(sick(500)), FakeUpstream("b"))
+    check_own(stand.deliver(1))
+    assert (stand.calls(), stand.failed()) == (2, {"a": 1, "b": 0})
+    assert stand.dead_letters.letters == []
+
+
+def test_a_lone_500_that_an_endpoint_known_to_be_well_repeats_is_poison() -> None:
+    stand = Stand(FakeUpstream("a").then(sick(500)), FakeUpstream("b").then(echo).then(sick(500)))
+
+    async def main() -> None:
+        first, second = stand.batch(1), stand.batch(1)
+        sick_one = stand.pool.take()
+        stand.send(first)  # to b, which is well from now on
+        await stand.finished()
+        stand.pool.give_back(sick_one)
+        free = stand.pool.take()  # b; a is next
+        stand.send(second)
+        stand.pool.give_back(free)
+        await stand.finished()
+        assert kinds([stand.witness.outcome(second[0])]) == {InputRefused}
+
+    stand.run(main)
+    assert [len(upstream.calls) for upstream in stand.upstreams] == [1, 2]
+    assert stand.failed() == {"a": 0, "b": 0}
+    assert [code for _, code, _ in stand.dead_letters.letters] == ["input-refused"]
+
+
+def test_endpoints_that_fail_every_step_of_a_search_are_all_blamed() -> None:
+    """Else only the one that got the whole batch would be, and the rest be burdened with its parts for ever."""
+    stand = Stand(*(FakeUpstream(name).then(sick(500), times=999) for name in "abc"))
+
+    async def main() -> None:
+        for _ in range(8):
+            if not stand.pool.is_down:
+                assert kinds(await stand.deliver_now(8)) == {UpstreamFailed}
+        assert stand.pool.is_down
+        assert set(stand.states().values()) == {"open"}
+
+    stand.run(main)

@@ -9,10 +9,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from carpool.core.errors import CarpoolError
-from carpool.face.http.connection import Connection
+from carpool.face.http.connection import BACKLOG_ENTRY_BYTES, Connection
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.server import DRAINED_BYTES_MIN, SWEEP_PARTS, HttpLimits, HttpServer
 from carpool.testing import FakeClock
@@ -25,6 +26,7 @@ LIMITS = HttpLimits(
     pipeline_max=4,
     connections_max=5,
 )
+ROOMY = msgspec.structs.replace(LIMITS, receiving_bytes_max=5_000_000)
 
 
 class FakeTransport(asyncio.Transport):
@@ -487,7 +489,7 @@ def test_reading_pauses_at_so_many_in_flight_and_goes_on() -> None:
 @pytest.mark.parametrize("answer_at_once", [True, False])
 @pytest.mark.parametrize("request_bytes", [get("/n"), get("/n", "Connection: upgrade", "Upgrade: h2c")])
 def test_a_read_with_thousands_of_requests(answer_at_once: bool, request_bytes: bytes) -> None:
-    face = Face(answer_at_once=answer_at_once)
+    face = Face(ROOMY, answer_at_once=answer_at_once)
     face.feed(request_bytes * 2500)
     assert len(face.seen) == (2500 if answer_at_once else 4)
     face.answer_all()
@@ -497,7 +499,7 @@ def test_a_read_with_thousands_of_requests(answer_at_once: bool, request_bytes: 
 
 
 def test_thousands_in_the_backlog_that_are_answered_at_once() -> None:
-    face = Face()
+    face = Face(ROOMY)
     face.feed(get("/n") * 2500)
     face.answer_at_once = True
     face.answer(face.seen[0])
@@ -635,10 +637,10 @@ def test_bodies_that_are_partly_received_are_counted_over_all_connections() -> N
 
 def test_bodies_in_the_backlog_are_counted_too() -> None:
     face = Face()
-    face.feed(get("/a") * 4, post(b"x" * 2000) * 2)
-    assert face.server.receiving_bytes == 4000
+    face.feed(get("/a") * 4, post(b"x" * 1400) * 2)
+    assert face.server.receiving_bytes == 2 * (1400 + BACKLOG_ENTRY_BYTES)
     face.connect()
-    face.feed(get("/a") * 4, post(b"y" * 2000))
+    face.feed(get("/a") * 4, post(b"y" * 1500))
     face.answer_all()
     assert face.statuses == [200] * 5 + [503]
     assert face.server.receiving_bytes == 0
@@ -647,7 +649,7 @@ def test_bodies_in_the_backlog_are_counted_too() -> None:
 def test_a_lost_connection_gives_its_bytes_back() -> None:
     face = Face()
     face.feed(get("/a") * 4, post(b"x" * 1000), post(b"x" * 1000)[:-1])
-    assert face.server.receiving_bytes == 1999
+    assert face.server.receiving_bytes == 1999 + BACKLOG_ENTRY_BYTES
     face.connection.connection_lost(None)
     assert face.server.receiving_bytes == 0
     assert not face.server.connections
@@ -755,6 +757,32 @@ def test_no_place_for_another_connection() -> None:
     assert face.statuses == []
 
 
+def test_a_request_before_bytes_that_must_not_come_is_answered_while_draining() -> None:
+    face = Face(ROOMY)
+    face.server.draining = True
+    face.feed(get("/a", "Connection: close") + get("/b"))
+    face.answer_all()
+    assert face.statuses == [200]
+
+
+def test_many_requests_in_the_backlog_are_refused_beyond_what_the_server_may_hold() -> None:
+    face = Face()
+    face.feed(get("/a") * 50)
+    face.answer_all()
+    assert face.statuses[-1] == 503
+    assert face.server.receiving_bytes == 0
+
+
+def test_a_client_far_behind_is_cut_off_when_too_much_is_unread() -> None:
+    face = Face(msgspec.structs.replace(LIMITS, unread_bytes_max=1_000_000))
+    face.feed(get("/a") * 4)
+    face.connection.pause_writing()
+    face.transport.waiting = 2_000_000
+    for exchange in face.seen[:2]:
+        exchange.respond(200, b"x" * 600_000)
+    assert face.transport.aborted
+
+
 # Draining (rule 7)
 
 
@@ -765,7 +793,7 @@ def last_flags(face: Face) -> list[bool]:
 @pytest.mark.parametrize("answer_at_once", [True, False])
 @pytest.mark.parametrize("count", [1, 3, 9])
 def test_the_last_answer_of_a_draining_connection_says_so(count: int, answer_at_once: bool) -> None:
-    face = Face(answer_at_once=answer_at_once)
+    face = Face(ROOMY, answer_at_once=answer_at_once)
     face.server.draining = True
     face.feed(post(b"x") * count)
     face.answer_all()

@@ -24,7 +24,8 @@ from carpool.broker.journal import (
     TaskRecord,
     TaskResult,
 )
-from carpool.core.errors import JournalFailed, QueueFull
+from carpool.core.dead_letter import DeadLetterSummary, StoredDeadLetter
+from carpool.core.errors import JournalFailed, NotFound, QueueFull
 from carpool.core.task import StoredTask
 
 CANARY = b"canary-7f3a"
@@ -186,7 +187,7 @@ async def test_only_a_dead_letter_keeps_the_input(opener: Opener) -> None:
     assert rows(opener.path, "SELECT input FROM tasks") == [(b"",), (b"",)]
     dead = rows(opener.path, "SELECT id, cause, detail, sends, parameters, input FROM dead_letters")
     assert dead == [("bad", "upstream-failed", "given up", 3, b"{}", b'"two"')]
-    assert counts(journal) == (0, 2, 1, 5 + len(FAILURE.error or b"") + 7)
+    assert counts(journal) == (0, 2, 1, 5 + len(FAILURE.error or b""))
 
 
 async def test_no_second_dead_letter_for_a_result_that_lost(opener: Opener) -> None:
@@ -330,6 +331,182 @@ async def test_queue_is_bounded_but_results_always_enter(opener: Opener, monkeyp
     monkeypatch.setattr(journal_module, "QUEUED_BYTES_MAX", 100)
     assert isinstance(await ask(journal.append, task("large", b"x" * 101)), QueueFull)
     assert await ask(journal.append, task("small")) is None
+
+
+# Dead letters.
+
+
+async def buried(journal: Journal, *names: str, payload: bytes = b'"in"', cause: str = "input-refused") -> None:
+    """Bury requests that were no tasks, and wait until they are kept."""
+    for name in names:
+        journal.bury(task(name, payload), DeadLetter(cause, "why", 2))
+    await ask(journal.delete, "nobody")  # of a later group, or of the same
+
+
+async def letter_ids(journal: Journal, after: int = 0, limit: int = 1000, cause: str | None = None) -> list[int]:
+    return [letter.id for letter in await ask(journal.list_letters, after, limit, cause)]
+
+
+async def test_a_buried_request_is_listed_without_and_shown_with_its_input(opener: Opener) -> None:
+    journal = opener()
+    before = time.time()
+    await buried(journal, "a", payload=b'"secret"')
+    (summary,) = await ask(journal.list_letters, 0, 10, None)
+    assert before <= summary.buried_wall <= time.time()
+    assert summary == DeadLetterSummary(1, "a", "model", "input-refused", "why", 2, summary.buried_wall, 10)
+    assert await ask(journal.read_letter, 1) == StoredDeadLetter(summary, "owner", 1, b"{}", b'"secret"')
+    assert await ask(journal.read_letter, 2) is None
+    assert counts(journal) == (0, 0, 1, 0)
+    assert journal.dead_letter_bytes == 10
+    await journal.close()
+    again = opener()
+    assert (again.dead_letters, again.dead_letter_bytes, again.stored_bytes) == (1, 10, 0)
+    assert await ask(again.read_letter, 1) == StoredDeadLetter(summary, "owner", 1, b"{}", b'"secret"')
+
+
+async def test_letters_are_listed_in_pages_and_by_cause(opener: Opener) -> None:
+    journal = opener()
+    await buried(journal, "a", "b", "same", "same")
+    await buried(journal, "c", cause="upstream-failed")
+    assert await letter_ids(journal) == [1, 2, 3, 4, 5]
+    assert await letter_ids(journal, limit=2) == [1, 2]
+    assert await letter_ids(journal, after=2, limit=2) == [3, 4]
+    assert await letter_ids(journal, cause="upstream-failed") == [5]
+    assert await letter_ids(journal, after=5) == []
+
+
+async def test_letters_are_dropped_one_by_one_or_all(opener: Opener) -> None:
+    journal = opener()
+    await buried(journal, "a", "b", "c")
+    assert await ask(journal.drop_letters, 2) == 1
+    assert await ask(journal.drop_letters, 2) == 0
+    assert await letter_ids(journal) == [1, 3]
+    assert await ask(journal.drop_letters, None) == 2
+    assert (journal.dead_letters, journal.dead_letter_bytes) == (0, 0)
+    assert rows(opener.path, "SELECT count(*) FROM dead_letters") == [(0,)]
+
+
+async def test_the_number_of_a_letter_is_never_used_again(opener: Opener) -> None:
+    journal = opener()
+    await buried(journal, "a", "b")
+    await ask(journal.drop_letters, None)
+    await buried(journal, "c")
+    assert await letter_ids(journal) == [3]
+    await ask(journal.drop_letters, None)
+    await journal.close()
+    again = opener()
+    assert again.last_letter == 3
+    await buried(again, "d")
+    assert await letter_ids(again) == [4]
+
+
+async def test_a_replay_takes_the_letter_and_keeps_the_task_together_or_neither(opener: Opener) -> None:
+    journal = opener()
+    await buried(journal, "a")
+    # Of one group: one of them wins, and a drop comes too late.
+    replays = [asking(lambda t, done: journal.append(t, done, 1), task(name)) for name in ("r1", "r2")]
+    dropped = asking(journal.drop_letters, 1)
+    first, second = [await replay for replay in replays]
+    assert first is None
+    assert isinstance(second, NotFound)
+    assert await dropped == 0
+    assert counts(journal) == (1, 0, 0, 6)
+    assert [record.id for record in journal.pending()] == ["r1"]
+    # A task that cannot be written leaves the letter where it is.
+    await buried(journal, "b")
+    failure = await ask(lambda t, done: journal.append(t, done, 2), task("r1"))
+    assert isinstance(failure, JournalFailed)
+    assert await letter_ids(journal) == [2]
+
+
+async def test_a_full_disk_leaves_letter_and_task_as_they_were(opener: Opener) -> None:
+    journal = opener()
+    await buried(journal, "a", payload=b'"small"')
+    disk = TinyDisk(journal)
+    disk.fill()
+    failure = await ask(lambda t, done: journal.append(t, done, 1), task("large", LARGE))
+    assert isinstance(failure, JournalFailed)
+    journal.bury(task("lost", LARGE), POISON)  # and nobody waits for it
+    assert await letter_ids(journal) == [1]
+    disk.empty()
+    assert await ask(lambda t, done: journal.append(t, done, 1), task("large", LARGE)) is None
+    assert await letter_ids(journal) == []
+
+
+async def test_the_oldest_letters_make_room_and_tasks_are_accepted_all_the_while(
+    opener: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = opener(stored_bytes_max=4000)  # 1000 for letters
+    await buried(journal, *map(str, range(20)), payload=b"x" * 298)
+    assert await letter_ids(journal) == [18, 19, 20]
+    assert (journal.dead_letters, journal.dead_letter_bytes, journal.stored_bytes) == (3, 900, 0)
+    answers = [asking(journal.append, task(f"t{n}", b"x" * 398)) for n in range(10)]
+    assert [await answer for answer in answers] == [None] * 10  # all 4000 of them
+    # The letter of a failed task counts there too, and its result with the tasks.
+    await ask(lambda result, done: journal.finish("t0", result, done, POISON), FAILURE)
+    assert await letter_ids(journal) == [19, 20, 21]
+    # One over the whole budget does not cost the others.
+    await buried(journal, "huge", payload=b"x" * 1000)
+    assert await letter_ids(journal) == [19, 20, 21]
+    assert (journal.dead_letters, journal.dead_letter_bytes) == (3, 1000)
+    assert caplog.text.count("old dead letters were dropped") == 1
+    assert journal.buried["input-refused"] == 21
+
+
+async def test_letters_are_bounded_in_number_too(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_store, "DEAD_LETTERS_MAX", 5)
+    journal = opener()
+    await buried(journal, *map(str, range(8)), payload=b"")
+    assert await letter_ids(journal) == [4, 5, 6, 7, 8]
+
+
+async def test_letters_on_their_way_are_bounded_and_block_no_task(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "BURYING_MAX", 3)
+    journal = opener(stored_bytes_max=400_000)
+    for n in range(10):
+        journal.bury(task(str(n), b"x" * 9998), POISON)
+    assert journal.stored_bytes == 0
+    assert await ask(journal.append, task("t", b"x" * 399_998)) is None
+    assert await letter_ids(journal) == [1, 2, 3]
+    assert journal.buried["upstream-failed"] == 10  # an alert sees them all
+    monkeypatch.setattr(journal_module, "BURYING_BYTES_MAX", 100)
+    journal.bury(task("large", b"x" * 99), POISON)
+    await buried(journal, "small")
+    assert await letter_ids(journal) == [1, 2, 3, 4]
+
+
+async def test_expired_letters_are_not_there(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_writer, "TICK_S", 3600.0)
+    monkeypatch.setattr(journal_writer, "SLOW_TICK_S", 3600.0)
+    journal = opener()
+    await buried(journal, "a")
+    opener.clock.now += 6001.0
+    assert await letter_ids(journal) == []
+    assert await ask(journal.read_letter, 1) is None
+    assert await ask(journal.drop_letters, 1) == 0
+    assert isinstance(await ask(lambda t, done: journal.append(t, done, 1), task("r")), NotFound)
+
+
+async def test_every_cause_is_counted_from_the_start(opener: Opener) -> None:
+    journal = opener()
+    assert set(journal.buried.values()) == {0}
+    assert {"input-refused", "upstream-failed"} <= set(journal.buried)
+    assert not {"deadline-exceeded", "queue-timeout", "malformed"} & set(journal.buried)
+    await ask(journal.append, task("a"))
+    await ask(lambda result, done: journal.finish("a", result, done, POISON), FAILURE)
+    assert journal.buried["upstream-failed"] == 1
+
+
+async def test_a_closed_journal_takes_no_letters(opener: Opener) -> None:
+    journal = opener()
+    await journal.close()
+    journal.bury(task("a"), POISON)
+    assert isinstance(await ask(journal.list_letters, 0, 1, None), JournalFailed)
+    assert isinstance(await ask(journal.read_letter, 1), JournalFailed)
+    assert isinstance(await ask(journal.drop_letters, None), JournalFailed)
+    assert opener().dead_letters == 0
 
 
 # The uptime clock, and expiry.

@@ -1,7 +1,11 @@
 """Batching around Python functions, without a server."""
 
 import asyncio
+import gc
 import threading
+import time
+import weakref
+from dataclasses import dataclass
 
 import pytest
 
@@ -188,3 +192,67 @@ def test_a_decorated_function_outlives_its_event_loop() -> None:
 def test_impossible_options_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must"):
         Batcher(Recorder(), **options)  # type: ignore[arg-type]
+
+
+async def test_stop_iteration_reaches_its_caller_as_an_error() -> None:
+    def first_of_none(items: list[int]) -> list[int]:
+        return [next(iter(())) for _ in items] if items == [1] else items
+
+    async with Batcher(first_of_none, max_wait_ms=1) as b:
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await asyncio.wait_for(b.predict(1), 2)
+        assert await asyncio.wait_for(b.predict(2), 2) == 2
+
+    async def one_stops(items: list[int]) -> list[int | Exception]:
+        return [StopIteration() if item == 1 else item for item in items]
+
+    async with Batcher(one_stops, max_wait_ms=1) as b:
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await asyncio.wait_for(b.predict(1), 2)
+
+
+def test_a_decorated_plain_function_keeps_no_threads_of_loops_that_are_gone() -> None:
+    @batched(max_wait_ms=1)
+    def double(items: list[int]) -> list[int]:
+        return [item * 2 for item in items]
+
+    async def once() -> int:
+        return await double(4)
+
+    before = threading.active_count()
+    for _ in range(5):
+        assert asyncio.run(once()) == 8
+    deadline = time.monotonic() + 2
+    while threading.active_count() > before + 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before + 1
+
+
+async def test_a_decorated_method_dies_with_its_instance() -> None:
+    @dataclass
+    class Model:
+        factor: int
+
+        @batched(max_wait_ms=1)
+        async def predict(self, items: list[int]) -> list[int]:
+            return [item * self.factor for item in items]
+
+    model = Model(3)
+    assert await model.predict(2) == 6
+    await asyncio.sleep(0.01)  # the call's own task ends
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+async def test_a_decorated_method_of_a_class_with_slots_says_why_it_cannot_be() -> None:
+    class Model:
+        __slots__ = ()
+
+        @batched
+        async def predict(self, items: list[int]) -> list[int]:
+            return items
+
+    with pytest.raises(TypeError, match="__slots__"):
+        await Model().predict(1)

@@ -36,6 +36,15 @@ class FakeModel:
     def arrival_rate(self) -> float:
         return 12.5
 
+    def healthy_slots(self) -> int:
+        return 3
+
+    def capacity_rps(self) -> float:
+        return 960.0
+
+    def endpoint_states(self) -> Sequence[tuple[str, str]]:
+        return [("http://gpu-1/infer", "healthy"), ("http://gpu-2/infer", "offline")]
+
 
 class FakeView:
     def __init__(self) -> None:
@@ -51,6 +60,9 @@ class FakeView:
 
     def problems(self) -> Mapping[str, int]:
         return {"malformed": 8}
+
+    def buried(self) -> Mapping[str, int]:
+        return {"input-refused": 2, "upstream-failed": 0}
 
     def queue_wait_seconds(self) -> Histogram:
         return self.wait
@@ -88,6 +100,8 @@ def test_the_counts_of_the_stages_are_shown_as_they_are_when_scraped(view: FakeV
         "carpool_requests_total{outcome=ok}": 3,
         "carpool_requests_total{outcome=queue-full}": 2,
         "carpool_problems_total{code=malformed}": 8,
+        "carpool_dead_letters_total{cause=input-refused}": 2,
+        "carpool_dead_letters_total{cause=upstream-failed}": 0,
         "carpool_queue_wait_seconds_bucket{le=0.01}": 0,
         "carpool_queue_wait_seconds_bucket{le=0.025}": 1,
         "carpool_queue_wait_seconds_count{}": 1,
@@ -103,6 +117,11 @@ def test_the_counts_of_the_stages_are_shown_as_they_are_when_scraped(view: FakeV
         "carpool_slots{model=m,state=free}": 2,
         "carpool_queue_depth{model=m}": 7,
         "carpool_arrival_rate{model=m}": 12.5,
+        "carpool_healthy_slots{model=m}": 3,
+        "carpool_capacity_rps{model=m}": 960,
+        "carpool_endpoint_state{endpoint=http://gpu-1/infer,model=m,state=healthy}": 1,
+        "carpool_endpoint_state{endpoint=http://gpu-1/infer,model=m,state=degraded}": 0,
+        "carpool_endpoint_state{endpoint=http://gpu-2/infer,model=m,state=offline}": 1,
         "carpool_connections{}": 5,
     }
     assert {name: shown[name] for name in expected} == expected

@@ -1,27 +1,71 @@
 """Slots: each is free, or with exactly one who took it."""
 
 import asyncio
-from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from carpool.testing import FakeClock, FakeUpstream
-from carpool.upstream.endpoint import Endpoint
-from carpool.upstream.pool import Pool
+from carpool.upstream.breaker import Breaker
+from carpool.upstream.pool import Member, Pool
+
+FAILURES_MAX = 2
+# With half of the jitter, the first pauses last 0.75, 1.5 and 3 s.
+FIRST_PAUSE_S = 0.75
 
 
-def make_pool(*slots: int, clock: FakeClock | None = None) -> Pool:
-    return Pool([FakeUpstream(f"e{number}", count) for number, count in enumerate(slots)], clock or FakeClock())
+def make_pool(*slots: int, clock: FakeClock | None = None, eject_share_max: float = 0.5) -> Pool:
+    return Pool(
+        [FakeUpstream(f"e{number}", count) for number, count in enumerate(slots)],
+        clock or FakeClock(),
+        eject_share_max=eject_share_max,
+        make_breaker=lambda: Breaker(failures_max=FAILURES_MAX),
+        random_share=lambda: 0.5,
+    )
 
 
-def taken(pool: Pool, count: int) -> list[Endpoint]:
+def in_virtual_time(*slots: int, **options: Any) -> Callable[[Callable[[Pool], Coroutine[Any, Any, None]]], None]:
+    """Play a scene with such a pool, now."""
+
+    def play(scene: Callable[[Pool], Coroutine[Any, Any, None]]) -> None:
+        clock = FakeClock()
+        clock.run(scene(make_pool(*slots, clock=clock, **options)))
+
+    return play
+
+
+def taken(pool: Pool, count: int) -> list[Member]:
     return [pool.take() for _ in range(count)]
 
 
-def names(endpoints: list[Endpoint]) -> list[str]:
-    return [endpoint.name for endpoint in endpoints]
+def names(members: list[Member]) -> list[str]:
+    return [member.name for member in members]
+
+
+def fail(pool: Pool, member: Member, times: int = FAILURES_MAX) -> None:
+    """Let calls to an endpoint fail. It has free slots."""
+    for _ in range(times):
+        start_on(pool, member)
+        pool.give_back(member)
+        pool.went_badly(member)
+
+
+def start_on(pool: Pool, member: Member) -> None:
+    """Take a slot of this endpoint."""
+    others: list[Member] = []
+    while (took := pool.take()) is not member:
+        others.append(took)
+    for other in others:
+        pool.give_back(other)
+
+
+def is_down(pool: Pool) -> bool:
+    return pool.is_down
+
+
+def states(pool: Pool) -> list[str]:
+    return [member.breaker.state for member in pool.members]
 
 
 def test_consecutive_batches_go_to_different_endpoints() -> None:
@@ -73,7 +117,7 @@ async def test_a_retry_goes_to_another_endpoint_if_there_is_one() -> None:
     pool.give_back(failed)
     retried = await pool.take_for_retry(failed, 1.0)
     assert retried is not None and retried.name == "e1"
-    assert repr(pool) == "<Pool slots=4 free=3 retries=0>"
+    assert repr(pool) == "<Pool slots=4 free=3 retries=0 down=False>"
 
 
 async def test_a_single_endpoint_is_tried_again_itself() -> None:
@@ -91,10 +135,10 @@ async def test_a_retry_waits_for_the_first_slot_that_it_may_use() -> None:
     pool.give_back(failed)  # free, but it is the one that failed
     waiting = asyncio.create_task(pool.take_for_retry(failed, 10.0))
     await asyncio.sleep(0)
-    assert repr(pool) == "<Pool slots=2 free=1 retries=1>"
+    assert repr(pool) == "<Pool slots=2 free=1 retries=1 down=False>"
     pool.give_back(other)
     assert await waiting is other
-    assert repr(pool) == "<Pool slots=2 free=1 retries=0>"
+    assert repr(pool) == "<Pool slots=2 free=1 retries=0 down=False>"
     assert len(rung) == 1  # handed over: it was never free
 
 
@@ -119,7 +163,7 @@ def test_a_retry_gives_up_in_time() -> None:
         assert await pool.take_for_retry(endpoint, 2.5) is None
         assert clock() == 1002.5
         pool.give_back(endpoint)
-        assert repr(pool) == "<Pool slots=1 free=1 retries=0>"
+        assert repr(pool) == "<Pool slots=1 free=1 retries=0 down=False>"
 
     clock.run(main())
 
@@ -132,7 +176,7 @@ async def test_a_cancelled_retry_keeps_no_slot() -> None:
     waits.cancel()
     await asyncio.wait([waits])
     pool.give_back(endpoint)
-    assert repr(pool) == "<Pool slots=1 free=1 retries=0>"
+    assert repr(pool) == "<Pool slots=1 free=1 retries=0 down=False>"
 
 
 async def test_a_retry_cancelled_just_as_it_got_its_slot_gives_it_back() -> None:
@@ -144,58 +188,363 @@ async def test_a_retry_cancelled_just_as_it_got_its_slot_gives_it_back() -> None
     waits.cancel()
     await asyncio.wait([waits])
     assert waits.cancelled()
-    assert repr(pool) == "<Pool slots=1 free=1 retries=0>"
+    assert repr(pool) == "<Pool slots=1 free=1 retries=0 down=False>"
 
 
-STEPS = st.sampled_from(["take", "give back", "retry", "cancel", "turn", "second"])
+# Endpoints that fail.
 
 
-@given(
-    st.lists(st.integers(1, 3), min_size=1, max_size=3),
-    st.lists(st.tuples(STEPS, st.integers(0, 99)), max_size=40),
+def test_an_endpoint_whose_breaker_opens_is_offered_no_more() -> None:
+    async def scene(pool: Pool) -> None:
+        sick = pool.members[0]
+        fail(pool, sick)
+        assert states(pool) == ["open", "closed", "closed"]
+        assert (pool.total(), pool.free(), pool.is_down) == (4, 4, False)
+        assert "e0" not in names(taken(pool, 4))
+
+    in_virtual_time(2, 2, 2)(scene)
+
+
+def test_one_probe_is_offered_when_the_pause_is_over() -> None:
+    async def scene(pool: Pool) -> None:
+        rung: list[None] = []
+        sick = pool.members[0]
+        fail(pool, sick)
+        pool.when_slot_frees(lambda: rung.append(None))
+        await asyncio.sleep(FIRST_PAUSE_S - 0.01)
+        assert (sick.offered, rung) == (0, [])
+        await asyncio.sleep(0.02)
+        assert (sick.offered, len(rung)) == (1, 1)
+        start_on(pool, sick)
+        assert (sick.breaker.state, sick.probing) == ("half-open", True)
+        await asyncio.sleep(60.0)
+        assert sick.offered == 0  # one at a time
+        pool.give_back(sick)
+        pool.went_well(sick)
+        assert (sick.breaker.state, sick.offered) == ("closed", 3)
+
+    in_virtual_time(3, 1)(scene)
+
+
+def test_a_probe_that_fails_is_followed_by_a_longer_pause() -> None:
+    async def scene(pool: Pool) -> None:
+        sick = pool.members[0]
+        fail(pool, sick)
+        for pause_s in (FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S):
+            await asyncio.sleep(pause_s - 0.01)
+            assert sick.offered == 0
+            await asyncio.sleep(0.02)
+            assert sick.offered == 1
+            fail(pool, sick, times=1)
+            assert (sick.breaker.state, sick.offered) == ("open", 0)
+
+    in_virtual_time(2, 2)(scene)
+
+
+def test_a_probe_that_tells_nothing_is_repeated() -> None:
+    async def scene(pool: Pool) -> None:
+        (sick,) = pool.members
+        fail(pool, sick)
+        await asyncio.sleep(1.0)
+        for gives_back_first in (True, False):
+            start_on(pool, sick)
+            if gives_back_first:
+                pool.give_back(sick)
+            pool.says_nothing(sick)
+            if not gives_back_first:
+                pool.give_back(sick)
+            await asyncio.sleep(0.01)
+            assert (sick.breaker.state, sick.offered, sick.in_flight) == ("open", 1, 0)
+
+    in_virtual_time(2)(scene)
+
+
+def test_the_probe_waits_for_the_calls_that_began_before() -> None:
+    async def scene(pool: Pool) -> None:
+        (sick,) = pool.members
+        start_on(pool, sick)
+        fail(pool, sick)
+        await asyncio.sleep(5.0)
+        assert sick.offered == 0
+        pool.give_back(sick)
+        pool.says_nothing(sick)
+        await asyncio.sleep(0.01)
+        assert sick.offered == 1
+
+    in_virtual_time(2)(scene)
+
+
+def test_an_old_call_is_not_taken_for_the_probe_that_begins_as_it_ends() -> None:
+    async def scene(pool: Pool) -> None:
+        (sick,) = pool.members
+        start_on(pool, sick)
+        fail(pool, sick)
+        retry = asyncio.create_task(pool.take_for_retry(None, 60.0))
+        await asyncio.sleep(5.0)
+        pool.give_back(sick)
+        pool.went_badly(sick)  # of the old call: the pause begins again
+        await asyncio.sleep(0.01)
+        assert (sick.breaker.state, retry.done()) == ("open", False)
+        await asyncio.sleep(2.0)
+        assert retry.done()
+        assert (sick.breaker.state, sick.probing) == ("half-open", True)
+
+    in_virtual_time(2)(scene)
+
+
+def test_an_old_call_that_is_answered_closes_the_breaker() -> None:
+    async def scene(pool: Pool) -> None:
+        (sick,) = pool.members
+        start_on(pool, sick)
+        fail(pool, sick)
+        assert pool.is_down
+        pool.give_back(sick)
+        pool.went_well(sick)
+        assert (sick.breaker.state, sick.offered, pool.is_down) == ("closed", 2, False)
+        await asyncio.sleep(5.0)
+        assert sick.offered == 2  # and no probe was waited for
+
+    in_virtual_time(2)(scene)
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "share", "out"), [(1, 0.5, 1), (2, 0.5, 1), (3, 0.5, 1), (4, 0.5, 2), (5, 0.2, 1)]
 )
-def test_slots_are_conserved(slots: list[int], steps: list[tuple[str, int]]) -> None:
-    clock = FakeClock()
+def test_only_a_share_of_the_pool_is_taken_out(endpoints: int, share: float, out: int) -> None:
+    async def scene(pool: Pool) -> None:
+        for member in pool.members[: endpoints - 1] if endpoints > 1 else pool.members:
+            fail(pool, member)
+        assert states(pool).count("open") == out
+        assert pool.is_down == (endpoints == 1)
 
-    async def main() -> None:
-        pool = make_pool(*slots, clock=clock)
-        out: list[Endpoint] = []
-        retries: list[tuple[Endpoint, asyncio.Task[Endpoint | None]]] = []
-        for step, which in steps:
-            if step == "take" and pool.free():
-                out.append(pool.take())
-            elif step == "give back" and out:
-                pool.give_back(out.pop(which % len(out)))
-            elif step == "retry":
-                failed = pool.endpoints[which % len(slots)]
-                retries.append((failed, asyncio.create_task(pool.take_for_retry(failed, 1.0 + which % 3))))
-            elif step == "cancel" and retries:
-                retries[which % len(retries)][1].cancel()
-            elif step == "turn":
-                await asyncio.sleep(0)
-            elif step == "second":
-                await asyncio.sleep(1)
-            out += collect(retries, pool)
-            assert pool.free() + len(out) <= sum(slots)
-        await asyncio.sleep(4)
-        out += collect(retries, pool)
-        assert retries == []
-        for endpoint in out:
-            pool.give_back(endpoint)
-        assert Counter(taken(pool, pool.free())) == Counter({endpoint: endpoint.slots for endpoint in pool.endpoints})
-
-    clock.run(main())
+    in_virtual_time(*[1] * endpoints, eject_share_max=share)(scene)
 
 
-def collect(retries: list[tuple[Endpoint, "asyncio.Task[Endpoint | None]"]], pool: Pool) -> list[Endpoint]:
-    """The slots that retries have got, each of an endpoint other than the one that failed, if there is another."""
-    got: list[Endpoint] = []
-    for entry in [entry for entry in retries if entry[1].done()]:
-        failed, retry = entry
-        retries.remove(entry)
-        if not retry.cancelled():
-            endpoint = retry.result()
-            if endpoint is not None:
-                assert endpoint is not failed or len(pool.endpoints) == 1
-                got.append(endpoint)
-    return got
+def test_one_that_could_not_be_spared_is_taken_out_later() -> None:
+    async def scene(pool: Pool) -> None:
+        first, second, _ = pool.members
+        fail(pool, first)
+        fail(pool, second)
+        assert states(pool) == ["open", "closed", "closed"]
+        await asyncio.sleep(1.0)
+        start_on(pool, first)
+        pool.give_back(first)
+        pool.went_well(first)
+        fail(pool, second, times=1)
+        assert states(pool) == ["closed", "open", "closed"]
+
+    in_virtual_time(1, 1, 1)(scene)
+
+
+def test_when_all_fail_all_are_left_alone() -> None:
+    async def scene(pool: Pool) -> None:
+        rung: list[int] = []
+        pool.when_slot_frees(lambda: rung.append(pool.free()))
+        for member in pool.members:
+            assert not is_down(pool)
+            fail(pool, member)
+        assert states(pool) == ["open"] * 3
+        assert (is_down(pool), pool.free(), pool.total()) == (True, 0, 1)
+        assert pool.retry_after_s() == 1
+        rung.clear()
+        await asyncio.sleep(FIRST_PAUSE_S + 0.01)
+        assert rung == [1, 2, 3]  # a probe for each
+        assert not is_down(pool)
+        (first, second, third) = taken(pool, 3)
+        assert is_down(pool)  # until one of the probes has an answer
+        for member in (first, second):
+            pool.give_back(member)
+            pool.went_badly(member)
+            assert is_down(pool)
+        assert pool.retry_after_s() == 1  # the third may be well
+        pool.give_back(third)
+        pool.went_badly(third)
+        assert pool.retry_after_s() == 2
+        await asyncio.sleep(2 * FIRST_PAUSE_S + 0.01)
+        well = pool.take()
+        pool.give_back(well)
+        pool.went_well(well)
+        assert not is_down(pool)
+        assert states(pool).count("closed") == 1
+
+    in_virtual_time(1, 1, 1)(scene)
+
+
+def test_a_failing_endpoint_is_not_down_while_another_is_not_failing() -> None:
+    async def scene(pool: Pool) -> None:
+        first, second = pool.members
+        fail(pool, first)
+        fail(pool, second, times=FAILURES_MAX - 1)
+        assert not is_down(pool)
+        fail(pool, second, times=1)
+        assert is_down(pool)
+
+    in_virtual_time(1, 1)(scene)
+
+
+def test_an_endpoint_is_known_to_be_well_for_a_while() -> None:
+    clock = FakeClock(now=0.5)
+    pool = make_pool(1, clock=clock)
+    (member,) = pool.members
+    assert not pool.is_well(member)
+    pool.went_well(member)
+    clock.advance(10.0)
+    assert pool.is_well(member)
+    clock.advance(0.1)
+    assert not pool.is_well(member)
+
+
+# Retries around endpoints that fail.
+
+
+def test_a_retry_goes_to_the_one_that_failed_when_no_other_is_in_use() -> None:
+    """Else a lone failure would cost its batch the whole pause of the other."""
+
+    async def scene(pool: Pool) -> None:
+        out, used = pool.members
+        fail(pool, out)
+        assert await pool.take_for_retry(used, 60.0) is used
+
+    in_virtual_time(1, 1)(scene)
+
+
+def test_a_retry_that_waits_for_an_endpoint_which_then_opens_is_served_elsewhere() -> None:
+    async def scene(pool: Pool) -> None:
+        failed, other = pool.members
+        fail(pool, other, times=FAILURES_MAX - 1)
+        start_on(pool, other)
+        retry = asyncio.create_task(pool.take_for_retry(failed, 60.0))
+        await asyncio.sleep(0.1)
+        assert not retry.done()
+        pool.went_badly(other)
+        pool.give_back(other)
+        assert await retry is failed
+
+    in_virtual_time(1, 1)(scene)
+
+
+def test_a_retry_may_be_the_probe() -> None:
+    async def scene(pool: Pool) -> None:
+        (sick,) = pool.members
+        fail(pool, sick)
+        assert await pool.take_for_retry(sick, 60.0) is sick
+        assert sick.probing
+        assert pool.is_down
+        pool.give_back(sick)
+        pool.went_well(sick)
+        assert pool.free() == 1
+
+    in_virtual_time(1)(scene)
+
+
+def test_a_retry_cancelled_just_as_it_became_the_probe_leaves_it_to_the_next() -> None:
+    async def scene(pool: Pool) -> None:
+        (sick,) = pool.members
+        fail(pool, sick)
+        retry = asyncio.create_task(pool.take_for_retry(sick, 60.0))
+        while not sick.probing:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.0001)
+        retry.cancel()
+        await asyncio.wait([retry])
+        assert retry.cancelled()
+        await asyncio.sleep(0.01)
+        assert (sick.breaker.state, sick.offered, sick.in_flight) == ("open", 1, 0)
+
+    in_virtual_time(1)(scene)
+
+
+def test_a_retry_that_wants_one_that_is_well_waits_for_it() -> None:
+    async def scene(pool: Pool) -> None:
+        _, unknown, well = pool.members
+        pool.went_well(well)
+        assert await pool.take_for_retry(None, 1.0, known_well=True) is well
+        retry = asyncio.create_task(pool.take_for_retry(None, 60.0, known_well=True))
+        await asyncio.sleep(0.1)
+        assert not retry.done()
+        start_on(pool, unknown)
+        pool.give_back(unknown)
+        assert not retry.done()
+        pool.give_back(well)
+        assert await retry is well
+
+    in_virtual_time(1, 1, 1)(scene)
+
+
+def test_a_retry_that_wants_one_that_is_well_takes_any_other_when_none_is() -> None:
+    async def scene(pool: Pool) -> None:
+        failed, other = pool.members
+        pool.went_well(failed)
+        assert await pool.take_for_retry(failed, 1.0, known_well=True) is other
+
+    in_virtual_time(1, 1)(scene)
+
+
+# Limits.
+
+
+def test_a_lower_limit_withholds_slots_and_a_higher_one_offers_them_again() -> None:
+    async def scene(pool: Pool) -> None:
+        member = pool.members[0]
+        pool.set_limit(member, 2)
+        assert (pool.total(), pool.free(), member.offered) == (3, 3, 2)
+        start_on(pool, member)
+        start_on(pool, member)
+        pool.set_limit(member, 1)
+        assert (member.offered, member.in_flight) == (0, 2)
+        pool.give_back(member)
+        assert (member.offered, member.in_flight) == (0, 1)
+        pool.set_limit(member, 99)
+        assert (member.limit, member.offered) == (4, 3)
+        pool.set_limit(member, 0)
+        assert (member.limit, member.offered, member.in_flight) == (1, 0, 1)
+        pool.give_back(member)
+        assert member.offered == 1
+
+    in_virtual_time(4, 1)(scene)
+
+
+def test_a_higher_limit_serves_a_waiting_retry() -> None:
+    async def scene(pool: Pool) -> None:
+        (member,) = pool.members
+        pool.set_limit(member, 1)
+        start_on(pool, member)
+        retry = asyncio.create_task(pool.take_for_retry(None, 60.0))
+        await asyncio.sleep(0)
+        pool.set_limit(member, 2)
+        assert await retry is member
+        assert pool.free() == 0
+
+    in_virtual_time(2)(scene)
+
+
+def test_a_limit_offers_nothing_of_an_endpoint_that_is_out() -> None:
+    async def scene(pool: Pool) -> None:
+        sick = pool.members[0]
+        fail(pool, sick)
+        pool.set_limit(sick, 1)
+        pool.set_limit(sick, 3)
+        assert sick.offered == 0
+
+    in_virtual_time(3, 1)(scene)
+
+
+# Endpoints that are removed.
+
+
+def test_when_the_last_endpoint_in_use_is_removed_the_pool_is_down() -> None:
+    async def scene(pool: Pool) -> None:
+        sick, used = pool.members
+        fail(pool, sick)
+        start_on(pool, used)
+        gone: list[str] = []
+        pool.remove(used.endpoint, lambda: gone.append(used.name))
+        assert (pool.is_down, gone) == (True, [])
+        pool.give_back(used)
+        pool.went_well(used)
+        assert (is_down(pool), gone, pool.free()) == (True, ["e1"], 0)
+        await asyncio.sleep(1.0)
+        assert (is_down(pool), pool.free()) == (False, 1)  # the probe of the other
+        pool.remove(sick.endpoint, lambda: gone.append(sick.name))
+        assert (is_down(pool), gone, pool.free(), pool.retry_after_s()) == (True, ["e1", "e0"], 0, 1)
+
+    in_virtual_time(1, 1)(scene)

@@ -26,7 +26,15 @@ def make_router() -> Router:
     def forbidden(exchange: Exchange, rest: str) -> None:
         raise Forbidden("not you")
 
-    for name in ("POST /v1/inference", "GET /v1/result/", "DELETE /v1/result/", "GET /one"):
+    for name in (
+        "POST /v1/inference",
+        "GET /v1/result/",
+        "DELETE /v1/result/",
+        "GET /one",
+        "POST /letters/*/replay",
+        "POST /letters/replay",
+        "GET /letters/",
+    ):
         note(name)
     router.add(b"GET", b"/forbidden", forbidden)
     return router
@@ -57,6 +65,11 @@ def ask(method: str, target: str) -> tuple[int, dict[str, str]]:
         ("GET", "/v1/result/a%3Ab%2fc", "GET /v1/result/", "a:b/c"),
         ("HEAD", "/v1/result/abc", "GET /v1/result/", "abc"),
         ("DELETE", "/v1/result/abc", "DELETE /v1/result/", "abc"),
+        ("POST", "/letters/7/replay", "POST /letters/*/replay", "7"),
+        ("POST", "/letters/a%2Fb/replay?x=1", "POST /letters/*/replay", "a/b"),
+        ("POST", "/letters/*/replay", "POST /letters/*/replay", "*"),
+        ("POST", "/letters/replay", "POST /letters/replay", ""),
+        ("GET", "/letters/*", "GET /letters/", "*"),
     ],
 )
 def test_served(method: str, target: str, route: str, rest: str) -> None:
@@ -80,6 +93,11 @@ def test_served(method: str, target: str, route: str, rest: str) -> None:
         ("GET", "http://host?x=/v1/inference"),
         ("OPTIONS", "/nothing"),
         ("GET", "/v1/result/../inference"),
+        ("POST", "/letters//replay"),
+        ("POST", "/letters/7/replay/"),
+        ("POST", "/letters/7/8/replay"),
+        ("POST", "/letters/7/other"),
+        ("POST", "/7/replay"),
     ],
 )
 def test_not_found(method: str, target: str) -> None:
@@ -95,6 +113,8 @@ def test_not_found(method: str, target: str) -> None:
         ("POST", "/one", "GET, HEAD, OPTIONS"),
         ("PUT", "/v1/result/abc", "DELETE, GET, HEAD, OPTIONS"),
         ("TRACE", "/one", "GET, HEAD, OPTIONS"),
+        ("GET", "/letters/7/replay", "POST, OPTIONS"),
+        ("GET", "/letters/replay", "POST, OPTIONS"),
     ],
 )
 def test_wrong_method(method: str, target: str, allow: str) -> None:

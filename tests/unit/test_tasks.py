@@ -216,13 +216,35 @@ async def test_a_long_poll_ends_with_what_there_is(office: Office) -> None:
     assert (stored.status, stored.timestamp_wall > 1.6e9) == ("PENDING", True)
 
 
-async def test_all_polls_wake_and_one_of_those_who_forget_gets_it(office: Office) -> None:
+async def test_all_polls_wake_and_then_it_is_forgotten(office: Office) -> None:
     request = await office.submit()
     polls = [asyncio.ensure_future(office.look(wait_s=5.0, forget=True)) for _ in range(3)]
     await asyncio.sleep(0)
     office.broker.settle(request, make_output(b"1"))
-    answers = await asyncio.gather(*polls)
-    assert sorted(type(answer).__name__ for answer in answers) == ["StoredTask", "UnknownTask", "UnknownTask"]
+    assert [answer.output for answer in await asyncio.gather(*polls)] == [b"1"] * 3
+    assert isinstance(await office.look(forget=True), UnknownTask)
+
+
+async def test_a_result_that_nobody_was_there_to_read_is_not_forgotten(office: Office) -> None:
+    request = await office.submit()
+    await office.finish(request, make_output(b"1"))
+    read = asyncio.Event()
+
+    def gone(_: Any) -> bool:
+        read.set()
+        return False
+
+    office.tasks.look("t1", 0.0, True, gone)
+    await read.wait()
+    assert (await office.look(forget=True)).output == b"1"
+    assert isinstance(await office.look(forget=True), UnknownTask)
+
+
+async def test_tasks_leave_room_for_those_who_wait_on_the_line(office: Office) -> None:
+    office.tasks._waiting_max = 1
+    await office.submit()
+    refusal = await told(lambda done: office.tasks.submit(office.request("t2"), "owner", done))
+    assert isinstance(refusal, QueueFull)
 
 
 async def test_a_poller_who_left_is_not_told(office: Office) -> None:

@@ -3,19 +3,23 @@
 For now there are no credentials: everybody is anonymous, of the lowest tier. The permit is the broker's bound.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from carpool.core.errors import CarpoolError, Draining
-from carpool.core.ports import Broker, Caller, TaskBoard
+from carpool.core.errors import CarpoolError, Draining, UpstreamDown
+from carpool.core.ports import Availability, Broker, Caller, TaskBoard
 from carpool.core.request import Request
 
 
 class Gate:
     """Admits requests to the broker, or says why not."""
 
-    def __init__(self, broker: Broker, tasks: TaskBoard, lowest_tier: int) -> None:
+    def __init__(
+        self, broker: Broker, tasks: TaskBoard, upstreams: Mapping[str, Availability], lowest_tier: int
+    ) -> None:
         self._broker = broker
         self._tasks = tasks
+        # By model.
+        self._upstreams = upstreams
         self._anonymous = Caller(owner="", tier=lowest_tier)
         # Closed at the end of a drain, when nothing could be finished any more.
         self.closed = False
@@ -28,6 +32,10 @@ class Gate:
         """Let a synchronous request in, or say why not."""
         if self.closed:
             return leaving()
+        upstream = self._upstreams[request.model]
+        if upstream.is_down:
+            down = "the inference API is down; try again soon, or submit a task"
+            return UpstreamDown(down, retry_after_s=upstream.retry_after_s())
         return self._broker.submit(request)
 
     def admit_task(self, request: Request, caller: Caller, accepted: Callable[[CarpoolError | None], None]) -> None:

@@ -7,6 +7,7 @@ failure is logged and the loop wakes again a moment later.
 
 import asyncio
 import logging
+from heapq import heapify, heappop, heappush
 from math import inf
 
 from carpool.batching.policy import Policy, Send, View, WaitUntil
@@ -82,6 +83,10 @@ class BatchLoop:
             self._rung = True
             self._loop.call_soon(self._run)
 
+    def limit_batches(self, batch_max: int) -> None:
+        """The upstream takes no more than this at once: never send more from now on."""
+        self.max_batch = max(1, min(self.max_batch, batch_max))
+
     def drain(self) -> None:
         """Wait for no more company."""
         self.draining = True
@@ -106,30 +111,38 @@ class BatchLoop:
 
     def _send_what_is_ready(self, now: float) -> float:
         """Fill free slots, best lane first; returns when to look again."""
+        if self._slots.free() <= 0:
+            return inf  # a freed slot will ring
         wake = inf
-        while self._slots.free() > 0:
-            wake = inf
-            best: tuple[float, LaneQueue, Send] | None = None
-            for lane in self._broker.lanes(self.model):
-                plan = self.policy.plan(self._view(lane, now), now)
-                if isinstance(plan, Send):
-                    place = lane.place()
-                    if best is None or place < best[0]:
-                        best = (place, lane, plan)
-                elif isinstance(plan, WaitUntil):
-                    wake = min(wake, plan.at)
-            if best is None:
-                return wake
-            _, lane, send = best
-            # Promise 4, whatever a policy says; and at least one, so that the lane gets shorter.
-            batch = self._broker.take(lane, min(max(send.count, 1), self.max_batch), now)
-            if not batch:
-                continue  # all of them had expired; the lane is shorter now
-            self._dispatcher.dispatch(batch, self._batch_ended)  # first: nothing that fails may come between
-            self.batches[send.reason] = self.batches.get(send.reason, 0) + 1
-            self.batch_sizes.observe(len(batch))
-            self.policy.sent(len(batch), self.max_batch)
-        return inf  # a freed slot will ring
+        # Each lane is planned once, and again when its turn has come: the slots may have gone to others meanwhile.
+        ready: list[tuple[float, int, LaneQueue]] = []
+        for number, lane in enumerate(self._broker.lanes(self.model)):
+            plan = self.policy.plan(self._view(lane, now), now)
+            if isinstance(plan, Send):
+                ready.append((lane.place(), number, lane))
+            elif isinstance(plan, WaitUntil):
+                wake = min(wake, plan.at)
+        heapify(ready)
+        while ready and self._slots.free() > 0:
+            _, number, lane = heappop(ready)
+            plan = self.policy.plan(self._view(lane, now), now)
+            if isinstance(plan, Send):
+                self._send(lane, plan, now)
+                if lane.waiting:
+                    heappush(ready, (lane.place(), number, lane))
+            elif isinstance(plan, WaitUntil):
+                wake = min(wake, plan.at)
+        return wake if self._slots.free() > 0 else inf
+
+    def _send(self, lane: LaneQueue, send: Send, now: float) -> None:
+        # Promise 4, whatever a policy says; and at least one, so that the lane gets shorter.
+        batch = self._broker.take(lane, min(max(send.count, 1), self.max_batch), now)
+        if not batch:
+            return  # all of them had expired; the lane is shorter now
+        self._dispatcher.dispatch(batch, self._batch_ended)  # first: nothing that fails may come between
+        self.batches[send.reason] = self.batches.get(send.reason, 0) + 1
+        self.batch_sizes.observe(len(batch))
+        self.policy.sent(len(batch), self.max_batch)
 
     def _view(self, lane: LaneQueue, now: float) -> View:
         rate: ArrivalRate | None = lane.batching_notes

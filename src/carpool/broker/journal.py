@@ -5,24 +5,32 @@ when the writer thread (journal_writer) has committed it to the file (journal_st
 
 1. The queue is bounded in operations and bytes. Results are always taken: there are no more of them than
    running tasks, and while they fill the queue no new task is accepted.
-2. A refusal comes by callback too, never during the call.
-3. Each counter has one writer: the loop or the thread.
+2. Dead letters have bounds of their own, in the queue and in the file: a flood of them blocks no task. What is beyond
+   is lost, the oldest first, and counted all the same.
+3. A refusal comes by callback too, never during the call.
+4. Each counter has one writer: the loop or the thread.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from carpool.broker.journal_records import (
     Append,
+    Burial,
+    Bury,
     DeadLetter,
     Delete,
+    DropLetters,
     Finish,
     JournalLocked,
     JournalUnusable,
+    ListLetters,
     Operation,
     Read,
+    ReadLetter,
     Reply,
     TaskRecord,
     TaskResult,
@@ -32,6 +40,7 @@ from carpool.broker.journal_records import (
 from carpool.broker.journal_store import Store
 from carpool.broker.journal_writer import Writer
 from carpool.core.clock import Clock, monotonic
+from carpool.core.dead_letter import DeadLetterSummary, StoredDeadLetter, dead_letter_causes
 from carpool.core.errors import CarpoolError, JournalFailed, QueueFull
 from carpool.core.tally import Histogram
 from carpool.core.task import StoredTask
@@ -52,6 +61,11 @@ QUEUED_BYTES_MAX = 256 * 1024 * 1024
 # A queue empties in a second or so; stored results leave as they are deleted or expire.
 QUEUE_RETRY_AFTER_S = 1
 STORE_RETRY_AFTER_S = 10
+# Dead letters of synchronous requests on their way to the disk.
+BURYING_MAX = 1000
+BURYING_BYTES_MAX = 64 * 1024 * 1024
+# Dead letters may have so much of `stored_bytes_max`, in addition to it.
+DEAD_LETTER_SHARE = 0.25
 
 
 class Journal:
@@ -75,6 +89,11 @@ class Journal:
         # Operations without an answer yet, and their bytes.
         self._unanswered = 0
         self._unanswered_bytes = 0
+        # Dead letters among the operations, and their bytes, which are not among those.
+        self._burying = 0
+        self._burying_bytes = 0
+        # Every cause from the start: an alert on an increase needs the zero before the first one.
+        self._buried = dict.fromkeys(dead_letter_causes(), 0)
         self._is_closing = False
         self._closed = asyncio.Event()
         self._writer = Writer(
@@ -100,7 +119,7 @@ class Journal:
     ) -> "Journal":
         """Open or create the journal at `path` (None: in memory); raises JournalLocked or JournalUnusable."""
         return cls(
-            Store(path),
+            Store(path, int(stored_bytes_max * DEAD_LETTER_SHARE)),
             loop,
             clock,
             result_ttl_s=result_ttl_s,
@@ -112,8 +131,13 @@ class Journal:
         """The uptime clock: counts the seconds in which some process had this journal open."""
         return self._store.uptime_at_open + self._clock() - self._opened
 
-    def append(self, task: TaskRecord, done: Callable[[CarpoolError | None], None]) -> None:
-        """Keep a task; `done(None)` once it is on the disk, `done(error)` if it is not accepted."""
+    def append(
+        self, task: TaskRecord, done: Callable[[CarpoolError | None], None], letter_id: int | None = None
+    ) -> None:
+        """Keep a task; `done(None)` once it is on the disk, `done(error)` if it is not accepted.
+
+        With `letter_id` it replays a dead letter, which goes in the same transaction: NotFound if it is gone already.
+        """
         size = size_of(task)
         if self.stored_bytes + size > self._stored_bytes_max:
             full = QueueFull(
@@ -122,7 +146,7 @@ class Journal:
             )
             self._loop.call_soon(done, full)
         else:
-            self._offer(Append(task.id, done, size, task))
+            self._offer(Append(task.id, done, size, task, letter_id))
 
     def finish(
         self,
@@ -135,6 +159,8 @@ class Journal:
         if self._is_closing:
             self._loop.call_soon(done, _closed())
         else:
+            if dead_letter is not None:
+                self._count(dead_letter)
             self._put(Finish(task_id, done, result_size_of(result), result, dead_letter))
 
     def read(
@@ -147,6 +173,39 @@ class Journal:
         """Remove a task in any state; `done` says whether there was one. Its dead letter stays."""
         self._offer(Delete(task_id, done, 0))
 
+    def bury(self, record: TaskRecord, dead_letter: DeadLetter) -> None:
+        """Keep a request that was no task as a dead letter, if there is room. Nobody is told."""
+        self._count(dead_letter)
+        size = size_of(record)
+        if self._is_closing or self._burying >= BURYING_MAX or self._burying_bytes + size > BURYING_BYTES_MAX:
+            return
+        self._burying += 1
+        self._burying_bytes += size
+
+        def done(_: object) -> None:
+            self._burying -= 1
+            self._burying_bytes -= size
+
+        self._put(Bury(record.id, done, 0, Burial(record, dead_letter, time.time())))
+
+    def list_letters(
+        self,
+        after: int,
+        limit: int,
+        cause: str | None,
+        done: Callable[[list[DeadLetterSummary] | CarpoolError], None],
+    ) -> None:
+        """Look up to `limit` dead letters with an id above `after`, the oldest first; `cause` None for any."""
+        self._offer(ListLetters("", done, 0, after, limit, cause))
+
+    def read_letter(self, letter_id: int, done: Callable[[StoredDeadLetter | CarpoolError | None], None]) -> None:
+        """Look one dead letter up, whole."""
+        self._offer(ReadLetter("", done, 0, letter_id))
+
+    def drop_letters(self, letter_id: int | None, done: Callable[[int | CarpoolError], None]) -> None:
+        """Remove one dead letter, or all of them; `done` says how many there were."""
+        self._offer(DropLetters("", done, 0, letter_id))
+
     def pending(self) -> Iterator[TaskRecord]:
         """The tasks without a result, in order of submission: for the start, before the first `append`."""
         return self._store.pending()
@@ -157,6 +216,9 @@ class Journal:
         self._writer.close()
         await self._closed.wait()
         self._writer.join()
+
+    def _count(self, dead_letter: DeadLetter) -> None:
+        self._buried[dead_letter.cause] = self._buried.get(dead_letter.cause, 0) + 1
 
     def _offer(self, operation: Operation) -> None:
         """Queue an operation that a client causes, within the bounds."""
@@ -200,8 +262,23 @@ class Journal:
         return self._store.counts.dead_letters
 
     @property
+    def last_letter(self) -> int:
+        """The highest id that a dead letter has had; those of younger ones are above it."""
+        return self._store.last_letter
+
+    @property
+    def dead_letter_bytes(self) -> int:
+        """Bytes of their inputs and parameters."""
+        return self._store.counts.dead_letter_bytes
+
+    @property
+    def buried(self) -> Mapping[str, int]:
+        """Requests given up on since the start, by cause; also those whose letter is no longer kept."""
+        return self._buried
+
+    @property
     def stored_bytes(self) -> int:
-        """Bytes of inputs and results, on the disk and on their way to it."""
+        """Bytes of the inputs and results of tasks, on the disk and on their way to it."""
         return self._store.counts.stored_bytes + self._unanswered_bytes
 
     @property

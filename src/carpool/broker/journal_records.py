@@ -48,14 +48,26 @@ class DeadLetter(msgspec.Struct, frozen=True, gc=False):
     sends: int
 
 
+class Burial(msgspec.Struct, frozen=True, gc=False):
+    """A request that was given up on, whole."""
+
+    record: TaskRecord
+    dead_letter: DeadLetter
+    # Unix time.
+    buried_wall: float
+
+
 class Counts(msgspec.Struct):
     """How much is stored."""
 
     tasks_pending: int = 0
     results: int = 0
     dead_letters: int = 0
-    # Inputs, parameters, outputs and errors; dead letters too.
+    # Inputs, parameters, outputs and errors of tasks; dead letters have a budget of their own.
     stored_bytes: int = 0
+    dead_letter_bytes: int = 0
+    # Dead letters that had to make room since the journal was opened.
+    dead_letters_evicted: int = 0
 
 
 class Operation(msgspec.Struct, eq=False):
@@ -71,6 +83,8 @@ class Append(Operation, eq=False):
     """A task to be kept."""
 
     task: TaskRecord
+    # The dead letter that it replays: removed with it, and without that letter the task is not accepted.
+    letter_id: int | None
 
 
 class Finish(Operation, eq=False):
@@ -88,6 +102,33 @@ class Read(Operation, eq=False):
 
 class Delete(Operation, eq=False):
     """A task to be removed."""
+
+
+class Bury(Operation, eq=False):
+    """A dead letter of a request that is no task."""
+
+    burial: Burial
+
+
+class ListLetters(Operation, eq=False):
+    """Some dead letters to be shown, without their payloads."""
+
+    after: int
+    limit: int
+    # Of this cause only; None for any.
+    cause: str | None
+
+
+class ReadLetter(Operation, eq=False):
+    """One dead letter to be looked up, whole."""
+
+    letter_id: int
+
+
+class DropLetters(Operation, eq=False):
+    """A dead letter to be removed; None for all of them."""
+
+    letter_id: int | None
 
 
 # Who is answered, and the answer.

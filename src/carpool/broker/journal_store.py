@@ -3,12 +3,15 @@
 1. Whatever changes rows happens inside `transaction`, which is on the disk when it ends, or never was.
 2. `counts` are those of the last commit; they change together with it, so they may be read from any thread.
 3. A row with `expires` at or before the `now` given is not there, whether it has been purged yet or not.
-4. Errors of SQLite leave this module as they are, but for those of opening; its texts name no values.
+4. Dead letters are numbered in order, and no number is used twice, also when the last ones were dropped. Beyond their
+   bounds the oldest go.
+5. Errors of SQLite leave this module as they are, but for those of opening; its texts name no values.
 """
 
 import fcntl
 import os
 import sqlite3
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from carpool.broker.journal_records import (
+    Burial,
     Counts,
     DeadLetter,
     JournalLocked,
@@ -26,6 +30,7 @@ from carpool.broker.journal_records import (
     result_size_of,
     size_of,
 )
+from carpool.core.dead_letter import DeadLetterSummary, StoredDeadLetter
 from carpool.core.task import StoredTask
 
 APPLICATION_ID = 0x43504C4A  # "CPLJ" in the file's header: tells a journal from anybody else's SQLite file
@@ -40,6 +45,8 @@ CHECKPOINT_PAGES = 2048
 LOG_BYTES_KEPT = 64 * 1024 * 1024
 # Somebody with a sqlite3 shell on the file may hold its lock for a moment.
 BUSY_S = 1.0
+# Bytes alone would not bound the rows of a flood of empty inputs.
+DEAD_LETTERS_MAX = 100_000
 
 PENDING, SUCCESS, FAILED = 0, 1, 2
 STATUS_NAMES: tuple[Literal["PENDING", "SUCCESS", "FAILED"], ...] = ("PENDING", "SUCCESS", "FAILED")
@@ -75,10 +82,23 @@ IDS = "id IN (SELECT value FROM json_each(?))"
 PENDING_SIZES = f"SELECT id, bytes FROM tasks WHERE {IDS} AND status = 0"
 FINISH = """UPDATE tasks SET status = ?, finished = ?, expires = ?, bytes = ?, output = ?, error = ?,
     parameters = x'', input = x'' WHERE id = ?"""
-BURY = """INSERT INTO dead_letters
-    (id, owner, model, tier, submitted, died, cause, detail, sends, expires, bytes, parameters, input)
-    SELECT id, owner, model, tier, submitted, ?, ?, ?, ?, ?, bytes, parameters, input
+BURY_TASK = """INSERT INTO dead_letters
+    (seq, id, owner, model, tier, submitted, died, cause, detail, sends, expires, bytes, parameters, input)
+    SELECT ?, id, owner, model, tier, submitted, ?, ?, ?, ?, ?, bytes, parameters, input
     FROM tasks WHERE id = ?"""
+BURY = """INSERT INTO dead_letters
+    (seq, id, owner, model, tier, submitted, died, cause, detail, sends, expires, bytes, parameters, input)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+LAST_LETTER = """SELECT max(coalesce((SELECT max(seq) FROM dead_letters), 0),
+    coalesce((SELECT value FROM meta WHERE key = 'last_dead_letter'), 0))"""
+SAVE_LAST_LETTER = "INSERT OR REPLACE INTO meta VALUES ('last_dead_letter', ?)"
+LETTERS = """SELECT seq, id, model, cause, detail, sends, died, bytes FROM dead_letters
+    WHERE seq > ? AND expires > ? AND (? IS NULL OR cause = ?) ORDER BY seq LIMIT ?"""
+LETTER = """SELECT seq, id, model, cause, detail, sends, died, bytes, owner, tier, parameters, input
+    FROM dead_letters WHERE seq = ? AND expires > ?"""
+FIND_LETTERS = """SELECT seq, bytes FROM dead_letters
+    WHERE seq IN (SELECT value FROM json_each(?)) AND expires > ?"""
+OLDEST_LETTERS = "SELECT seq, bytes FROM dead_letters ORDER BY seq"
 READ = f"""SELECT id, owner, status, output, error, coalesce(finished, submitted) FROM tasks
     WHERE {IDS} AND (expires IS NULL OR expires > ?)"""
 FIND = f"SELECT seq, id, status, bytes FROM tasks WHERE {IDS} AND (expires IS NULL OR expires > ?)"
@@ -91,9 +111,10 @@ REMOVE_DEAD = "DELETE FROM dead_letters WHERE seq IN (SELECT value FROM json_eac
 class Store:
     """One open journal file, or a database in memory with the same behaviour."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, dead_letter_bytes_max: int = sys.maxsize) -> None:
         """Open or create the journal at `path`, and own it until `close`."""
         self.path = path
+        self._dead_letter_bytes_max = dead_letter_bytes_max
         self._lock = _lock(path) if path else None
         try:
             if path:
@@ -142,8 +163,8 @@ class Store:
         execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         execute(f"PRAGMA journal_size_limit = {LOG_BYTES_KEPT}")
         execute("PRAGMA cache_size = -16384")
-        # Freed pages are reused, neither overwritten nor given back: the file grows to its high-water mark,
-        # which `stored_bytes_max` bounds; and whoever may read it may read the payloads that live in it.
+        # Freed pages are reused, neither overwritten nor given back: the file grows to its high-water mark, which
+        # `stored_bytes_max` and the dead letters' budget bound; and whoever may read it may read the payloads in it.
         execute("PRAGMA secure_delete = OFF")
         self.counts = self._draft = Counts()
         if is_new:
@@ -155,7 +176,9 @@ class Store:
         count = "SELECT count(expires), count(*), coalesce(sum(bytes), 0) FROM "
         results, tasks, task_bytes = execute(count + "tasks").fetchone()
         _, dead, dead_bytes = execute(count + "dead_letters").fetchone()
-        self.counts = Counts(tasks - results, results, dead, task_bytes + dead_bytes)
+        self.counts = Counts(tasks - results, results, dead, task_bytes, dead_bytes)
+        (last_letter,) = execute(LAST_LETTER).fetchone()
+        self.last_letter = int(last_letter)
 
     @contextmanager
     def transaction(self, now: float | None) -> Iterator[None]:
@@ -204,16 +227,90 @@ class Store:
             status = SUCCESS if result.status == "SUCCESS" else FAILED
             finished.append((status, result.finished_wall, result_expires, size, result.output, result.error, task_id))
             self._draft.stored_bytes += size - input_bytes
-            if dead_letter is not None:
+            if dead_letter is not None and self._is_room_for_letter(input_bytes):
                 why = (dead_letter.cause, dead_letter.detail, dead_letter.sends)
-                buried.append((result.finished_wall, *why, dead_letter_expires, task_id))
-                self._draft.stored_bytes += input_bytes
-        self._connection.executemany(BURY, buried)  # first: FINISH drops the input
+                buried.append((self._next_letter(), result.finished_wall, *why, dead_letter_expires, task_id))
+                self._draft.dead_letter_bytes += input_bytes
+        self._connection.executemany(BURY_TASK, buried)  # first: FINISH drops the input
         self._connection.executemany(FINISH, finished)
         self._draft.tasks_pending -= len(finished)
         self._draft.results += len(finished)
-        self._draft.dead_letters += len(buried)
+        if buried:
+            self._letters_added(len(buried))
         return stored
+
+    def bury(self, burials: Sequence[Burial], expires: float) -> None:
+        """Add dead letters of requests that were no tasks; the oldest letters make room."""
+        rows: list[tuple[object, ...]] = []
+        for burial in burials:
+            record, why = burial.record, burial.dead_letter
+            size = size_of(record)
+            if self._is_room_for_letter(size):
+                identity = (record.id, record.owner, record.model, record.tier, record.submitted_wall)
+                reason = (burial.buried_wall, why.cause, why.detail, why.sends)
+                rows.append((self._next_letter(), *identity, *reason, expires, size, record.parameters, record.input))
+                self._draft.dead_letter_bytes += size
+        if rows:
+            self._connection.executemany(BURY, rows)
+            self._letters_added(len(rows))
+
+    def letters(self, after: int, limit: int, cause: str | None, now: float) -> list[DeadLetterSummary]:
+        """Dead letters with a number above `after`, the oldest first."""
+        rows = self._connection.execute(LETTERS, (after, now, cause, cause, limit))
+        return [DeadLetterSummary(*row) for row in rows]
+
+    def letter(self, letter_id: int, now: float) -> StoredDeadLetter | None:
+        """One dead letter, whole."""
+        row = self._connection.execute(LETTER, (letter_id, now)).fetchone()
+        return None if row is None else StoredDeadLetter(DeadLetterSummary(*row[:8]), *row[8:])
+
+    def drop_letters(self, letter_ids: Collection[int], now: float) -> set[int]:
+        """Remove dead letters; says which of them were there."""
+        rows = self._connection.execute(FIND_LETTERS, (_json(letter_ids), now)).fetchall()
+        self._remove_letters(rows)
+        return {seq for seq, _ in rows}
+
+    def drop_all_letters(self) -> int:
+        """Remove every dead letter; says how many there were."""
+        count = self._draft.dead_letters
+        self._connection.execute("DELETE FROM dead_letters")
+        self._draft.dead_letters = self._draft.dead_letter_bytes = 0
+        return count
+
+    def _is_room_for_letter(self, size: int) -> bool:
+        """Whether a letter could be kept at all: one over the whole budget must not cost all the others."""
+        if size <= self._dead_letter_bytes_max:
+            return True
+        self._draft.dead_letters_evicted += 1
+        return False
+
+    def _next_letter(self) -> int:
+        """The number of a new dead letter; a transaction that fails leaves a gap."""
+        self.last_letter += 1
+        return self.last_letter
+
+    def _letters_added(self, count: int) -> None:
+        """Remember the last number given, and remove the oldest letters beyond the bounds."""
+        self._draft.dead_letters += count
+        self._connection.execute(SAVE_LAST_LETTER, (self.last_letter,))
+        count, size = self._draft.dead_letters, self._draft.dead_letter_bytes
+        if count <= DEAD_LETTERS_MAX and size <= self._dead_letter_bytes_max:
+            return
+        doomed: list[tuple[int, int]] = []
+        for row in self._connection.execute(OLDEST_LETTERS):
+            if count <= DEAD_LETTERS_MAX and size <= self._dead_letter_bytes_max:
+                break
+            doomed.append(row)
+            count -= 1
+            size -= row[1]
+        self._remove_letters(doomed)
+        self._draft.dead_letters_evicted += len(doomed)
+
+    def _remove_letters(self, rows: Sequence[tuple[int, int]]) -> None:
+        if rows:
+            self._connection.execute(REMOVE_DEAD, (_json([seq for seq, _ in rows]),))
+            self._draft.dead_letters -= len(rows)
+            self._draft.dead_letter_bytes -= sum(size for _, size in rows)
 
     def read(self, task_ids: Collection[str], now: float) -> dict[str, StoredTask]:
         """Those of the tasks that are there."""
@@ -231,10 +328,7 @@ class Store:
         tasks = self._connection.execute(EXPIRED_TASKS, (now, limit)).fetchall()
         self._remove(tasks)
         dead = self._connection.execute(EXPIRED_DEAD, (now, limit)).fetchall()
-        if dead:
-            self._connection.execute(REMOVE_DEAD, (_json([seq for seq, _ in dead]),))
-            self._draft.dead_letters -= len(dead)
-            self._draft.stored_bytes -= sum(size for _, size in dead)
+        self._remove_letters(dead)
         return len(tasks) == limit or len(dead) == limit
 
     def _remove(self, rows: Sequence[tuple[int, str, int, int]]) -> None:

@@ -4,7 +4,7 @@ The loop puts operations into the queue; the thread takes what is there, makes o
 hands all answers of that group back in one call. Rules:
 
 1. Nobody hears of a success before its commit. Operations of one group are all unanswered, so they count as
-   simultaneous: they run by kind (append, finish, read-and-forget, delete), plain reads after the commit.
+   simultaneous: they run by kind (append, finish, bury, read-and-forget, delete, drop), plain reads after the commit.
 2. A commit that fails fails its whole group, except results: an outcome must not be lost, so they are kept
    and tried again, apart from the groups, so that what frees space can get through meanwhile.
 3. An operation that can never be written (a defect) is found by halving the group, and fails alone.
@@ -19,10 +19,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from carpool.broker.journal_records import Append, Delete, Finish, Operation, Read, Reply
+from carpool.broker.journal_records import (
+    Append,
+    Bury,
+    Delete,
+    DropLetters,
+    Finish,
+    ListLetters,
+    Operation,
+    Read,
+    ReadLetter,
+    Reply,
+)
 from carpool.broker.journal_store import Store
 from carpool.core.clock import Clock
-from carpool.core.errors import JournalFailed
+from carpool.core.errors import JournalFailed, NotFound
 from carpool.core.tally import Histogram
 
 logger = logging.getLogger("carpool")
@@ -43,6 +54,7 @@ RETRY_LAST_S = 5.0
 # How long `close` goes on trying to write results to a disk that fails.
 CLOSE_PATIENCE_S = 5.0
 FAILURE_LOG_S = 10.0
+EVICTION_LOG_S = 60.0
 
 COMMIT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
@@ -85,6 +97,8 @@ class Writer:
         self._tick_at = 0.0
         self._is_failing = False
         self._failure_logged_at = float("-inf")
+        self._evictions_logged = 0
+        self._eviction_logged_at = float("-inf")
         # A daemon: an exit that skips `close` is a crash, which the journal is made to survive.
         self._thread = threading.Thread(target=self._run, name="carpool-journal", daemon=True)
         self._thread.start()
@@ -151,7 +165,7 @@ class Writer:
     def _gather(self) -> list[Operation]:
         group: list[Operation] = []
         self._take(group)
-        is_write_waiting = any(not isinstance(op, Read) or op.forget for op in group)
+        is_write_waiting = not all(map(_is_plain_read, group))
         if is_write_waiting and len(group) < GROUP_MAX and not self._is_closing:
             time.sleep(GATHER_S)
             self._take(group)
@@ -163,7 +177,8 @@ class Writer:
 
     def _execute(self, group: list[Operation]) -> None:
         reads = [op for op in group if isinstance(op, Read) and not op.forget]
-        writes = [op for op in group if not isinstance(op, Read) or op.forget]
+        letter_reads = [op for op in group if isinstance(op, ListLetters | ReadLetter)]
+        writes = [op for op in group if not _is_plain_read(op)]
         if self._unwritten:
             # The disk fails: results join those that wait, and leave the rest of the group a chance.
             self._unwritten.extend(op for op in writes if isinstance(op, Finish))
@@ -171,6 +186,7 @@ class Writer:
         replies = self._write(writes) if writes else []
         if reads:
             replies += self._look_up(reads)
+        replies += map(self._look_up_letter, letter_reads)
         self._post(replies)
 
     def _write(self, operations: list[Operation]) -> list[Reply]:
@@ -193,13 +209,14 @@ class Writer:
         now = self._now()
         appends = [op for op in operations if isinstance(op, Append)]
         finishes = [op for op in operations if isinstance(op, Finish)]
+        burials = [op for op in operations if isinstance(op, Bury)]
         forgets = [op for op in operations if isinstance(op, Read)]
         deletes = [op for op in operations if isinstance(op, Delete)]
+        drops = [op for op in operations if isinstance(op, DropLetters)]
         replies: list[Reply] = []
         with self._store.transaction(now):
             if appends:
-                self._store.append([op.task for op in appends])
-                replies.extend((op, None) for op in appends)
+                replies += self._append(appends, now)
             if finishes:
                 stored = self._store.finish(
                     [(op.task_id, op.result, op.dead_letter) for op in finishes],
@@ -207,6 +224,9 @@ class Writer:
                     now + self._dead_letter_ttl_s,
                 )
                 replies.extend(zip(finishes, stored, strict=True))
+            if burials:
+                self._store.bury([op.burial for op in burials], now + self._dead_letter_ttl_s)
+                replies.extend((op, None) for op in burials)
             if forgets:
                 found = self._store.read([op.task_id for op in forgets], now)
                 forgotten: list[str] = []
@@ -222,7 +242,30 @@ class Writer:
                 for delete in deletes:
                     replies.append((delete, delete.task_id in removed))
                     removed.discard(delete.task_id)
+            for drop in drops:
+                if drop.letter_id is None:
+                    replies.append((drop, self._store.drop_all_letters()))
+                else:
+                    replies.append((drop, len(self._store.drop_letters([drop.letter_id], now))))
         self._note_commit(started)
+        self._note_evictions()
+        return replies
+
+    def _append(self, appends: list[Append], now: float) -> list[Reply]:
+        """Add tasks; those that replay a dead letter only together with its removal, and once."""
+        replays = [op.letter_id for op in appends if op.letter_id is not None]
+        found = self._store.drop_letters(replays, now) if replays else set()
+        accepted: list[Append] = []
+        replies: list[Reply] = []
+        for op in appends:
+            if op.letter_id is not None:
+                if op.letter_id not in found:
+                    replies.append((op, no_such_letter()))
+                    continue
+                found.remove(op.letter_id)
+            accepted.append(op)
+            replies.append((op, None))
+        self._store.append([op.task for op in accepted])
         return replies
 
     def _look_up(self, reads: Sequence[Operation]) -> list[Reply]:
@@ -235,6 +278,15 @@ class Writer:
             logger.error("the journal cannot be read: %s", type(error).__name__)
             return [(op, disk_failed()) for op in reads]
         return [(op, found.get(op.task_id)) for op in reads]
+
+    def _look_up_letter(self, read: ListLetters | ReadLetter) -> Reply:
+        try:
+            if isinstance(read, ListLetters):
+                return read, self._store.letters(read.after, read.limit, read.cause, self._now())
+            return read, self._store.letter(read.letter_id, self._now())
+        except Exception as error:
+            logger.error("the journal cannot be read: %s", type(error).__name__)
+            return read, disk_failed()
 
     def _retry(self) -> None:
         """Write results that the disk did not take: fewer at once while it fails, more when it works."""
@@ -289,6 +341,14 @@ class Writer:
             self._is_failing = True
             logger.error("the journal cannot be written: %s", error)
 
+    def _note_evictions(self) -> None:
+        """Tell, once in a while, that dead letters had to go before anybody looked at them."""
+        evicted = self._store.counts.dead_letters_evicted
+        if evicted > self._evictions_logged and time.monotonic() - self._eviction_logged_at > EVICTION_LOG_S:
+            self._eviction_logged_at = time.monotonic()
+            logger.warning("%d old dead letters were dropped to make room", evicted - self._evictions_logged)
+            self._evictions_logged = evicted
+
     def _post(self, replies: list[Reply]) -> None:
         if not replies:
             return
@@ -301,6 +361,18 @@ class Writer:
 def disk_failed() -> JournalFailed:
     """The failure of an operation that could not be written or read."""
     return JournalFailed("The disk of the journal failed. Retry later.", retry_after_s=1)
+
+
+def no_such_letter() -> NotFound:
+    """What is told of a dead letter that is not there any more."""
+    return NotFound("there is no such dead letter; it was replayed, dropped, or has expired")
+
+
+def _is_plain_read(operation: Operation) -> bool:
+    """Whether it changes nothing, so that it needs no transaction."""
+    if isinstance(operation, Read):
+        return not operation.forget
+    return isinstance(operation, ListLetters | ReadLetter)
 
 
 def _is_of_the_disk(error: Exception) -> bool:

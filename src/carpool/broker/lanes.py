@@ -1,8 +1,8 @@
 """One lane's waiting requests in the order in which they should be served. Pure.
 
-1. Inside a tier: order of arrival. Between tiers: the smallest `place` (arrival + the tier's target) of the tiers'
-   heads goes first. So those who pay go first, and nobody starves: a place never changes while later arrivals'
-   places grow. With `strict`, a higher tier always goes first.
+1. Inside a tier: order of arrival, tasks apart. Between tiers: the smallest `place` (arrival + the tier's target) of
+   the tiers' heads goes first. So those who pay go first, and nobody starves: a place never changes while later
+   arrivals' places grow. With `strict`, a higher tier always goes first.
 2. A request that was settled while it waited (client left, queue timeout) stays in its deque until it comes to the
    head, but counts no longer. When the dead outnumber the living the deques are rebuilt, so memory follows the living.
 """
@@ -18,19 +18,21 @@ STRICT_STEP_S = 1e9
 
 
 class Lane:
-    """Requests of one model with the same parameters."""
+    """Requests of one model with the same lane key."""
 
-    __slots__ = ("_dead", "_strict", "_tiers", "arrivals", "batching_notes", "model", "parameters", "waiting")
+    __slots__ = ("_dead", "_strict", "_task_lines", "_tiers", "arrivals", "batching_notes", "key", "model", "waiting")
 
-    def __init__(self, model: str, parameters: bytes, tiers: int, strict: bool = False) -> None:
+    def __init__(self, model: str, key: bytes, tiers: int, strict: bool = False) -> None:
         self.model = model
-        self.parameters = parameters
+        self.key = key
         self.waiting = 0
         self.arrivals = 0
         self.batching_notes: Any = None
         self._strict = strict
         self._dead = 0
-        self._tiers: list[deque[Request]] = [deque() for _ in range(tiers)]
+        # Synchronous requests by tier, then tasks by tier: tasks have later places, so they need lines of their own.
+        self._task_lines = tiers
+        self._tiers: list[deque[Request]] = [deque() for _ in range(2 * tiers)]
 
     def __repr__(self) -> str:
         return f"<Lane {self.model} waiting={self.waiting} dead={self._dead}>"
@@ -40,7 +42,7 @@ class Lane:
         request.phase = QUEUED
         self.waiting += 1
         self.arrivals += 1
-        self._tiers[request.tier].append(request)
+        self._tiers[request.tier + self._task_lines if request.is_task else request.tier].append(request)
 
     def forget(self, request: Request) -> None:
         """Count out a waiting request that is about to be settled."""

@@ -31,6 +31,7 @@ class MemoryBroker:
         lanes_max: int,
         tiers: int,
         strict_order: bool = False,
+        task_patience_s: float = 0.0,
         clock: Clock = monotonic,
     ) -> None:
         self.waiting_max = waiting_max
@@ -38,11 +39,13 @@ class MemoryBroker:
         self.lanes_max = lanes_max
         self._tiers = tiers
         self._strict_order = strict_order
+        # Added to a task's place in the order: nobody waits on the line for it.
+        self._task_patience_s = task_patience_s
         self._clock = clock
         # Requests admitted and not settled yet, and the bytes of their inputs.
         self.held = 0
         self.held_bytes = 0
-        # Per model, by parameters: the lanes in which requests wait, and those that are empty now.
+        # Per model, by lane key: the lanes in which requests wait, and those that are empty now.
         self._active: dict[str, dict[bytes, Lane]] = {}
         self._idle: dict[tuple[str, bytes], Lane] = {}
         self._arrived: dict[str, Callable[[LaneQueue], None]] = {}
@@ -81,7 +84,7 @@ class MemoryBroker:
         """Count the request against the bounds; it must be enqueued or settled later."""
         if self.held >= self.waiting_max or self.held_bytes + request.size > self.bytes_max:
             return QueueFull("the queue is full; try again soon", retry_after_s=1)
-        if request.parameters and self._no_lane_left(request):
+        if (request.parameters or request.lane) and self._no_lane_left(request):
             return QueueFull(
                 "too many different `parameters` are waiting; use fewer distinct ones or try again soon",
                 retry_after_s=1,
@@ -99,9 +102,12 @@ class MemoryBroker:
     def enqueue(self, request: Request) -> None:
         """Let a reserved request wait in its lane."""
         model = request.model
-        lane = self._active[model].get(request.parameters)
+        if request.is_task:
+            request.place += self._task_patience_s
+        key = request.lane_key if request.lane else request.parameters
+        lane = self._active[model].get(key)
         if lane is None:
-            lane = self._activate(model, request.parameters)
+            lane = self._activate(model, key)
         lane.append(request)
         self.arrivals[model] += 1
         if request.is_task:
@@ -125,14 +131,14 @@ class MemoryBroker:
         if len(batch) != len(outputs):  # before anybody could get another's output
             raise ValueError(f"{len(outputs)} outputs for {len(batch)} requests")
         now = self._clock()
-        settled = size = 0
+        settled = 0
         for request, output in zip(batch, outputs, strict=True):
             if request.phase != DONE:  # the client may have left meanwhile
                 settled += 1
-                size += request.size
+                # Before it is told: the next request of the same client may come from there.
+                self.held -= 1
+                self.held_bytes -= request.size
                 request.settle(output, now)
-        self.held -= settled
-        self.held_bytes -= size
         self.outcomes["ok"] = self.outcomes.get("ok", 0) + settled
 
     def withdraw(self, request: Request) -> None:
@@ -178,30 +184,30 @@ class MemoryBroker:
 
     def _no_lane_left(self, request: Request) -> bool:
         lanes = self._active[request.model]
-        return len(lanes) >= self.lanes_max and request.parameters not in lanes
+        return len(lanes) >= self.lanes_max and request.lane_key not in lanes
 
     def _leave(self, request: Request) -> None:
         """Give back what the request counts for."""
         self.held -= 1
         self.held_bytes -= request.size
         if request.phase == QUEUED:
-            lane = self._active[request.model][request.parameters]
+            lane = self._active[request.model][request.lane_key]
             lane.forget(request)
             if not lane.waiting:
                 self._retire(lane)
 
-    def _activate(self, model: str, parameters: bytes) -> Lane:
+    def _activate(self, model: str, key: bytes) -> Lane:
         """The lane for a first request: the one that was emptied, with its history, or a new one."""
-        lane = self._idle.pop((model, parameters), None)
+        lane = self._idle.pop((model, key), None)
         if lane is None:
-            lane = Lane(model, parameters, self._tiers, self._strict_order)
-        self._active[model][parameters] = lane
+            lane = Lane(model, key, self._tiers, self._strict_order)
+        self._active[model][key] = lane
         return lane
 
     def _retire(self, lane: Lane) -> None:
         """Put an emptied lane aside; the longest unused of those is dropped when there are many."""
-        if self._active[lane.model].pop(lane.parameters, None) is None:
+        if self._active[lane.model].pop(lane.key, None) is None:
             return
-        self._idle[lane.model, lane.parameters] = lane
+        self._idle[lane.model, lane.key] = lane
         if len(self._idle) > IDLE_LANES_KEPT:
             del self._idle[next(iter(self._idle))]

@@ -17,22 +17,15 @@ from carpool.broker.journal import Journal
 from carpool.broker.journal_records import DeadLetter, TaskRecord, TaskResult
 from carpool.broker.memory import MemoryBroker
 from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import (
-    CarpoolError,
-    ClientLeft,
-    DeadlineExceeded,
-    Draining,
-    InputRefused,
-    UnknownModel,
-    UnknownTask,
-    UpstreamError,
-)
+from carpool.core.dead_letter import is_dead_letter
+from carpool.core.errors import CarpoolError, ClientLeft, Draining, QueueFull, UnknownModel, UnknownTask
 from carpool.core.outcome import Outcome
 from carpool.core.problem import problem_json
 from carpool.core.request import Request
 from carpool.core.task import StoredTask
 
-Answer = Callable[[StoredTask | CarpoolError], None]
+# Returns False if nobody was there to read it.
+Answer = Callable[[StoredTask | CarpoolError], bool | None]
 
 
 class Poll(msgspec.Struct, eq=False):
@@ -55,9 +48,20 @@ class LiveTask(msgspec.Struct, eq=False):
 class Tasks:
     """Accepts, answers and deletes tasks; their waiter when they run."""
 
-    def __init__(self, broker: MemoryBroker, journal: Journal, *, clock: Clock = monotonic) -> None:
+    def __init__(
+        self,
+        broker: MemoryBroker,
+        journal: Journal,
+        *,
+        prepare: Callable[[Request], None] = lambda request: None,
+        waiting_max: int = 50_000,
+        clock: Clock = monotonic,
+    ) -> None:
         self._broker = broker
         self._journal = journal
+        # Does for a request from the journal what the face does for a new one; raises an error of the tree.
+        self.prepare = prepare
+        self._waiting_max = waiting_max
         self._clock = clock
         self._live: dict[str, LiveTask] = {}
         # While true, accepted tasks go to the journal alone: the next process runs them.
@@ -88,17 +92,29 @@ class Tasks:
             )
             self._live[record.id] = LiveTask(request, record.submitted_wall)
             self._broker.hold(request)
-            if record.model in models:
-                self._broker.enqueue(request)
+            try:
+                if record.model not in models:
+                    raise UnknownModel("the model of this task is no longer served here")
+                self.prepare(request)
+            except CarpoolError as error:
+                self._broker.settle(request, error)
             else:
-                gone = "the model of this task is no longer served here"
-                self._broker.settle(request, UnknownModel(gone))
+                self._broker.enqueue(request)
         return count
 
-    def submit(self, request: Request, owner: str, accepted: Callable[[CarpoolError | None], None]) -> None:
-        """Accept a task: `accepted(None)` once it is safe, or `accepted(error)`."""
+    def submit(
+        self,
+        request: Request,
+        owner: str,
+        accepted: Callable[[CarpoolError | None], None],
+        letter_id: int | None = None,
+    ) -> None:
+        """Accept a task: `accepted(None)` once it is safe, or `accepted(error)`.
+
+        With `letter_id`, in place of that dead letter.
+        """
         request.waiter = self
-        refusal = self._broker.reserve(request)
+        refusal = self._full() or self._broker.reserve(request)
         if refusal is not None:
             request.settle(refusal, self._clock())  # not `_live`, so nothing is written
             accepted(refusal)
@@ -126,7 +142,13 @@ class Tasks:
                     self._broker.enqueue(request)
             accepted(error)
 
-        self._journal.append(record, committed)
+        self._journal.append(record, committed, letter_id)
+
+    def _full(self) -> CarpoolError | None:
+        """Tasks wait for minutes: they must leave room for those who wait on the line."""
+        if len(self._live) < self._waiting_max:
+            return None
+        return QueueFull("too many tasks are waiting; try again later", retry_after_s=10)
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Write a task's outcome; when that is safe, wake those who wait for it."""
@@ -135,7 +157,7 @@ class Tasks:
         dead_letter: DeadLetter | None = None
         if isinstance(outcome, CarpoolError):
             result = TaskResult("FAILED", None, problem_json(outcome, request.id), time.time())
-            if isinstance(outcome, UpstreamError | InputRefused) and not isinstance(outcome, DeadlineExceeded):
+            if is_dead_letter(outcome):
                 dead_letter = DeadLetter(outcome.code, outcome.detail, request.sends)
         else:
             result = TaskResult("SUCCESS", bytes(outcome.value), None, time.time())
@@ -202,9 +224,12 @@ class Tasks:
 
     def _read(self, poll: Poll) -> None:
         def found(stored: StoredTask | CarpoolError | None) -> None:
-            poll.answer(no_such_task() if stored is None else stored)
+            was_read = poll.answer(no_such_task() if stored is None else stored) is not False
+            # Only now: a reader that hung up meanwhile must be able to come back for it.
+            if poll.forget and was_read and isinstance(stored, StoredTask) and stored.status != "PENDING":
+                self._journal.delete(poll.task_id, lambda _: None)
 
-        self._journal.read(poll.task_id, found, forget=poll.forget)
+        self._journal.read(poll.task_id, found)
 
     def _waited_enough(self, poll: Poll) -> None:
         task = self._live.get(poll.task_id)

@@ -30,6 +30,10 @@ def bench(
         ),
     ] = None,
     payload_bytes: Annotated[int, typer.Option(help="Size of each input's JSON value.")] = 2000,
+    poison: Annotated[
+        str, typer.Option(help="Text that the simulated GPU refuses (its own --poison); refusals count as errors.")
+    ] = "",
+    poison_every: Annotated[int, typer.Option(help="One request in so many carries the poison.", min=0)] = 0,
     mode: Annotated[
         Literal["sync", "task"],
         typer.Option(help="Wait for the answer, or submit a task and long-poll its result."),
@@ -69,6 +73,8 @@ def bench(
             segments=segments,
             connections=default_connections(segments) if connections is None else connections,
             payload_bytes=payload_bytes,
+            poison=poison,
+            poison_every=poison_every,
             mode=mode,
             arrivals=arrivals,
             seed=seed,

@@ -55,31 +55,43 @@ _CONFIG_EPILOG = """\
 """
 
 
+LoadSettings = Callable[[], Settings]
+
+
 def register(app: typer.Typer) -> None:
     """Add `serve` and `config` to the command line."""
     app.command(epilog=_SERVE_EPILOG, rich_help_panel="Serving")(with_setting_flags(serve))
     app.command(epilog=_CONFIG_EPILOG, rich_help_panel="Serving")(with_setting_flags(config))
 
 
-def serve(settings: Settings) -> int:
-    """Take single requests over HTTP and send them to the upstream in batches."""
-    require_upstream(settings)
+def serve(load: LoadSettings) -> int:
+    """Take single requests over HTTP and send them to the upstream in batches.
+
+    SIGTERM drains; SIGHUP reads the configuration again: endpoints, slots and upstream timeouts change while running.
+    """
+
+    def load_checked() -> Settings:
+        settings = load()
+        require_upstream(settings)
+        return settings
+
+    settings = load_checked()
     from carpool.app import run  # here, so that the other commands do not wait for the network libraries
 
-    return run(settings)
+    return run(settings, reload=load_checked)
 
 
-def config(settings: Settings) -> int:
+def config(load: LoadSettings) -> int:
     """Print the configuration in effect as TOML, with what each key means.
 
     Takes the flags of `carpool serve`, reads the same environment and file, and starts nothing.
     """
-    sys.stdout.write(dump_toml(settings))
+    sys.stdout.write(dump_toml(load()))
     return 0
 
 
-def with_setting_flags(command: Callable[[Settings], int]) -> Callable[..., int]:
-    """A command whose flags are those of `config.FLAGS`; it loads the settings and passes them on.
+def with_setting_flags(command: Callable[[LoadSettings], int]) -> Callable[..., int]:
+    """A command whose flags are those of `config.FLAGS`; it gets a function that loads the settings.
 
     The flags take text, and the loader checks it: a bad value reads the same wherever it came from.
     """
@@ -87,7 +99,7 @@ def with_setting_flags(command: Callable[[Settings], int]) -> Callable[..., int]
 
     def loaded(config_file: Path | None, **values: Any) -> int:
         flags = {paths[name]: value or None if isinstance(value, list) else value for name, value in values.items()}
-        return command(load_settings(flags, environ=os.environ, file=config_file))
+        return command(lambda: load_settings(flags, environ=os.environ, file=config_file))
 
     parameters = [_parameter(name, KEYS[path]) for name, path in paths.items()]
     parameters.append(_CONFIG_FILE)

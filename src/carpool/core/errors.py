@@ -184,6 +184,14 @@ class QueueFull(OverloadError):
     title = "The queue is full"
 
 
+class UpstreamDown(OverloadError):
+    """Every endpoint is left alone for a moment because all of them failed."""
+
+    code = "upstream-down"
+    grpc_code = "UNAVAILABLE"
+    title = "The inference API is down"
+
+
 # The upstream's fault.
 
 

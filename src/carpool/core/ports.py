@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from carpool.core.dead_letter import DeadLetterSummary, Replayed, ReplayReport, StoredDeadLetter
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Outcome, Output
 from carpool.core.request import Request
@@ -15,7 +16,8 @@ class LaneQueue(Protocol):
     """What batching sees of one lane: requests that may share a batch."""
 
     model: str
-    parameters: bytes
+    # What its requests have in common: their parameters, and what their protocol adds.
+    key: bytes
     # Requests waiting now.
     waiting: int
     # How many have ever arrived; batching derives the arrival rate from it.
@@ -68,6 +70,17 @@ class Broker(Outcomes, Protocol):
         ...
 
 
+class Availability(Protocol):
+    """What admission sees of the upstream pool of a model."""
+
+    # True while no endpoint may be called.
+    is_down: bool
+
+    def retry_after_s(self) -> int:
+        """While it is down: whole seconds until it is tried again."""
+        ...
+
+
 class Slots(Protocol):
     """What batching sees of the upstream pool: how many batches it takes at once, and one free slot at a time."""
 
@@ -92,6 +105,49 @@ class Dispatcher(Protocol):
         ...
 
 
+class DeadLetters(Protocol):
+    """Where requests go that were given up on and are worth a look."""
+
+    def bury(self, request: Request, error: CarpoolError, sends: int) -> None:
+        """Keep a synchronous request with its error, if there is room. To be called before it is settled.
+
+        A task needs no call: it becomes a dead letter together with its outcome.
+        """
+        ...
+
+
+class DeadLetterDesk(Protocol):
+    """What a person may do with dead letters. An error of the tree is raised."""
+
+    async def page(self, after: int, limit: int) -> list[DeadLetterSummary]:
+        """Those with an id above `after`, the oldest first."""
+        ...
+
+    def total(self) -> int:
+        """How many are kept."""
+        ...
+
+    async def show(self, letter_id: int) -> StoredDeadLetter:
+        """One of them, whole."""
+        ...
+
+    async def replay(self, letter_id: int) -> Replayed:
+        """Make one a task again."""
+        ...
+
+    async def replay_all(self, cause: str | None) -> ReplayReport:
+        """Make all there are now, or those of one cause, tasks again."""
+        ...
+
+    async def drop(self, letter_id: int) -> None:
+        """Remove one."""
+        ...
+
+    async def drop_all(self) -> int:
+        """Remove all; returns how many."""
+        ...
+
+
 class TaskBoard(Protocol):
     """Accepts tasks and tells what became of them."""
 
@@ -100,9 +156,12 @@ class TaskBoard(Protocol):
         ...
 
     def look(
-        self, task_id: str, wait_s: float, forget: bool, answer: Callable[[StoredTask | CarpoolError], None]
+        self, task_id: str, wait_s: float, forget: bool, answer: Callable[[StoredTask | CarpoolError], bool | None]
     ) -> object:
-        """Answer with the task's state, now or when it has an outcome within `wait_s`; returns a ticket for `leave`."""
+        """Answer with the task's state, now or when it has an outcome within `wait_s`; returns a ticket for `leave`.
+
+        `answer` returns False if nobody was there to read it: with `forget`, a finished task is then kept.
+        """
         ...
 
     def leave(self, ticket: Any) -> None:

@@ -53,6 +53,9 @@ class Request(msgspec.Struct, eq=False):
     waiter: Waiter
     # The waiter's own reference (for a parked connection: its exchange). Nobody else touches it.
     ticket: Any = None
+    # For protocols that look into inputs: what the codec made of it, and what else must be equal to share a batch.
+    prepared: Any = None
+    lane: bytes = b""
     # A task outlives its client and this process; a synchronous request does not.
     is_task: bool = False
     phase: int = ADMITTED
@@ -64,12 +67,18 @@ class Request(msgspec.Struct, eq=False):
     ended: float = 0.0
     result_code: str = "ok"
 
+    @property
+    def lane_key(self) -> bytes:
+        """Requests of one model with the same lane key may share a batch."""
+        return self.parameters + b"\0" + self.lane if self.lane else self.parameters
+
     def settle(self, outcome: Outcome, now: float) -> bool:
         """Give the request its one outcome. Total: never raises, and any further call does nothing and says False."""
         if self.phase == DONE:
             return False
         self.phase = DONE
         self.input = b""
+        self.prepared = None
         self.ended = now
         if isinstance(outcome, CarpoolError):
             self.result_code = outcome.code

@@ -13,6 +13,8 @@ from prometheus_client.registry import Collector
 
 from carpool.core.tally import Histogram
 
+ENDPOINT_STATES = ("healthy", "degraded", "offline")
+
 
 class ModelView(Protocol):
     """What telemetry reads of one model."""
@@ -47,6 +49,18 @@ class ModelView(Protocol):
         """Requests a second, lately."""
         ...
 
+    def healthy_slots(self) -> int:
+        """Calls that the endpoints that work may have at once."""
+        ...
+
+    def capacity_rps(self) -> float:
+        """Requests a second that these slots can serve in full batches."""
+        ...
+
+    def endpoint_states(self) -> Sequence[tuple[str, str]]:
+        """The name and state of every endpoint."""
+        ...
+
 
 class View(Protocol):
     """What telemetry reads of the whole process."""
@@ -61,6 +75,10 @@ class View(Protocol):
 
     def problems(self) -> Mapping[str, int]:
         """Answers to clients that were errors, by code; also for requests that never came in."""
+        ...
+
+    def buried(self) -> Mapping[str, int]:
+        """Requests that became dead letters, by cause."""
         ...
 
     def queue_wait_seconds(self) -> Histogram:
@@ -89,6 +107,10 @@ class CarpoolCollector(Collector):
         for code, number in view.problems().items():
             problems.add_metric([code], number)
         yield problems
+        buried = CounterMetricFamily("carpool_dead_letters", "Requests that became dead letters.", labels=["cause"])
+        for cause, number in view.buried().items():
+            buried.add_metric([cause], number)
+        yield buried
         wait = HistogramMetricFamily("carpool_queue_wait_seconds", "Seconds a request waited for a slot.")
         histogram = view.queue_wait_seconds()
         wait.add_metric([], histogram.buckets(), histogram.total)
@@ -107,6 +129,15 @@ class CarpoolCollector(Collector):
         slots = GaugeMetricFamily("carpool_slots", "Slots by state.", labels=["model", "state"])
         depth = GaugeMetricFamily("carpool_queue_depth", "Requests that wait for a slot.", labels=["model"])
         rate = GaugeMetricFamily("carpool_arrival_rate", "Requests a second, lately.", labels=["model"])
+        healthy = GaugeMetricFamily(
+            "carpool_healthy_slots", "Calls that the endpoints that work may have at once.", labels=["model"]
+        )
+        capacity = GaugeMetricFamily(
+            "carpool_capacity_rps", "Requests a second that the healthy slots can serve.", labels=["model"]
+        )
+        states = GaugeMetricFamily(
+            "carpool_endpoint_state", "1 for the state an endpoint is in.", labels=["model", "endpoint", "state"]
+        )
         for model in models:
             name = model.name
             sizes.add_metric([name], model.batch_sizes().buckets(), model.batch_sizes().total)
@@ -116,7 +147,12 @@ class CarpoolCollector(Collector):
                     family.add_metric([name, label], number)
             depth.add_metric([name], model.queue_depth())
             rate.add_metric([name], model.arrival_rate())
-        yield from (sizes, seconds, batches, calls, slots, depth, rate)
+            healthy.add_metric([name], model.healthy_slots())
+            capacity.add_metric([name], model.capacity_rps())
+            for endpoint, state in model.endpoint_states():
+                for each in ENDPOINT_STATES:
+                    states.add_metric([name, endpoint, each], each == state)
+        yield from (sizes, seconds, batches, calls, slots, depth, rate, healthy, capacity, states)
 
 
 class Exposition:

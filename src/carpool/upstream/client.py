@@ -1,23 +1,41 @@
-"""One endpoint over HTTP: bounded in time and size, whatever the other side does."""
+"""One endpoint over HTTP, by TCP, TLS or a Unix socket: bounded in time and size, whatever the other side does."""
 
 import asyncio
+import json
+import ssl
+from collections.abc import Mapping
 from io import BytesIO
 
 import aiohttp
 from yarl import URL
 
 from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
+from carpool.upstream.load import parse_load
+from carpool.upstream.tls import Credentials, UpstreamSecurity
 
 READ_BUFFER_BYTES = 1024 * 1024
 # A longer body is written in pieces, so that the event loop gets its turn in between; aiohttp warns otherwise.
 PLAIN_BODY_BYTES_MAX = 1024 * 1024
+# A page beside the calls: health, metrics.
+PAGE_BYTES_MAX = 4 * 1024 * 1024
 CONNECT_TIMEOUT_S = 1.0
+KEEPALIVE_S = 60.0
+UNIX_PREFIX = "unix:"
+# A shorter secret is not looked for in the text of errors: it would be found in words that have nothing to do with it.
+SECRET_CHARS_MIN = 8
+# OpenSSL's codes for a certificate of another name or address; its text for these would quote the configuration.
+_OTHER_NAME = (62, 64)
 
 
-def make_session() -> aiohttp.ClientSession:
-    """The one session that all endpoints share. The pool's slots bound the connections, not the connector."""
+def make_session(unix_socket: str = "") -> aiohttp.ClientSession:
+    """The one session that all endpoints share, but for Unix sockets, which need one each.
+
+    The pool's slots bound the connections, not the connector.
+    """
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+        connector=aiohttp.UnixConnector(unix_socket, limit=0, keepalive_timeout=KEEPALIVE_S)
+        if unix_socket
+        else aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
         cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(total=None),
         # A compressed answer could be a bomb; none is asked for, and none is unpacked.
@@ -29,60 +47,113 @@ def make_session() -> aiohttp.ClientSession:
 
 
 class HttpEndpoint:
-    """One endpoint of the fixed API."""
+    """One endpoint of the fixed API: `http://…`, `https://…` or `unix:SOCKET[:PATH]`."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, slots: int, answer_bytes_max: int) -> None:
-        self.url = URL(url)
-        self.name = str(self.url.with_user(None).with_query(None))
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        slots: int,
+        answer_bytes_max: int,
+        credentials: Credentials | None = None,
+        load_header: str = "",
+    ) -> None:
+        self._unix_socket = ""
+        if url.startswith(UNIX_PREFIX):
+            self._unix_socket, _, path = url.removeprefix(UNIX_PREFIX).partition(":")
+            self.url = URL(f"http://localhost{path}")
+            self.name = url.partition("?")[0]
+            session = make_session(self._unix_socket)
+        else:
+            self.url = URL(url)
+            self.name = str(self.url.with_user(None).with_query(None))
         self.slots = slots
         self._session = session
         self._answer_bytes_max = answer_bytes_max
+        self._credentials = credentials or Credentials(UpstreamSecurity())
+        # "": answers are not looked at for a load.
+        self._load_header = load_header
         self._by_path: dict[str, URL] = {}
 
     async def post(self, call: Call, timeout_s: float) -> Answer:
         """Send one call and read its answer; raises AttemptFailedError, or is cancelled."""
         try:
+            secrets = self._credentials.headers()
             async with asyncio.timeout(timeout_s):
                 async with self._session.post(
                     self._target(call.path),
                     data=call.body if len(call.body) <= PLAIN_BODY_BYTES_MAX else BytesIO(call.body),
-                    headers={"Content-Type": call.content_type},
+                    headers={"Content-Type": call.content_type, **dict(call.headers), **secrets},
                     allow_redirects=False,
+                    ssl=self._tls() or True,
                 ) as response:
-                    return Answer(response.status, await self._read(response))
+                    body = await self._read(response, self._answer_bytes_max)
         except TimeoutError:
             raise AttemptFailedError(f"no answer within {timeout_s:.2f} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as failure:
-            # The class says enough; the text of some would quote what the other side sent.
-            raise AttemptFailedError(f"the call broke off ({type(failure).__name__})") from None
+            raise AttemptFailedError(_reason(failure)) from None
+        load = parse_load(response.headers.get(self._load_header, "")) if self._load_header else None
+        return Answer(response.status, body if response.status < 400 else _without(secrets, body), load)
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+    async def get(self, where: str, timeout_s: float) -> Answer:
+        """Read a page beside the calls: a path, `:PORT/PATH` on the same host, or a URL. Raises AttemptFailedError."""
+        try:
+            url = self._page(where)
+            # The secrets are for the endpoint itself, and for nobody else.
+            secrets = self._credentials.headers() if url.origin() == self.url.origin() else {}
+            tls = self._credentials.ssl_context() if url.scheme == "https" else None
+            async with asyncio.timeout(timeout_s):
+                async with self._session.get(url, headers=secrets, allow_redirects=False, ssl=tls or True) as response:
+                    body = await self._read(response, PAGE_BYTES_MAX)
+        except TimeoutError:
+            raise AttemptFailedError(f"no answer within {timeout_s:.2f} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as failure:
+            raise AttemptFailedError(_reason(failure)) from None
+        return Answer(response.status, body)
+
+    def _page(self, where: str) -> URL:
+        if where.startswith("/"):
+            return self.url.join(URL(where))
+        if where.startswith(":"):
+            port, _, path = where[1:].partition("/")
+            return self.url.with_port(int(port)).join(URL(f"/{path}"))
+        return URL(where)
+
+    async def _read(self, response: aiohttp.ClientResponse, bytes_max: int) -> bytes:
         """The body, up to the size limit."""
         if response.headers.get("Content-Encoding", "identity") != "identity":
             raise AttemptFailedError("the answer is compressed, though that was not asked for")
-        if (response.content_length or 0) > self._answer_bytes_max:
-            raise AttemptFailedError(f"the answer is longer than {self._answer_bytes_max} bytes")
+        if (response.content_length or 0) > bytes_max:
+            raise AttemptFailedError(f"the answer is longer than {bytes_max} bytes")
         parts: list[bytes] = []
         size = 0
         async for part in response.content.iter_any():
             size += len(part)
-            if size > self._answer_bytes_max:
-                raise AttemptFailedError(f"the answer is longer than {self._answer_bytes_max} bytes")
+            if size > bytes_max:
+                raise AttemptFailedError(f"the answer is longer than {bytes_max} bytes")
             parts.append(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def accepts_connections(self) -> bool:
-        """Whether a TCP connection can be made right now."""
+        """Whether a connection can be made right now, its TLS included."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, writer = await asyncio.open_connection(self.url.host, self.url.port)
-        except (TimeoutError, OSError):
+                if self._unix_socket:
+                    _, writer = await asyncio.open_unix_connection(self._unix_socket)
+                else:
+                    _, writer = await asyncio.open_connection(self.url.host, self.url.port, ssl=self._tls())
+        except (TimeoutError, OSError, ValueError):
             return False
         writer.close()
         return True
 
     async def close(self) -> None:
-        """The session is shared; its owner closes it."""
+        """Close a session of its own; the shared one is its owner's to close."""
+        if self._unix_socket:
+            await self._session.close()
+
+    def _tls(self) -> ssl.SSLContext | None:
+        return self._credentials.ssl_context() if self.url.scheme == "https" else None
 
     def _target(self, path: str) -> URL:
         """The endpoint's own URL; a protocol's path fills in where the URL has none."""
@@ -92,3 +163,24 @@ class HttpEndpoint:
         if target is None:
             target = self._by_path[path] = self.url.with_path(path)  # bounded: one path for each model
         return target
+
+
+def _reason(failure: Exception) -> str:
+    """What to tell of a call that broke off: never a text that could quote what the other side sent."""
+    if isinstance(failure, aiohttp.ClientConnectorCertificateError):
+        fault = failure.certificate_error
+        if isinstance(fault, ssl.SSLCertVerificationError):
+            other_name = fault.verify_code in _OTHER_NAME
+            return f"its certificate is refused: {'it is for another name' if other_name else fault.verify_message}"
+    if isinstance(failure, aiohttp.ClientOSError) and isinstance(failure.__cause__, ssl.SSLError):
+        return f"TLS failed ({failure.__cause__.reason})"
+    return f"the call broke off ({type(failure).__name__})"
+
+
+def _without(secrets: Mapping[str, str], body: bytes) -> bytes:
+    """The body of an error, in case that it repeats the headers of the call: a client may be shown a part of it."""
+    for value in secrets.values():
+        for secret in (value, value.rpartition(" ")[2]):  # also without the scheme, such as `Bearer`
+            if len(secret) >= SECRET_CHARS_MIN:
+                body = body.replace(secret.encode(), b"***").replace(json.dumps(secret)[1:-1].encode(), b"***")
+    return body

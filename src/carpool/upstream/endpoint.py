@@ -12,6 +12,8 @@ class Call(msgspec.Struct, frozen=True, gc=False):
     # Added to the endpoint's own path, for protocols that name the model there.
     path: str = ""
     content_type: str = "application/json"
+    # Further headers, for protocols that have some.
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 class Answer(msgspec.Struct, frozen=True, gc=False):
@@ -19,6 +21,8 @@ class Answer(msgspec.Struct, frozen=True, gc=False):
 
     status: int
     body: bytes
+    # What the endpoint says of its load with it: 1 is full. None where it says nothing.
+    load: float | None = None
 
 
 class AttemptFailedError(Exception):

@@ -1,87 +1,263 @@
 """The endpoints of one model and their slots. A free slot is taken, never waited for, except by a retry.
 
-Every slot is in exactly one place: in `_free`, or with whoever took it. `give_back` hands it to a waiting retry if
-that may use it, since its requests are the oldest there are; else it becomes free, and batching is told.
+1. Every slot is in exactly one place: offered in `_free`, with whoever took it, or withheld because its endpoint's
+   breaker is open or its limit is lower than its slots.
+2. `give_back` hands a slot to a waiting retry if that may use it, since its requests are the oldest there are; else it
+   is offered, and batching is told.
+3. An endpoint whose breaker opens is offered no more. When its pause is over and its last call has ended, one slot is
+   offered: the probe.
+4. Breakers may take at most `eject_share_max` of the endpoints out, at least one. If every endpoint that is left fails
+   as well, it is the upstream that is down, and all of them open.
+5. The pool is down while no breaker is closed and no probe is offered. So the door opens for a moment when a probe is
+   due: without a request there could be none.
 """
 
 import asyncio
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
+from typing import NamedTuple
 
 from carpool.core.clock import Clock, monotonic
+from carpool.upstream.breaker import Breaker
 from carpool.upstream.endpoint import Endpoint
+from carpool.upstream.load import LoadLimit
+
+# An endpoint that answered well within this is known to be well.
+WELL_S = 10.0
+# The event loop's timers have millisecond steps.
+TIMER_S_MIN = 0.001
+# Weight of the newest measurement in an endpoint's utilisation.
+UTILIZATION_WEIGHT = 0.5
+
+
+class Member:
+    """An endpoint in the pool, and how it does."""
+
+    __slots__ = (
+        "_busy_s",
+        "_busy_s_then",
+        "_counted_until",
+        "_measured",
+        "alive_at",
+        "breaker",
+        "endpoint",
+        "failed",
+        "failed_probes",
+        "in_flight",
+        "is_leaving",
+        "limit",
+        "load",
+        "offered",
+        "probing",
+        "succeeded",
+        "utilization",
+        "well_at",
+    )
+
+    def __init__(self, endpoint: Endpoint, breaker: Breaker, load: LoadLimit, now: float) -> None:
+        self.endpoint = endpoint
+        self.breaker = breaker
+        # What it says of its load, from which its limit is worked out.
+        self.load = load
+        # Calls it may have at once: its slots, or fewer while it is overloaded.
+        self.limit = endpoint.slots
+        # Calls it has now, and slots of it in the pool's list of free ones.
+        self.in_flight = 0
+        self.offered = 0
+        # The call it has is a probe.
+        self.probing = False
+        # When it last answered well; and counts, for the fleet's page.
+        self.well_at = -inf
+        self.succeeded = 0
+        self.failed = 0
+        # Kept by the watch over its health: when it last answered a probe, and those that failed since.
+        self.alive_at = -inf
+        self.failed_probes = 0
+        # Busy share of its slots, lately.
+        self.utilization = 0.0
+        # It was removed: it gets no call any more, and goes when it has none.
+        self.is_leaving = False
+        # Slot-seconds spent busy until `_counted_until`; and until `_measured`, when utilisation was last worked out.
+        self._busy_s = 0.0
+        self._counted_until = now
+        self._busy_s_then = 0.0
+        self._measured = now
+
+    def __repr__(self) -> str:
+        return f"<Member {self.name} {self.breaker.state} in_flight={self.in_flight} offered={self.offered}>"
+
+    @property
+    def name(self) -> str:
+        """The endpoint's name, for logs and metrics."""
+        return self.endpoint.name
+
+    def busy_seconds(self, now: float) -> float:
+        """Slot-seconds spent busy so far; to be called before `in_flight` changes."""
+        self._busy_s += self.in_flight * (now - self._counted_until)
+        self._counted_until = now
+        return self._busy_s
+
+    def measure(self, now: float) -> None:
+        """Work out the utilisation since the last time."""
+        busy_s = self.busy_seconds(now)
+        share = (busy_s - self._busy_s_then) / max(1e-9, (now - self._measured) * self.endpoint.slots)
+        self.utilization += UTILIZATION_WEIGHT * (min(share, 1.0) - self.utilization)
+        self._busy_s_then, self._measured = busy_s, now
+
+
+class Wish(NamedTuple):
+    """What a retry would rather have. It takes nothing less than the best of the endpoints in use, and waits for it."""
+
+    # The endpoint that just failed: rather any other.
+    failed: Member | None
+    # Rather one that is known to be well.
+    known_well: bool
 
 
 class Pool:
     """Slots of several endpoints; the one that has been free longest goes first."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], clock: Clock = monotonic) -> None:
-        self.endpoints = list(endpoints)
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        clock: Clock = monotonic,
+        *,
+        eject_share_max: float = 0.5,
+        make_breaker: Callable[[], Breaker] = Breaker,
+        make_load: Callable[[int], LoadLimit] = LoadLimit,
+        random_share: Callable[[], float] = random.random,
+    ) -> None:
         self._clock = clock
+        self._make_breaker = make_breaker
+        self._make_load = make_load
+        self.members = [self._member(endpoint) for endpoint in endpoints]
+        self._eject_share_max = eject_share_max
+        self._random_share = random_share
         # One entry for each free slot, dealt round so that consecutive batches go to different endpoints.
-        self._free: deque[Endpoint] = deque()
-        for turn in range(max(endpoint.slots for endpoint in self.endpoints)):
-            self._free.extend(endpoint for endpoint in self.endpoints if turn < endpoint.slots)
-        self._total = len(self._free)
-        self._retries: deque[tuple[Endpoint, asyncio.Future[Endpoint]]] = deque()
+        self._free: deque[Member] = deque()
+        for turn in range(max(member.limit for member in self.members)):
+            for member in self.members:
+                if turn < member.limit:
+                    self._offer(member)
+        self._retries: deque[tuple[Wish, asyncio.Future[Member]]] = deque()
         self._ring: Callable[[], None] | None = None
-        # Slot-seconds spent busy until `_counted_until`, for utilisation.
-        self._busy_s = 0.0
-        self._counted_until = clock()
+        self._probe_timers: dict[Member, asyncio.TimerHandle] = {}
+        # Endpoints that were removed with calls under way, and what to do when those have ended.
+        self._leaving: dict[Member, Callable[[], None]] = {}
+        # Slot-seconds of endpoints that are no longer here.
+        self._busy_s_gone = 0.0
+        # True while no endpoint may be called: synchronous requests are refused at the door then.
+        self.is_down = False
 
     def __repr__(self) -> str:
-        return f"<Pool slots={self._total} free={len(self._free)} retries={len(self._retries)}>"
+        return f"<Pool slots={self.total()} free={self.free()} retries={len(self._retries)} down={self.is_down}>"
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Every endpoint."""
+        return [member.endpoint for member in self.members]
 
     def total(self) -> int:
-        """All slots."""
-        return self._total
+        """Slots of the endpoints that may be called."""
+        return sum(member.limit for member in self.members if member.breaker.state == "closed") or 1
 
     def free(self) -> int:
         """Slots that could take a batch now."""
         return len(self._free)
 
+    def busy(self) -> int:
+        """Calls under way."""
+        return sum(member.in_flight for member in (*self.members, *self._leaving))
+
     def busy_seconds(self) -> float:
         """Slot-seconds spent busy so far; two readings give the utilisation between them."""
         now = self._clock()
-        self._busy_s += (self._total - len(self._free)) * (now - self._counted_until)
-        self._counted_until = now
-        return self._busy_s
+        here = sum(member.busy_seconds(now) for member in (*self.members, *self._leaving))
+        return self._busy_s_gone + here
+
+    def retry_after_s(self) -> int:
+        """While the pool is down: whole seconds until the next probe."""
+        soonest = min((member.breaker.probe_at() for member in self.members), default=0.0)
+        return max(1, round(soonest - self._clock() + 0.5))
 
     def when_slot_frees(self, ring: Callable[[], None]) -> None:
         """Have `ring` called when a slot becomes free."""
         self._ring = ring
 
-    def take(self) -> Endpoint:
+    def take(self) -> Member:
         """Take a free slot; there must be one."""
-        self.busy_seconds()
-        return self._free.popleft()
+        member = self._free.popleft()
+        member.offered -= 1
+        self._start(member)
+        return member
 
-    def give_back(self, endpoint: Endpoint) -> None:
-        """End the use of a slot."""
-        for index, (failed, future) in enumerate(self._retries):
-            if not future.done() and self._may_retry_on(endpoint, failed):
-                del self._retries[index]
-                future.set_result(endpoint)
-                return
-        self.busy_seconds()
-        self._free.append(endpoint)
-        if self._ring is not None:
-            self._ring()
+    def give_back(self, member: Member) -> None:
+        """End the use of a slot. What the call showed of the endpoint is said by `went_well` or `went_badly`."""
+        member.busy_seconds(self._clock())
+        member.in_flight -= 1
+        if member.is_leaving and not member.in_flight:
+            self._gone(member)
+        if member.breaker.state == "closed":
+            self._offer_what_may_be(member)
+        else:
+            # A little later: what this call showed must not be taken for the word of the next probe.
+            self._wait_for_probe(member)
 
-    async def take_for_retry(self, failed: Endpoint, timeout_s: float) -> Endpoint | None:
-        """A slot of another endpoint than the one that failed, if there is another; None if none frees in time."""
-        for endpoint in self._free:
-            if self._may_retry_on(endpoint, failed):
-                self.busy_seconds()
-                self._free.remove(endpoint)
-                return endpoint
-        future: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
-        self._retries.append((failed, future))
+    def went_well(self, member: Member) -> None:
+        """A call was answered as it should be."""
+        member.succeeded += 1
+        member.well_at = self._clock()
+        member.failed_probes = 0
+        member.probing = False
+        was_open = member.breaker.state != "closed"
+        member.breaker.succeeded()
+        if was_open and not member.is_leaving:
+            self._cancel_probe(member)
+            self.is_down = False
+            self._offer_what_may_be(member)
+
+    def went_badly(self, member: Member) -> None:
+        """A call failed through the endpoint's fault."""
+        member.failed += 1
+        probe, member.probing = member.probing, False
+        if member.breaker.failed(self._clock(), self._random_share(), probe=probe, may_open=self._may_eject()):
+            self._withhold(member)
+        if all(other.breaker.state != "closed" or other.breaker.is_failing for other in self.members):
+            for other in self.members:  # rule 4: none of them answers
+                if other.breaker.state == "closed":
+                    other.breaker.open(self._clock(), self._random_share())
+                    self._withhold(other)
+        self._notice_if_down()
+        self._serve_retries()
+
+    def says_nothing(self, member: Member) -> None:
+        """A call ended in a way that tells nothing of the endpoint: refused for its input, or cancelled."""
+        if member.probing:
+            member.probing = False
+            member.breaker.probe_left()
+
+    def is_well(self, member: Member) -> bool:
+        """Whether the endpoint answered a call well a short while ago."""
+        return self._clock() - member.well_at <= WELL_S
+
+    async def take_for_retry(
+        self, failed: Member | None, timeout_s: float, *, known_well: bool = False
+    ) -> Member | None:
+        """A slot of the endpoint that fits best (see `Wish`); None if none frees in time."""
+        wish = Wish(failed, known_well)
+        free = self._take_free(wish)
+        if free is not None:
+            return free
+        future: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
+        self._retries.append((wish, future))
         try:
             await asyncio.wait([future], timeout=timeout_s)
         except asyncio.CancelledError:
             if future.done():
                 self.give_back(future.result())
+                self.says_nothing(future.result())
             raise
         finally:
             if not future.done():
@@ -89,5 +265,139 @@ class Pool:
                 self._retries = deque(entry for entry in self._retries if entry[1] is not future)
         return None if future.cancelled() else future.result()
 
-    def _may_retry_on(self, endpoint: Endpoint, failed: Endpoint) -> bool:
-        return endpoint is not failed or len(self.endpoints) == 1
+    def set_limit(self, member: Member, limit: int) -> None:
+        """Let the endpoint have at most so many calls at once, from 1 to its slots."""
+        member.limit = max(1, min(limit, member.endpoint.slots))
+        while member.offered and member.offered + member.in_flight > member.limit:
+            self._free.remove(member)
+            member.offered -= 1
+        self._offer_what_may_be(member)
+
+    def add(self, endpoint: Endpoint) -> None:
+        """Take an endpoint in while running."""
+        member = self._member(endpoint)
+        self.members.append(member)
+        self.is_down = False
+        self._offer_what_may_be(member)
+
+    def remove(self, endpoint: Endpoint, when_gone: Callable[[], None]) -> None:
+        """Send an endpoint no more; `when_gone` is called once it has no call under way."""
+        member = next(member for member in self.members if member.endpoint is endpoint)
+        self.members.remove(member)
+        self._withdraw(member)
+        member.is_leaving = True
+        self._leaving[member] = when_gone
+        self._notice_if_down()
+        self._serve_retries()
+        if not member.in_flight:
+            self._gone(member)
+
+    def close(self) -> None:
+        """Stop waiting for probes."""
+        for timer in self._probe_timers.values():
+            timer.cancel()
+
+    def _start(self, member: Member) -> None:
+        member.busy_seconds(self._clock())
+        member.in_flight += 1
+        if member.breaker.started(self._clock()):
+            member.probing = True
+            self._notice_if_down()
+
+    def _member(self, endpoint: Endpoint) -> Member:
+        return Member(endpoint, self._make_breaker(), self._make_load(endpoint.slots), self._clock())
+
+    def _gone(self, member: Member) -> None:
+        self._busy_s_gone += member.busy_seconds(self._clock())
+        self._leaving.pop(member)()
+
+    def _offer(self, member: Member) -> None:
+        self._free.append(member)
+        member.offered += 1
+
+    def _offer_what_may_be(self, member: Member) -> None:
+        """Offer the slots of the endpoint that nobody has and nothing withholds: to retries first."""
+        if member.is_leaving:
+            return
+        breaker = member.breaker
+        most = member.limit if breaker.state == "closed" else int(breaker.allows(self._clock()))
+        while member.offered + member.in_flight < most:
+            if not self._hand_to_retry(member):
+                self._offer(member)
+                if breaker.state != "closed":
+                    self._notice_if_down()
+                if self._ring is not None:
+                    self._ring()
+
+    def _take_free(self, wish: Wish) -> Member | None:
+        """A free slot for a retry."""
+        for member in self._free:
+            if self._may_retry_on(member, wish):
+                self._free.remove(member)
+                member.offered -= 1
+                self._start(member)
+                return member
+        return None
+
+    def _serve_retries(self) -> None:
+        """An endpoint went out: retries that waited for it may now have the one that failed them, if that is free."""
+        for entry in list(self._retries):
+            wish, future = entry
+            member = None if future.done() else self._take_free(wish)
+            if member is not None:
+                self._retries.remove(entry)
+                future.set_result(member)
+
+    def _notice_if_down(self) -> None:
+        self.is_down = not self._free and all(member.breaker.state != "closed" for member in self.members)
+
+    def _hand_to_retry(self, member: Member) -> bool:
+        for index, (wish, future) in enumerate(self._retries):
+            if not future.done() and self._may_retry_on(member, wish):
+                del self._retries[index]
+                self._start(member)
+                future.set_result(member)
+                return True
+        return False
+
+    def _withhold(self, member: Member) -> None:
+        """The breaker opened: offer nothing of it until a probe is due."""
+        self._withdraw(member)
+        self._wait_for_probe(member)
+
+    def _wait_for_probe(self, member: Member) -> None:
+        self._cancel_probe(member)
+        if not member.is_leaving:
+            delay_s = max(0.0, member.breaker.probe_at() - self._clock())
+            loop = asyncio.get_running_loop()
+            self._probe_timers[member] = loop.call_later(delay_s + TIMER_S_MIN, self._probe_is_due, member)
+
+    def _probe_is_due(self, member: Member) -> None:
+        if member.breaker.state == "open" and not member.breaker.allows(self._clock()):
+            self._wait_for_probe(member)  # the event loop's clock ran ahead
+        else:
+            self._offer_what_may_be(member)
+
+    def _withdraw(self, member: Member) -> None:
+        if member.offered:
+            self._free = deque(other for other in self._free if other is not member)
+            member.offered = 0
+        self._cancel_probe(member)
+
+    def _cancel_probe(self, member: Member) -> None:
+        timer = self._probe_timers.pop(member, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _may_eject(self) -> bool:
+        open_now = sum(member.breaker.state != "closed" for member in self.members)
+        return open_now + 1 <= max(1, int(len(self.members) * self._eject_share_max))
+
+    def _may_retry_on(self, member: Member, wish: Wish) -> bool:
+        in_use = (other for other in self.members if other.breaker.state == "closed")
+        return self._fit(member, wish) >= max((self._fit(other, wish) for other in in_use), default=0)
+
+    def _fit(self, member: Member, wish: Wish) -> int:
+        if member is wish.failed:
+            return 0
+        return 2 if wish.known_well and self.is_well(member) else 1

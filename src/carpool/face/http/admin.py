@@ -8,7 +8,9 @@ import msgspec
 
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import NotFound, Unauthorized
+from carpool.core.ports import DeadLetterDesk
 from carpool.core.request import DONE, RUNNING, Request
+from carpool.face.http.dead_letters import DeadLetterRoutes
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.router import Router
@@ -25,8 +27,10 @@ class AdminRoutes:
         token: str,
         health: Callable[[], dict[str, Any]],
         ready: Callable[[Callable[[str | None], None]], None],
+        fleet: Callable[[], dict[str, Any]],
         metrics: Callable[[], bytes],
         find_request: Callable[[str], Request | None],
+        dead_letters: DeadLetterDesk,
         openapi: bytes,
         clock: Clock = monotonic,
     ) -> None:
@@ -34,6 +38,7 @@ class AdminRoutes:
         self._credential = b"Bearer " + token.encode() if token else b""
         self._health = health
         self._ready = ready
+        self._fleet = fleet
         self._metrics = metrics
         self._find_request = find_request
         self._openapi = openapi
@@ -41,9 +46,11 @@ class AdminRoutes:
         self._router = Router()
         self._router.add(b"GET", b"/internal/health", self.health)
         self._router.add(b"GET", b"/internal/ready", self.ready)
+        self._router.add(b"GET", b"/internal/fleet", self.fleet)
         self._router.add(b"GET", b"/internal/requests/", self.request)
         self._router.add(b"GET", b"/metrics", self.metrics)
         self._router.add(b"GET", b"/openapi.json", self.openapi)
+        DeadLetterRoutes(dead_letters).add_to(self._router)
 
     def __call__(self, exchange: Exchange) -> None:
         """Serve one exchange of an operator."""
@@ -69,6 +76,10 @@ class AdminRoutes:
                 exchange.respond(503, msgspec.json.encode({"ready": False, "reason": reason}))
 
         self._ready(answer)
+
+    def fleet(self, exchange: Exchange, _: str) -> None:
+        """`GET /internal/fleet`: every endpoint of every model."""
+        exchange.respond(200, msgspec.json.encode(self._fleet()))
 
     def request(self, exchange: Exchange, request_id: str) -> None:
         """`GET /internal/requests/{id}`: the state of a live or recent request."""

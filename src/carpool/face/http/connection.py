@@ -6,7 +6,8 @@ Rules, each with a test:
 2. At most `pipeline_max` exchanges are with the routes at once. What one read brought beyond that waits in
    `backlog`, and reading pauses; so a connection holds at most one read (256 KiB) more than it may.
 3. A client that does not read gets no new work done: while the transport's buffer is over its mark, reading
-   and the backlog stand still. The server's sweep cuts it off when it stands still for `write_timeout_s`.
+   and the backlog stand still. The server's sweep cuts it off when it stands still for `write_timeout_s`; and it is
+   cut off at once if all such clients together leave more unread than `unread_bytes_max`.
    A client that we do not read from is never too slow: the receive deadline stands still with reading.
 4. A request that cannot be parsed is answered after those before it, and the connection closes. It closes
    gently: the end of our side is sent and what still comes is thrown away for a moment, since closing on
@@ -47,6 +48,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("carpool.http")
 
 ONLY_ONCE = frozenset((b"host", b"authorization", b"content-type", b"content-length"))
+# What a request in the backlog costs beside its body.
+BACKLOG_ENTRY_BYTES = 1024
+# A client with less than this unread is never cut off for what others leave unread.
+UNREAD_BYTES_MIN = 256 * 1024
 # How long a connection that was refused is still read from and thrown away (rule 4).
 LINGER_S = 1.0
 
@@ -299,7 +304,7 @@ class Connection(asyncio.Protocol):
         pending = self.pending
         server = self.server
         if len(pending) >= self.limits.pipeline_max or self.backlog or self.writing_paused or server.draining:
-            server.receiving_bytes += len(exchange.body)
+            server.receiving_bytes += len(exchange.body) + BACKLOG_ENTRY_BYTES
             self.backlog.append(exchange)
             self.pause_reading()
             return
@@ -350,6 +355,7 @@ class Connection(asyncio.Protocol):
         """The parser stopped: by its own judgement, by ours, or by a defect of ours."""
         if self.input_ended:
             self.close_gently = True  # bytes after the last request (rule 8)
+            self.pump()  # which may wait in the backlog
             return
         cause = failure.__context__
         if not isinstance(failure, httptools.HttpParserCallbackError):
@@ -368,7 +374,11 @@ class Connection(asyncio.Protocol):
         self.continue_owed = False
         self.drop_body()
         refused = Exchange(self, b"", b"", {}, b"", False)
-        (self.backlog or self.pending).append(refused)
+        if self.backlog:
+            self.server.receiving_bytes += BACKLOG_ENTRY_BYTES
+            self.backlog.append(refused)
+        else:
+            self.pending.append(refused)
         respond_problem(refused, error)
 
     def receive_timed_out(self) -> None:
@@ -389,6 +399,9 @@ class Connection(asyncio.Protocol):
             exchange = pending.popleft()
             self.bytes_out += len(response)
             transport.write(response)
+            if self.writing_paused and self.reads_too_little(transport, len(response)):
+                transport.abort()
+                return
             if not exchange.keep_alive:
                 self.finish_output(transport)
                 return
@@ -398,6 +411,13 @@ class Connection(asyncio.Protocol):
                 self.send_continue()
         if self.backlog or self.reading_paused:
             self.pump()
+
+    def reads_too_little(self, transport: asyncio.Transport, size: int) -> bool:
+        """Whether more than may be is left unread over all connections, a good part of it by this client (rule 3)."""
+        self.server.unread_bytes += size
+        if self.server.unread_bytes <= self.limits.unread_bytes_max:
+            return False
+        return transport.get_write_buffer_size() >= UNREAD_BYTES_MIN
 
     def pump(self) -> None:
         """Move complete requests from the backlog to the routes while there is room; then read on."""
@@ -420,7 +440,7 @@ class Connection(asyncio.Protocol):
     def next_in_backlog(self) -> Exchange:
         """Take the oldest request of the backlog; the server no longer counts its body."""
         exchange = self.backlog.popleft()
-        self.server.receiving_bytes -= len(exchange.body)
+        self.server.receiving_bytes -= len(exchange.body) + BACKLOG_ENTRY_BYTES
         return exchange
 
     def pause_reading(self) -> None:

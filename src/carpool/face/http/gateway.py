@@ -42,6 +42,7 @@ TASK_ID = re.compile(r"[0-9a-f]{32}\Z").match
 # How many of the last requests can be asked for at /internal/requests/{id}; a power of two.
 RECENT_KEPT = 8192
 RECENT_MASK = RECENT_KEPT - 1
+NO_HEADERS: dict[bytes, bytes] = {}
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -51,6 +52,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     body_bytes_max: int
     # Binary input as the JSON value that the model's protocol has for it.
     binary_input: Callable[[bytes], bytes]
+    # For protocols that look into inputs before they are admitted: raises Malformed.
+    prepare: Callable[[Request], None] | None = None
 
 
 class FaceSettings(msgspec.Struct, frozen=True):
@@ -168,11 +171,12 @@ class GatewayRoutes:
         if not TASK_ID(task_id):
             task_id = "-"  # no task has it; the answer is the same as for an unknown one
 
-        def answer(task: StoredTask | CarpoolError) -> None:
+        def answer(task: StoredTask | CarpoolError) -> bool:
             if isinstance(task, CarpoolError):
                 respond_problem(exchange, task)
             else:
                 exchange.respond(200, task_json(task))
+            return exchange.connection.transport is not None
 
         forget = self._settings.forget_after_read and exchange.method == b"GET"
         exchange.context = self._tasks.look(task_id, int(wait_text) / 1000, forget, answer)
@@ -216,7 +220,7 @@ class GatewayRoutes:
             model.name,
             parameters,
             value,
-            len(value),
+            len(value) + len(parameters),
             tier,
             now,
             now + settings.tier_target_s[tier],
@@ -225,12 +229,16 @@ class GatewayRoutes:
             replies,
             exchange,
         )
+        if model.prepare is not None:
+            model.prepare(request)
         self._recent[next(self._numbers) & RECENT_MASK] = request
         refusal = self._gate.admit(request)
         if refusal is not None:
             request.settle(refusal, now)  # answers it; and the ring must not keep inputs of those who were refused
         else:
-            exchange.body = b""  # `value` is what is needed of it
+            # What waits should be small: `value` is what is needed of the body, and few headers matter for the answer.
+            exchange.body = b""
+            exchange.headers = headers_for_answer(exchange.headers)
             exchange.context = request
             exchange.when_client_leaves = self._client_left
 
@@ -244,7 +252,7 @@ class GatewayRoutes:
             model.name,
             parameters,
             value,
-            len(value),
+            len(value) + len(parameters),
             caller.tier,
             now,
             now + settings.tier_target_s[caller.tier],
@@ -253,6 +261,8 @@ class GatewayRoutes:
             self._inference_replies,
             is_task=True,
         )
+        if model.prepare is not None:
+            model.prepare(request)
         self._recent[next(self._numbers) & RECENT_MASK] = request
 
         def accepted(error: CarpoolError | None) -> None:
@@ -288,6 +298,13 @@ def task_json(task: StoredTask) -> bytes:
         middle,
         when.replace("+00:00", "Z").encode(),
     )
+
+
+def headers_for_answer(headers: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    """Those that an answer depends on."""
+    if b"x-request-id" not in headers and b"connection" not in headers:
+        return NO_HEADERS
+    return {name: headers[name] for name in (b"x-request-id", b"connection") if name in headers}
 
 
 def too_large_for(model: ServedModel) -> TooLarge:

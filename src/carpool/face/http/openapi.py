@@ -4,7 +4,9 @@ from typing import Any
 
 import msgspec
 
+from carpool.core.dead_letter import dead_letter_causes
 from carpool.core.errors import CarpoolError, all_errors
+from carpool.face.http.dead_letters import LETTER_ID_MAX, LETTERS_LISTED, LETTERS_LISTED_MAX
 
 Json = dict[str, Any]
 
@@ -206,14 +208,134 @@ def admin_openapi() -> bytes:
             "Whether to send requests here",
             {"200": answer("Ready", ready), "503": answer("Not ready, and why", ready)},
         ),
+        "/internal/fleet": get("fleet", "Every endpoint of every model", {"200": answer("The fleet", FLEET)}),
         "/internal/requests/{id}": {
             "parameters": [request_id],
             **get("request", "A live or recent request", {"200": answer("Its state", request), **problems(404)}),
         },
         "/metrics": get("metrics", "Metrics", {"200": metrics}),
+        **dead_letter_paths(),
         "/openapi.json": DESCRIBED_BY_ITSELF,
     }
     return document("Carpool, for operators", paths)
+
+
+def dead_letter_paths() -> Json:
+    """The paths of dead letters."""
+    causes = dead_letter_causes()
+    number: Json = {"type": "integer", "minimum": 1}
+    summary: Json = {
+        "id": number,
+        "request_id": {"type": "string"},
+        "model": {"type": "string"},
+        "cause": {"enum": causes},
+        "detail": {"type": "string"},
+        "sends": {"type": "integer"},
+        "buried_at": {"type": "string", "format": "date-time"},
+        "size": {"type": "integer", "description": "bytes of input and parameters"},
+    }
+    whole: Json = {**summary, "input": {}, "parameters": {"type": ["object", "null"]}}
+    replayed = strict_object({"id": number, "task_id": {"type": "string"}})
+    report = strict_object({"tasks": {"type": "array", "items": replayed}, "reason": {"type": ["string", "null"]}})
+    listed = strict_object(
+        {"dead_letters": {"type": "array", "items": strict_object(summary)}, "total": {"type": "integer"}}
+    )
+    limit: Json = {"type": "integer", "minimum": 1, "maximum": LETTERS_LISTED_MAX, "default": LETTERS_LISTED}
+    after: Json = {"type": "integer", "minimum": 0, "maximum": LETTER_ID_MAX, "default": 0}
+    letter_id: Json = {"name": "id", "in": "path", "required": True, "schema": {**number, "maximum": LETTER_ID_MAX}}
+    shared = problems(400, 401, 431, 500, 503)
+    of_one = {**shared, **problems(404)}
+    operations_of_one = ("dead_letter", "drop_dead_letter", "replay_dead_letter")
+    first: Json = {"id": "$response.body#/dead_letters/0/id"}
+    links: Json = {name: {"operationId": name, "parameters": first} for name in operations_of_one}
+    return {
+        "/internal/dead-letters": {
+            "get": {
+                "operationId": "dead_letters",
+                "summary": "Requests given up on, the oldest first; not their inputs",
+                "parameters": [
+                    {"name": "limit", "in": "query", "schema": limit},
+                    {"name": "after", "in": "query", "schema": after, "description": "the last id already seen"},
+                ],
+                "responses": {"200": {**answer("Some dead letters", listed), "links": links}, **shared},
+            },
+            "delete": {
+                "operationId": "drop_dead_letters",
+                "summary": "Drop all",
+                "parameters": [{"name": "all", "in": "query", "required": True, "schema": {"enum": ["true"]}}],
+                "responses": {
+                    "200": answer("How many there were", strict_object({"dropped": {"type": "integer"}})),
+                    **shared,
+                },
+            },
+        },
+        "/internal/dead-letters/replay": {
+            "post": {
+                "operationId": "replay_dead_letters",
+                "summary": "Make all, or those of one cause, tasks again",
+                "parameters": [{"name": "cause", "in": "query", "schema": {"enum": causes}}],
+                "responses": {"202": answer("The new tasks; why some letters were left", report), **of_one},
+            }
+        },
+        "/internal/dead-letters/{id}": {
+            "parameters": [letter_id],
+            "get": {
+                "operationId": "dead_letter",
+                "summary": "One dead letter with its input",
+                "responses": {"200": answer("The dead letter", strict_object(whole)), **of_one},
+            },
+            "delete": {
+                "operationId": "drop_dead_letter",
+                "summary": "Drop one",
+                "responses": {"204": {"description": "Done"}, **of_one},
+            },
+        },
+        "/internal/dead-letters/{id}/replay": {
+            "parameters": [letter_id],
+            "post": {
+                "operationId": "replay_dead_letter",
+                "summary": "Make one a task again",
+                "responses": {"202": answer("The new task", replayed), **of_one},
+            },
+        },
+    }
+
+
+def strict_object(properties: Json) -> Json:
+    """An object that has all of these properties, and no other."""
+    return {
+        "type": "object",
+        "required": list(properties),
+        "additionalProperties": False,
+        "properties": properties,
+    }
+
+
+ENDPOINT: Json = strict_object(
+    {
+        "endpoint": {"type": "string"},
+        "state": {"enum": ["healthy", "degraded", "offline"]},
+        "utilization": {"type": "number", "description": "as it reports it, else the busy share of its slots"},
+        "in_flight": {"type": "integer", "description": "calls under way"},
+        "limit": {"type": "integer", "description": "calls it may have at once: its slots, or fewer under load"},
+        "slots": {"type": "integer"},
+        "breaker": {"enum": ["closed", "open", "half-open"]},
+        "last_heartbeat": {
+            "type": ["string", "null"],
+            "format": "date-time",
+            "description": "when a call or a probe was last answered well",
+        },
+    }
+)
+MODEL_FLEET: Json = strict_object(
+    {
+        "slots": {"type": "integer"},
+        "healthy_slots": {"type": "integer", "description": "calls that the endpoints that work may have at once"},
+        "capacity_rps": {"type": "number", "description": "healthy slots x largest batch / seconds a batch takes"},
+        "endpoints": {"type": "array", "items": ENDPOINT},
+    }
+)
+FLEET: Json = strict_object({"models": {"type": "object", "additionalProperties": MODEL_FLEET}})
 
 
 def document(title: str, paths: Json) -> bytes:

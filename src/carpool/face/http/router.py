@@ -12,17 +12,18 @@ QUERY_FIELDS_MAX = 16
 
 
 class Router:
-    """Routes by exact path, or by a prefix whose rest (one path segment) is handed to the route."""
+    """Routes by exact path, or by one of which the last or last but one segment is handed to the route."""
 
     def __init__(self) -> None:
-        # By path, then method: whole paths, and those that end with a slash and take one more segment.
+        # By path, then method: whole paths, and those with a `*` in place of the segment that may be any.
         self._routes: dict[bytes, dict[bytes, Route]] = {}
-        self._prefixes: dict[bytes, dict[bytes, Route]] = {}
+        self._patterns: dict[bytes, dict[bytes, Route]] = {}
 
     def add(self, method: bytes, path: bytes, route: Route) -> None:
-        """Serve a method of a path."""
-        routes = self._prefixes if path.endswith(b"/") else self._routes
-        routes.setdefault(path, {})[method] = route
+        """Serve a method of a path. A slash at its end takes one more segment, as does a `*` before the last."""
+        pattern = path + b"*" if path.endswith(b"/") else path
+        routes = self._patterns if b"*" in pattern else self._routes
+        routes.setdefault(pattern, {})[method] = route
 
     def __call__(self, exchange: Exchange) -> None:
         """Serve one exchange. What a route raises of the error tree becomes its answer."""
@@ -41,7 +42,11 @@ class Router:
         routes = self._routes.get(path)
         if routes is None:
             head, _, rest = path.rpartition(b"/")
-            routes = self._prefixes.get(head + b"/") if rest else None
+            routes = self._patterns.get(head + b"/*") if rest else None
+            if routes is None:
+                last = rest
+                head, _, rest = head.rpartition(b"/")
+                routes = self._patterns.get(b"%b/*/%b" % (head, last)) if rest else None
         if path == b"*" and exchange.method == b"OPTIONS":
             exchange.respond(204, b"", b"", b"Allow: GET, HEAD, POST, DELETE, OPTIONS\r\n")
             return

@@ -31,6 +31,8 @@ class HttpLimits(msgspec.Struct, frozen=True):
     body_bytes_max: int = 1024 * 1024
     # Bodies that are partly received, over all connections.
     receiving_bytes_max: int = 256 * 1024 * 1024
+    # Responses that clients have not read yet, over all connections that are behind with reading.
+    unread_bytes_max: int = 256 * 1024 * 1024
     receive_timeout_s: float = 10.0
     idle_timeout_s: float = 75.0
     write_timeout_s: float = 10.0
@@ -53,6 +55,9 @@ class HttpServer:
         self.connections: set[Connection] = set()
         # Bytes of bodies that are partly received, or wait in a connection's backlog.
         self.receiving_bytes = 0
+        # Bytes of responses that wait for clients which are behind; worked out anew in each round of the sweep.
+        self.unread_bytes = 0
+        self._unread_seen = 0
         # Answers that were errors, by code, for metrics.
         self.problems: dict[str, int] = {}
         # While true, every response asks its client to go.
@@ -157,6 +162,7 @@ class HttpServer:
             self._to_sweep = list(self.connections)
             # Fixed for the round: if it fell with the connections, those at the end of the list would wait.
             self._swept_at_once = len(self._to_sweep) // SWEEP_PARTS + 1
+            self.unread_bytes, self._unread_seen = self._unread_seen, 0
         for _ in range(min(len(self._to_sweep), self._swept_at_once)):
             self._sweep(self._to_sweep.pop(), now)
 
@@ -169,6 +175,8 @@ class HttpServer:
         # A sweep comes every quarter second: act before the limit rather than after it.
         now += TICK_S * SWEEP_PARTS
         waiting = transport.get_write_buffer_size()
+        if connection.writing_paused:
+            self._unread_seen += waiting
         if connection.linger_until and waiting == 0:
             if now >= connection.linger_until:
                 transport.abort()

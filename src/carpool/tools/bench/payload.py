@@ -44,7 +44,7 @@ _decode_answer = msgspec.json.Decoder(_Answer).decode
 class Payload:
     """Makes the requests of one run and verifies their answers."""
 
-    __slots__ = ("_after", "_before", "_head", "_reversed", "_tail")
+    __slots__ = ("_after", "_before", "_head", "_poison_every", "_poison_tail", "_reversed", "_tail")
 
     def __init__(
         self,
@@ -56,6 +56,8 @@ class Payload:
         expect: Expect = "reversed",
         model: str | None = None,
         respond_async: bool = False,
+        poison: str = "",
+        poison_every: int = 0,
     ) -> None:
         if size < PAYLOAD_BYTES_MIN:
             raise ValueError(f"payload of {size} bytes is too small, the least is {PAYLOAD_BYTES_MIN}")
@@ -70,6 +72,9 @@ class Payload:
             f"{prefer}Content-Length: {length}\r\n\r\n"
         ).encode() + b'{"input":"%b' % identity
         self._tail = filler + ending
+        # Every so many requests carry the text instead of as much filler; 0: none does.
+        self._poison_every = poison_every if poison else 0
+        self._poison_tail = (poison.encode() + filler)[:filler_size] + ending
         self._reversed = expect == "reversed"
         # The comma is part of what comes after: an output that goes on behind the expected one is not it.
         if self._reversed:
@@ -79,6 +84,8 @@ class Payload:
 
     def request(self, number: bytes) -> bytes:
         """The whole HTTP request that carries `number` (8 hexadecimal digits)."""
+        if self._poison_every and int(number, 16) % self._poison_every == 0:
+            return b"".join((self._head, number, self._poison_tail))
         return b"".join((self._head, number, self._tail))
 
     def expected_output(self, number: bytes) -> str:

@@ -54,6 +54,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     segments: list[Segment]
     connections: int
     payload_bytes: int = 2000
+    poison: str = ""
+    poison_every: int = 0
     mode: Mode = "sync"
     arrivals: Arrivals = "poisson"
     seed: int = 0
@@ -140,6 +142,8 @@ async def drive(
             # Not from the seed: with the same inputs again, a run could be answered from a cache.
             run_id=secrets.token_hex(RUN_ID_DIGITS // 2),
             size=options.payload_bytes,
+            poison=options.poison,
+            poison_every=options.poison_every,
             expect=options.expect,
             model=options.model,
             respond_async=options.mode == "task",

@@ -5,14 +5,62 @@ from typing import Literal
 from carpool.upstream.codecs.base import Codec, ProtocolFaultError
 from carpool.upstream.codecs.json import JsonCodec
 from carpool.upstream.codecs.kserve_v1 import KServeV1Codec
+from carpool.upstream.codecs.kserve_v2 import KServeV2Codec
+from carpool.upstream.codecs.kserve_v2_grpc import KServeV2GrpcCodec
+from carpool.upstream.codecs.openai_completions import OpenAiCompletionsCodec
+from carpool.upstream.codecs.openai_embeddings import OpenAiEmbeddingsCodec
+from carpool.upstream.codecs.tei_embed import TeiEmbedCodec
+from carpool.upstream.codecs.tensors import TensorDefaults
 
-__all__ = ["Codec", "JsonCodec", "KServeV1Codec", "ProtocolFaultError", "make_codec"]
+__all__ = [
+    "Codec",
+    "JsonCodec",
+    "KServeV1Codec",
+    "KServeV2Codec",
+    "KServeV2GrpcCodec",
+    "OpenAiCompletionsCodec",
+    "OpenAiEmbeddingsCodec",
+    "ProtocolFaultError",
+    "ProtocolName",
+    "TeiEmbedCodec",
+    "make_codec",
+]
+
+ProtocolName = Literal[
+    "json", "kserve_v1", "kserve_v2", "kserve_v2_grpc", "openai_embeddings", "openai_completions", "tei_embed"
+]
 
 
 def make_codec(
-    protocol: Literal["json", "kserve_v1"], *, inputs_field: str, outputs_field: str, parameters_field: str
+    protocol: ProtocolName,
+    *,
+    inputs_field: str = "inputs",
+    outputs_field: str = "outputs",
+    parameters_field: str = "parameters",
+    model_version: str = "",
+    tensor_name: str = "",
+    tensor_datatype: str = "",
+    tensor_shape: str = "",
+    tensor_binary: bool = False,
 ) -> Codec:
-    """The codec of a protocol; the field names matter to `json` alone."""
-    if protocol == "kserve_v1":
-        return KServeV1Codec()
-    return JsonCodec(inputs_field, outputs_field, parameters_field)
+    """The codec of a protocol. Field names matter to `json`, the version to KServe, `tensor_…` to its V2.
+
+    `tensor_shape` is the shape with the batch dimension, as text: "1,3,224,224".
+    """
+    shape = tuple(int(dimension) for dimension in tensor_shape.split(",")) if tensor_shape else ()
+    tensors = TensorDefaults(tensor_name, tensor_datatype, shape, tensor_binary)
+    match protocol:
+        case "json":
+            return JsonCodec(inputs_field, outputs_field, parameters_field)
+        case "kserve_v1":
+            return KServeV1Codec(model_version)
+        case "kserve_v2":
+            return KServeV2Codec(tensors, model_version)
+        case "kserve_v2_grpc":
+            return KServeV2GrpcCodec(tensors, model_version)
+        case "openai_embeddings":
+            return OpenAiEmbeddingsCodec()
+        case "openai_completions":
+            return OpenAiCompletionsCodec()
+        case "tei_embed":
+            return TeiEmbedCodec()

@@ -8,18 +8,23 @@ from typing import Any
 
 import msgspec
 
-from carpool.upstream.codecs.base import ProtocolFaultError, check_answer
-from carpool.upstream.endpoint import Call
+from carpool.core.request import Request
+from carpool.upstream.codecs.base import (
+    Codec,
+    Decoded,
+    ProtocolFaultError,
+    check_count,
+    check_text,
+    parse_answer,
+)
+from carpool.upstream.endpoint import Answer, Call
 
 
-class JsonCodec:
+class JsonCodec(Codec):
     """The default protocol."""
 
     def __init__(
-        self,
-        inputs_field: str = "inputs",
-        outputs_field: str = "outputs",
-        parameters_field: str = "parameters",
+        self, inputs_field: str = "inputs", outputs_field: str = "outputs", parameters_field: str = "parameters"
     ) -> None:
         quoted = msgspec.json.encode
         self._start = b"{" + quoted(inputs_field) + b":["
@@ -31,20 +36,18 @@ class JsonCodec:
         )
         self._decode: Callable[[bytes], Any] = msgspec.json.Decoder(answer).decode
 
-    def encode(self, model: str, parameters: bytes, inputs: Sequence[bytes]) -> Call:
+    def encode(self, batch: Sequence[Request]) -> Call:
         """The inputs' own bytes, joined by commas."""
+        parameters = batch[0].parameters
         end = self._parameters + parameters + b"}" if parameters else b"]}"
-        return Call(b"".join((self._start, b",".join(inputs), end)))
+        return Call(b"".join((self._start, b",".join([request.input for request in batch]), end)))
 
-    def decode(self, body: bytes, count: int) -> Sequence[msgspec.Raw]:
+    def decode(self, answer: Answer, batch: Sequence[Request]) -> Sequence[Decoded]:
         """Slices of the answer."""
-        try:
-            outputs: list[msgspec.Raw] | None = self._decode(body).outputs
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as failure:
-            # msgspec's text names a place and a type, never a value
-            raise ProtocolFaultError(f"the answer is not the JSON expected: {failure}") from None
-        return check_answer(body, outputs, self._outputs_field, count)
-
-    def binary_input(self, data: bytes) -> bytes:
-        """A base64 string."""
-        return msgspec.json.encode(data)
+        body = answer.body
+        outputs: list[msgspec.Raw] | None = parse_answer(self._decode, body).outputs
+        if outputs is None:
+            raise ProtocolFaultError(f"the answer has no array `{self._outputs_field}`")
+        check_count(len(outputs), len(batch))
+        check_text(body)
+        return [Decoded(output) for output in outputs]

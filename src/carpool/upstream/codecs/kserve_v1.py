@@ -1,26 +1,88 @@
 """KServe V1 and TF Serving REST: `{"instances":[…]}` → `{"predictions":[…]}`.
 
 The endpoint's URL is the whole path, `http://host:port/v1/models/NAME:predict`; a URL without a path gets it from the
-model's name. Parameters are sent beside `instances`. Lane key: model and parameters.
+model's name. `signature_name` among the parameters is sent beside `instances`, as TF Serving wants it, the others
+as `parameters`. Lane key: model and parameters.
 """
 
+import re
 from collections.abc import Sequence
 
 import msgspec
 
-from carpool.upstream.codecs.json import JsonCodec
-from carpool.upstream.endpoint import Call
+from carpool.core.request import Request
+from carpool.upstream.codecs.base import (
+    Codec,
+    Decoded,
+    ProtocolFaultError,
+    Refusal,
+    check_count,
+    check_text,
+    classify_status,
+    nulls_for_not_a_number,
+    parse_answer,
+)
+from carpool.upstream.endpoint import Answer, Call
+
+_SIGNATURE = "signature_name"
+_LIMIT = re.compile(r"Task size \d+ is larger than maximum input batch size (?P<max>\d+)")
 
 
-class KServeV1Codec(JsonCodec):
-    """The JSON codec with KServe's names and path."""
+class _Predictions(msgspec.Struct):
+    predictions: list[msgspec.Raw] | None = None
+    # The columnar form: all values of one output together, not to be told apart by member.
+    outputs: msgspec.Raw = msgspec.Raw()
 
-    def __init__(self) -> None:
-        super().__init__("instances", "predictions", "parameters")
 
-    def encode(self, model: str, parameters: bytes, inputs: Sequence[bytes]) -> Call:
-        """As JSON, with the path that names the model."""
-        return Call(super().encode(model, parameters, inputs).body, path=f"/v1/models/{model}:predict")
+_decode_predictions = msgspec.json.Decoder(_Predictions).decode
+_decode_parameters = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class KServeV1Codec(Codec):
+    """One value in, one value out, in rows."""
+
+    def __init__(self, model_version: str = "") -> None:
+        self._version = f"/versions/{model_version}" if model_version else ""
+
+    def health_path(self, model: str) -> str | None:
+        """The model's own page."""
+        return f"/v1/models/{model}{self._version}"
+
+    def encode(self, batch: Sequence[Request]) -> Call:
+        """The inputs' own bytes as `instances`, and the path that names the model."""
+        first = batch[0]
+        fields = b'{"instances":[' + b",".join([request.input for request in batch]) + b"]"
+        if first.parameters:
+            parameters = _decode_parameters(first.parameters)
+            signature = parameters.pop(_SIGNATURE, None)
+            if signature is not None:
+                fields += b',"signature_name":' + bytes(signature)
+            if parameters:
+                fields += b',"parameters":' + msgspec.json.encode(parameters)
+        return Call(fields + b"}", path=f"/v1/models/{first.model}{self._version}:predict")
+
+    def decode(self, answer: Answer, batch: Sequence[Request]) -> Sequence[Decoded]:
+        """Slices of the answer, with null for numbers that JSON does not have."""
+        body = answer.body
+        try:
+            parsed = parse_answer(_decode_predictions, body)
+        except ProtocolFaultError:
+            repaired = nulls_for_not_a_number(body)
+            if repaired is body:
+                raise
+            body = repaired
+            parsed = parse_answer(_decode_predictions, body)
+        if parsed.predictions is None:
+            if parsed.outputs:
+                raise ProtocolFaultError("the answer is columnar (`outputs`), and cannot be given to members by row")
+            raise ProtocolFaultError("the answer has no array `predictions`")
+        check_count(len(parsed.predictions), len(batch))
+        check_text(body)
+        return [Decoded(prediction) for prediction in parsed.predictions]
+
+    def classify(self, answer: Answer, size: int) -> Refusal:
+        """By the status, and TF Serving's words for too large a batch."""
+        return classify_status(answer, size, _LIMIT)
 
     def binary_input(self, data: bytes) -> bytes:
         """TF Serving's object for binary values."""

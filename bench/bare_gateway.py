@@ -1,0 +1,76 @@
+"""A gateway without resilience, to measure what resilience costs: no breaker, no retry, no isolation of bad inputs.
+
+    .venv/bin/python bench/bare_gateway.py UPSTREAM PORT DATA_DIR
+
+The same gateway but for its pool and dispatcher, which do what is needed when nothing fails, and no more.
+"""
+
+import asyncio
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import carpool.app
+import carpool.service
+from carpool.config import load_settings
+from carpool.core.clock import monotonic
+from carpool.core.outcome import CallFacts, Output
+from carpool.core.request import Request
+from carpool.core.tally import SECONDS_BOUNDS, Histogram
+from carpool.upstream.endpoint import Endpoint
+from carpool.upstream.pool import Pool
+
+
+class BarePool(Pool):
+    """Free slots in a deque, and nothing else."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], *_: Any, **__: Any) -> None:
+        super().__init__(endpoints)
+        self.bare = deque(endpoint for endpoint in endpoints for _ in range(endpoint.slots))
+        self.slots = len(self.bare)
+
+    def total(self) -> int:
+        return self.slots
+
+    def free(self) -> int:
+        return len(self.bare)
+
+
+class BareDispatcher:
+    """One call for each batch; a failure is a failure."""
+
+    def __init__(self, pool: BarePool, codec: Any, outcomes: Any, **_: Any) -> None:
+        self.pool, self.codec, self.outcomes = pool, codec, outcomes
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.call_seconds = Histogram(SECONDS_BOUNDS)
+        self.calls = {"ok": 0}
+        self.poisoned = 0
+
+    def dispatch(self, batch: list[Request], ended: Callable[[float], None]) -> None:
+        task = asyncio.get_running_loop().create_task(self.deliver(batch, self.pool.bare.popleft(), ended))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def deliver(self, batch: list[Request], endpoint: Endpoint, ended: Callable[[float], None]) -> None:
+        started = monotonic()
+        answer = await endpoint.post(self.codec.encode(batch), 3.0)
+        self.pool.bare.append(endpoint)
+        if self.pool._ring is not None:
+            self.pool._ring()
+        seconds = monotonic() - started
+        ended(seconds)
+        facts = CallFacts(len(batch), seconds)
+        parts = self.codec.decode(answer, batch)
+        self.outcomes.settle_batch(batch, [Output(part.value, facts) for part in parts])
+
+    async def finish(self, timeout_s: float) -> None:
+        await asyncio.sleep(0.2)
+
+
+setattr(carpool.service, "Pool", BarePool)  # noqa: B010 - put in place of the real ones
+setattr(carpool.service, "UpstreamDispatcher", BareDispatcher)  # noqa: B010
+upstream, port, data_dir = sys.argv[1:]
+flags = {"upstream.endpoints": [upstream], "gateway.port": port, "tasks.data_dir": data_dir}
+sys.exit(carpool.app.run(load_settings(flags, environ=os.environ, file=None)))

@@ -1,0 +1,126 @@
+"""The operators' routes for dead letters: list, show, replay, drop. Inputs are shown one at a time, and only here."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from carpool.core.dead_letter import DeadLetterSummary, dead_letter_causes
+from carpool.core.errors import CarpoolError, InternalError, Malformed, NotFound
+from carpool.core.ports import DeadLetterDesk
+from carpool.face.http.exchange import Exchange
+from carpool.face.http.problem import respond_problem
+from carpool.face.http.router import Route, Router, query_of
+
+logger = logging.getLogger("carpool")
+
+LETTERS_LISTED = 100
+LETTERS_LISTED_MAX = 1000
+# What every JSON reader takes for a whole number.
+LETTER_ID_MAX = 2**53 - 1
+
+# Status and body of an answer.
+Answer = tuple[int, bytes]
+
+
+class DeadLetterRoutes:
+    """Serves dead letters on the admin port."""
+
+    def __init__(self, desk: DeadLetterDesk) -> None:
+        self._desk = desk
+        self._causes = frozenset(dead_letter_causes())
+        # The event loop holds its tasks only weakly.
+        self._running: set[asyncio.Task[None]] = set()
+
+    def add_to(self, router: Router) -> None:
+        """Serve the paths of dead letters."""
+        router.add(b"GET", b"/internal/dead-letters", self._route(self.page))
+        router.add(b"DELETE", b"/internal/dead-letters", self._route(self.drop_all))
+        router.add(b"POST", b"/internal/dead-letters/replay", self._route(self.replay_all))
+        router.add(b"GET", b"/internal/dead-letters/", self._route(self.show))
+        router.add(b"DELETE", b"/internal/dead-letters/", self._route(self.drop))
+        router.add(b"POST", b"/internal/dead-letters/*/replay", self._route(self.replay))
+
+    async def page(self, exchange: Exchange, _: str) -> Answer:
+        """`GET /internal/dead-letters`: some of them, without their inputs."""
+        query = query_of(exchange)
+        limit = whole_number(query.get("limit", str(LETTERS_LISTED)), "limit", 1, LETTERS_LISTED_MAX)
+        after = whole_number(query.get("after", "0"), "after", 0, LETTER_ID_MAX)
+        letters = [summary_of(letter) for letter in await self._desk.page(after, limit)]
+        return 200, msgspec.json.encode({"dead_letters": letters, "total": self._desk.total()})
+
+    async def show(self, exchange: Exchange, letter_id: str) -> Answer:
+        """`GET /internal/dead-letters/{id}`: one, with its input."""
+        letter = await self._desk.show(known_form(letter_id))
+        shown = summary_of(letter.summary)
+        shown["input"] = msgspec.Raw(letter.input)
+        shown["parameters"] = msgspec.Raw(letter.parameters or b"null")
+        return 200, msgspec.json.encode(shown)
+
+    async def replay(self, exchange: Exchange, letter_id: str) -> Answer:
+        """`POST /internal/dead-letters/{id}/replay`: make one a task again."""
+        return 202, msgspec.json.encode(await self._desk.replay(known_form(letter_id)))
+
+    async def replay_all(self, exchange: Exchange, _: str) -> Answer:
+        """`POST /internal/dead-letters/replay`: make all, or those of one cause, tasks again."""
+        cause = query_of(exchange).get("cause")
+        if cause is not None and cause not in self._causes:
+            raise Malformed(f"`cause` must be one of {', '.join(sorted(self._causes))}")
+        return 202, msgspec.json.encode(await self._desk.replay_all(cause))
+
+    async def drop(self, exchange: Exchange, letter_id: str) -> Answer:
+        """`DELETE /internal/dead-letters/{id}`."""
+        await self._desk.drop(known_form(letter_id))
+        return 204, b""
+
+    async def drop_all(self, exchange: Exchange, _: str) -> Answer:
+        """`DELETE /internal/dead-letters?all=true`."""
+        if query_of(exchange).get("all") != "true":
+            raise Malformed("this drops every dead letter; say so with `?all=true`, or name one by its id")
+        return 200, msgspec.json.encode({"dropped": await self._desk.drop_all()})
+
+    def _route(self, work: Callable[[Exchange, str], Awaitable[Answer]]) -> Route:
+        def route(exchange: Exchange, rest: str) -> None:
+            task = asyncio.get_running_loop().create_task(_serve(work(exchange, rest), exchange))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+        return route
+
+
+async def _serve(work: Awaitable[Answer], exchange: Exchange) -> None:
+    try:
+        status, body = await work
+    except CarpoolError as error:
+        respond_problem(exchange, error)
+    except Exception:
+        logger.exception("an operator's request failed")
+        respond_problem(exchange, InternalError("the gateway failed on this request"))
+    else:
+        exchange.respond(status, body)
+
+
+def summary_of(letter: DeadLetterSummary) -> dict[str, Any]:
+    """What a list shows of a dead letter."""
+    shown = msgspec.structs.asdict(letter)
+    buried_at = datetime.fromtimestamp(shown.pop("buried_wall"), UTC).isoformat(timespec="milliseconds")
+    shown["buried_at"] = buried_at.replace("+00:00", "Z")
+    return shown
+
+
+def known_form(letter_id: str) -> int:
+    """The number of a dead letter; what cannot be one is answered as one that is not there."""
+    try:
+        return whole_number(letter_id, "id", 1, LETTER_ID_MAX)
+    except Malformed:
+        raise NotFound("there is no such dead letter; an id is a whole number") from None
+
+
+def whole_number(text: str, name: str, least: int, most: int) -> int:
+    """A number that a client wrote; raises Malformed."""
+    if text.isascii() and text.isdigit() and len(text) <= len(str(most)) and least <= int(text) <= most:
+        return int(text)
+    raise Malformed(f"`{name}` must be a whole number from {least} to {most}")

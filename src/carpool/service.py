@@ -1,0 +1,252 @@
+"""One model: its endpoints, its codec, and the loop that sends its batches, plugged together."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from carpool.batching.loop import BatchLoop
+from carpool.batching.policy import make_policy
+from carpool.broker.memory import MemoryBroker
+from carpool.config import expand_endpoints, upstream_security
+from carpool.core.ports import DeadLetters
+from carpool.core.request import Request
+from carpool.core.tally import Histogram
+from carpool.face.http.gateway import ServedModel
+from carpool.settings import ModelSettings, Settings
+from carpool.upstream.breaker import Breaker
+from carpool.upstream.client import HttpEndpoint
+from carpool.upstream.codecs import Codec, make_codec
+from carpool.upstream.dispatch import UpstreamDispatcher
+from carpool.upstream.endpoint import AttemptFailedError, Endpoint
+from carpool.upstream.fleet import Address, Fleet, MakeEndpoint
+from carpool.upstream.grpc_endpoint import GrpcEndpoint
+from carpool.upstream.health import HasPages, HealthWatch, LoadSource
+from carpool.upstream.load import LoadLimit
+from carpool.upstream.pool import Pool
+from carpool.upstream.simulated import SimulatedEndpoint, parse_sim_url
+from carpool.upstream.tls import Credentials
+
+logger = logging.getLogger("carpool")
+
+# Weight of the last second in the rates that are shown.
+RATE_WEIGHT = 0.5
+# The longest that an endpoint is left alone between two probes.
+BREAKER_PAUSE_S_MAX = 30.0
+# How long a page that tells limits is waited for.
+INFO_TIMEOUT_S = 2.0
+
+
+class ModelService:
+    """One model: its endpoints, its codec, and the loop that sends its batches."""
+
+    def __init__(
+        self,
+        name: str,
+        own: ModelSettings,
+        settings: Settings,
+        session: aiohttp.ClientSession,
+        broker: MemoryBroker,
+        dead_letters: DeadLetters,
+    ) -> None:
+        upstream = settings.upstream
+        self.name = name
+        self.body_bytes_max = own.body_bytes_max or settings.gateway.body_bytes_max
+        # The longest that one attempt takes.
+        self.timeout_s = own.timeout_s or upstream.timeout_s
+        self.codec = make_codec(
+            own.protocol or upstream.protocol,
+            inputs_field=upstream.inputs_field,
+            outputs_field=upstream.outputs_field,
+            parameters_field=upstream.parameters_field,
+            model_version=own.model_version if own.model_version is not None else upstream.model_version,
+            tensor_name=own.tensor_name if own.tensor_name is not None else upstream.tensor_name,
+            tensor_datatype=own.tensor_datatype if own.tensor_datatype is not None else upstream.tensor_datatype,
+            tensor_shape=own.tensor_shape if own.tensor_shape is not None else upstream.tensor_shape,
+            tensor_binary=own.tensor_binary if own.tensor_binary is not None else upstream.tensor_binary,
+        )
+        self.fleet = make_fleet(own, settings, session, self.codec.health_path(name))
+        self.pool = self.fleet.pool
+        self.dispatcher = UpstreamDispatcher(
+            self.pool,
+            self.codec,
+            broker,
+            timeout_s=self.timeout_s,
+            attempts=upstream.attempts,
+            backoff_s=upstream.backoff_ms / 1000,
+            dead_letters=dead_letters,
+            when_limit_is_learned=self._limit_batches,
+        )
+        batching = settings.batching
+        self.loop = BatchLoop(
+            name,
+            broker,
+            self.pool,
+            self.dispatcher,
+            make_policy(batching.policy, busy_share=batching.busy_share, fill_target=batching.fill_target),
+            max_batch=own.max_batch or batching.max_batch,
+            max_wait_s=batching.max_wait_ms / 1000,
+        )
+        self._broker = broker
+        # Kept by `measure`, once a second.
+        self.rate = 0.0
+        self.utilization = 0.0
+        self._arrivals_then = 0
+        self._busy_s_then = 0.0
+
+    def prepare(self, request: Request) -> None:
+        """Let the codec look into a request before it is admitted; raises Malformed."""
+        self.codec.check_parameters(request.parameters)
+        if self.codec.prepares:
+            prepared = self.codec.prepare(request.input)
+            request.prepared, request.lane = prepared.value, prepared.lane
+            request.size += len(request.input)  # the decoded tensors are held too
+
+    def served(self) -> ServedModel:
+        """What the face must know of this model."""
+        # Most protocols look at nothing: then the hot path need not ask.
+        looks = self.codec.prepares or type(self.codec).check_parameters is not Codec.check_parameters
+        prepare = self.prepare if looks else None
+        return ServedModel(self.name, self.body_bytes_max, self.codec.binary_input, prepare)
+
+    def _limit_batches(self, batch_max: int) -> None:
+        logger.warning("the upstream of %s takes %d inputs at once; no more are sent from now on", self.name, batch_max)
+        self.loop.limit_batches(batch_max)
+
+    def change(self, own: ModelSettings, settings: Settings, session: aiohttp.ClientSession) -> tuple[int, int]:
+        """Use other endpoints, slots and timeouts from now on; returns how many endpoints came and go."""
+        changed = self.fleet.change_to(addresses(own, settings), endpoint_maker(own, settings, session))
+        self.timeout_s = own.timeout_s or settings.upstream.timeout_s
+        self.dispatcher.change_timeout(self.timeout_s)
+        return changed
+
+    async def ask_limits(self) -> None:
+        """Ask the endpoints how many inputs they take at once, where the protocol has a page for that."""
+        path = self.codec.info_path(self.name)
+        if path is None:
+            return
+        for endpoint in self.pool.endpoints:
+            if not isinstance(endpoint, HasPages):
+                continue
+            try:
+                answer = await endpoint.get(path, INFO_TIMEOUT_S)
+            except AttemptFailedError:
+                continue  # then the first answer that speaks of a limit will teach it
+            limit = self.codec.batch_max_from_info(answer.body) if answer.status == 200 else None
+            if limit is not None and limit < self.loop.max_batch:
+                self._limit_batches(limit)
+
+    def describe(self) -> dict[str, Any]:
+        """What `/internal/fleet` shows of this model."""
+        return {**self.fleet.describe(), "capacity_rps": round(self.capacity_rps(), 2)}
+
+    def measure(self, seconds: float) -> None:
+        """Work out the rates of the last `seconds`."""
+        arrivals, busy_s = self._broker.arrivals[self.name], self.pool.busy_seconds()
+        self.rate += RATE_WEIGHT * ((arrivals - self._arrivals_then) / seconds - self.rate)
+        used = (busy_s - self._busy_s_then) / (seconds * self.pool.total())
+        self.utilization += RATE_WEIGHT * (min(used, 1.0) - self.utilization)
+        self._arrivals_then, self._busy_s_then = arrivals, busy_s
+
+    # telemetry.metrics.ModelView
+
+    def batch_sizes(self) -> Histogram:
+        """Requests in each batch."""
+        return self.loop.batch_sizes
+
+    def call_seconds(self) -> Histogram:
+        """Seconds of each answered upstream call."""
+        return self.dispatcher.call_seconds
+
+    def batches(self) -> Mapping[str, int]:
+        """Batches by dispatch reason."""
+        return self.loop.batches
+
+    def calls(self) -> Mapping[str, int]:
+        """Upstream calls by result."""
+        return self.dispatcher.calls
+
+    def slots(self) -> Mapping[str, int]:
+        """Slots by state."""
+        return {"busy": self.pool.busy(), "free": self.pool.free()}
+
+    def queue_depth(self) -> int:
+        """Requests that wait for a slot."""
+        return self._broker.depth_of(self.name)
+
+    def arrival_rate(self) -> float:
+        """Requests a second, lately."""
+        return self.rate
+
+    def healthy_slots(self) -> int:
+        """Calls that the endpoints that work may have at once."""
+        return self.fleet.healthy_slots()
+
+    def capacity_rps(self) -> float:
+        """Requests a second that these slots can serve in full batches."""
+        return self.fleet.healthy_slots() * self.loop.max_batch / self.loop.service_s
+
+    def endpoint_states(self) -> Sequence[tuple[str, str]]:
+        """The name and state of every endpoint."""
+        return self.fleet.states()
+
+
+def named_models(settings: Settings) -> dict[str, ModelSettings]:
+    """Every model by name; where none is configured, the one that stands for all."""
+    return settings.models or {settings.model: ModelSettings()}
+
+
+def addresses(own: ModelSettings, settings: Settings) -> list[Address]:
+    """Where the endpoints of a model are."""
+    upstream = settings.upstream
+    urls = expand_endpoints(own.endpoints if own.endpoints is not None else upstream.endpoints)
+    return [Address(url, own.slots or upstream.slots) for url in urls]
+
+
+def endpoint_maker(own: ModelSettings, settings: Settings, session: aiohttp.ClientSession) -> MakeEndpoint:
+    """What makes the endpoints of a model."""
+    upstream = settings.upstream
+    security = upstream_security(upstream, own)
+    credentials = Credentials(security)
+    is_grpc = (own.protocol or upstream.protocol) == "kserve_v2_grpc"
+    load_header = own.load_header if own.load_header is not None else upstream.load_header
+
+    def make_endpoint(address: Address) -> Endpoint:
+        if address.url.startswith("sim:"):
+            return SimulatedEndpoint(address.url, parse_sim_url(address.url))
+        if is_grpc:
+            return GrpcEndpoint(address.url, address.slots, upstream.answer_bytes_max, security)
+        return HttpEndpoint(session, *address, upstream.answer_bytes_max, credentials, load_header)
+
+    return make_endpoint
+
+
+def make_fleet(
+    own: ModelSettings, settings: Settings, session: aiohttp.ClientSession, health_path: str | None
+) -> Fleet:
+    """The endpoints of a model, their pool and the watch over them."""
+    upstream = settings.upstream
+    ratio = own.load_latency_ratio if own.load_latency_ratio is not None else upstream.load_latency_ratio
+    metrics_url = own.load_metrics_url if own.load_metrics_url is not None else upstream.load_metrics_url
+    source = LoadSource(
+        metrics_url,
+        own.load_metric if own.load_metric is not None else upstream.load_metric,
+        own.load_metric_max or upstream.load_metric_max,
+    )
+
+    def make_pool(endpoints: Sequence[Endpoint]) -> Pool:
+        pause_s = upstream.breaker_pause_s
+        return Pool(
+            endpoints,
+            eject_share_max=upstream.eject_share_max,
+            make_breaker=lambda: Breaker(upstream.breaker_failures, pause_s, max(pause_s, BREAKER_PAUSE_S_MAX)),
+            make_load=lambda slots: LoadLimit(slots, ratio),
+        )
+
+    def make_watch(pool: Pool) -> HealthWatch:
+        interval_s = upstream.health_interval_s
+        load_source = source if metrics_url else None
+        return HealthWatch(pool, health_path=health_path, interval_s=interval_s, load_source=load_source)
+
+    return Fleet(addresses(own, settings), endpoint_maker(own, settings, session), make_pool, make_watch)

@@ -1,0 +1,91 @@
+"""When to leave a sick endpoint alone. Pure: `now` and randomness are arguments.
+
+1. Closed: calls go through. `failures_max` failures in a row open it; any success starts the count again.
+2. Open: no call until a pause has passed. The pause doubles with each failed probe, up to a limit, with jitter
+   so that many gateways do not probe together.
+3. Half-open, when the pause has passed: one probe at a time. It succeeds: closed. It fails: open again, for longer.
+4. Answers to calls that began before the breaker opened are old news: during the pause they change nothing, except
+   that a success closes it. An endpoint that answers is well. What is known to have failed after the pause opens it
+   again: a probe whose batch was refused as bad input tells nothing until the search for the bad input has ended.
+5. What is refused for its input is no failure: the endpoint answered.
+"""
+
+from typing import Literal
+
+State = Literal["closed", "open", "half-open"]
+
+
+class Breaker:
+    """The circuit breaker of one endpoint."""
+
+    __slots__ = ("_failures", "_failures_max", "_pause_s", "_pause_s_first", "_pause_s_max", "_probe_until", "state")
+
+    def __init__(self, failures_max: int = 5, pause_s: float = 1.0, pause_s_max: float = 30.0) -> None:
+        self.state: State = "closed"
+        self._failures_max = failures_max
+        self._pause_s_first = pause_s
+        self._pause_s_max = pause_s_max
+        # Failures in a row while closed.
+        self._failures = 0
+        # The pause to take when it opens next.
+        self._pause_s = pause_s
+        # While open: when a probe may go.
+        self._probe_until = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Breaker {self.state} failures={self._failures}>"
+
+    @property
+    def failures(self) -> int:
+        """Failures in a row."""
+        return self._failures
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether it would be open, had the pool been able to do without the endpoint."""
+        return self._failures >= self._failures_max
+
+    def allows(self, now: float) -> bool:
+        """Whether a call may start now."""
+        return self.state == "closed" or (self.state == "open" and now >= self._probe_until)
+
+    def probe_at(self) -> float:
+        """While open: when the next probe may go."""
+        return self._probe_until
+
+    def started(self, now: float) -> bool:
+        """A call starts, which `allows` permitted; says whether it is a probe."""
+        if self.state != "open":
+            return False
+        self.state = "half-open"
+        return True
+
+    def succeeded(self) -> None:
+        """A call was answered."""
+        self.state = "closed"
+        self._failures = 0
+        self._pause_s = self._pause_s_first
+
+    def failed(self, now: float, random_share: float, *, probe: bool = False, may_open: bool = True) -> bool:
+        """A call failed; says whether that opened the breaker. `may_open`: the pool can do without this endpoint."""
+        if self.state == "half-open" and not probe:
+            return False
+        if self.state == "open" and now < self._probe_until:
+            return False
+        self._failures += 1
+        if self.state == "closed" and (self._failures < self._failures_max or not may_open):
+            return False
+        self.open(now, random_share)
+        return True
+
+    def open(self, now: float, random_share: float) -> None:
+        """Leave the endpoint alone for a pause."""
+        self.state = "open"
+        # Half of the pause is certain, half is jitter.
+        self._probe_until = now + self._pause_s * (0.5 + random_share / 2)
+        self._pause_s = min(self._pause_s_max, self._pause_s * 2)
+
+    def probe_left(self) -> None:
+        """A probe ended without an answer that says anything (cancelled): the next call may probe at once."""
+        if self.state == "half-open":
+            self.state = "open"

@@ -1,0 +1,92 @@
+"""The endpoints of one model as a whole: what operators see of them, and how they change while running."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from carpool.core.clock import Clock, monotonic
+from carpool.upstream.endpoint import Endpoint
+from carpool.upstream.health import HealthWatch, State, describe_member, healthy_slots, state_of
+from carpool.upstream.pool import Pool
+
+
+class Address(NamedTuple):
+    """Where an endpoint is, and how much it takes at once. A change of either makes it another endpoint."""
+
+    url: str
+    slots: int
+
+
+MakeEndpoint = Callable[[Address], Endpoint]
+
+
+class Fleet:
+    """The endpoints of one model, their pool, and the watch over them."""
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        make_endpoint: MakeEndpoint,
+        make_pool: Callable[[Sequence[Endpoint]], Pool],
+        make_watch: Callable[[Pool], HealthWatch],
+        clock: Clock = monotonic,
+    ) -> None:
+        self._endpoints = {address: make_endpoint(address) for address in addresses}
+        self._clock = clock
+        self.pool = make_pool(list(self._endpoints.values()))
+        self._watch = make_watch(self.pool)
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<Fleet {len(self._endpoints)} endpoints, {len(self._closing)} closing>"
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._watch.start()
+
+    async def close(self) -> None:
+        """Stop watching, and give up every endpoint."""
+        await self._watch.close()
+        self.pool.close()
+        await asyncio.gather(*self._closing, *(endpoint.close() for endpoint in self._endpoints.values()))
+
+    def change_to(self, addresses: Sequence[Address], make_endpoint: MakeEndpoint) -> tuple[int, int]:
+        """Have these endpoints from now on; returns how many came and how many go.
+
+        Those that go get no new call; what they have under way is finished.
+        """
+        made = {address: make_endpoint(address) for address in addresses if address not in self._endpoints}
+        gone = [address for address in self._endpoints if address not in set(addresses)]
+        for address, endpoint in made.items():
+            self._endpoints[address] = endpoint
+            self.pool.add(endpoint)
+        for address in gone:
+            self._remove(self._endpoints.pop(address))
+        return len(made), len(gone)
+
+    def healthy_slots(self) -> int:
+        """Calls that the endpoints that work may have at once."""
+        return healthy_slots(self.pool.members, self._clock())
+
+    def states(self) -> list[tuple[str, State]]:
+        """The name and state of every endpoint."""
+        now = self._clock()
+        return [(member.name, state_of(member, now)) for member in self.pool.members]
+
+    def describe(self) -> dict[str, Any]:
+        """What `/internal/fleet` shows of this model."""
+        now, wall = self._clock(), datetime.now(UTC)
+        return {
+            "slots": sum(member.endpoint.slots for member in self.pool.members),
+            "healthy_slots": self.healthy_slots(),
+            "endpoints": [describe_member(member, now, wall) for member in self.pool.members],
+        }
+
+    def _remove(self, endpoint: Endpoint) -> None:
+        def close() -> None:
+            task = asyncio.get_running_loop().create_task(endpoint.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+        self.pool.remove(endpoint, close)

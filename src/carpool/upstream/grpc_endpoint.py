@@ -1,0 +1,140 @@
+"""One endpoint over gRPC: `inference.GRPCInferenceService/ModelInfer`, messages as bytes.
+
+1. A status becomes the HTTP status that means the same, its text the body `{"error": …}`, so that one set of rules
+   (`classify`) serves both transports.
+2. What the server did not say, that there is no connection, no answer in time or too long a one, is an
+   AttemptFailedError.
+3. grpcio is imported with the first endpoint: nobody else pays for it.
+"""
+
+import asyncio
+from typing import Any
+
+import msgspec
+from yarl import URL
+
+from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
+from carpool.upstream.tls import Credentials, UpstreamSecurity, read_file
+
+METHOD = "/inference.GRPCInferenceService/ModelInfer"
+CONNECT_TIMEOUT_S = 1.0
+UNIX_PREFIX = "unix:"
+
+HTTP_STATUS = {
+    "INVALID_ARGUMENT": 400,
+    "FAILED_PRECONDITION": 400,
+    "OUT_OF_RANGE": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "RESOURCE_EXHAUSTED": 429,
+    "INTERNAL": 500,
+    "UNIMPLEMENTED": 501,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+OTHER_STATUS = 502
+# Both sides have these words for a message over their limit; the client's own text says that it is the client's.
+_TOO_LONG, _TOO_LONG_HERE = "message larger than max", "CLIENT: Received"
+_NO_CONNECTION = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
+
+_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    # Whoever comes back is noticed within a second; by default it could take two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Attempts are counted in one place, and that is not here.
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+class GrpcEndpoint:
+    """One endpoint of the fixed API: `grpc://host:port`, `grpcs://host:port` with TLS, or `unix:SOCKET`."""
+
+    def __init__(self, url: str, slots: int, answer_bytes_max: int, security: UpstreamSecurity | None = None) -> None:
+        self.slots = slots
+        self._answer_bytes_max = answer_bytes_max
+        self._security = security or UpstreamSecurity()
+        self._credentials = Credentials(self._security)
+        self._is_secure = False
+        if url.startswith(UNIX_PREFIX):
+            self.name = self._target = url
+        else:
+            parsed = URL(url)
+            self._is_secure = parsed.scheme in ("grpcs", "https")
+            self._target = parsed.raw_authority.rpartition("@")[2]
+            self.name = f"{parsed.scheme}://{self._target}"
+        self._channel: Any = None
+        self._infer: Any = None
+
+    async def post(self, call: Call, timeout_s: float) -> Answer:
+        """Send one call and read its answer; raises AttemptFailedError, or is cancelled."""
+        from grpc import RpcError  # type: ignore[import-untyped]
+
+        try:
+            self._open()
+            secrets = self._credentials.headers()
+            metadata = [(name.lower(), value) for name, value in secrets.items()]
+            async with asyncio.timeout(timeout_s):
+                # The server is told too, so that it need not work for nobody.
+                body: bytes = await self._infer(call.body, timeout=timeout_s, metadata=metadata)
+        except TimeoutError:
+            raise AttemptFailedError(f"no answer within {timeout_s:.2f} s") from None
+        except (OSError, ValueError) as failure:  # of the files with credentials
+            raise AttemptFailedError(f"the call could not be made ({type(failure).__name__})") from None
+        except RpcError as failure:
+            return self._answer_of(failure, timeout_s, list(secrets.values()))
+        return Answer(200, body)
+
+    def _answer_of(self, failure: Any, timeout_s: float, secrets: list[str]) -> Answer:
+        """The HTTP answer that means the same as a gRPC status; raises AttemptFailedError if nobody gave it."""
+        code: str = failure.code().name
+        text: str = failure.details() or ""
+        status = HTTP_STATUS.get(code, OTHER_STATUS)
+        if code == "DEADLINE_EXCEEDED" and text == "Deadline Exceeded":
+            raise AttemptFailedError(f"no answer within {timeout_s:.2f} s") from None
+        if code == "UNAVAILABLE" and text.startswith(_NO_CONNECTION):
+            raise AttemptFailedError("no connection") from None
+        if code == "RESOURCE_EXHAUSTED" and _TOO_LONG in text:
+            if _TOO_LONG_HERE in text:
+                raise AttemptFailedError(f"the answer is longer than {self._answer_bytes_max} bytes") from None
+            status = 413
+        for secret in secrets:  # in case that the server repeats them: a client may be shown a part of this
+            text = text.replace(secret.removeprefix("Bearer "), "***")
+        return Answer(status, msgspec.json.encode({"error": text}))
+
+    async def accepts_connections(self) -> bool:
+        """Whether there is a connection right now, or can be."""
+        try:
+            self._open()
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self._channel.channel_ready()
+        except (TimeoutError, OSError):
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Close the channel."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    def _open(self) -> None:
+        """A channel belongs to the event loop in which it is made, so it is made with the first call."""
+        if self._channel is not None:
+            return
+        import grpc
+
+        options = [*_OPTIONS, ("grpc.max_receive_message_length", self._answer_bytes_max)]
+        if self._is_secure:
+            files = self._security
+            ca, key, cert = (read_file(path) if path else None for path in (files.ca, files.key, files.cert))
+            credentials = grpc.ssl_channel_credentials(ca, key, cert)
+            self._channel = grpc.aio.secure_channel(self._target, credentials, options)
+        else:
+            self._channel = grpc.aio.insecure_channel(self._target, options)
+        # No serializers: bytes go in and come out as they are.
+        self._infer = self._channel.unary_unary(METHOD)

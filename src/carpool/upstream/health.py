@@ -1,0 +1,198 @@
+"""What is known of the endpoints of one model beside their calls: probes, reported load, and the state that they show.
+
+1. An endpoint that answered a call well within the interval needs no probe. Any other is asked for the health page of
+   its protocol, or for a connection where the protocol has none.
+2. Probes only tell: who gets calls is decided by what becomes of calls. A server may have no health page, or a page
+   that is well while the model is not.
+3. Once a second: the load is read from the metrics page, if one is configured, and every limit makes its step.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime, timedelta
+from math import inf
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import msgspec
+
+from carpool.core.clock import Clock, monotonic
+from carpool.upstream.breaker import Breaker
+from carpool.upstream.endpoint import Answer, AttemptFailedError
+from carpool.upstream.load import metric_value
+from carpool.upstream.pool import Member, Pool
+
+logger = logging.getLogger("carpool.upstream")
+
+State = Literal["healthy", "degraded", "offline"]
+STATES: tuple[State, ...] = ("healthy", "degraded", "offline")
+
+# Probes in a row that must fail before an endpoint counts as offline.
+FAILED_PROBES_MAX = 3
+PROBE_TIMEOUT_S = 1.0
+PROBES_AT_ONCE_MAX = 64
+LOAD_INTERVAL_S = 1.0
+# Answers that say: there is a server, but it shows no such page, or not to us.
+_NO_PAGE = frozenset({401, 403, 404, 405, 501})
+
+
+@runtime_checkable
+class HasPages(Protocol):
+    """An endpoint that can be asked for a page beside its calls."""
+
+    async def get(self, where: str, timeout_s: float) -> Answer:
+        """Read a page; `where` is a path, `:PORT/PATH` on the same host, or a URL. Raises AttemptFailedError."""
+        ...
+
+
+class LoadSource(msgspec.Struct, frozen=True):
+    """Where the load of an endpoint is read."""
+
+    # A path, `:PORT/PATH` on the endpoint's host, or a URL.
+    where: str
+    metric: str
+    # The value that means full.
+    full: float
+
+
+class HealthWatch:
+    """Looks after the endpoints of one model, in the background."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        health_path: str | None,
+        interval_s: float,
+        load_source: LoadSource | None = None,
+        clock: Clock = monotonic,
+        random_share: Callable[[], float] = random.random,
+    ) -> None:
+        self._pool = pool
+        self._health_path = health_path
+        self._interval_s = interval_s
+        self._load_source = load_source
+        self._clock = clock
+        self._random_share = random_share
+        self._at_once = asyncio.Semaphore(PROBES_AT_ONCE_MAX)
+        self._running: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to probe and to read loads."""
+        loop = asyncio.get_running_loop()
+        self._running = [
+            loop.create_task(self._repeat(self.probe_quiet_ones, self._interval_s)),
+            loop.create_task(self._repeat(self.adjust_limits, LOAD_INTERVAL_S)),
+        ]
+
+    async def close(self) -> None:
+        """Stop."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def probe_quiet_ones(self) -> None:
+        """Probe every endpoint that has not answered a call well for an interval."""
+        now = self._clock()
+        quiet = [member for member in self._pool.members if now - member.well_at >= self._interval_s]
+        await self._for_each(self._probe, quiet)
+
+    async def adjust_limits(self) -> None:
+        """Read the loads, and let every limit make its step."""
+        if self._load_source is not None:
+            await self._for_each(self._read_load, self._pool.members)
+        now = self._clock()
+        for member in self._pool.members:
+            member.measure(now)
+            limit = member.load.step()
+            if limit != member.limit:
+                self._pool.set_limit(member, limit)
+
+    async def _repeat(self, action: Callable[[], Awaitable[None]], interval_s: float) -> None:
+        while True:
+            # Jitter, so that many gateways do not ask together.
+            await asyncio.sleep(interval_s * (0.75 + self._random_share() / 2))
+            try:
+                await action()
+            except Exception:
+                logger.exception("watching the endpoints failed; it goes on")
+
+    async def _for_each(self, action: Callable[[Member], Awaitable[None]], members: Sequence[Member]) -> None:
+        async def one(member: Member) -> None:
+            async with self._at_once:
+                await action(member)
+
+        await asyncio.gather(*(one(member) for member in members))
+
+    async def _probe(self, member: Member) -> None:
+        endpoint = member.endpoint
+        if self._health_path is not None and isinstance(endpoint, HasPages):
+            try:
+                status = (await endpoint.get(self._health_path, PROBE_TIMEOUT_S)).status
+            except AttemptFailedError:
+                status = 0
+            is_alive = 200 <= status < 300 or status in _NO_PAGE
+        else:
+            is_alive = await endpoint.accepts_connections()
+        if is_alive:
+            member.failed_probes = 0
+            member.alive_at = self._clock()
+            return
+        member.failed_probes += 1
+        if member.failed_probes == FAILED_PROBES_MAX:
+            logger.warning("an endpoint does not answer its probes", extra={"fields": {"endpoint": member.name}})
+
+    async def _read_load(self, member: Member) -> None:
+        source, endpoint = self._load_source, member.endpoint
+        if source is None or not isinstance(endpoint, HasPages):
+            return
+        try:
+            answer = await endpoint.get(source.where, PROBE_TIMEOUT_S)
+        except AttemptFailedError:
+            return  # no report; that it is unwell is for the breaker to see
+        value = metric_value(answer.body.decode(errors="replace"), source.metric) if answer.status == 200 else None
+        if value is not None:
+            member.load.report(max(0.0, value / source.full))
+
+
+def breaker_shown(breaker: Breaker, now: float) -> str:
+    """The breaker's state; one that waits for a call to try the endpoint with counts as half-open."""
+    return "half-open" if breaker.state == "open" and breaker.allows(now) else breaker.state
+
+
+def state_of(member: Member, now: float) -> State:
+    """How an endpoint is."""
+    breaker = breaker_shown(member.breaker, now)
+    if breaker == "open" or member.failed_probes >= FAILED_PROBES_MAX:
+        return "offline"
+    if breaker == "half-open" or member.failed_probes or member.limit < member.endpoint.slots:
+        return "degraded"
+    return "healthy"
+
+
+def healthy_slots(members: Sequence[Member], now: float) -> int:
+    """Calls that the endpoints that work may have at once."""
+    return sum(
+        member.limit for member in members if member.breaker.state == "closed" and state_of(member, now) != "offline"
+    )
+
+
+def describe_member(member: Member, now: float, wall: datetime) -> dict[str, Any]:
+    """What the fleet's page shows of an endpoint; `now` and `wall` are the same moment on both clocks."""
+    heard_at = max(member.well_at, member.alive_at)
+    load = member.load.reported_load
+    return {
+        "endpoint": member.name,
+        "state": state_of(member, now),
+        "utilization": round(min(1.0, member.utilization if load is None else load), 4),
+        "in_flight": member.in_flight,
+        "limit": member.limit,
+        "slots": member.endpoint.slots,
+        "breaker": breaker_shown(member.breaker, now),
+        "last_heartbeat": _rfc3339(wall - timedelta(seconds=now - heard_at)) if heard_at > -inf else None,
+    }
+
+
+def _rfc3339(moment: datetime) -> str:
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,430 @@
+"""Calls to real TLS servers and Unix sockets: who is trusted, what is shown to whom, and what nobody gets to see."""
+
+import asyncio
+import json
+import os
+import shutil
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from carpool.testing import FakeClock
+from carpool.upstream.client import HttpEndpoint, make_session
+from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
+from carpool.upstream.tls import LOOK_EVERY_S, Credentials, UpstreamSecurity
+from support.client import ask_once, inference_body
+from support.processes import running_gateway, until
+
+CALL = Call(b'{"inputs":["abc"]}')
+TIMEOUT_S = 5.0
+
+
+class Certificates:
+    """Files made with openssl: an authority, what it signed, and an authority that nobody should trust."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        # Without the defaults of the system's file, which would make everything an authority.
+        (folder / "openssl.cnf").write_text("[req]\ndistinguished_name = dn\n[dn]\n")
+        self.make("ca", "", "basicConstraints=critical,CA:TRUE")
+        self.make("stranger", "", "basicConstraints=critical,CA:TRUE")
+        self.make("server", "ca", "subjectAltName=DNS:localhost,IP:127.0.0.1")
+        self.make("elsewhere", "ca", "subjectAltName=DNS:elsewhere.test")
+        self.make("client", "ca", "extendedKeyUsage=clientAuth")
+        self.make("other-client", "ca", "extendedKeyUsage=clientAuth")
+        self.make("forged-client", "stranger", "extendedKeyUsage=clientAuth")
+        # A part of the client's private key.
+        self.secret_line = (folder / "client.key").read_text().splitlines()[1]
+
+    def make(self, name: str, signer: str, extension: str) -> None:
+        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+        command += ["-config", "openssl.cnf", "-days", "2", "-subj", f"/CN={name}", "-addext", extension]
+        command += ["-out", f"{name}.pem", "-keyout", f"{name}.key"]
+        if signer:
+            command += ["-CA", f"{signer}.pem", "-CAkey", f"{signer}.key"]
+        subprocess.run(command, check=True, capture_output=True, cwd=self.folder, timeout=20)
+
+    def pem(self, name: str) -> str:
+        return str(self.folder / f"{name}.pem")
+
+    def key(self, name: str) -> str:
+        return str(self.folder / f"{name}.key")
+
+    def of_server(self, name: str = "server", *, asks_for_client: bool = False) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(self.pem(name), self.key(name))
+        if asks_for_client:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(self.pem("ca"))
+        return context
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+class Upstream:
+    """Reverses strings, and remembers what it was shown."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.targets: list[str] = []
+        self.headers: list[dict[str, str]] = []
+        # Common names of the certificates that clients showed, one a call.
+        self.clients: list[str] = []
+        # Answers with this status, and with the headers of the call in the body.
+        self.refuse_with = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            line, *lines = head.split("\r\n")[:-2]
+            headers = {name.lower(): value.strip() for name, _, value in (each.partition(":") for each in lines)}
+            inputs = json.loads(await reader.readexactly(int(headers["content-length"])))["inputs"]
+            self.targets.append(line.split(" ")[1])
+            self.headers.append(headers)
+            shown: dict[str, Any] = writer.get_extra_info("peercert") or {}
+            self.clients.append(dict(pair for part in shown.get("subject", ()) for pair in part).get("commonName", ""))
+            answer: object = {"outputs": [text[::-1] for text in inputs]}
+            if self.refuse_with:
+                answer = {"error": f"refused: {headers}", "message": headers.get("authorization")}
+            body = json.dumps(answer).encode()
+            writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%b" % (self.refuse_with or 200, len(body), body))
+            await writer.drain()
+
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def listening(
+    context: ssl.SSLContext | None, serve: Serve | None = None, socket: Path | None = None
+) -> AsyncIterator[Upstream]:
+    """An upstream on a free port, or on a Unix socket."""
+    upstream = Upstream()
+    handlers: list[asyncio.Task[None]] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handler = asyncio.current_task()
+        assert handler is not None
+        handlers.append(handler)
+        try:
+            await (serve or upstream.serve)(reader, writer)
+        except (asyncio.IncompleteReadError, OSError, asyncio.CancelledError):
+            pass  # the other side hung up, or the test is over
+        finally:
+            writer.close()
+
+    if socket:
+        server = await asyncio.start_unix_server(handle, str(socket))
+    else:
+        server = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=context)
+        upstream.port = server.sockets[0].getsockname()[1]
+    try:
+        yield upstream
+    finally:
+        server.close()
+        for handler in handlers:
+            handler.cancel()
+        await asyncio.gather(*handlers)
+        await asyncio.sleep(0.01)  # for transports to see their end
+
+
+@asynccontextmanager
+async def endpoint(
+    url: str, security: UpstreamSecurity | None = None, clock: FakeClock | None = None
+) -> AsyncIterator[HttpEndpoint]:
+    async with make_session() as session:
+        found = HttpEndpoint(session, url, 1, 10_000, Credentials(security or UpstreamSecurity(), clock or FakeClock()))
+        try:
+            yield found
+        finally:
+            await found.close()
+
+
+async def call_once(port: int, security: UpstreamSecurity, host: str = "127.0.0.1") -> Answer:
+    async with endpoint(f"https://{host}:{port}/infer", security) as target:
+        return await target.post(CALL, TIMEOUT_S)
+
+
+async def refusal(port: int, security: UpstreamSecurity) -> str:
+    started = time.monotonic()
+    with pytest.raises(AttemptFailedError) as caught:
+        await call_once(port, security)
+    assert time.monotonic() - started < TIMEOUT_S - 1  # refused, and not waited for
+    return str(caught.value)
+
+
+class TestWhomCarpoolTrusts:
+    @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+    async def test_a_server_of_the_configured_authority(self, certificates: Certificates, host: str) -> None:
+        async with listening(certificates.of_server()) as upstream:
+            answer = await call_once(upstream.port, UpstreamSecurity(ca=certificates.pem("ca")), host)
+        assert answer == Answer(200, b'{"outputs": ["cba"]}')
+
+    async def test_no_server_of_an_unknown_authority(self, certificates: Certificates) -> None:
+        async with listening(certificates.of_server()) as upstream:
+            by_system = await refusal(upstream.port, UpstreamSecurity())
+            by_other = await refusal(upstream.port, UpstreamSecurity(ca=certificates.pem("stranger")))
+        assert "its certificate is refused: unable to get local issuer certificate" in by_system
+        assert "its certificate is refused" in by_other
+        assert upstream.headers == []
+
+    async def test_no_server_of_another_name(self, certificates: Certificates) -> None:
+        async with listening(certificates.of_server("elsewhere")) as upstream:
+            text = await refusal(upstream.port, UpstreamSecurity(ca=certificates.pem("ca")))
+        assert text == "its certificate is refused: it is for another name"
+        assert upstream.headers == []
+
+    async def test_no_server_without_tls(self, certificates: Certificates) -> None:
+        async def plain(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(1)
+            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+            await writer.drain()
+
+        async with listening(None, plain) as upstream:
+            text = await refusal(upstream.port, UpstreamSecurity(ca=certificates.pem("ca")))
+        assert "TLS" in text or "SSL" in text
+
+    async def test_a_server_that_never_says_hello_is_left_in_time(self, certificates: Certificates) -> None:
+        async def silence(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+
+        async with (
+            listening(None, silence) as upstream,
+            endpoint(f"https://127.0.0.1:{upstream.port}/") as target,
+        ):
+            started = time.monotonic()
+            with pytest.raises(AttemptFailedError, match=r"no answer within 0\.30 s"):
+                await target.post(CALL, 0.3)
+            assert not await target.accepts_connections()
+            assert time.monotonic() - started < 3.0
+
+    async def test_readiness_sees_what_a_call_would(self, certificates: Certificates) -> None:
+        async with listening(certificates.of_server()) as upstream:
+            url = f"https://127.0.0.1:{upstream.port}/"
+            async with endpoint(url, UpstreamSecurity(ca=certificates.pem("ca"))) as target:
+                assert await target.accepts_connections()
+            async with endpoint(url) as target:
+                assert not await target.accepts_connections()
+
+
+class TestWhatCarpoolShows:
+    async def test_its_certificate_where_the_server_asks_for_one(self, certificates: Certificates) -> None:
+        security = UpstreamSecurity(certificates.pem("ca"), certificates.pem("client"), certificates.key("client"))
+        async with listening(certificates.of_server(asks_for_client=True)) as upstream:
+            assert (await call_once(upstream.port, security)).status == 200
+        assert upstream.clients == ["client"]
+
+    async def test_without_or_with_a_wrong_one_the_server_refuses(self, certificates: Certificates) -> None:
+        ca = certificates.pem("ca")
+        forged = UpstreamSecurity(ca, certificates.pem("forged-client"), certificates.key("forged-client"))
+        # The server's side of a refused handshake is an error there, which is none of the test's.
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        async with listening(certificates.of_server(asks_for_client=True)) as upstream:
+            await refusal(upstream.port, UpstreamSecurity(ca))
+            await refusal(upstream.port, forged)
+        assert upstream.headers == []
+
+    async def test_a_new_certificate_when_the_files_are_replaced(
+        self, certificates: Certificates, tmp_path: Path
+    ) -> None:
+        cert, key, clock = tmp_path / "cert.pem", tmp_path / "key.pem", FakeClock()
+
+        def put(name: str) -> None:
+            shutil.copy(certificates.pem(name), cert)
+            shutil.copy(certificates.key(name), key)
+
+        put("client")
+        security = UpstreamSecurity(certificates.pem("ca"), str(cert), str(key))
+        async with (
+            listening(certificates.of_server(asks_for_client=True)) as upstream,
+            endpoint(f"https://127.0.0.1:{upstream.port}/", security, clock) as target,
+        ):
+            await target.post(CALL, TIMEOUT_S)
+            shutil.copy(certificates.pem("other-client"), cert)  # half of a rotation
+            clock.advance(LOOK_EVERY_S)
+            await target.post(CALL, TIMEOUT_S)
+            put("other-client")
+            clock.advance(LOOK_EVERY_S)
+            await target.post(CALL, TIMEOUT_S)
+        assert upstream.clients == ["client", "client", "other-client"]
+
+    async def test_its_token_and_headers_as_the_files_have_them(self, tmp_path: Path) -> None:
+        (tmp_path / "token").write_text("token-1\n")
+        (tmp_path / "key").write_text("key 1\n")
+        security = UpstreamSecurity(
+            token_file=str(tmp_path / "token"), header_files=(("X-Api-Key", str(tmp_path / "key")),)
+        )
+        clock = FakeClock()
+        async with (
+            listening(None) as upstream,
+            endpoint(f"http://127.0.0.1:{upstream.port}/", security, clock) as target,
+        ):
+            await target.post(CALL, TIMEOUT_S)
+            (tmp_path / "token").write_text("token-2\n")
+            await target.post(CALL, TIMEOUT_S)
+            clock.advance(LOOK_EVERY_S)
+            await target.post(CALL, TIMEOUT_S)
+        assert [each["authorization"] for each in upstream.headers] == [
+            "Bearer token-1",
+            "Bearer token-1",
+            "Bearer token-2",
+        ]
+        assert {each["x-api-key"] for each in upstream.headers} == {"key 1"}
+        assert {each["content-type"] for each in upstream.headers} == {"application/json"}
+
+    async def test_no_token_to_an_endpoint_that_sends_it_elsewhere(self, tmp_path: Path) -> None:
+        (tmp_path / "token").write_text("token-1")
+
+        async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(f"HTTP/1.1 307 X\r\nLocation: http://127.0.0.1:{trap.port}/\r\n".encode())
+            writer.write(b"Content-Length: 0\r\n\r\n")
+            await writer.drain()
+
+        async with listening(None) as trap, listening(None, redirect) as upstream:
+            security = UpstreamSecurity(token_file=str(tmp_path / "token"))
+            async with endpoint(f"http://127.0.0.1:{upstream.port}/", security) as target:
+                assert (await target.post(CALL, TIMEOUT_S)).status == 307
+        assert trap.headers == []
+
+
+class TestUnixSockets:
+    @pytest.mark.parametrize(
+        ("suffix", "path", "target_seen"),
+        [
+            (":/infer?a=1", "/ignored", "/infer?a=1"),
+            ("", "/v1/models/m:predict", "/v1/models/m:predict"),
+            (":/", "", "/"),
+        ],
+    )
+    async def test_a_call_by_socket(self, tmp_path: Path, suffix: str, path: str, target_seen: str) -> None:
+        socket = tmp_path / "model.sock"
+        async with listening(None, socket=socket) as upstream, endpoint(f"unix:{socket}{suffix}") as target:
+            answer = await target.post(Call(CALL.body, path), TIMEOUT_S)
+            assert await target.accepts_connections()
+        assert answer == Answer(200, b'{"outputs": ["cba"]}')
+        assert upstream.targets == [target_seen]
+        assert upstream.headers[0]["host"] == "localhost"
+        assert target.name == f"unix:{socket}{suffix.partition('?')[0]}"
+
+    async def test_a_socket_that_is_not_there_yet(self, tmp_path: Path) -> None:
+        socket = tmp_path / "model.sock"
+        async with endpoint(f"unix:{socket}:/infer") as target:
+            assert not await target.accepts_connections()
+            with pytest.raises(AttemptFailedError, match="UnixClientConnectorError"):
+                await target.post(CALL, TIMEOUT_S)
+            async with listening(None, socket=socket):
+                assert await target.accepts_connections()
+                assert (await target.post(CALL, TIMEOUT_S)).status == 200
+
+
+class TestGateway:
+    async def test_mutual_tls_token_and_rotation(self, certificates: Certificates, tmp_path: Path) -> None:
+        token = tmp_path / "token"
+        token.write_text("token-1")
+        settings = {
+            "upstream.tls_ca": certificates.pem("ca"),
+            "upstream.tls_cert": certificates.pem("client"),
+            "upstream.tls_key": certificates.key("client"),
+            "upstream.token_file": token,
+        }
+        async with listening(certificates.of_server(asks_for_client=True)) as upstream:
+            url = f"https://localhost:{upstream.port}/infer"
+            async with running_gateway(tmp_path, url, settings=settings) as gateway:
+                assert (await ask_once(gateway.admin_port, "GET", "/internal/ready")).status == 200
+                response = await ask_once(gateway.port, "POST", "/v1/inference", inference_body("abc"))
+                assert (response.status, response.json["output"]) == (200, "cba")
+                token.write_text("token-2")
+
+                async def new_token_is_seen() -> bool:
+                    await ask_once(gateway.port, "POST", "/v1/inference", inference_body("abc"))
+                    return upstream.headers[-1]["authorization"] == "Bearer token-2"
+
+                await until(new_token_is_seen, within_s=3.0)
+        assert set(upstream.clients) == {"client"}
+        assert upstream.headers[0]["authorization"] == "Bearer token-1"
+
+    async def test_an_unknown_authority_is_502_and_no_hang(self, certificates: Certificates, tmp_path: Path) -> None:
+        async with listening(certificates.of_server()) as upstream:
+            url = f"https://localhost:{upstream.port}/infer"
+            async with running_gateway(tmp_path, url) as gateway:
+                assert (await ask_once(gateway.admin_port, "GET", "/internal/ready")).status == 503
+                started = time.monotonic()
+                response = await ask_once(gateway.port, "POST", "/v1/inference", inference_body("abc"))
+                assert time.monotonic() - started < 3.0
+        assert response.status == 502
+        assert "its certificate is refused" in response.json["detail"]
+        assert "localhost" not in response.body.decode()
+        assert upstream.headers == []
+
+    async def test_a_unix_socket(self, tmp_path: Path) -> None:
+        socket = tmp_path / "model.sock"
+        async with (
+            listening(None, socket=socket) as upstream,
+            running_gateway(tmp_path, f"unix:{socket}:/infer") as gateway,
+        ):
+            response = await ask_once(gateway.port, "POST", "/v1/inference", inference_body("abc"))
+            gateway.terminate()
+            assert await gateway.exit_code() == 0
+        assert (response.status, response.json["output"]) == (200, "cba")
+        assert upstream.targets == ["/infer"]
+        assert "Unclosed" not in gateway.log.read_text()
+
+    @pytest.mark.parametrize("status", [400, 401, 422, 500])
+    async def test_secrets_are_nowhere_to_be_seen(
+        self, certificates: Certificates, tmp_path: Path, status: int
+    ) -> None:
+        (tmp_path / "token").write_text("canary-token")
+        (tmp_path / "header").write_text('canary "header"')
+        settings = {
+            "upstream.tls_ca": certificates.pem("ca"),
+            "upstream.tls_cert": certificates.pem("client"),
+            "upstream.tls_key": certificates.key("client"),
+            "upstream.token_file": tmp_path / "token",
+            "upstream.header_files": f"X-Api-Key={tmp_path / 'header'}",
+        }
+        seen: list[str] = []
+        async with listening(certificates.of_server()) as upstream:
+            url = f"https://localhost:{upstream.port}/infer"
+            async with running_gateway(tmp_path, url, "--log-level", "debug", settings=settings) as gateway:
+                for upstream.refuse_with in (0, status, status):
+                    response = await ask_once(gateway.port, "POST", "/v1/inference", inference_body("abc"))
+                    seen.append(response.body.decode() + str(response.headers))
+                assert response.status >= 400
+                (tmp_path / "token").write_text("canary but not a token")
+                await asyncio.sleep(LOOK_EVERY_S + 0.1)
+                await ask_once(gateway.port, "POST", "/v1/inference", inference_body("abc"))
+                pages = ("/metrics", "/internal/health", "/internal/ready", "/internal/fleet")
+                seen += [(await ask_once(gateway.admin_port, "GET", path)).body.decode() for path in pages]
+                gateway.terminate()
+                assert await gateway.exit_code() == 0
+            seen.append(gateway.log.read_text())
+        (tmp_path / "token").write_text("canary-token")
+        seen.append(carpool_config(settings, tmp_path))
+        assert upstream.headers[0]["authorization"] == "Bearer canary-token"
+        assert upstream.headers[0]["x-api-key"] == 'canary "header"'
+        assert "are not usable" in seen[-2]
+        assert "token_file" in seen[-1]
+        for text in seen:
+            assert "canary" not in text and certificates.secret_line not in text
+
+
+def carpool_config(settings: dict[str, Any], directory: Path) -> str:
+    """What `carpool config` prints with these settings."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
+    environment |= {"CARPOOL_" + key.upper().replace(".", "_"): str(value) for key, value in settings.items()}
+    command = [sys.executable, "-m", "carpool", "config"]
+    done = subprocess.run(
+        command, env=environment, cwd=directory, capture_output=True, text=True, timeout=30, check=True
+    )
+    return done.stdout + done.stderr

@@ -1,0 +1,177 @@
+"""The pool under any sequence of calls, ends of calls, retries and limits, in virtual time."""
+
+import asyncio
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from carpool.testing import FakeClock, FakeUpstream
+from carpool.upstream.breaker import Breaker
+from carpool.upstream.pool import Member, Pool
+
+FAILURES_MAX, LONGEST_PAUSE_S = 2, 4.0
+ENDS = ("well", "badly", "nothing")
+STEPS = st.tuples(
+    st.sampled_from(["take", "take", "end", "end", "retry", "cancel", "limit", "turn", "wait"]),
+    st.integers(0, 999),
+    st.sampled_from(ENDS),
+)
+
+
+class Play:
+    """A pool, the calls under way, and the retries that wait."""
+
+    def __init__(self, clock: FakeClock, slots: list[int], eject_share_max: float) -> None:
+        self.clock = clock
+        self.pool = Pool(
+            [FakeUpstream(f"e{number}", count) for number, count in enumerate(slots)],
+            clock,
+            eject_share_max=eject_share_max,
+            make_breaker=lambda: Breaker(FAILURES_MAX, 1.0, LONGEST_PAUSE_S),
+            random_share=lambda: 0.5,
+        )
+        self.ejected_max = max(1, int(len(slots) * eject_share_max))
+        self.out: list[Member] = []
+        self.retries: list[asyncio.Task[Member | None]] = []
+
+    def end(self, member: Member, how: str, gives_back_first: bool) -> None:
+        """As the dispatcher does: the slot before the verdict, or after it if there was no answer."""
+        pool = self.pool
+        verdict = {"well": pool.went_well, "badly": pool.went_badly, "nothing": pool.says_nothing}[how]
+        was_closed = {other for other in pool.members if other.breaker.state == "closed"}
+        if gives_back_first:
+            pool.give_back(member)
+        verdict(member)
+        if not gives_back_first:
+            pool.give_back(member)
+        if how == "well":
+            assert member.breaker.state == "closed"
+            assert not pool.is_down
+        opened = {other for other in was_closed if other.breaker.state == "open"}
+        if opened and any(other.breaker.state == "closed" for other in pool.members):
+            out = sum(other.breaker.state != "closed" for other in pool.members)
+            assert opened == {member}
+            assert out <= self.ejected_max
+        elif opened:
+            assert all(other.breaker.is_failing for other in pool.members)  # all of them, and only when all fail
+
+    async def step(self, kind: str, number: int, how: str) -> None:
+        pool = self.pool
+        if kind == "take" and pool.free():
+            self.out.append(pool.take())
+        elif kind == "end" and self.out:
+            self.end(self.out.pop(number % len(self.out)), how, gives_back_first=number % 2 == 0)
+        elif kind == "retry":
+            failed = None if number % 3 == 0 else pool.members[number % len(pool.members)]
+            wait = pool.take_for_retry(failed, 1.0 + number % 4, known_well=number % 5 == 0)
+            self.retries.append(asyncio.create_task(wait))
+        elif kind == "cancel" and self.retries:
+            self.retries[number % len(self.retries)].cancel()
+        elif kind == "limit":
+            pool.set_limit(pool.members[number % len(pool.members)], number % 5)
+        elif kind == "turn":
+            await asyncio.sleep(0)
+        elif kind == "wait":
+            await asyncio.sleep(number / 500)
+        self.collect()
+
+    def collect(self) -> None:
+        """The slots that retries have got."""
+        done = [retry for retry in self.retries if retry.done()]
+        self.retries = [retry for retry in self.retries if not retry.done()]
+        for retry in done:
+            member = None if retry.cancelled() else retry.result()
+            if member is not None:
+                self.out.append(member)
+
+    def check(self) -> None:
+        pool = self.pool
+        for member in pool.members:
+            assert 1 <= member.limit <= member.endpoint.slots
+            assert 0 <= member.offered == sum(free is member for free in pool._free)
+            assert self.out.count(member) <= member.in_flight  # more: a retry that has not seen its slot yet
+            if member.breaker.state == "closed":
+                assert member.offered == max(0, member.limit - member.in_flight)
+            else:
+                assert member.offered <= 1
+                assert not member.offered or (member.in_flight == 0 and member.breaker.allows(self.clock()))
+            assert member.probing == (member.breaker.state == "half-open")
+        assert pool.busy() <= len(self.out) + len(self.retries)
+        assert pool.free() == sum(member.offered for member in pool.members)
+        assert pool.is_down == (not pool.free() and all(m.breaker.state != "closed" for m in pool.members))
+        assert pool.total() >= 1
+
+    async def get_well(self) -> None:
+        """Everything that is under way ends well, and so do the probes."""
+        for retry in self.retries:
+            retry.cancel()
+        await asyncio.sleep(0)
+        self.collect()
+        for member in self.pool.members:
+            self.pool.set_limit(member, member.endpoint.slots)
+        for _ in range(1 + len(self.pool.members)):
+            while self.out:
+                self.end(self.out.pop(), "well", gives_back_first=True)
+            await asyncio.sleep(LONGEST_PAUSE_S + 0.1)
+            while self.pool.free() and any(member.breaker.state != "closed" for member in self.pool.members):
+                self.out.append(self.pool.take())
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    st.sampled_from([0.2, 0.5, 1.0]),
+    st.lists(STEPS, max_size=60),
+)
+def test_slots_are_conserved_and_all_are_offered_again_once_all_are_well(
+    slots: list[int], eject_share_max: float, steps: list[tuple[str, int, Any]]
+) -> None:
+    clock = FakeClock()
+
+    async def main() -> None:
+        play = Play(clock, slots, eject_share_max)
+        for kind, number, how in steps:
+            await play.step(kind, number, how)
+            play.check()
+        await play.get_well()
+        play.check()
+        assert [member.offered for member in play.pool.members] == slots
+        assert (play.pool.busy(), play.pool.is_down) == (0, False)
+        assert repr(play.pool) == f"<Pool slots={sum(slots)} free={sum(slots)} retries=0 down=False>"
+        play.pool.close()
+
+    clock.run(main())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.lists(st.booleans(), min_size=1, max_size=40))
+def test_a_pool_that_went_down_comes_back_by_a_probe_alone(slots: list[int], probes: list[bool]) -> None:
+    """Down for as long as probes fail, one at a time for each endpoint; the first that is answered ends it."""
+    clock = FakeClock()
+
+    async def main() -> None:
+        play = Play(clock, slots, 0.5)
+        pool = play.pool
+        while not pool.is_down:
+            play.end(pool.take(), "badly", gives_back_first=False)
+            play.check()
+        for is_well in probes:
+            assert (pool.is_down, pool.free()) == (True, 0)
+            down_since = clock()
+            while not pool.free():
+                await asyncio.sleep(0.05)
+                play.check()
+            assert clock() - down_since <= LONGEST_PAUSE_S + 0.1
+            while pool.free() > 1:  # others may be due too
+                play.end(pool.take(), "badly", gives_back_first=True)
+            probe = pool.take()
+            assert (pool.is_down, probe.probing, probe.in_flight) == (True, True, 1)
+            play.end(probe, "well" if is_well else "badly", gives_back_first=True)
+            play.check()
+            assert (pool.is_down, probe.breaker.state) == ((False, "closed") if is_well else (True, "open"))
+            if is_well:
+                assert pool.free() == probe.limit
+                return
+
+    clock.run(main())

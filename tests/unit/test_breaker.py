@@ -1,0 +1,111 @@
+"""When an endpoint is left alone."""
+
+import pytest
+
+from carpool.upstream.breaker import Breaker
+
+NOW = 1000.0
+
+
+def opened(*, failures_max: int = 3, pause_s: float = 1.0, pause_s_max: float = 30.0) -> Breaker:
+    """A breaker that opened at NOW, with no jitter: its pause ends a half of `pause_s` later."""
+    breaker = Breaker(failures_max, pause_s, pause_s_max)
+    for _ in range(failures_max):
+        breaker.failed(NOW, 0.0)
+    return breaker
+
+
+def test_failures_in_a_row_open_it() -> None:
+    breaker = Breaker(failures_max=3)
+    assert [breaker.failed(NOW, 0.0) for _ in range(3)] == [False, False, True]
+    assert (breaker.state, breaker.failures, breaker.allows(NOW)) == ("open", 3, False)
+    assert repr(breaker) == "<Breaker open failures=3>"
+
+
+def test_a_success_starts_the_count_again() -> None:
+    breaker = Breaker(failures_max=3)
+    for _ in range(5):
+        breaker.failed(NOW, 0.0)
+        breaker.failed(NOW, 0.0)
+        breaker.succeeded()
+    assert (breaker.state, breaker.failures) == ("closed", 0)
+
+
+@pytest.mark.parametrize(("share", "pause_s"), [(0.0, 0.5), (0.5, 0.75), (1.0, 1.0)])
+def test_half_of_the_pause_is_jitter(share: float, pause_s: float) -> None:
+    breaker = Breaker(failures_max=1, pause_s=1.0)
+    breaker.failed(NOW, share)
+    assert breaker.probe_at() == NOW + pause_s
+    assert not breaker.allows(NOW + pause_s - 0.001)
+    assert breaker.allows(NOW + pause_s)
+
+
+def test_one_probe_decides() -> None:
+    breaker = opened()
+    assert breaker.started(NOW + 1)
+    assert breaker.state == "half-open"
+    assert not breaker.allows(NOW + 99)
+    breaker.succeeded()
+    assert (breaker.state, breaker.failures, breaker.started(NOW + 1)) == ("closed", 0, False)
+
+
+def test_the_pause_doubles_with_each_failed_probe_up_to_a_limit_and_a_success_forgets_it() -> None:
+    breaker = opened(pause_s=1.0, pause_s_max=5.0)
+    now, pauses_s = NOW, [breaker.probe_at() - NOW]
+    for _ in range(4):
+        now = breaker.probe_at()
+        breaker.started(now)
+        assert breaker.failed(now, 0.0, probe=True, may_open=False)  # it is out already
+        pauses_s.append(breaker.probe_at() - now)
+    assert pauses_s == [0.5, 1.0, 2.0, 2.5, 2.5]
+    breaker.succeeded()
+    for _ in range(3):
+        breaker.failed(now, 0.0)
+    assert breaker.probe_at() - now == 0.5
+
+
+def test_a_probe_that_told_nothing_may_be_repeated_at_once() -> None:
+    breaker = opened()
+    breaker.started(NOW + 1)
+    breaker.probe_left()
+    assert breaker.allows(NOW + 1)
+    assert breaker.started(NOW + 1)
+
+
+def test_old_failures_change_nothing_during_the_pause_or_a_probe() -> None:
+    breaker = opened()
+    assert not breaker.failed(NOW + 0.4, 0.0)
+    assert (breaker.state, breaker.probe_at(), breaker.failures) == ("open", NOW + 0.5, 3)
+    breaker.started(NOW + 1)
+    assert not breaker.failed(NOW + 1, 0.0)
+    assert breaker.state == "half-open"
+
+
+def test_a_failure_that_is_known_only_after_the_pause_begins_another() -> None:
+    breaker = opened()
+    assert breaker.failed(NOW + 2, 0.0)
+    assert (breaker.state, breaker.probe_at()) == ("open", NOW + 3)
+
+
+def test_an_old_success_closes_it() -> None:
+    paused, probed = opened(), opened()
+    probed.started(NOW + 1)
+    for breaker in (paused, probed):
+        breaker.succeeded()
+        assert breaker.state == "closed"
+
+
+def test_one_that_cannot_be_spared_stays_and_is_known_to_fail() -> None:
+    breaker = Breaker(failures_max=2)
+    for _ in range(5):
+        assert not breaker.failed(NOW, 0.0, may_open=False)
+    assert (breaker.state, breaker.is_failing) == ("closed", True)
+    assert breaker.failed(NOW, 0.0, may_open=True)
+
+
+def test_it_can_be_opened_from_outside() -> None:
+    breaker = Breaker()
+    breaker.open(NOW, 0.0)
+    assert (breaker.state, breaker.allows(NOW)) == ("open", False)
+    breaker.probe_left()  # of nobody
+    assert breaker.state == "open"
