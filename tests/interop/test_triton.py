@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import os
+import re
 import shutil
 import struct
 from collections.abc import Iterator
@@ -58,7 +59,7 @@ timeout_s = 20
 
 [broker]
 queue_timeout_s = 30
-total_timeout_s = 60
+total_timeout_s = 50
 
 [models.mirror]
 
@@ -223,8 +224,13 @@ async def test_a_model_that_is_not_there(triton: Triton, tmp_path: Path) -> None
 
 async def test_health_and_the_metrics_page(triton: Triton, tmp_path: Path) -> None:
     # Without a GPU there is no utilisation to read; the memory of the machine has a value all the same.
-    page = (await ask_once(triton.metrics_port, "GET", "/metrics")).body.decode()
-    total = next(float(line.split()[-1]) for line in page.splitlines() if line.startswith("nv_cpu_memory_total_bytes"))
+    total = 0.0
+    async with asyncio.timeout(20):
+        while not total:  # Triton fills it in after some seconds
+            await asyncio.sleep(0.2)
+            page = (await ask_once(triton.metrics_port, "GET", "/metrics")).body.decode()
+            [found] = re.findall(r"^nv_cpu_memory_total_bytes (\S+)$", page, re.MULTILINE)
+            total = float(found)
     settings = triton.settings("json").replace(
         "timeout_s = 20",
         f'timeout_s = 20\nhealth_interval_s = 0.2\nload_metrics_url = ":{triton.metrics_port}/metrics"\n'
@@ -240,3 +246,5 @@ async def test_health_and_the_metrics_page(triton: Triton, tmp_path: Path) -> No
         await until(is_seen)
         [endpoint] = (await gateway.fleet("mirror"))["endpoints"]
         assert endpoint["state"] == "healthy"
+    server = (await ask_once(triton.http_port, "GET", "/v2")).json
+    show(f"Triton server {server['version']}")

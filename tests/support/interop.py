@@ -71,12 +71,16 @@ async def verify(port: int, cases: Sequence[Case], clients: int = CLIENTS) -> Fi
 
     async def client() -> None:
         connection = await Connection.open(port)
-        for case in remaining:
-            findings.add(case, await connection.ask("POST", case.target, case.body, case.headers))
-        await connection.close()
+        try:
+            for case in remaining:
+                findings.add(case, await connection.ask("POST", case.target, case.body, case.headers))
+        finally:
+            await connection.close()
 
     started = time.monotonic()
-    await asyncio.gather(*(client() for _ in range(min(clients, len(cases)))))
+    async with asyncio.TaskGroup() as running:
+        for _ in range(min(clients, len(cases))):
+            running.create_task(client())
     findings.seconds = time.monotonic() - started
     assert findings.statuses.total() == len(cases)
     return findings

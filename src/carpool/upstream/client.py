@@ -5,6 +5,7 @@ import json
 import ssl
 from collections.abc import Mapping
 from io import BytesIO
+from types import SimpleNamespace
 
 import aiohttp
 from yarl import URL
@@ -27,11 +28,24 @@ SECRET_CHARS_MIN = 8
 _OTHER_NAME = (62, 64)
 
 
+class _Trip:
+    """What is known of the way that one call took."""
+
+    is_reused = False
+
+
+async def _note_reuse(session: aiohttp.ClientSession, context: SimpleNamespace, _: object) -> None:
+    if isinstance(context.trace_request_ctx, _Trip):
+        context.trace_request_ctx.is_reused = True
+
+
 def make_session(unix_socket: str = "") -> aiohttp.ClientSession:
     """The one session that all endpoints share, but for Unix sockets, which need one each.
 
     The pool's slots bound the connections, not the connector.
     """
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(_note_reuse)
     return aiohttp.ClientSession(
         connector=aiohttp.UnixConnector(unix_socket, limit=0, keepalive_timeout=KEEPALIVE_S)
         if unix_socket
@@ -43,6 +57,7 @@ def make_session(unix_socket: str = "") -> aiohttp.ClientSession:
         headers={"Accept-Encoding": "identity", "User-Agent": "carpool"},
         read_bufsize=READ_BUFFER_BYTES,
         trust_env=False,
+        trace_configs=[trace],
     )
 
 
@@ -79,21 +94,33 @@ class HttpEndpoint:
         """Send one call and read its answer; raises AttemptFailedError, or is cancelled."""
         try:
             secrets = self._credentials.headers()
+            trip = _Trip()
             async with asyncio.timeout(timeout_s):
-                async with self._session.post(
-                    self._target(call.path),
-                    data=call.body if len(call.body) <= PLAIN_BODY_BYTES_MAX else BytesIO(call.body),
-                    headers={"Content-Type": call.content_type, **dict(call.headers), **secrets},
-                    allow_redirects=False,
-                    ssl=self._tls() or True,
-                ) as response:
-                    body = await self._read(response, self._answer_bytes_max)
+                try:
+                    response, body = await self._send(call, secrets, trip)
+                except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
+                    if not trip.is_reused:
+                        raise
+                    # A server may close an idle connection just when it is used again; many do after a 500, without
+                    # saying so. That is no failure of the endpoint.
+                    response, body = await self._send(call, secrets, _Trip())
         except TimeoutError:
             raise AttemptFailedError(f"no answer within {timeout_s:.2f} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as failure:
             raise AttemptFailedError(_reason(failure)) from None
         load = parse_load(response.headers.get(self._load_header, "")) if self._load_header else None
         return Answer(response.status, body if response.status < 400 else _without(secrets, body), load)
+
+    async def _send(self, call: Call, secrets: Mapping[str, str], trip: _Trip) -> tuple[aiohttp.ClientResponse, bytes]:
+        async with self._session.post(
+            self._target(call.path),
+            data=call.body if len(call.body) <= PLAIN_BODY_BYTES_MAX else BytesIO(call.body),
+            headers={"Content-Type": call.content_type, **dict(call.headers), **secrets},
+            allow_redirects=False,
+            ssl=self._tls() or True,
+            trace_request_ctx=trip,
+        ) as response:
+            return response, await self._read(response, self._answer_bytes_max)
 
     async def get(self, where: str, timeout_s: float) -> Answer:
         """Read a page beside the calls: a path, `:PORT/PATH` on the same host, or a URL. Raises AttemptFailedError."""

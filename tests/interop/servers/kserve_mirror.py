@@ -5,8 +5,11 @@ from typing import Any
 
 from kserve import InferOutput, InferResponse, Model, ModelServer
 from kserve.errors import InvalidInput
+from kserve.utils.utils import generate_uuid
 
-POISON = "poison"
+# One that the model refuses (400), one that makes it raise (500, after which the server closes the connection).
+REFUSED_TEXT, RAISING_TEXT = "poison", "surprise"
+REFUSED_NUMBER, RAISING_NUMBER = -1.0, -2.0
 
 
 class Mirror(Model):
@@ -19,15 +22,21 @@ class Mirror(Model):
     def predict(self, payload: Any, headers: Any = None, response_headers: Any = None) -> Any:
         """V1 comes as a dictionary, V2 as tensors."""
         if isinstance(payload, dict):
-            if POISON in payload["instances"]:
-                raise InvalidInput("the model does not like this text")
+            check(REFUSED_TEXT in payload["instances"], RAISING_TEXT in payload["instances"])
             return {"predictions": [text[::-1] for text in payload["instances"]]}
         vectors = payload.inputs[0].as_numpy()
-        if (vectors < 0).any():
-            raise InvalidInput("the model does not like this vector")
+        check((vectors == REFUSED_NUMBER).any(), (vectors == RAISING_NUMBER).any())
+        is_raw = bool(payload.use_binary_outputs)
         output = InferOutput("NEGATED", list(vectors.shape), "FP32")
-        output.set_data_from_numpy(-vectors, binary_data=bool(payload.use_binary_outputs))
-        return InferResponse(payload.id, self.name, [output])
+        output.set_data_from_numpy(-vectors, binary_data=is_raw)
+        return InferResponse(payload.id or generate_uuid(), self.name, [output], use_binary_outputs=is_raw)
+
+
+def check(is_refused: bool, is_raising: bool) -> None:
+    if is_refused:
+        raise InvalidInput("the model does not like this input")
+    if is_raising:
+        raise RuntimeError("the model did not expect this input")
 
 
 if __name__ == "__main__":
