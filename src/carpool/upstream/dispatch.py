@@ -322,6 +322,8 @@ class UpstreamDispatcher:
             outcome = await self._call(members, member, min(self._timeout_s, latest - self._clock()), ended)
             if outcome is None:
                 return None
+            for request in members:
+                request.sends += 1
             failure, failed, member = outcome, member, None
             if failure.refusal.kind != "elsewhere":
                 return failure
@@ -339,8 +341,6 @@ class UpstreamDispatcher:
     ) -> Failure | None:
         """One call: settles the members and returns None, or returns what went wrong."""
         started = self._clock()
-        for request in members:
-            request.sends += 1
         try:
             answer = await member.endpoint.post(self._codec.encode(members), timeout_s)
         except AttemptFailedError as failure:
@@ -353,6 +353,7 @@ class UpstreamDispatcher:
             raise
         finally:
             self._pool.give_back(member)
+        seconds = self._clock() - started
         if answer.load is not None:
             member.load.report(answer.load)
         try:
@@ -368,7 +369,6 @@ class UpstreamDispatcher:
         except Exception:  # a defect of the codec, which must not leave a probe without a verdict
             self._pool.says_nothing(member)
             raise
-        seconds = self._clock() - started
         ended(seconds)
         self.call_seconds.observe(seconds)
         member.load.answered(len(members), seconds, started)
