@@ -19,10 +19,9 @@ async def quoting_upstream(reader: asyncio.StreamReader, writer: asyncio.StreamW
             length = int(head.lower().partition("content-length:")[2].split("\r\n")[0])
             inputs = json.loads(await reader.readexactly(length))["inputs"]
             if POISON in inputs:
-                status, answer = "400 Bad", {"error": f"canary-words: cannot read {inputs}"}
+                status, body = "400 Bad", json.dumps({"error": f"canary-words: cannot read {inputs}"}).encode()
             else:
-                status, answer = "200 OK", {"outputs": [text[::-1] for text in inputs]}
-            body = json.dumps(answer).encode()
+                status, body = "200 OK", json.dumps({"outputs": [text[::-1] for text in inputs]}).encode()
             writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
     except asyncio.IncompleteReadError:
         pass
