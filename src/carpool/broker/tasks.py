@@ -215,11 +215,7 @@ class Tasks:
         task = self._live.pop(task_id, None)
         if task is None:
             return
-        polls, task.polls = task.polls, []
-        for poll in polls:
-            if poll.timer is not None:
-                poll.timer.cancel()
-                poll.timer = None
+        for poll in self._take_polls(task):
             self._read(poll)
 
     def _read(self, poll: Poll) -> None:
@@ -239,12 +235,17 @@ class Tasks:
             poll.answer(self._pending(task))
 
     def _answer_polls(self, task: LiveTask, answer: StoredTask | CarpoolError) -> None:
+        for poll in self._take_polls(task):
+            poll.answer(answer)
+
+    def _take_polls(self, task: LiveTask) -> list[Poll]:
+        """Whoever waits for the task, no longer until a time."""
         polls, task.polls = task.polls, []
         for poll in polls:
             if poll.timer is not None:
                 poll.timer.cancel()
                 poll.timer = None
-            poll.answer(answer)
+        return polls
 
     def _pending(self, task: LiveTask) -> StoredTask:
         return StoredTask(task.request.id, "", "PENDING", None, None, task.submitted_wall)
