@@ -4,7 +4,7 @@ BIN := .venv/bin
 INTEROP := triton kserve infinity
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format docs bench chaos interop clean
+.PHONY: help setup redis demo test lint format docs bench chaos interop clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -20,10 +20,16 @@ help: ## list the targets
 
 setup: .venv/.ready ## make .venv with .venv/bin/carpool in it
 
+# Tests start servers of their own: the package's service stays off (policy-rc.d is how Debian is told so).
+redis: ## install Debian's redis-server if there is none
+	@command -v redis-server >/dev/null || { echo "installing redis-server ..."; policy=/usr/sbin/policy-rc.d; \
+		test -e $$policy || { trap "rm -f $$policy" EXIT; printf '#!/bin/sh\nexit 101\n' >$$policy; chmod +x $$policy; }; \
+		apt-get update -qq && apt-get install -y -qq redis-server; }
+
 demo: setup ## start a gateway and 32 simulated GPUs; shows the first curl to try
 	@$(BIN)/carpool demo
 
-test: setup lint ## every check: ruff, mypy, import-linter, pytest
+test: setup lint redis ## every check: ruff, mypy, import-linter, pytest
 	@$(BIN)/python -m pytest
 
 lint: setup ## ruff, mypy strict, import-linter
@@ -39,10 +45,10 @@ format: setup ## rewrite the code in the one format
 docs: setup ## write the generated pages again
 	@$(BIN)/python -m carpool.tools.docs
 
-bench: setup ## measure beside the floor (several minutes)
+bench: setup redis ## measure beside the floor (several minutes)
 	@$(BIN)/python bench/run.py
 
-chaos: setup ## kill, cut, overload; prints lost / wrong / duplicates (several minutes)
+chaos: setup redis ## kill, cut, overload; prints lost / wrong / duplicates (several minutes)
 	@$(BIN)/python -m pytest tests/chaos -s
 
 # Each server has an environment of its own: what they need excludes one another.

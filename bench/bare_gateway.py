@@ -57,8 +57,8 @@ class BareDispatcher:
         started = monotonic()
         answer = await endpoint.post(self.codec.encode(batch), 3.0)
         self.pool.bare.append(endpoint)
-        if self.pool._ring is not None:
-            self.pool._ring()
+        for ring in self.pool._rings:
+            ring()
         seconds = monotonic() - started
         ended(seconds)
         facts = CallFacts(len(batch), seconds)

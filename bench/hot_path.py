@@ -14,8 +14,9 @@ from time import process_time
 
 import uvloop
 
-from carpool.app import Gateway, spare_the_collector
+from carpool.app import spare_the_collector
 from carpool.config import load_settings
+from carpool.embedded import Gateway
 from carpool.face.http.connection import Connection
 
 BODY = b'{"input":"' + b"x" * 2000 + b'","client_id":"c1"}'
@@ -51,6 +52,7 @@ async def main(profile: cProfile.Profile | None) -> None:
     )
     await gateway.start()
     spare_the_collector()
+    assert gateway.server is not None
     connections = [Connection(gateway.server) for _ in range(CONNECTIONS)]
     for connection in connections:
         connection.connection_made(NowhereTransport())

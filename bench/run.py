@@ -12,15 +12,14 @@ memory      20,000 requests of 2 KB waiting, above idle
 soak        5 minutes at 5,000 requests a second: is the memory flat?
 resilience  what breaker, retries and isolation cost when nothing fails: beside a gateway without them, alternating
 poison      1 input in 1,000 fails its batch, half of the slots idle: what the others notice, and what the GPUs do
+redis       a gateway and a batcher over a real Redis beside bench/floor/redis_*.py, alternating, medians of three
+redis-rate  10,000 requests a second for 60 s through the same, Redis with `appendfsync everysec`
 """
 
 import argparse
 import json
 import os
 import re
-import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,85 +28,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
 from urllib.request import urlopen
 
-from rich.console import Console
-from rich.table import Table
-
-HERE = Path(__file__).parent
-ROOT = HERE.parent
-CARPOOL = [sys.executable, "-m", "carpool"]
-TICKS = os.sysconf("SC_CLK_TCK")
-console = Console(width=120)
-failures: list[str] = []
-
-
-def verdict(name: str, figure: str, wanted: str, holds: bool) -> tuple[str, str, str, str]:
-    if not holds:
-        failures.append(f"{name}: {figure}, wanted {wanted}")
-    return name, figure, wanted, "yes" if holds else "NO"
-
-
-def show(title: str, rows: list[tuple[str, str, str, str]]) -> None:
-    table = Table("what", "measured", "wanted", "holds", title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def free_port() -> int:
-    """A port whose successor is free too (for the admin port)."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
-
-
-def resident_mb(pid: int) -> float:
-    match = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-    assert match is not None
-    return int(match[1]) / 1024
-
-
-@contextmanager
-def process(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A child that listens on `port`; ended by its id."""
-    with tempfile.TemporaryFile() as log:
-        child = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
-        try:
-            wait_for_port(port, child, log)
-            yield child
-        finally:
-            child.send_signal(signal.SIGTERM)
-            try:
-                child.wait(20)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-
-
-def wait_for_port(port: int, child: subprocess.Popen[bytes], log: Any) -> None:
-    for _ in range(200):
-        if child.poll() is not None:
-            break
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            time.sleep(0.05)
-    log.seek(0)
-    raise SystemExit(f"did not start: {log.read().decode()}")
+import distributed
+import measuring
+from measuring import (
+    CARPOOL,
+    HERE,
+    ROOT,
+    bench,
+    console,
+    failures,
+    free_port,
+    gpus,
+    process,
+    resident_mb,
+    show,
+    verdict,
+)
 
 
 @contextmanager
@@ -120,34 +58,10 @@ def carpool(upstream: str, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes
             yield child, port
 
 
-@contextmanager
-def gpus(workers: int, port: int = 9400, poison: str = "") -> Iterator[str]:
-    command = [*CARPOOL, "sim-gpu", "--port", str(port), "--workers", str(workers), "--no-track"]
-    command += ["--poison", poison] if poison else []
-    with process(command, port + workers - 1):
-        yield f"http://127.0.0.1:{port}-{port + workers - 1}/infer"
-
-
-def bench(port: int, *flags: str) -> dict[str, Any]:
-    """One run of `carpool bench`; its JSON report."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as report:
-        command = [*CARPOOL, "bench", f"http://127.0.0.1:{port}", "--quiet", "--json", report.name, *flags]
-        subprocess.run(command, cwd=ROOT, check=False, timeout=600)
-        result: dict[str, Any] = json.loads(Path(report.name).read_bytes())
-        return result
-
-
 def wrk(port: int, pid: int, seconds: int) -> tuple[float, float]:
     """Requests a second, and CPU microseconds of the server for each."""
-    before = cpu_seconds(pid)
-    command = ["wrk", "-t1", "-c3000", f"-d{seconds}s", "--latency", "-s", str(HERE / "floor" / "post.lua")]
-    url = f"http://127.0.0.1:{port}/v1/inference"
-    output = subprocess.run([*command, url], capture_output=True, text=True, check=True, timeout=120).stdout
-    used = cpu_seconds(pid) - before
-    requests = int(re.findall(r"(\d+) requests in", output)[0])
-    if "Non-2xx" in output:
-        failures.append(f"wrk saw errors: {output}")
-    return float(re.findall(r"Requests/sec:\s+([\d.]+)", output)[0]), used / requests * 1e6
+    load = measuring.wrk([port], {"server": [pid]}, seconds, 3000)
+    return load.rate, load.cpu_us["server"]
 
 
 def throughput(quick: bool) -> None:
@@ -346,6 +260,8 @@ SECTIONS: dict[str, Callable[[bool], None]] = {
     "soak": soak,
     "resilience": resilience,
     "poison": poison,
+    "redis": distributed.beside_the_floor,
+    "redis-rate": distributed.at_a_rate,
 }
 
 
@@ -354,9 +270,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="shorter runs: for a look, not for figures")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections to run")
     options = parser.parse_args()
-    if shutil.which("wrk") is None:
-        subprocess.run(["apt-get", "update", "-qq"], check=True)
-        subprocess.run(["apt-get", "install", "-y", "-qq", "wrk"], check=True)
+    measuring.install("wrk", "wrk")
+    measuring.raise_file_limit()
     for name in options.only.split(","):
         SECTIONS[name](options.quick)
     for failure in failures:

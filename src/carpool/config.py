@@ -2,7 +2,7 @@
 
 1. Every fault is a `ConfigError` of one line: the key, where its value came from, and what is allowed.
 2. What is not known is refused, with the nearest known name: a typing error must not pass for a default.
-3. A secret's value is never shown, neither in an error nor in `dump_toml`.
+3. A secret's value is never shown, neither in an error nor in `dump_toml`; nor is a URL's password or query string.
 """
 
 import difflib
@@ -13,20 +13,26 @@ import tomllib
 import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import msgspec
 from msgspec import NODEFAULT, Meta
 
-from carpool.settings import ModelSettings, Section, Settings, TierSettings, UpstreamSettings
+from carpool.settings import BrokerSettings, ModelSettings, Section, Settings, TierSettings, UpstreamSettings
 from carpool.upstream.tls import UpstreamSecurity, read_file, read_header_value, read_token
+
+if TYPE_CHECKING:
+    from carpool.broker.redis.address import BrokerAddress
 
 DEFAULT_FILE = Path("carpool.toml")
 FILE_VARIABLE = "CARPOOL_CONFIG"
 ENDPOINTS_MAX = 4096
 FILE_BYTES_MAX = 1024 * 1024
 
-# The settings that `carpool serve` and `carpool config` take as flags too.
+# What a process does: everything, only the clients' side of Redis, or only the side of the endpoints.
+Role = Literal["serve", "gateway", "batcher"]
+
+# The settings that `carpool serve`, `gateway`, `batcher` and `config` take as flags too.
 FLAGS = {
     "gateway.host": "--host",
     "gateway.port": "--port",
@@ -34,6 +40,8 @@ FLAGS = {
     "gateway.admin_port": "--admin-port",
     "gateway.tls_cert": "--tls-cert",
     "gateway.tls_key": "--tls-key",
+    "gateway.processes": "--processes",
+    "broker.url": "--broker",
     "upstream.endpoints": "--upstream",
     "model": "--model",
     "upstream.protocol": "--protocol",
@@ -50,7 +58,8 @@ FLAGS = {
 _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _BARE_TOML_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TOKEN = re.compile(r"[\x21-\x7e]+")
-_USER_INFO = re.compile(r"//[^/\s]*@")
+_USER_INFO = re.compile(r"//\S*@")
+_QUERY = re.compile(r"\?[^\s'\",\]]+")
 _ENDPOINT = re.compile(
     r"(?P<head>(?:https?|grpcs?)://(?:\[[0-9A-Fa-f:.]+\]|[^\s/?#@:\[\]]+))"
     r"(?::(?P<first>[0-9]{1,5})(?:-(?P<last>[0-9]{1,5}))?)?"
@@ -101,6 +110,8 @@ class Key(NamedTuple):
     default: Any
     description: str
     secret: bool
+    # It holds URLs, which may have secrets in them.
+    is_url: bool
 
     @property
     def name(self) -> str:
@@ -134,6 +145,7 @@ def section_keys(section: type[Section], prefix: str) -> list[Key]:
                 default=default,
                 description=next((meta.description for meta in metas if meta.description), ""),
                 secret=any((meta.extra or {}).get("secret", False) for meta in metas),
+                is_url=any((meta.extra or {}).get("url", False) for meta in metas),
             )
         )
     return keys
@@ -195,6 +207,45 @@ def require_upstream(settings: Settings) -> None:
     needs_shared = not settings.models or any(m.endpoints is None for m in settings.models.values())
     if needs_shared and not settings.upstream.endpoints:
         raise ConfigError("no upstream: give --upstream URL (or upstream.endpoints), or try `carpool demo`")
+
+
+def require_broker(settings: Settings) -> None:
+    """Raise ConfigError unless there is a Redis to meet at."""
+    if not settings.broker.url:
+        raise ConfigError(
+            "no broker: give --broker redis://HOST:6379 (or broker.url); "
+            "without Redis, `carpool serve` does everything in one process"
+        )
+
+
+def require_for(role: Role, settings: Settings) -> None:
+    """Raise ConfigError unless there is what the role needs. A gateway needs upstreams for direct mode alone."""
+    if role != "serve":
+        require_broker(settings)
+    if role != "gateway":
+        require_upstream(settings)
+
+
+def broker_address(broker: BrokerSettings) -> "BrokerAddress":
+    """Where Redis is and how to get in; raises ConfigError. Reads the password's file."""
+    # Here, so that commands without a broker start without it.
+    from carpool.broker.redis.address import BadBrokerUrlError, parse_broker_url
+
+    password = _read_password(broker.password_file) if broker.password_file else None
+    try:
+        return parse_broker_url(
+            broker.url, password=password, tls_ca=broker.tls_ca, tls_cert=broker.tls_cert, tls_key=broker.tls_key
+        )
+    except BadBrokerUrlError as error:
+        raise ConfigError(str(error).removeprefix("the broker's URL ")) from None
+
+
+def admin_port(settings: Settings) -> int:
+    """The port for operators; 0 picks a free one."""
+    gateway = settings.gateway
+    if gateway.admin_port is not None:
+        return gateway.admin_port
+    return gateway.port + 1 if gateway.port else 0
 
 
 def expand_endpoints(endpoints: Iterable[str]) -> list[str]:
@@ -266,7 +317,10 @@ def dump_toml(settings: Settings) -> str:
     lines += ["", f"# {summary(ModelSettings)}"]
     for name, model in settings.models.items():
         lines.append(f"[models.{name if _BARE_TOML_KEY.fullmatch(name) else _toml(name)}]")
-        lines += [f"{k} = {_toml(v)}" for k, v in msgspec.structs.asdict(model).items() if v is not None]
+        for key in section_keys(ModelSettings, f"models.{name}."):
+            value = getattr(model, key.name)
+            if value is not None:
+                lines += _dump_url(key, value) if key.is_url else [f"{key.name} = {_toml(value)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -389,7 +443,7 @@ def _convert(key: Key, given: _Given) -> Any:
     try:
         value = msgspec.convert(given.value, key.hint, strict=not given.is_text)
     except msgspec.ValidationError:
-        shown = "" if key.secret else f", not {_shown(given.value)}"
+        shown = "" if key.secret or key.path == "broker.url" else f", not {_shown(given.value)}"
         raise ConfigError(f"{key.path} ({given.source}) must be {describe(key.hint)}{shown}") from None
     for text in value if isinstance(value, list) else [value]:
         # Besides being of no use, such text could neither be printed on one line nor dumped as TOML.
@@ -426,6 +480,59 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
     if gateway.port == 65535 and gateway.admin_port is None:
         raise ConfigError(f"{where('gateway.port')} leaves no port after it: give gateway.admin_port too")
     _check_tls(gateway.tls_cert, gateway.tls_key, where)
+    _check_broker(settings.broker, where)
+    _check_processes(settings, where)
+
+
+def _check_broker(broker: BrokerSettings, where: Callable[[str], str]) -> None:
+    """The way to Redis, as far as it can be told without going there."""
+    _check_name(broker.namespace, where("broker.namespace"))
+    if not broker.url:
+        for name in ("password_file", "tls_ca", "tls_cert", "tls_key"):
+            if getattr(broker, name):
+                raise ConfigError(f"{where(f'broker.{name}')} is of no use without broker.url")
+        return
+    if broker.password_file:
+        try:
+            _read_password(broker.password_file)
+        except ConfigError as error:
+            raise ConfigError(f"{where('broker.password_file')} {error}") from None
+    security = UpstreamSecurity(ca=broker.tls_ca, cert=broker.tls_cert, key=broker.tls_key)
+    _check_pair(security.cert, security.key, lambda name: where(f"broker.{name}"))
+    _check_readable(security.ca, where("broker.tls_ca"))
+    try:
+        broker_address(broker)
+    except ConfigError as error:
+        raise ConfigError(f"{where('broker.url')} {error}") from None
+    if security.ca or security.cert:
+        _check_context(security, lambda name: where(f"broker.{name}"))
+
+
+def _read_password(path: str) -> str:
+    """The one line of the password's file; what stands in place of a path may be the password: it is not shown."""
+    try:
+        text = read_file(path).decode().strip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"must be the path of a file with a password: {reason}") from None
+    if not text or not text.isprintable():
+        raise ConfigError("must be the path of a file with a password: the file must have one line")
+    return text
+
+
+def _check_processes(settings: Settings, where: Callable[[str], str]) -> None:
+    """Several processes need a place where they meet, and a range of admin ports."""
+    gateway = settings.gateway
+    if gateway.processes == 1:
+        return
+    if not settings.broker.url:
+        raise ConfigError(f"{where('gateway.processes')} above 1 needs a broker: give --broker URL (or broker.url)")
+    first = admin_port(settings)
+    if first and first + gateway.processes - 1 > 65535:
+        raise ConfigError(f"{where('gateway.processes')} needs as many admin ports from {first} on as there are")
+    if first and first <= gateway.port < first + gateway.processes:
+        last = first + gateway.processes - 1
+        raise ConfigError(f"{where('gateway.port')} is one of the admin ports of the processes, {first} to {last}")
 
 
 def _check_name(name: str, where: str) -> None:
@@ -659,8 +766,10 @@ def _unknown(kind: str, name: str, source: str, known: Iterable[str]) -> ConfigE
 
 
 def _shown(value: Any) -> str:
-    """A value for an error text: on one line, not long, without a password in a URL."""
+    """A value for an error text: on one line, not long, without a password or a query string in a URL."""
     text = _USER_INFO.sub("//***@", ascii(value))
+    if not (isinstance(value, str) and value.startswith("sim:")):
+        text = _QUERY.sub("?***", text)
     return text if len(text) <= 100 else text[:97] + "..."
 
 
@@ -679,7 +788,31 @@ def _dump_key(key: Key, value: Any) -> list[str]:
     if key.secret:
         line = f'# {key.name} = "***"' if value else f'# {key.name} = ""'
         return [f"# {key.description}; set it with {key.variable}", line]
+    if key.is_url:
+        return [f"# {key.description}", *_dump_url(key, value)]
     return [f"# {key.description}", f"# {key.name} =" if value is None else f"{key.name} = {_toml(value)}"]
+
+
+def _dump_url(key: Key, value: Any) -> list[str]:
+    """One URL or several; a comment if something had to be left out, for then it would not load back."""
+    hidden = [_without_secrets(url) for url in value] if isinstance(value, list) else _without_secrets(value)
+    if hidden == value:
+        return [f"{key.name} = {_toml(value)}"]
+    return ["# (*** stands for what may be secret)", f"# {key.name} = {_toml(hidden)}"]
+
+
+def _without_secrets(url: str) -> str:
+    """A valid URL without its password and its query string."""
+    if url.startswith("sim:"):
+        return url
+    start = ""
+    if url.startswith("redis"):
+        scheme, _, rest = url.partition("://")
+        user_info, at, url = rest.rpartition("@")
+        user, colon, _ = user_info.partition(":")
+        start = f"{scheme}://" + (f"{user}:***@" if colon else "***@" if at else "")
+    address, _, query = url.partition("?")
+    return start + address + ("?***" if query else "")
 
 
 def _toml(value: Any) -> str:

@@ -1,7 +1,7 @@
 """One model: its endpoints, its codec, and the loop that sends its batches, plugged together."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -10,7 +10,7 @@ from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import make_policy
 from carpool.broker.memory import MemoryBroker
 from carpool.config import expand_endpoints, upstream_security
-from carpool.core.ports import DeadLetters
+from carpool.core.ports import DeadLetters, Slots
 from carpool.core.request import Request
 from carpool.core.tally import Histogram
 from carpool.face.http.gateway import ServedModel
@@ -38,23 +38,13 @@ BREAKER_PAUSE_S_MAX = 30.0
 INFO_TIMEOUT_S = 2.0
 
 
-class ModelService:
-    """One model: its endpoints, its codec, and the loop that sends its batches."""
+class ModelFace:
+    """One model as the face sees it: its limits, and what its protocol wants to know of inputs."""
 
-    def __init__(
-        self,
-        name: str,
-        own: ModelSettings,
-        settings: Settings,
-        session: aiohttp.ClientSession,
-        broker: MemoryBroker,
-        dead_letters: DeadLetters,
-    ) -> None:
+    def __init__(self, name: str, own: ModelSettings, settings: Settings) -> None:
         upstream = settings.upstream
         self.name = name
         self.body_bytes_max = own.body_bytes_max or settings.gateway.body_bytes_max
-        # The longest that one attempt takes.
-        self.timeout_s = own.timeout_s or upstream.timeout_s
         self.codec = make_codec(
             own.protocol or upstream.protocol,
             inputs_field=upstream.inputs_field,
@@ -66,34 +56,6 @@ class ModelService:
             tensor_shape=own.tensor_shape if own.tensor_shape is not None else upstream.tensor_shape,
             tensor_binary=own.tensor_binary if own.tensor_binary is not None else upstream.tensor_binary,
         )
-        self.fleet = make_fleet(own, settings, session, self.codec.health_path(name))
-        self.pool = self.fleet.pool
-        self.dispatcher = UpstreamDispatcher(
-            self.pool,
-            self.codec,
-            broker,
-            timeout_s=self.timeout_s,
-            attempts=upstream.attempts,
-            backoff_s=upstream.backoff_ms / 1000,
-            dead_letters=dead_letters,
-            when_limit_is_learned=self._limit_batches,
-        )
-        batching = settings.batching
-        self.loop = BatchLoop(
-            name,
-            broker,
-            self.pool,
-            self.dispatcher,
-            make_policy(batching.policy, busy_share=batching.busy_share, fill_target=batching.fill_target),
-            max_batch=own.max_batch or batching.max_batch,
-            max_wait_s=batching.max_wait_ms / 1000,
-        )
-        self._broker = broker
-        # Kept by `measure`, once a second.
-        self.rate = 0.0
-        self.utilization = 0.0
-        self._arrivals_then = 0
-        self._busy_s_then = 0.0
 
     def prepare(self, request: Request) -> None:
         """Let the codec look into a request before it is admitted; raises Malformed."""
@@ -109,6 +71,82 @@ class ModelService:
         looks = self.codec.prepares or type(self.codec).check_parameters is not Codec.check_parameters
         prepare = self.prepare if looks else None
         return ServedModel(self.name, self.body_bytes_max, self.codec.binary_input, prepare)
+
+
+class SharedSlots:
+    """The slots of a pool whose endpoints other gateways call as well: this process's share of them."""
+
+    def __init__(self, pool: Pool, sharers: Callable[[], int]) -> None:
+        self._pool = pool
+        self._sharers = sharers
+
+    def total(self) -> int:
+        """This process's share; at least one."""
+        return max(1, self._pool.total() // max(1, self._sharers()))
+
+    def free(self) -> int:
+        """Slots of the share that could take a batch now."""
+        return max(0, min(self._pool.free(), self.total() - self._pool.busy()))
+
+    def when_slot_frees(self, ring: Callable[[], None]) -> None:
+        """Have `ring` called when a slot becomes free."""
+        self._pool.when_slot_frees(ring)
+
+
+class ModelService(ModelFace):
+    """One model: its endpoints, its codec, and the loop that sends its batches."""
+
+    def __init__(
+        self,
+        name: str,
+        own: ModelSettings,
+        settings: Settings,
+        session: aiohttp.ClientSession,
+        broker: MemoryBroker,
+        dead_letters: DeadLetters,
+        sharers: Callable[[], int] | None = None,
+    ) -> None:
+        super().__init__(name, own, settings)
+        upstream = settings.upstream
+        # The longest that one attempt takes.
+        self.timeout_s = own.timeout_s or upstream.timeout_s
+        self.fleet = make_fleet(own, settings, session, self.codec.health_path(name))
+        self.pool = self.fleet.pool
+        self.dispatcher = UpstreamDispatcher(
+            self.pool,
+            self.codec,
+            broker,
+            timeout_s=self.timeout_s,
+            attempts=upstream.attempts,
+            backoff_s=upstream.backoff_ms / 1000,
+            dead_letters=dead_letters,
+            when_limit_is_learned=self._limit_batches,
+        )
+        self._slots: Slots = self.pool if sharers is None else SharedSlots(self.pool, sharers)
+        batching = settings.batching
+        self.loop = BatchLoop(
+            name,
+            broker,
+            self._slots,
+            self.dispatcher,
+            make_policy(batching.policy, busy_share=batching.busy_share, fill_target=batching.fill_target),
+            max_batch=own.max_batch or batching.max_batch,
+            max_wait_s=batching.max_wait_ms / 1000,
+        )
+        self._broker = broker
+        # Kept by `measure`, once a second.
+        self.rate = 0.0
+        self.utilization = 0.0
+        self._arrivals_then = 0
+        self._busy_s_then = 0.0
+
+    def free_slots(self) -> int:
+        """Slots that could take a batch now."""
+        return self._slots.free()
+
+    def largest_batch(self) -> int:
+        """The most requests in a batch."""
+        return self.loop.max_batch
 
     def _limit_batches(self, batch_max: int) -> None:
         logger.warning("the upstream of %s takes %d inputs at once; no more are sent from now on", self.name, batch_max)
@@ -140,6 +178,17 @@ class ModelService:
     def describe(self) -> dict[str, Any]:
         """What `/internal/fleet` shows of this model."""
         return {**self.fleet.describe(), "capacity_rps": round(self.capacity_rps(), 2)}
+
+    def heartbeat(self) -> dict[str, Any]:
+        """What other processes are told of this model."""
+        sizes = self.loop.batch_sizes
+        return {
+            **self.describe(),
+            "in_flight": self.pool.busy(),
+            "current_utilization": self.utilization,
+            "rate": self.rate,
+            "mean_batch_size": sizes.total / max(1, sum(sizes.counts)),
+        }
 
     def measure(self, seconds: float) -> None:
         """Work out the rates of the last `seconds`."""

@@ -29,6 +29,8 @@ DatatypeName = Literal[
 ]  # fmt: skip
 # The batch dimension, 1, and the others.
 TensorShape = Annotated[str, Meta(pattern=r"^(1(,[0-9]{1,9})*)?$")]
+# A URL may hold a password or a key: `carpool config` leaves those out.
+IS_URL = {"url": True}
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -84,6 +86,13 @@ class GatewaySettings(Section, frozen=True):
         Annotated[float, Meta(ge=0, le=3600)],
         Meta(description="after SIGTERM, how long connections are still accepted"),
     ] = 1.0
+    processes: Annotated[
+        Annotated[int, Meta(ge=1, le=64)],
+        Meta(
+            description="gateway processes that share the port; more than one needs `broker.url`; "
+            "each has an admin port of its own, one after the other"
+        ),
+    ] = 1
 
 
 class BatchingSettings(Section, frozen=True):
@@ -111,7 +120,8 @@ class UpstreamSettings(Section, frozen=True):
         Meta(
             description="URLs; a port range like `http://127.0.0.1:9000-9031/infer` stands for one endpoint "
             "each; `unix:/run/model.sock:/infer` is a path on a Unix socket; "
-            "`sim:?latency_ms=50&slots=64` is a simulated GPU in this process"
+            "`sim:?latency_ms=50&slots=64` is a simulated GPU in this process",
+            extra=IS_URL,
         ),
     ] = []
     protocol: Annotated[ProtocolName, Meta(description="wire format of the API")] = "json"
@@ -145,7 +155,8 @@ class UpstreamSettings(Section, frozen=True):
         str,
         Meta(
             description="page of metrics to read the load from, once a second: a path on the endpoint, "
-            "`:8002/metrics` on its host, or a URL"
+            "`:8002/metrics` on its host, or a URL",
+            extra=IS_URL,
         ),
     ] = ""
     load_metric: Annotated[
@@ -195,8 +206,57 @@ class UpstreamSettings(Section, frozen=True):
 
 
 class BrokerSettings(Section, frozen=True):
-    """Where requests wait, and how long."""
+    """Where requests wait, and how long: in this process, or in Redis."""
 
+    url: Annotated[
+        str,
+        Meta(
+            description="Redis, where gateways and batchers meet: `redis://user:password@host:6379/0`, "
+            "`redis+sentinel://host:26379,…/name-of-the-master`, `redis+cluster://host:7000,…`; `rediss…` for TLS; "
+            "when it is empty, requests wait in this process",
+            extra=IS_URL,
+        ),
+    ] = ""
+    password_file: Annotated[
+        str, Meta(description="file with the password for Redis, in place of one in `url`; read at the start")
+    ] = ""
+    tls_ca: Annotated[
+        str, Meta(description="PEM file with the authorities to accept for `rediss://`, in place of the system's")
+    ] = ""
+    tls_cert: Annotated[str, Meta(description="PEM file with the certificate chain to show to Redis (mTLS)")] = ""
+    tls_key: Annotated[str, Meta(description="PEM file with the private key of `tls_cert`")] = ""
+    namespace: Annotated[
+        str, Meta(description="what every key in Redis begins with; the same for all gateways and batchers of a fleet")
+    ] = "carpool"
+    shards: Annotated[
+        Annotated[int, Meta(ge=1, le=16)],
+        Meta(description="parts of the queue in Redis, spread over a Cluster; the same for the whole fleet"),
+    ] = 16
+    lease_ms: Annotated[
+        Annotated[int, Meta(ge=100, le=600_000)],
+        Meta(
+            description="what a batcher took from Redis is free for others once it was silent for this long; "
+            "it renews its leases every third of this"
+        ),
+    ] = 1500
+    redis_timeout_ms: Annotated[
+        Annotated[int, Meta(ge=10, le=60_000)],
+        Meta(description="Redis counts as gone when it leaves a command unanswered for this long"),
+    ] = 500
+    replicas: Annotated[
+        Annotated[int, Meta(ge=0, le=16)],
+        Meta(description="replicas of Redis that must have a task before its 202 (`WAIT`); 503 if they do not"),
+    ] = 0
+    replicas_timeout_ms: Annotated[
+        Annotated[int, Meta(ge=1, le=60_000)], Meta(description="how long to wait for these replicas")
+    ] = 200
+    memory_max: Annotated[
+        Annotated[int, Meta(ge=0)],
+        Meta(
+            description="bytes that each node of Redis may use where it has no `maxmemory` of its own; above 80 % of "
+            "either, new requests get 429; 0: no limit"
+        ),
+    ] = 0
     waiting_max: Annotated[Count, Meta(description="requests that may wait or run at once (503)")] = 100_000
     bytes_max: Annotated[Count, Meta(description="bytes of their inputs, together (503)")] = 512 * MIB
     lanes_max: Annotated[Count, Meta(description="distinct model and parameter sets that may wait at once (503)")] = (
@@ -261,7 +321,7 @@ class TierSettings(Section, frozen=True):
 class ModelSettings(Section, frozen=True):
     """One model. What is not set here comes from the sections above."""
 
-    endpoints: Annotated[list[str] | None, Meta(description="as `upstream.endpoints`")] = None
+    endpoints: Annotated[list[str] | None, Meta(description="as `upstream.endpoints`", extra=IS_URL)] = None
     protocol: Annotated[ProtocolName | None, Meta(description="as `upstream.protocol`")] = None
     slots: Annotated[Slots | None, Meta(description="as `upstream.slots`")] = None
     model_version: Annotated[str | None, Meta(description="as `upstream.model_version`")] = None
@@ -273,7 +333,9 @@ class ModelSettings(Section, frozen=True):
     max_batch: Annotated[Annotated[int, Meta(ge=1, le=4096)] | None, Meta(description="as `batching.max_batch`")] = None
     body_bytes_max: Annotated[BodyBytes | None, Meta(description="as `gateway.body_bytes_max`")] = None
     load_header: Annotated[str | None, Meta(description='as `upstream.load_header`; `""`: none')] = None
-    load_metrics_url: Annotated[str | None, Meta(description='as `upstream.load_metrics_url`; `""`: none')] = None
+    load_metrics_url: Annotated[
+        str | None, Meta(description='as `upstream.load_metrics_url`; `""`: none', extra=IS_URL)
+    ] = None
     load_metric: Annotated[str | None, Meta(description="as `upstream.load_metric`")] = None
     load_metric_max: Annotated[
         Annotated[float, Meta(gt=0, le=1e12)] | None, Meta(description="as `upstream.load_metric_max`")

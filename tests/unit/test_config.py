@@ -18,10 +18,13 @@ from carpool.config import (
     KEYS,
     VARIABLES,
     ConfigError,
+    Role,
+    broker_address,
     describe,
     dump_toml,
     expand_endpoints,
     load_settings,
+    require_for,
     require_upstream,
     section_keys,
     upstream_security,
@@ -500,6 +503,153 @@ class TestLoad:
     )
     def test_what_does_not_go(self, toml: str, part: str) -> None:
         assert part in refusal(toml=toml)
+
+
+class TestBroker:
+    @pytest.fixture(autouse=True)
+    def _files(self) -> None:
+        Path("password").write_text("canary pass/word\n")
+        Path("two-lines").write_text("canary\nlines\n")
+        Path("empty").write_text("\n")
+        Path("no-text").write_bytes(b"\xff\xfe")
+
+    def test_nothing_given_means_no_redis(self) -> None:
+        broker = load().broker
+        assert (broker.url, broker.namespace, broker.shards, broker.lease_ms) == ("", "carpool", 16, 1500)
+        assert (broker.redis_timeout_ms, broker.replicas, broker.memory_max) == (500, 0, 0)
+
+    def test_where_it_is(self) -> None:
+        address = broker_address(load({"broker.url": "redis://me:pa%2Fss@[::1]:1/2"}).broker)
+        assert (address.hosts, address.username, address.password, address.db) == ((("::1", 1),), "me", "pa/ss", 2)
+
+    def test_the_password_may_be_in_a_file(self) -> None:
+        settings = load({"broker.url": "redis://me@h"}, {"CARPOOL_BROKER_PASSWORD_FILE": "password"})
+        address = broker_address(settings.broker)
+        assert (address.username, address.password) == ("me", "canary pass/word")
+        assert "canary" not in dump_toml(settings)
+
+    @pytest.mark.parametrize(
+        ("toml", "text"),
+        [
+            ("url = 'http://h'", "broker.url (carpool.toml) cannot be used: it must begin with one of redis://"),
+            ("url = 'redis://me:canary@'", "broker.url (carpool.toml) cannot be used: a host is missing"),
+            ("url = 'redis://:canary/@h'", "broker.url (carpool.toml) cannot be used: "),
+            ("url = ['redis://:canary@h']", "broker.url (carpool.toml) must be text"),
+            ("url = 'redis://h'\npassword_file = 'absent'", "broker.password_file (carpool.toml) must be the path of"),
+            ("url = 'redis://h'\npassword_file = 'canary'", "with a password: No such file"),
+            ("url = 'redis://h'\npassword_file = 'two-lines'", "the file must have one line"),
+            ("url = 'redis://h'\npassword_file = 'empty'", "the file must have one line"),
+            ("url = 'redis://h'\npassword_file = 'no-text'", "it is not text"),
+            (
+                "url = 'redis://:canary@h'\npassword_file = 'password'",
+                "broker.url (carpool.toml) cannot be used: there",
+            ),
+            ("password_file = 'password'", "broker.password_file (carpool.toml) is of no use without broker.url"),
+            ("tls_ca = 'x'", "broker.tls_ca (carpool.toml) is of no use without broker.url"),
+            ("url = 'rediss://h'\ntls_ca = 'absent'", "broker.tls_ca (carpool.toml) cannot be read: 'absent'"),
+            ("url = 'rediss://h'\ntls_ca = 'password'", "broker.tls_ca (carpool.toml) must be a PEM file"),
+            ("url = 'rediss://h'\ntls_cert = 'x'", "broker.tls_cert (carpool.toml) needs broker.tls_key beside it"),
+            ("url = 'redis://h'\ntls_ca = 'password'", "broker.url (carpool.toml) cannot be used: there are files for"),
+            ("namespace = 'a{b}'", "broker.namespace (carpool.toml) must be 1 to 128 letters"),
+            ("namespace = ''", "broker.namespace (carpool.toml) must be 1 to 128 letters"),
+            ("shards = 17", "broker.shards (carpool.toml) must be a whole number from 1 to 16, not 17"),
+            ("lease_ms = 50", "broker.lease_ms (carpool.toml) must be a whole number from 100"),
+            ("memory_max = -1", "broker.memory_max (carpool.toml) must be a whole number of at least 0"),
+        ],
+    )
+    def test_what_cannot_be_used(self, toml: str, text: str) -> None:
+        said = refusal(toml=f"[broker]\n{toml}")
+        assert text in said
+        assert "canary" not in said
+
+    @pytest.mark.parametrize(
+        ("role", "flags", "part"),
+        [
+            ("serve", {"broker.url": "redis://h"}, "no upstream: give --upstream"),
+            ("gateway", {"upstream.endpoints": ["sim:"]}, "no broker: give --broker redis://"),
+            ("batcher", {"upstream.endpoints": ["sim:"]}, "no broker: give --broker redis://"),
+            ("batcher", {"broker.url": "redis://h"}, "no upstream: give --upstream"),
+        ],
+    )
+    def test_what_a_role_misses(self, role: Role, flags: dict[str, Any], part: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            require_for(role, load(flags))
+        assert part in str(caught.value)
+
+    def test_what_each_role_needs(self) -> None:
+        require_for("serve", load({"upstream.endpoints": ["sim:"]}))
+        require_for("gateway", load({"broker.url": "redis://h"}))
+        for role in ("serve", "gateway", "batcher"):
+            require_for(role, load({"broker.url": "redis://h", "upstream.endpoints": ["sim:"]}))
+
+    @pytest.mark.parametrize(
+        ("flags", "text"),
+        [
+            ({}, "gateway.processes (flag --processes) above 1 needs a broker"),
+            ({"broker.url": "redis://h", "gateway.processes": "65"}, "from 1 to 64"),
+            (
+                {"broker.url": "redis://h", "gateway.port": 65534},
+                "needs as many admin ports from 65535 on as there are",
+            ),
+            (
+                {"broker.url": "redis://h", "gateway.port": 9, "gateway.admin_port": 8},
+                "gateway.port (flag --port) is one of the admin ports of the processes, 8 to 9",
+            ),
+        ],
+    )
+    def test_processes_that_do_not_go(self, flags: dict[str, Any], text: str) -> None:
+        assert text in refusal({"gateway.processes": "2"} | flags)
+
+    def test_processes_that_go(self) -> None:
+        flags = {"broker.url": "redis://h", "gateway.processes": 64}
+        for port in (0, 65535 - 64):
+            assert load(flags | {"gateway.port": port}).gateway.processes == 64
+
+
+class TestUrlsInTheDump:
+    """A URL may hold a password, and its query string a key: neither is printed."""
+
+    @pytest.mark.parametrize(
+        ("url", "shown"),
+        [
+            ("redis://me:canary@h:1/2", "redis://me:***@h:1/2"),
+            ("redis://:canary@h", "redis://:***@h"),
+            ("redis://canary@h", "redis://***@h"),
+            ("rediss+sentinel://me:can:ary%40@h,[::1]:2/master", "rediss+sentinel://me:***@h,[::1]:2/master"),
+        ],
+    )
+    def test_a_password_of_the_broker(self, url: str, shown: str) -> None:
+        dump = dump_toml(load({"broker.url": url}))
+        assert f'# (*** stands for what may be secret)\n# url = "{shown}"\n' in dump
+        assert "canary" not in dump
+        assert "url" not in tomllib.loads(dump)["broker"]
+
+    def test_a_broker_without_one_loads_back(self) -> None:
+        settings = load({"broker.url": "redis+cluster://a:1,b:2", "gateway.processes": 3})
+        assert load(toml=dump_toml(settings)) == settings
+
+    @pytest.mark.parametrize(
+        ("url", "shown"),
+        [
+            ("https://gpu/a@b?key=canary,canary&x='canary'", "https://gpu/a@b?***"),
+            ("unix:/run/model.sock:/infer?key=canary", "unix:/run/model.sock:/infer?***"),
+        ],
+    )
+    def test_a_query_string_of_an_endpoint(self, url: str, shown: str) -> None:
+        endpoints = f'endpoints = ["{url}", "sim:?slots=4"]'
+        dump = dump_toml(load(toml=f"[upstream]\n{endpoints}\n[models.a]\n{endpoints}"))
+        assert dump.count(f'\n# endpoints = ["{shown}", "sim:?slots=4"]\n') == 2
+        assert "canary" not in dump
+        assert "endpoints" not in tomllib.loads(dump)["upstream"] | tomllib.loads(dump)["models"]["a"]
+
+    def test_a_query_string_of_a_page_of_metrics(self) -> None:
+        dump = dump_toml(load({"upstream.load_metrics_url": "http://h/m?canary", "upstream.load_metric": "m"}))
+        assert '# load_metrics_url = "http://h/m?***"' in dump
+
+    def test_nor_is_either_in_an_error(self) -> None:
+        for url in ("ftp://gpu/x?key=canary", "http://me:can/ary@gpu/", "http://gpu:0/x?key=canary"):
+            text = refusal({"upstream.endpoints": [url]})
+            assert "has '" in text and "canary" not in text and "can/ary" not in text
 
 
 class TestDump:

@@ -6,7 +6,7 @@ For now there are no credentials: everybody is anonymous, of the lowest tier. Th
 from collections.abc import Callable, Mapping
 
 from carpool.core.errors import CarpoolError, Draining, UpstreamDown
-from carpool.core.ports import Availability, Broker, Caller, TaskBoard
+from carpool.core.ports import Availability, Caller, Intake, TaskBoard
 from carpool.core.request import Request
 
 
@@ -14,7 +14,7 @@ class Gate:
     """Admits requests to the broker, or says why not."""
 
     def __init__(
-        self, broker: Broker, tasks: TaskBoard, upstreams: Mapping[str, Availability], lowest_tier: int
+        self, broker: Intake, tasks: TaskBoard, upstreams: Mapping[str, Availability], lowest_tier: int
     ) -> None:
         self._broker = broker
         self._tasks = tasks

@@ -3,28 +3,22 @@
 1. A task becomes one together with its result (tasks.py); a synchronous request by `DeadLetterBox.bury`.
 2. A replay is a new task with an id of its own: the old one has its outcome already. The letter goes in the transaction
    that accepts the task, so it is never lost, and never replayed twice.
-3. `replay_all` ends: letters that its own tasks come back as are younger than where it stops.
+3. `replay_all` ends (replays.py): letters that its own tasks come back as are younger than where it stops.
 """
 
-import asyncio
-import secrets
 import time
-from collections.abc import Callable, Container
-from typing import Any
+from collections.abc import Container
+from functools import partial
 
 from carpool.broker.journal import Journal
 from carpool.broker.journal_records import DeadLetter, TaskRecord
 from carpool.broker.journal_writer import no_such_letter
+from carpool.broker.replays import PAGE_BYTES_MAX, PAGE_MAX, ReplayRun, answer_of, not_served, replay_request
 from carpool.broker.tasks import Tasks
 from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import DeadLetterSummary, Replayed, ReplayReport, StoredDeadLetter
-from carpool.core.errors import CarpoolError, Malformed, NotFound, UnknownModel
+from carpool.core.errors import CarpoolError
 from carpool.core.request import DONE, Request
-
-# How many letters `replay_all` has in memory at once beyond those that the broker holds: enough for a good group
-# commit. One more may be of any size.
-PAGE_MAX = 64
-PAGE_BYTES_MAX = 16 * 1024 * 1024
 
 
 class DeadLetterBox:
@@ -82,7 +76,7 @@ class DeadLetterDesk:
 
     async def show(self, letter_id: int) -> StoredDeadLetter:
         """One of them, whole; raises NotFound."""
-        letter: StoredDeadLetter | None = await _answer(lambda done: self._journal.read_letter(letter_id, done))
+        letter: StoredDeadLetter | None = await answer_of(lambda done: self._journal.read_letter(letter_id, done))
         if letter is None:
             raise no_such_letter()
         return letter
@@ -91,91 +85,30 @@ class DeadLetterDesk:
         """Make one a task again; raises NotFound, UnknownModel, or why no task is accepted now."""
         letter = await self.show(letter_id)
         if letter.summary.model not in self._models:
-            raise UnknownModel("the model of this dead letter is no longer served here; drop it, or serve the model")
-        now = self._clock()
-        tier = min(letter.tier, len(self._tier_target_s) - 1)
-        request = Request(
-            id=secrets.token_hex(16),
-            model=letter.summary.model,
-            parameters=letter.parameters,
-            input=letter.input,
-            size=len(letter.input),
-            tier=tier,
-            arrived=now,
-            place=now + self._tier_target_s[tier],
-            queue_timeout_s=self._task_timeout_s,
-            deadline=now + self._task_timeout_s,
-            waiter=self._tasks,
-            is_task=True,
-        )
+            raise not_served()
+        request = replay_request(letter, self._tasks, self._clock(), self._tier_target_s, self._task_timeout_s)
         self._tasks.prepare(request)
-        await _answer(lambda done: self._tasks.submit(request, letter.owner, done, letter_id))
+        await answer_of(lambda done: self._tasks.submit(request, letter.owner, done, letter_id))
         return Replayed(letter_id, request.id)
 
     async def replay_all(self, cause: str | None) -> ReplayReport:
         """Make all there are now, or those of one cause, tasks again, until no more tasks are accepted."""
-        last = self._journal.last_letter
-        after = 0
-        replayed: list[Replayed] = []
-        reason: CarpoolError | None = None
-        may_go_on = True
-        while may_go_on and (found := await self._page(after, PAGE_MAX, cause)) and found[0].id <= last:
-            page = _within([letter for letter in found if letter.id <= last], PAGE_BYTES_MAX)
-            after = page[-1].id
-            for result in await asyncio.gather(*(self.replay(letter.id) for letter in page), return_exceptions=True):
-                if isinstance(result, Replayed):
-                    replayed.append(result)
-                elif isinstance(result, UnknownModel | Malformed):
-                    reason = result  # no hindrance to the others
-                elif isinstance(result, NotFound):
-                    pass  # somebody was quicker
-                elif isinstance(result, CarpoolError):
-                    reason = result
-                    may_go_on = False
-                else:
-                    raise result
-        if reason is not None and not replayed:
-            raise reason
-        return ReplayReport(replayed, reason.detail if reason else None)
+        run = ReplayRun(self.replay, page_max=PAGE_MAX, page_bytes_max=PAGE_BYTES_MAX)
+        await run.go(self._journal.last_letter, partial(self._page, cause=cause))
+        return run.report()
 
     async def drop(self, letter_id: int) -> None:
         """Remove one; raises NotFound."""
-        if await _answer(lambda done: self._journal.drop_letters(letter_id, done)) == 0:
+        if await answer_of(lambda done: self._journal.drop_letters(letter_id, done)) == 0:
             raise no_such_letter()
 
     async def drop_all(self) -> int:
         """Remove all; returns how many."""
-        dropped: int = await _answer(lambda done: self._journal.drop_letters(None, done))
+        dropped: int = await answer_of(lambda done: self._journal.drop_letters(None, done))
         return dropped
 
     async def _page(self, after: int, limit: int, cause: str | None) -> list[DeadLetterSummary]:
-        page: list[DeadLetterSummary] = await _answer(
+        page: list[DeadLetterSummary] = await answer_of(
             lambda done: self._journal.list_letters(after, limit, cause, done)
         )
         return page
-
-
-def _within(letters: list[DeadLetterSummary], bytes_max: int) -> list[DeadLetterSummary]:
-    """The first of them that fit together; at least one."""
-    size = 0
-    for index, letter in enumerate(letters):
-        size += letter.size
-        if index and size > bytes_max:
-            return letters[:index]
-    return letters
-
-
-async def _answer(ask: Callable[[Callable[[Any], None]], None]) -> Any:
-    """What a callback is told; an error is raised. Whoever asked may have been cancelled meanwhile."""
-    told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-    def done(answer: Any) -> None:
-        if told.done():
-            return
-        if isinstance(answer, CarpoolError):
-            told.set_exception(answer)
-        else:
-            told.set_result(answer)
-
-    ask(done)
-    return await told

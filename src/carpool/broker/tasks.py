@@ -91,13 +91,16 @@ class Tasks:
                 is_task=True,
             )
             self._live[record.id] = LiveTask(request, record.submitted_wall)
-            self._broker.hold(request)
+            fault: CarpoolError | None = None
             try:
                 if record.model not in models:
                     raise UnknownModel("the model of this task is no longer served here")
                 self.prepare(request)
             except CarpoolError as error:
-                self._broker.settle(request, error)
+                fault = error
+            self._broker.hold(request)  # after `prepare`, which may have made it larger
+            if fault is not None:
+                self._broker.settle(request, fault)
             else:
                 self._broker.enqueue(request)
         return count

@@ -1,40 +1,22 @@
-"""`carpool serve` and `carpool config`: the commands that take every setting as a flag."""
+"""`carpool serve`, `gateway`, `batcher` and `config`: the commands that take every setting as a flag."""
 
-import inspect
-import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from carpool.config import FLAGS, KEYS, Key, dump_toml, load_settings, require_upstream
+from carpool.cli.flags import Given, LoadSettings, with_role_flags, with_setting_flags
+from carpool.config import ConfigError, Role, admin_port, dump_toml, require_for
 from carpool.settings import Settings
 
-_PANELS = {
-    "gateway": "Listening",
-    "upstream": "Upstream",
-    "model": "Upstream",
-    "batching": "Batching",
-    "tasks": "Tasks",
-    "log": "Logs",
-}
-_METAVARS = {
-    "gateway.host": "ADDRESS",
-    "gateway.admin_host": "ADDRESS",
-    "gateway.port": "PORT",
-    "gateway.admin_port": "PORT",
-    "gateway.tls_cert": "FILE",
-    "gateway.tls_key": "FILE",
-    "upstream.endpoints": "URL",
-    "model": "NAME",
-    "upstream.slots": "N",
-    "batching.max_batch": "N",
-    "batching.max_wait_ms": "MS",
-    "tasks.data_dir": "DIR",
-}
-_SERVE_EPILOG = """\
+_ABOUT_SETTINGS = """\
+Every setting is also a key of carpool.toml and an environment variable, such as CARPOOL_GATEWAY_PORT=8080: \
+flags win over the environment, the environment over the file. `carpool config` shows the result.
+"""
+_ABOUT_PASSWORDS = """\
+Others on this machine can read a command line: a password for Redis is better in CARPOOL_BROKER_URL, or in a file \
+that broker.password_file names.
+"""
+_SERVE_EPILOG = f"""\
 [bold]Examples[/bold]
 
   carpool serve --upstream http://127.0.0.1:9000/infer
@@ -43,9 +25,31 @@ _SERVE_EPILOG = """\
 
   carpool serve --config /etc/carpool.toml --no-journal
 
-Every setting is also a key of carpool.toml and an environment variable, such as CARPOOL_GATEWAY_PORT=8080: \
-flags win over the environment, the environment over the file. `carpool config` shows the result.
-"""
+  carpool serve --broker redis://10.0.0.5:6379 --upstream http://127.0.0.1:9000-9031/infer --processes 4
+
+{_ABOUT_SETTINGS}"""
+_GATEWAY_EPILOG = f"""\
+[bold]Examples[/bold]
+
+  carpool gateway --broker redis://127.0.0.1:6379
+
+  carpool gateway --broker redis+cluster://10.0.0.5:7000,10.0.0.6:7000 --host 0.0.0.0 --processes 4
+
+  carpool gateway --broker redis://127.0.0.1:6379 --upstream http://gpu-1:9000-9031/infer
+
+{_ABOUT_PASSWORDS}
+{_ABOUT_SETTINGS}"""
+_BATCHER_EPILOG = f"""\
+[bold]Examples[/bold]
+
+  carpool batcher --broker redis://127.0.0.1:6379 --upstream http://127.0.0.1:9000-9031/infer
+
+  carpool batcher --broker redis+sentinel://10.0.0.5:26379,10.0.0.6:26379/carpool --upstream http://gpu-1:9000/infer
+
+  carpool batcher --broker redis://127.0.0.1:6379 --upstream http://gpu-2:9000/infer --admin-port 8003
+
+{_ABOUT_PASSWORDS}
+{_ABOUT_SETTINGS}"""
 _CONFIG_EPILOG = """\
 [bold]Examples[/bold]
 
@@ -55,30 +59,42 @@ _CONFIG_EPILOG = """\
 """
 
 
-LoadSettings = Callable[[], Settings]
-
-
 def register(app: typer.Typer) -> None:
-    """Add `serve` and `config` to the command line."""
-    app.command(epilog=_SERVE_EPILOG, rich_help_panel="Serving")(with_setting_flags(serve))
+    """Add the commands to the command line."""
+    app.command(epilog=_SERVE_EPILOG, rich_help_panel="Serving")(with_role_flags(serve))
+    app.command(epilog=_GATEWAY_EPILOG, rich_help_panel="Serving")(with_role_flags(gateway))
+    app.command(epilog=_BATCHER_EPILOG, rich_help_panel="Serving")(with_role_flags(batcher))
     app.command(epilog=_CONFIG_EPILOG, rich_help_panel="Serving")(with_setting_flags(config))
 
 
-def serve(load: LoadSettings) -> int:
+def serve(given: Given, listen_fd: int | None) -> int:
     """Take single requests over HTTP and send them to the upstream in batches.
+
+    Alone it needs nothing else. With --broker it is a gateway and a batcher among others that meet in one Redis.
 
     SIGTERM drains; SIGHUP reads the configuration again: endpoints, slots and upstream timeouts change while running.
     """
+    return _run("serve", given, listen_fd)
 
-    def load_checked() -> Settings:
-        settings = load()
-        require_upstream(settings)
-        return settings
 
-    settings = load_checked()
-    from carpool.app import run  # here, so that the other commands do not wait for the network libraries
+def gateway(given: Given, listen_fd: int | None) -> int:
+    """Take single requests over HTTP and queue them in Redis, for the batchers; any gateway can tell a task's result.
 
-    return run(settings, reload=load_checked)
+    With --upstream it calls the endpoints itself while Redis is gone (direct mode); without, clients get a 503 then.
+
+    SIGTERM drains; SIGHUP reads the configuration again.
+    """
+    return _run("gateway", given, listen_fd)
+
+
+def batcher(given: Given, listen_fd: int | None) -> int:
+    """Take requests from Redis when an endpoint has a free slot, and send them in batches.
+
+    An endpoint belongs to one batcher: two that share it each take it for theirs, with all its slots.
+
+    SIGTERM drains; SIGHUP reads the configuration again: endpoints, slots and upstream timeouts change while running.
+    """
+    return _run("batcher", given, listen_fd)
 
 
 def config(load: LoadSettings) -> int:
@@ -90,59 +106,44 @@ def config(load: LoadSettings) -> int:
     return 0
 
 
-def with_setting_flags(command: Callable[[LoadSettings], int]) -> Callable[..., int]:
-    """A command whose flags are those of `config.FLAGS`; it gets a function that loads the settings.
+def _run(role: Role, given: Given, listen_fd: int | None) -> int:
+    def load_checked() -> Settings:
+        settings = given.load()
+        require_for(role, settings)
+        return settings
 
-    The flags take text, and the loader checks it: a bad value reads the same wherever it came from.
-    """
-    paths = {path.replace(".", "__"): path for path in FLAGS}
+    if role == "batcher" and given.flags["gateway.processes"] is not None:
+        raise ConfigError("gateway.processes (flag --processes) is for gateways: start another `carpool batcher`")
+    settings = load_checked()
+    if listen_fd is None and role != "batcher" and settings.gateway.processes > 1:
+        return _run_processes(role, given, settings)
+    listen = None
+    if listen_fd is not None:
+        from carpool.processes import adopt
 
-    def loaded(config_file: Path | None, **values: Any) -> int:
-        flags = {paths[name]: value or None if isinstance(value, list) else value for name, value in values.items()}
-        return command(lambda: load_settings(flags, environ=os.environ, file=config_file))
+        listen = adopt(listen_fd)
+    from carpool.app import run  # here, so that the other commands do not wait for the network libraries
 
-    parameters = [_parameter(name, KEYS[path]) for name, path in paths.items()]
-    parameters.append(_CONFIG_FILE)
-    loaded.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
-    loaded.__name__, loaded.__doc__ = command.__name__, command.__doc__
-    return loaded
-
-
-_CONFIG_FILE = inspect.Parameter(
-    "config_file",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=None,
-    annotation=Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            metavar="FILE",
-            help="the configuration file; also CARPOOL_CONFIG (default carpool.toml, if there is one)",
-            rich_help_panel="Configuration",
-        ),
-    ],
-)
+    return run(settings, reload=load_checked, role=role, listen=listen)
 
 
-def _parameter(name: str, key: Key) -> inspect.Parameter:
-    """The typer parameter of one setting; its help is the setting's own description."""
-    value_type = get_args(key.hint)[0]
-    is_list, is_flag = get_origin(value_type) is list, value_type is bool
-    choices = "|".join(get_args(value_type)) if get_origin(value_type) is Literal else None
-    option = typer.Option(
-        FLAGS[key.path],
-        metavar=None if is_flag else choices or _METAVARS[key.path],
-        help=key.description + ("; may be repeated" if is_list else "") + _default_text(key),
-        rich_help_panel=_PANELS[key.path.partition(".")[0]],
-    )
-    python_type: Any = bool if is_flag else list[str] if is_list else str
-    annotation = Annotated[python_type | None, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+def _run_processes(role: Role, given: Given, settings: Settings) -> int:
+    """Be the parent of `gateway.processes` processes."""
+    from carpool.processes import Processes, listen_on
+    from carpool.telemetry.logs import configure_logging
 
+    host, port = settings.gateway.host, settings.gateway.port
+    try:
+        listener = listen_on(host, port)
+    except OSError as failure:
+        raise ConfigError(f"cannot serve on {host}:{port}: {failure.strerror or failure}") from None
+    first_admin_port = admin_port(settings)
 
-def _default_text(key: Key) -> str:
-    if key.default is None or key.default in ("", []):
-        return ""
-    if isinstance(key.default, bool):
-        return f" (default {'on' if key.default else 'off'})"
-    return f" (default {key.default:g})" if isinstance(key.default, float) else f" (default {key.default})"
+    def command(number: int) -> list[str]:
+        # The endpoints' slots are there once: one process is their batcher, all are gateways.
+        name = role if number == 0 else "gateway"
+        flags = given.command_line(gateway__admin_port=first_admin_port + number if first_admin_port else 0)
+        return [sys.executable, "-m", "carpool", name, *flags, f"--listen-fd={listener.fileno()}"]
+
+    configure_logging(settings.log.level, settings.log.format)
+    return Processes(command, settings.gateway.processes, listener).run()

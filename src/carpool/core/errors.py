@@ -192,6 +192,14 @@ class UpstreamDown(OverloadError):
     title = "The inference API is down"
 
 
+class BrokerMemoryFull(OverloadError):
+    """The memory of the broker is nearly used up."""
+
+    code = "broker-memory"
+    status = 429
+    title = "The broker's memory is nearly full"
+
+
 # The upstream's fault.
 
 
@@ -269,6 +277,16 @@ class JournalFailed(GatewayError):
     grpc_code = "UNAVAILABLE"
     retryable = True
     title = "Tasks cannot be stored right now"
+
+
+class BrokerDown(GatewayError):
+    """The broker (Redis) cannot be used right now."""
+
+    code = "broker-down"
+    status = 503
+    grpc_code = "UNAVAILABLE"
+    retryable = True
+    title = "The broker cannot be reached"
 
 
 class InternalError(GatewayError):

@@ -46,8 +46,8 @@ class Outcomes(Protocol):
         ...
 
 
-class Broker(Outcomes, Protocol):
-    """Keeps what was admitted until it has an outcome."""
+class Intake(Protocol):
+    """The broker as the face and admission see it."""
 
     def submit(self, request: Request) -> CarpoolError | None:
         """Queue the request, or say why not. Its outcome comes through `request.settle`."""
@@ -56,6 +56,10 @@ class Broker(Outcomes, Protocol):
     def cancel(self, request: Request) -> None:
         """The client left: never send it if it has not been sent yet, discard its result otherwise."""
         ...
+
+
+class Broker(Intake, Outcomes, Protocol):
+    """Keeps what was admitted until it has an outcome."""
 
     def lanes(self, model: str) -> Iterable[LaneQueue]:
         """The lanes of one model in which requests wait."""

@@ -56,6 +56,9 @@ class Request(msgspec.Struct, eq=False):
     # For protocols that look into inputs: what the codec made of it, and what else must be equal to share a batch.
     prepared: Any = None
     lane: bytes = b""
+    # The broker's own references: where it is kept, and its number there. Nobody else touches them.
+    held_by: Any = None
+    number: int = 0
     # A task outlives its client and this process; a synchronous request does not.
     is_task: bool = False
     phase: int = ADMITTED

@@ -53,7 +53,7 @@ _CONFIGURATION_INTRO = """
 
 A setting comes from the first of these that has it:
 
-1. a flag of `carpool serve` (those with one are marked below);
+1. a flag of `carpool serve`, `gateway` or `batcher` (those with one are marked below);
 2. the environment variable `CARPOOL_<SECTION>_<KEY>`; lists are separated by commas;
 3. the file: `--config FILE`, else the one `CARPOOL_CONFIG` names, else `carpool.toml` if there is one here;
 4. the default.
@@ -61,7 +61,8 @@ A setting comes from the first of these that has it:
 What Carpool does not know is an error: one line names the key, where it came from and what is allowed, and
 the exit status is 2. That holds for `CARPOOL_*` variables too; only those that Kubernetes makes for a Service
 whose name starts with `carpool` are passed over. `carpool config` takes the flags of `carpool serve` and
-prints the configuration in effect as TOML, secrets left out. Relative paths start at the working directory.
+prints the configuration in effect as TOML. Secrets are left out, and so are the passwords and query strings of URLs.
+Relative paths start at the working directory.
 
 ## Example
 

@@ -142,7 +142,8 @@ class Pool:
                 if turn < member.limit:
                     self._offer(member)
         self._retries: deque[tuple[Wish, asyncio.Future[Member]]] = deque()
-        self._ring: Callable[[], None] | None = None
+        # Called when a slot becomes free.
+        self._rings: list[Callable[[], None]] = []
         self._probe_timers: dict[Member, asyncio.TimerHandle] = {}
         # Endpoints that were removed with calls under way, and what to do when those have ended.
         self._leaving: dict[Member, Callable[[], None]] = {}
@@ -184,7 +185,7 @@ class Pool:
 
     def when_slot_frees(self, ring: Callable[[], None]) -> None:
         """Have `ring` called when a slot becomes free."""
-        self._ring = ring
+        self._rings.append(ring)
 
     def take(self) -> Member:
         """Take a free slot; there must be one."""
@@ -326,8 +327,8 @@ class Pool:
                 self._offer(member)
                 if breaker.state != "closed":
                     self._notice_if_down()
-                if self._ring is not None:
-                    self._ring()
+                for ring in self._rings:
+                    ring()
 
     def _take_free(self, wish: Wish) -> Member | None:
         """A free slot for a retry."""

@@ -22,7 +22,7 @@ from carpool.core.errors import (
     UnsupportedMedia,
 )
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import Admission, Broker, TaskBoard
+from carpool.core.ports import Admission, Intake, TaskBoard
 from carpool.core.request import Request
 from carpool.core.task import StoredTask
 from carpool.face.http.exchange import JSON, Exchange
@@ -92,7 +92,7 @@ class GatewayRoutes:
     def __init__(
         self,
         gate: Admission,
-        broker: Broker,
+        broker: Intake,
         tasks: TaskBoard,
         models: dict[str, ServedModel],
         settings: FaceSettings,

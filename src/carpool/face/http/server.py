@@ -6,6 +6,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from email.utils import formatdate
+from typing import Any
 
 import msgspec
 
@@ -71,13 +72,15 @@ class HttpServer:
         self._swept_at_once = 0
         self._tick_timer: asyncio.TimerHandle | None = None
 
-    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
-        """Listen; returns the port, which matters when 0 was asked for."""
+    async def start(
+        self, host: str, port: int, tls: ssl.SSLContext | None = None, listening: socket.socket | None = None
+    ) -> int:
+        """Listen, on a socket that others share if one is given; returns the port, which matters if 0 was asked for."""
         loop = asyncio.get_running_loop()
+        where: dict[str, Any] = {"host": host, "port": port} if listening is None else {"sock": listening}
         self._server = await loop.create_server(
             lambda: Connection(self),
-            host,
-            port,
+            **where,
             ssl=tls,
             ssl_handshake_timeout=self.limits.receive_timeout_s if tls else None,
             backlog=4096,

@@ -1,0 +1,205 @@
+"""What every benchmark needs: child processes, their CPU time, load from wrk and `carpool bench`, and verdicts."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import IO, Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+CARPOOL = [sys.executable, "-m", "carpool"]
+TICKS = os.sysconf("SC_CLK_TCK")
+START_S_MAX = 20.0
+STOP_S_MAX = 20.0
+_UNITS_MS = {"us": 0.001, "ms": 1.0, "s": 1000.0, "m": 60_000.0}
+console = Console(width=120)
+failures: list[str] = []
+
+
+def verdict(name: str, figure: str, wanted: str, holds: bool) -> tuple[str, str, str, str]:
+    if not holds:
+        failures.append(f"{name}: {figure}, wanted {wanted}")
+    return name, figure, wanted, "yes" if holds else "NO"
+
+
+def show(title: str, rows: list[tuple[str, str, str, str]]) -> None:
+    table = Table("what", "measured", "wanted", "holds", title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def install(program: str, package: str) -> None:
+    """Where a program is missing, its Debian package."""
+    if shutil.which(program) is None:
+        subprocess.run(["apt-get", "update", "-qq"], check=True)
+        subprocess.run(["apt-get", "install", "-y", "-qq", package], check=True)
+
+
+def raise_file_limit() -> None:
+    """As many open files as this user may have: load takes thousands of connections. Children inherit it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def free_port() -> int:
+    """A port whose successor is free too (for the admin port)."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def resident_mb(pid: int) -> float:
+    match = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    assert match is not None
+    return int(match[1]) / 1024
+
+
+@contextmanager
+def process(command: list[str], port: int | None) -> Iterator[subprocess.Popen[bytes]]:
+    """A child, once it listens on `port` (None: at once); ended by its id."""
+    with tempfile.TemporaryFile() as log:
+        child = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
+        try:
+            if port is not None:
+                wait_for_port(port, child, log)
+            yield child
+            if child.poll() is not None:
+                log.seek(0)
+                failures.append(f"{command}: ended by itself with {child.returncode}: {log.read().decode()[-500:]}")
+        finally:
+            child.send_signal(signal.SIGTERM)
+            try:
+                child.wait(STOP_S_MAX)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+def wait_for_port(port: int, child: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+    deadline = time.monotonic() + START_S_MAX
+    while child.poll() is None and time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    log.seek(0)
+    raise SystemExit(f"did not start: {log.read().decode()}")
+
+
+@contextmanager
+def gpus(workers: int, port: int = 9400, poison: str = "") -> Iterator[str]:
+    command = [*CARPOOL, "sim-gpu", "--port", str(port), "--workers", str(workers), "--no-track"]
+    command += ["--poison", poison] if poison else []
+    with process(command, port + workers - 1):
+        yield f"http://127.0.0.1:{port}-{port + workers - 1}/infer"
+
+
+def bench(port: int, *flags: str) -> dict[str, Any]:
+    """One run of `carpool bench`; its JSON report."""
+    return bench_all([port], *flags)[0]
+
+
+def bench_all(ports: Sequence[int], *flags: str) -> list[dict[str, Any]]:
+    """A `carpool bench` for each port, at the same time; their JSON reports."""
+    with tempfile.TemporaryDirectory() as directory:
+        reports = [Path(directory) / f"{number}.json" for number in range(len(ports))]
+        children = [
+            subprocess.Popen(
+                [*CARPOOL, "bench", f"http://127.0.0.1:{port}", "--quiet", "--json", str(report), *flags], cwd=ROOT
+            )
+            for port, report in zip(ports, reports, strict=True)
+        ]
+        for child in children:
+            child.wait(600)
+        return [json.loads(report.read_bytes()) for report in reports]
+
+
+class Load(msgspec.Struct, frozen=True):
+    """What wrk saw, and what the servers used meanwhile."""
+
+    rate: float
+    p50_ms: float
+    # The highest of the generators'.
+    p99_ms: float
+    # Answers other than 2xx and 3xx, broken connections, answers after 2 s.
+    errors: int
+    # Microseconds for each request, summed over the processes of a role.
+    cpu_us: dict[str, float]
+    # Of a core, the busiest process of each role.
+    busiest: dict[str, float]
+    # Of a core, each generator: near 1 the rate is wrk's and not the servers'.
+    generator_busy: float
+
+
+def wrk(ports: Sequence[int], pids: Mapping[str, Sequence[int]], seconds: int, connections: int) -> Load:
+    """One wrk for each port, at the same time; `pids` are the processes of each role."""
+    script = str(HERE / "floor" / "post.lua")
+    options = ["-t1", f"-c{connections}", f"-d{seconds}s", "--latency", "-s", script]
+    before = {pid: cpu_seconds(pid) for role in pids.values() for pid in role}
+    start, ended_before = time.monotonic(), _ended_children_seconds()
+    generators = [
+        subprocess.Popen(["wrk", *options, f"http://127.0.0.1:{port}/v1/inference"], stdout=subprocess.PIPE, text=True)
+        for port in ports
+    ]
+    outputs = [generator.communicate(timeout=seconds + 60)[0] for generator in generators]
+    elapsed_s = time.monotonic() - start
+    used = {pid: cpu_seconds(pid) - start_s for pid, start_s in before.items()}
+    generators_s = _ended_children_seconds() - ended_before
+    requests = sum(int(re.findall(r"(\d+) requests in", output)[0]) for output in outputs)
+    errors = sum(_wrk_errors(output) for output in outputs)
+    if errors:
+        failures.append(f"wrk saw errors: {outputs}")
+    return Load(
+        rate=sum(float(re.findall(r"Requests/sec:\s+([\d.]+)", output)[0]) for output in outputs),
+        p50_ms=median(_wrk_percentile(output, 50) for output in outputs),
+        p99_ms=max(_wrk_percentile(output, 99) for output in outputs),
+        errors=errors,
+        cpu_us={role: sum(used[pid] for pid in each) / max(requests, 1) * 1e6 for role, each in pids.items()},
+        busiest={role: max(used[pid] for pid in each) / elapsed_s for role, each in pids.items()},
+        generator_busy=generators_s / len(ports) / elapsed_s,
+    )
+
+
+def _ended_children_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _wrk_percentile(output: str, percent: int) -> float:
+    value, unit = re.findall(rf"^\s+{percent}%\s+([\d.]+)(us|ms|s|m)\s*$", output, re.MULTILINE)[0]
+    return float(value) * _UNITS_MS[unit]
+
+
+def _wrk_errors(output: str) -> int:
+    refused = re.findall(r"Non-2xx or 3xx responses: (\d+)", output)
+    broken = re.findall(r"Socket errors: connect (\d+), read (\d+), write (\d+), timeout (\d+)", output)
+    return sum(map(int, refused)) + sum(int(count) for counts in broken for count in counts)

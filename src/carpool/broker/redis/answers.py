@@ -1,0 +1,241 @@
+"""The batcher's side of outcomes: each one back to the gateway, or the task, that it belongs to. Nothing is lost.
+
+1. The outcomes of one turn of the event loop leave together: one entry in the reply stream of each gateway.
+2. An entry of the queue is acknowledged, and deleted, only after Redis has said that its reply is written. So whoever
+   dies in between causes work to be done twice, never an outcome to be lost.
+3. A gateway that is gone has no stream any more: nobody waits, and the entry is acknowledged.
+4. What Redis does not take (it is away, or its memory is full) is tried again until nobody can wait for it.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from carpool.broker.redis.dead_letters import letter_of
+from carpool.broker.redis.keys import Keys, Shard
+from carpool.broker.redis.nodes import Nodes, RedisFailure
+from carpool.broker.redis.records import FORMAT_VERSION, CallRecord, Header, Reply, encode_reply
+from carpool.broker.redis.scripts import DONE, RELEASE
+from carpool.broker.redis.tasks import TaskResults
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import CarpoolError, ClientLeft, Draining
+from carpool.core.outcome import CallFacts, Outcome
+from carpool.core.problem import problem_json
+from carpool.core.request import Request
+
+RETRY_S = 0.1
+# A reply is one value in Redis and is read in one piece; a longer one is cut.
+REPLY_BYTES_MAX = 4 * 1024 * 1024
+IDS_A_CALL_MAX = 1000
+
+
+class Haul(msgspec.Struct, eq=False):
+    """Entries of one stream that this batcher took together, and answers for until they are acknowledged."""
+
+    shard: Shard
+    field: bytes
+    # When the leases were last known to be ours.
+    leased: float
+    # By entry id: what is not acknowledged yet.
+    open: dict[bytes, Request]
+
+
+class Lease(msgspec.Struct, eq=False, gc=False):
+    """What a staged request remembers: its entry, and who waits."""
+
+    haul: Haul
+    entry_id: bytes
+    header: Header
+
+
+class Outbox:
+    """Outcomes that leave for one gateway at the end of this turn."""
+
+    def __init__(self) -> None:
+        self.calls: list[CallRecord] = []
+        self.outputs: list[tuple[int, int, float, Any, int | None]] = []
+        self.errors: list[tuple[int, str, str, int | None]] = []
+        self.leases: list[Lease] = []
+        # When nobody waits any more for any of them.
+        self.useless_at = 0.0
+        self.size = 0
+        self.last_call: CallFacts | None = None
+
+
+class Answers:
+    """The waiter of every request that came out of Redis (core.request.Waiter)."""
+
+    def __init__(
+        self, nodes: Nodes, keys: Keys, results: TaskResults, consumer: bytes, clock: Clock = monotonic
+    ) -> None:
+        self._nodes = nodes
+        self._keys = keys
+        self._results = results
+        self._consumer = consumer
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._outboxes: dict[bytes, Outbox] = {}
+        # By number of the shard: entries to forget, entries to give to others.
+        self._finished: defaultdict[int, list[Lease]] = defaultdict(list)
+        self._released: defaultdict[int, list[Lease]] = defaultdict(list)
+        self._is_flush_due = False
+        # Outcomes that Redis has not confirmed yet.
+        self.unconfirmed = 0
+        self.retries = 0
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """Send an outcome on its way."""
+        lease: Lease = request.ticket
+        if isinstance(outcome, ClientLeft | Draining):
+            self.release(lease)  # this process leaves: another batcher has it
+            return
+        self.unconfirmed += 1
+        if lease.header.is_task:
+            self._finish_task(request, lease, outcome)
+            return
+        outbox = self._outboxes.get(lease.header.gateway)
+        if outbox is None or outbox.size > REPLY_BYTES_MAX:
+            outbox = self._new_outbox(lease.header.gateway)
+        outbox.leases.append(lease)
+        outbox.useless_at = max(outbox.useless_at, request.deadline)
+        if isinstance(outcome, CarpoolError):
+            outbox.errors.append((request.number, outcome.code, outcome.detail, outcome.retry_after_s))
+            return
+        if outcome.call is not outbox.last_call:
+            outbox.last_call = call = outcome.call
+            outbox.calls.append(CallRecord(call.batch_size, call.upstream_s, call.model_version))
+        # A slice of the upstream's answer, which msgspec would take for a value of its own if it were a Raw.
+        value = memoryview(outcome.value)
+        outbox.size += len(value)
+        waited_s = request.taken - request.arrived
+        outbox.outputs.append((request.number, len(outbox.calls) - 1, waited_s, value, outcome.tokens_used))
+
+    def release(self, lease: Lease) -> None:
+        """Let another batcher have an entry that was not sent."""
+        lease.haul.open.pop(lease.entry_id, None)
+        self._released[lease.haul.shard.number].append(lease)
+        self._flush_soon()
+
+    def forget(self, lease: Lease) -> None:
+        """An entry needs no outcome any more."""
+        self.unconfirmed += 1
+        self._finished[lease.haul.shard.number].append(lease)
+        self._flush_soon()
+
+    async def finish(self, timeout_s: float) -> bool:
+        """Wait until Redis has confirmed everything; false if that did not come in time."""
+        give_up_at = self._loop.time() + timeout_s
+        while (self.unconfirmed or self._released) and self._loop.time() < give_up_at:  # noqa: ASYNC110 - once, at the start or the end of a process
+            await asyncio.sleep(0.005)
+        return not self.unconfirmed
+
+    def _new_outbox(self, gateway: bytes) -> Outbox:
+        full = self._outboxes.pop(gateway, None)
+        if full is not None:
+            self._send(gateway, full)
+        outbox = self._outboxes[gateway] = Outbox()
+        self._flush_soon()
+        return outbox
+
+    def _flush_soon(self) -> None:
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        outboxes, self._outboxes = self._outboxes, {}
+        for gateway, outbox in outboxes.items():
+            self._send(gateway, outbox)
+        finished, self._finished = self._finished, defaultdict(list)
+        for number, leases in finished.items():
+            for part in parts_of(leases):
+                self._acknowledge(self._keys.shards[number], part)
+        released, self._released = self._released, defaultdict(list)
+        for number, leases in released.items():
+            for part in parts_of(leases):
+                shard = self._keys.shards[number]
+                arguments = [shard.stream(b""), self._consumer, *by_stream(part)]
+                # If this is lost, the leases end by themselves.
+                self._nodes.run(RELEASE, shard.slot, (shard.counts,), arguments, ignore)
+
+    # Replies.
+
+    def _send(self, gateway: bytes, outbox: Outbox) -> None:
+        reply = encode_reply(Reply(FORMAT_VERSION, outbox.calls, outbox.outputs, outbox.errors, []))
+        self._write(gateway, reply, outbox.leases, outbox.useless_at)
+
+    def _write(self, gateway: bytes, reply: bytes, leases: list[Lease], useless_at: float) -> None:
+        stream = self._keys.replies(gateway)
+        written = partial(self._written, gateway, reply, leases, useless_at)
+        slot = self._keys.slot_of(stream)
+        self._nodes.send(slot, written, b"XADD", stream, b"NOMKSTREAM", b"*", b"r", reply)
+
+    def _written(self, gateway: bytes, reply: bytes, leases: list[Lease], useless_at: float, answer: Any) -> None:
+        if isinstance(answer, RedisFailure) and self._clock() < useless_at:
+            self.retries += 1
+            self._loop.call_later(RETRY_S, self._write, gateway, reply, leases, useless_at)
+            return
+        for lease in leases:
+            self._finished[lease.haul.shard.number].append(lease)
+        self._flush_soon()
+
+    def _acknowledge(self, shard: Shard, leases: list[Lease]) -> None:
+        arguments = [shard.stream(b""), *by_stream(leases)]
+        self._nodes.run(DONE, shard.slot, (shard.counts,), arguments, partial(self._acknowledged, shard, leases))
+
+    def _acknowledged(self, shard: Shard, leases: list[Lease], answer: Any) -> None:
+        if isinstance(answer, RedisFailure):
+            self.retries += 1
+            self._loop.call_later(RETRY_S, self._acknowledge, shard, leases)
+            return
+        self.unconfirmed -= len(leases)
+        for lease in leases:
+            lease.haul.open.pop(lease.entry_id, None)
+
+    # Tasks.
+
+    def _finish_task(self, request: Request, lease: Lease, outcome: Outcome) -> None:
+        letter = b""
+        if isinstance(outcome, CarpoolError):
+            status, result = b"F", problem_json(outcome, request.id)
+            letter = letter_of(request, outcome)
+        else:
+            status, result = b"S", bytes(outcome.value)
+        self._write_result(lease, request.id, status, result, letter)
+
+    def _write_result(self, lease: Lease, task_id: str, status: bytes, result: bytes, letter: bytes) -> None:
+        def done(was_written: bool) -> None:
+            if was_written:
+                self.unconfirmed -= 1
+                lease.haul.open.pop(lease.entry_id, None)
+            else:  # for ever: the outcome of a task is owed; if this process dies, another batcher does it again
+                self.retries += 1
+                self._loop.call_later(RETRY_S, self._write_result, lease, task_id, status, result, letter)
+
+        haul = lease.haul
+        self._results.finish(haul.shard, haul.field, lease.entry_id, task_id, status, result, letter, done)
+
+
+def by_stream(leases: Sequence[Lease]) -> list[bytes]:
+    """As the scripts want them: field, number of ids, ids; and again for the next stream."""
+    ids: defaultdict[bytes, list[bytes]] = defaultdict(list)
+    for lease in leases:
+        ids[lease.haul.field].append(lease.entry_id)
+    arguments: list[bytes] = []
+    for field, entry_ids in ids.items():
+        arguments += (field, b"%d" % len(entry_ids), *entry_ids)
+    return arguments
+
+
+def parts_of(leases: list[Lease]) -> list[list[Lease]]:
+    """No call carries more ids than Lua can unpack, or than Redis should spend on one call."""
+    return [leases[start : start + IDS_A_CALL_MAX] for start in range(0, len(leases), IDS_A_CALL_MAX)]
+
+
+def ignore(_: Any) -> None:
+    """Whatever the reply is, nothing depends on it."""

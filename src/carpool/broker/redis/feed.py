@@ -1,0 +1,475 @@
+"""The batcher's side of the queue: take from Redis what free slots can use, and stage it in the local broker.
+
+1. Late binding across machines: a batcher asks for no more than its free slots can send now, in whole batches of one
+   lane, and what is staged counts against that. Company for a staged batch is asked for in its lane alone.
+2. One question at a time: the next one is asked when the last is answered, so that the limit holds over all shards.
+   Under load one shard fills a batch; when it is quiet a bell says which shard has something.
+3. Where more waits than can be taken, the shard whose best entry has the smallest virtual deadline goes first.
+4. An entry is leased. Leases are renewed while their requests are staged or running, and until their outcome is
+   acknowledged; those that are not renewed (their batcher died, or never got to see them) are claimed by any batcher.
+5. An entry that has been delivered often enough to be suspected of killing batchers is sent alone, then given up.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from math import inf
+from typing import Any, Protocol
+
+import msgspec
+
+from carpool.broker.memory import MemoryBroker
+from carpool.broker.redis.answers import Answers, Haul, Lease, by_stream, parts_of
+from carpool.broker.redis.keys import Keys, Shard, lane_name
+from carpool.broker.redis.link import Link
+from carpool.broker.redis.nodes import Nodes, Reader, RedisFailure
+from carpool.broker.redis.records import Header, UnknownFormatError, decode_header, decode_value
+from carpool.broker.redis.scripts import PEEK, RENEW, SWEEP, TAKE
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import CarpoolError, DeadlineExceeded, QueueTimeout, UpstreamFailed
+from carpool.core.ports import DeadLetters
+from carpool.core.request import QUEUED, Request
+
+logger = logging.getLogger("carpool.broker")
+
+# The delivery at which an entry is sent alone; after that one it is given up.
+ALONE_AT_DELIVERY = 3
+# In a lease's time: how often leases are renewed, and those of others looked at.
+RENEWALS_A_LEASE = 3
+CLAIMS_A_LEASE = 6
+SWEEP_EVERY_S = 5.0
+# Bells can be lost: without one, shards are asked again after this.
+ASK_AGAIN_S = 0.25
+# How long what was seen of a shard's best entry is good enough to choose between shards.
+PLACE_KNOWN_S = 0.02
+HEADERS_KEPT_MAX = 4096
+CONSUMER_GONE_MS = 600_000
+
+
+class FedModel(Protocol):
+    """What the feed must know of a model."""
+
+    name: str
+
+    def free_slots(self) -> int:
+        """Slots that could take a batch now."""
+        ...
+
+    def largest_batch(self) -> int:
+        """The most requests in a batch."""
+        ...
+
+    def prepare(self, request: Request) -> None:
+        """Do for a request from Redis what the face does for a new one; raises an error of the tree."""
+        ...
+
+
+class ShardView(msgspec.Struct, eq=False):
+    """What this batcher knows of a shard."""
+
+    shard: Shard
+    # Entries that nobody took; None if that must be asked.
+    unread: int | None = None
+    # The smallest virtual deadline, and when it was seen.
+    place: float = 0.0
+    place_seen: float = -inf
+    # Nothing there was for us: not asked again before this, or before a bell.
+    barren_until: float = 0.0
+
+
+class Budget(msgspec.Struct):
+    """What may be taken for one model: batches not begun, and room in those that are."""
+
+    model: str
+    batches: int
+    largest: int
+    rooms: dict[bytes, int]
+
+
+class Feed:
+    """Fills the local broker from Redis."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        keys: Keys,
+        consumer: bytes,
+        broker: MemoryBroker,
+        answers: Answers,
+        dead_letters: DeadLetters,
+        models: Sequence[FedModel],
+        *,
+        # What each line (`line_name`) adds to an entry's time for its place in the order, in ms.
+        line_offsets_ms: Mapping[bytes, int],
+        # What each tier adds, in seconds: the same for the local order.
+        tier_target_s: Sequence[float],
+        lease_ms: int = 1500,
+        dead_letter_ttl_ms: int = 7 * 86_400_000,
+        clock: Clock = monotonic,
+        now_ms: Callable[[], bytes] = lambda: b"",
+    ) -> None:
+        self._nodes = nodes
+        self._keys = keys
+        self._consumer = consumer
+        self._broker = broker
+        self._answers = answers
+        self._dead_letters = dead_letters
+        self._models = {model.name: model for model in models}
+        self._offsets: list[bytes | int] = [part for pair in line_offsets_ms.items() for part in pair]
+        self._offset_of = dict(line_offsets_ms)
+        self._tier_target_s = tier_target_s
+        self._lease_ms = lease_ms
+        self._renew_every_s = lease_ms / 1000 / RENEWALS_A_LEASE
+        self._dead_letter_ttl_ms = dead_letter_ttl_ms
+        self._clock = clock
+        self._now_ms = now_ms
+        self._loop = asyncio.get_running_loop()
+        self._views = [ShardView(shard) for shard in keys.shards]
+        self._view_of_bell = {view.shard.bell: view for view in self._views}
+        self._headers: dict[bytes, Header] = {}
+        self._lane_names: dict[tuple[str, bytes], bytes] = {}
+        self._hauls: set[Haul] = set()
+        # True while a question is out; its answer asks the next one.
+        self._is_asking = False
+        self._rung = False
+        # Shards whose claims are due, the next one last.
+        self._claims_due: list[ShardView] = []
+        self._next_shard = 0
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._bells: list[Reader] = []
+        # While true, nothing more is taken.
+        self.draining = False
+        # For metrics.
+        self.taken = 0
+        self.claimed = 0
+        self.leases_lost = 0
+        self.given_up = 0
+
+    def __repr__(self) -> str:
+        return f"<Feed taken={self.taken} claimed={self.claimed} hauls={len(self._hauls)}>"
+
+    def start(self) -> None:
+        """Listen to the bells and begin to take."""
+        # Where all shards are on one node, one connection hears all bells.
+        heard_together = [[view] for view in self._views] if self._nodes.is_cluster else [self._views]
+        for views in heard_together:
+            listen = partial(self._listen, views)
+            slot = views[0].shard.slot
+            self._bells.append(self._nodes.reader(slot, connected=listen, received=self._bell, lost=_nothing))
+        self._every("claim", self._lease_ms / 1000 / CLAIMS_A_LEASE, self._claim_all)
+        self._every("renew", self._renew_every_s, self._renew_all)
+        self._every("sweep", SWEEP_EVERY_S, self._sweep_all)
+        self._every("ask", ASK_AGAIN_S, self._ask_all)
+        self.ring()
+
+    def ring(self) -> None:
+        """Something changed (a slot is free, a bell rang): see at the end of this turn what can be taken."""
+        if not self._rung:
+            self._rung = True
+            self._loop.call_soon(self._run)
+
+    def drain(self) -> None:
+        """Take nothing more. What is staged is sent, what runs finishes."""
+        self.draining = True
+
+    def close(self) -> None:
+        """Stop all timers and bells."""
+        self.draining = True
+        for timer in self._timers.values():
+            timer.cancel()
+        for bell in self._bells:
+            bell.close()
+
+    def unread(self) -> int:
+        """Entries that wait in Redis, as far as is known here."""
+        return sum(view.unread or 0 for view in self._views)
+
+    # Bells and timers.
+
+    def _listen(self, views: Sequence[ShardView], link: Link) -> None:
+        for view in views:
+            link.send(b"SSUBSCRIBE", view.shard.bell)
+            view.unread = None
+        self.ring()
+
+    def _bell(self, message: Any) -> None:
+        if isinstance(message, list) and message[0] == b"smessage":
+            view = self._view_of_bell[message[1]]
+            view.unread = max(view.unread or 0, int(message[2]))
+            view.barren_until = 0.0
+            self.ring()
+
+    def _every(self, name: str, seconds: float, act: Callable[[], None]) -> None:
+        def again() -> None:
+            self._timers[name] = self._loop.call_later(seconds, again)
+            act()
+
+        self._timers[name] = self._loop.call_later(seconds, again)
+
+    def _ask_all(self) -> None:
+        for view in self._views:
+            view.unread = None
+        self.ring()
+
+    def _claim_all(self) -> None:
+        self._claims_due = list(self._views)
+        self.ring()
+
+    # Taking.
+
+    def _run(self) -> None:
+        self._rung = False
+        if self._is_asking or self.draining:
+            return
+        budgets = self._budgets()
+        if not budgets:
+            return
+        now = self._clock()
+        while self._claims_due:
+            view = self._claims_due.pop()
+            if self._nodes.is_up(view.shard.slot):
+                self._take(view, budgets, self._lease_ms)
+                return
+        views = [
+            view
+            for view in self._views
+            if view.unread != 0 and view.barren_until <= now and self._nodes.is_up(view.shard.slot)
+        ]
+        if not views:
+            return
+        if len(views) > 1 and self._is_scarce(views, budgets):
+            unseen = [view for view in views if view.place_seen < now - PLACE_KNOWN_S]
+            if unseen:
+                self._peek(unseen)
+                return
+            self._take(min(views, key=lambda view: (view.place, view.shard.number)), budgets)
+            return
+        self._next_shard += 1
+        self._take(views[self._next_shard % len(views)], budgets)
+
+    def _is_scarce(self, views: Sequence[ShardView], budgets: Sequence[Budget]) -> bool:
+        """Whether more waits than can be taken: only then does it matter what goes first."""
+        room = sum(budget.batches * budget.largest + sum(budget.rooms.values()) for budget in budgets)
+        return sum(view.unread or 0 for view in views) > room or any(view.unread is None for view in views)
+
+    def _budgets(self) -> list[Budget]:
+        """What free slots can use beyond what is staged already."""
+        budgets = []
+        for name, model in self._models.items():
+            free = model.free_slots()
+            if free <= 0:
+                continue
+            largest = model.largest_batch()
+            rooms: dict[bytes, int] = {}
+            for lane in self._broker.lanes(name):
+                free -= -(-lane.waiting // largest)
+                room = -lane.waiting % largest
+                if room:
+                    rooms[self._lane_name(name, lane.key)] = room
+            if free > 0 or (free == 0 and rooms):
+                budgets.append(Budget(name, free, largest, rooms))
+        return budgets
+
+    def _lane_name(self, model: str, key: bytes) -> bytes:
+        name = self._lane_names.get((model, key))
+        if name is None:
+            if len(self._lane_names) >= HEADERS_KEPT_MAX:
+                self._lane_names.clear()
+            name = self._lane_names[model, key] = lane_name(model, key)
+        return name
+
+    def _take(self, view: ShardView, budgets: Sequence[Budget], lease_ms: int = 0) -> None:
+        self._is_asking = True
+        shard = view.shard
+        arguments: list[bytes | int | str] = [shard.stream(b""), self._consumer, self._now_ms(), lease_ms]
+        arguments += self._offsets
+        arguments.append(b"")
+        for budget in budgets:
+            arguments += (budget.model, budget.batches, budget.largest, len(budget.rooms))
+            for lane, room in budget.rooms.items():
+                arguments += (lane, room)
+        took = partial(self._took, view, lease_ms > 0)
+        self._nodes.run(TAKE, shard.slot, (shard.lanes, shard.counts), arguments, took)
+
+    def _took(self, view: ShardView, is_claim: bool, reply: Any) -> None:
+        self._is_asking = False
+        if isinstance(reply, RedisFailure):
+            view.barren_until = self._clock() + ASK_AGAIN_S
+            self.ring()
+            return
+        now_ms, view.unread = reply[0], max(reply[1], 0)
+        view.place_seen = -inf
+        step = 3 if is_claim else 2
+        if len(reply) == 2 and not is_claim:
+            view.barren_until = self._clock() + ASK_AGAIN_S  # for other models, or others were quicker
+        for at in range(2, len(reply), step):
+            deliveries = reply[at + 2] if is_claim else None
+            self._stage(view.shard, reply[at], reply[at + 1], deliveries, now_ms)
+        self.ring()
+
+    def _peek(self, views: Sequence[ShardView]) -> None:
+        """Learn where the best entries are."""
+        self._is_asking = True
+        left = len(views)
+
+        def peeked(view: ShardView, reply: Any) -> None:
+            nonlocal left
+            left -= 1
+            if isinstance(reply, RedisFailure):
+                view.barren_until = self._clock() + ASK_AGAIN_S
+            else:
+                view.place_seen = self._clock()
+                view.place = self._best_place(reply)
+                view.unread = reply[1] if view.place < inf else 0
+            if not left:
+                self._is_asking = False
+                self.ring()
+
+        for view in views:
+            shard = view.shard
+            arguments = (shard.stream(b""), self._now_ms())
+            self._nodes.run(PEEK, shard.slot, (shard.lanes, shard.counts), arguments, partial(peeked, view))
+
+    def _best_place(self, reply: Sequence[Any]) -> float:
+        places = [
+            int(reply[at + 2].partition(b"-")[0]) + self._offset_of.get(reply[at].partition(b":")[2], 0)
+            for at in range(2, len(reply), 4)
+            if reply[at + 1].decode() in self._models
+        ]
+        return min(places, default=inf)
+
+    # Staging.
+
+    def _stage(
+        self, shard: Shard, field: bytes, entries: Iterable[Any], deliveries: Sequence[int] | None, now_ms: int
+    ) -> None:
+        """Put entries into the local broker."""
+        now = self._clock()
+        haul = Haul(shard, field, now, {})
+        for index, (entry_id, (head, value)) in enumerate(entries):
+            header = self._headers.get(head)
+            if header is None:
+                header = self._understand(head)
+                if header is None:
+                    self._answers.release(Lease(haul, entry_id, _FOREIGN))
+                    continue
+            number, request_id, content = decode_value(value)
+            waited_ms = now_ms - int(entry_id.partition(b"-")[0])
+            arrived = now - waited_ms / 1000
+            request = Request(
+                request_id,
+                header.model,
+                header.parameters,
+                content,
+                len(content),
+                header.tier,
+                arrived,
+                arrived + self._tier_target_s[min(header.tier, len(self._tier_target_s) - 1)],
+                inf,  # a staged request does not wait here for a slot
+                arrived + header.total_ms / 1000,
+                self._answers,
+                Lease(haul, entry_id, header),
+                None,
+                header.lane,
+                haul,
+                number,
+                header.is_task,
+            )
+            haul.open[entry_id] = request
+            delivery = 1 if deliveries is None else deliveries[index]
+            fault = self._fault_of(request, header, waited_ms, delivery)
+            if delivery >= ALONE_AT_DELIVERY:
+                request.lane += b"\0alone" + entry_id
+            self._broker.hold(request)
+            if fault is None:
+                self._broker.enqueue(request)
+            else:
+                self._broker.settle(request, fault)
+        if haul.open:
+            self._hauls.add(haul)
+        if deliveries is None:
+            self.taken += len(haul.open)
+        else:
+            self.claimed += len(haul.open)
+
+    def _understand(self, head: bytes) -> Header | None:
+        try:
+            header = decode_header(head)
+        except UnknownFormatError as fault:
+            logger.error("an entry is left to others: %s", fault)
+            return None
+        if header.model not in self._models:
+            return None
+        if len(self._headers) >= HEADERS_KEPT_MAX:
+            self._headers.clear()
+        self._headers[head] = header
+        return header
+
+    def _fault_of(self, request: Request, header: Header, waited_ms: int, delivery: int) -> CarpoolError | None:
+        """Why a request is not to be sent, if so."""
+        if waited_ms >= header.total_ms:
+            return DeadlineExceeded("the deadline passed before a slot was free")
+        if not header.is_task and waited_ms >= header.queue_ms:
+            return QueueTimeout("no slot was free in time; try again, or as a task", retry_after_s=1)
+        if delivery > ALONE_AT_DELIVERY:
+            self.given_up += 1
+            error = UpstreamFailed(f"given up: {delivery - 1} batchers did not come back with an outcome")
+            request.sends = delivery - 1
+            self._dead_letters.bury(request, error, delivery - 1)
+            return error
+        try:
+            self._models[header.model].prepare(request)
+        except CarpoolError as error:
+            return error
+        return None
+
+    # Leases.
+
+    def _renew_all(self) -> None:
+        """Keep what is staged, running or not acknowledged yet."""
+        now = self._clock()
+        due: defaultdict[int, list[Lease]] = defaultdict(list)
+        self._hauls = {haul for haul in self._hauls if haul.open}
+        for haul in self._hauls:
+            if haul.leased < now - self._renew_every_s / 2:
+                due[haul.shard.number] += [Lease(haul, entry_id, _FOREIGN) for entry_id in haul.open]
+        for number, leases in due.items():
+            shard = self._keys.shards[number]
+            for part in parts_of(leases):
+                arguments = [shard.stream(b""), self._consumer, *by_stream(part)]
+                self._nodes.run(RENEW, shard.slot, (shard.counts,), arguments, partial(self._renewed, part, now))
+
+    def _renewed(self, leases: list[Lease], asked: float, reply: Any) -> None:
+        if isinstance(reply, RedisFailure):
+            return
+        lost = {(reply[at], reply[at + 1]) for at in range(0, len(reply), 2)}
+        for lease in leases:
+            haul = lease.haul
+            haul.leased = max(haul.leased, asked)
+            if (haul.field, lease.entry_id) in lost:
+                request = haul.open.pop(lease.entry_id, None)
+                if request is not None:
+                    self.leases_lost += 1
+                    if request.phase == QUEUED:  # another batcher has it: no need to send it from here
+                        self._broker.withdraw(request)
+
+    def _sweep_all(self) -> None:
+        for view in self._views:
+            shard = view.shard
+            arguments = (shard.stream(b""), self._now_ms(), CONSUMER_GONE_MS, self._dead_letter_ttl_ms)
+            names = (shard.lanes, shard.counts, shard.letters, shard.letter_bodies)
+            self._nodes.run(SWEEP, shard.slot, names, arguments, _ignore)
+
+
+# Stands for a header where none is needed.
+_FOREIGN = Header(0, b"", "", b"", b"", 0, False, 0, 0)
+
+
+def _nothing() -> None:
+    """A lost bell is connected again; until then shards are asked at intervals."""
+
+
+def _ignore(_: Any) -> None:
+    """Whatever the reply is, nothing depends on it."""

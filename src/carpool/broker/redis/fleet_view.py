@@ -1,0 +1,332 @@
+"""Who lives: what gateways and batchers say of themselves in their heartbeats, and what operators see of it. Pure.
+
+1. A heartbeat is JSON that its sender bounds and its readers do not trust: one that is not as it should be is left out.
+2. Ages are differences of two times on Redis's clock, so no clocks of two machines are ever compared.
+3. One that fell silent is shown as offline until it is forgotten, and counts for nothing meanwhile.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+BEAT_BYTES_MAX = 256 * 1024
+MEMBERS_MAX = 1000
+MODELS_MAX = 256
+# Of all models of a batcher together. Its slots count even where its endpoints are too many to be shown.
+ENDPOINTS_MAX = 1024
+NAME_LENGTH_MAX = 256
+OFFLINE = "offline"
+# The end of year 9999, the last that can be written.
+_STAMP_MS_MAX = 253_402_300_799_000
+
+Name = Annotated[str, Meta(max_length=NAME_LENGTH_MAX)]
+Word = Annotated[str, Meta(max_length=32)]
+Count = Annotated[int, Meta(ge=0, le=10**9)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Rate = Annotated[float, Meta(ge=0, le=1e9)]
+
+
+class EndpointBeat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One endpoint, as the batcher that calls it sees it."""
+
+    name: Name
+    status: Word
+    current_utilization: Share = 0.0
+    in_flight: Count = 0
+    limit: Count = 0
+    slots: Count = 0
+    breaker: Word = ""
+    last_heartbeat: Word | None = None
+
+
+class ModelBeat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One model at one batcher."""
+
+    slots: Count = 0
+    healthy_slots: Count = 0
+    in_flight: Count = 0
+    current_utilization: Share = 0.0
+    rate: Rate = 0.0
+    mean_batch_size: Rate = 0.0
+    capacity_rps: Rate = 0.0
+    endpoints: Annotated[tuple[EndpointBeat, ...], Meta(max_length=ENDPOINTS_MAX)] = ()
+
+
+class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a process says of itself."""
+
+    status: Word
+    current_utilization: Share = 0.0
+    in_flight: Count = 0
+    # Requests a second that come in at this process's own door.
+    rate: Rate = 0.0
+    # How a gateway reaches the GPUs: over the broker, or by itself.
+    mode: Word = ""
+    models: Annotated[dict[Name, ModelBeat], Meta(max_length=MODELS_MAX)] = {}
+
+
+class Member(msgspec.Struct, frozen=True):
+    """One process of the fleet and its last heartbeat."""
+
+    name: str
+    age_s: float
+    is_live: bool
+    # RFC 3339, on Redis's clock.
+    last_heartbeat: str
+    beat: Beat
+
+    @property
+    def status(self) -> str:
+        """What it said of itself, unless it fell silent."""
+        return self.beat.status if self.is_live else OFFLINE
+
+
+class FleetView(msgspec.Struct, frozen=True):
+    """The fleet at one moment."""
+
+    # On this process's own monotonic clock.
+    seen_at: float
+    stale_s: float
+    gateways: tuple[Member, ...]
+    batchers: tuple[Member, ...]
+    # Heartbeats that could not be understood.
+    unreadable: int
+
+    def is_fresh(self, now: float) -> bool:
+        """Whether Redis told this lately."""
+        return now - self.seen_at <= self.stale_s
+
+    def live_gateways(self) -> list[Member]:
+        """Those heard of lately."""
+        return [member for member in self.gateways if member.is_live]
+
+    def live_batchers(self) -> list[Member]:
+        """Those heard of lately."""
+        return [member for member in self.batchers if member.is_live]
+
+    def healthy_slots(self, model: str) -> int:
+        """Calls that the endpoints of a model that work may have at once, over all live batchers."""
+        return sum(beat.healthy_slots for _, beat in self._serving(model))
+
+    def endpoints(self, model: str) -> list[tuple[Member, EndpointBeat]]:
+        """The endpoints of a model, each with the live batcher that calls it."""
+        return [(member, endpoint) for member, beat in self._serving(model) for endpoint in beat.endpoints]
+
+    def models(self) -> list[str]:
+        """Every model that a live batcher serves."""
+        return list(dict.fromkeys(name for member in self.live_batchers() for name in member.beat.models))
+
+    def outline(self) -> Any:
+        """What is worth telling when it differs: who lives, in which state, with how much that works."""
+        return (
+            [(member.name, member.status, member.beat.mode) for member in self.gateways],
+            [
+                (member.name, member.status, [(name, beat.healthy_slots) for name, beat in member.beat.models.items()])
+                for member in self.batchers
+            ],
+        )
+
+    def _serving(self, model: str) -> Iterator[tuple[Member, ModelBeat]]:
+        for member in self.live_batchers():
+            beat = member.beat.models.get(model)
+            if beat is not None:
+                yield member, beat
+
+
+_encode = msgspec.json.Encoder().encode
+_decode_beat = msgspec.json.Decoder(Beat).decode
+
+
+def encode_beat(description: Mapping[str, Any], *, with_models: bool) -> bytes:
+    """A heartbeat within its bounds, from what a process says of itself.
+
+    `models` of the description are as `/internal/fleet` shows them, with `in_flight`, `current_utilization`, `rate`
+    and `mean_batch_size` beside. The batcher's own `in_flight` and `current_utilization` follow from them.
+    """
+    if not with_models:
+        return _encode(_beat(description, {}))
+    models = _models(description)
+    encoded = _encode(_beat(description, models))
+    if len(encoded) <= BEAT_BYTES_MAX:
+        return encoded
+    bare = {name: msgspec.structs.replace(beat, endpoints=()) for name, beat in models.items()}
+    return _encode(_beat(description, bare))
+
+
+def read_view(reply: Any, *, seen_at: float, stale_s: float) -> FleetView:
+    """The reply of the heartbeat script; raises ValueError where it is no such reply."""
+    if not (isinstance(reply, list) and len(reply) == 3 and isinstance(reply[0], int)):
+        raise ValueError("this is no reply to a heartbeat")
+    now_ms, unreadable = reply[0], 0
+    groups: list[tuple[Member, ...]] = []
+    for flat in reply[1:]:
+        members = []
+        for name, value in zip(flat[: 2 * MEMBERS_MAX : 2], flat[1 : 2 * MEMBERS_MAX : 2], strict=True):
+            member = _read_member(name, value, now_ms, stale_s)
+            if member is None:
+                unreadable += 1
+            else:
+                members.append(member)
+        groups.append(tuple(sorted(members, key=lambda member: member.name)))
+    return FleetView(seen_at, stale_s, groups[0], groups[1], unreadable)
+
+
+def fleet_page(view: FleetView) -> dict[str, Any]:
+    """What `/internal/fleet` shows: the models over all live batchers, and every process."""
+    return {
+        "models": {name: _model_page(view, name) for name in view.models()},
+        "gateways": [_member_page(member) | {"mode": member.beat.mode} for member in view.gateways],
+        "batchers": [
+            _member_page(member) | {"models": {name: _numbers(beat) for name, beat in member.beat.models.items()}}
+            for member in view.batchers
+        ],
+    }
+
+
+def health_numbers(view: FleetView, unread: int) -> dict[str, Any]:
+    """The numbers of `/internal/health` over the whole fleet; `unread` requests wait in Redis."""
+    serving = [beat for member in view.live_batchers() for beat in member.beat.models.values()]
+    return {
+        "gpu_utilization": round(_utilization(serving), 4),
+        "queue_depth": unread,
+        "requests_per_second": round(sum(member.beat.rate for member in view.live_gateways()), 2),
+        "healthy_slots": sum(beat.healthy_slots for beat in serving),
+        "gateways": len(view.live_gateways()),
+        "batchers": len(view.live_batchers()),
+    }
+
+
+def rfc3339(stamp_ms: int) -> str:
+    """A time in ms since 1970 as people read it."""
+    moment = datetime.fromtimestamp(stamp_ms / 1000, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _beat(description: Mapping[str, Any], models: dict[str, ModelBeat]) -> Beat:
+    beats = list(models.values())
+    in_flight = sum(beat.in_flight for beat in beats) if models else description.get("in_flight", 0)
+    used = _utilization(beats) if models else description.get("current_utilization", 0.0)
+    return Beat(
+        status=_word(description.get("status", "ok")),
+        current_utilization=_share(used),
+        in_flight=_count(in_flight),
+        rate=_rate(description.get("rate", 0.0)),
+        mode=_word(description.get("mode", "")),
+        models=models,
+    )
+
+
+def _models(description: Mapping[str, Any]) -> dict[str, ModelBeat]:
+    models: dict[str, ModelBeat] = {}
+    room = ENDPOINTS_MAX
+    for name, facts in list(description.get("models", {}).items())[:MODELS_MAX]:
+        endpoints = tuple(_endpoint(row) for row in facts.get("endpoints", ())[:room])
+        room -= len(endpoints)
+        models[name[:NAME_LENGTH_MAX]] = ModelBeat(
+            slots=_count(facts.get("slots", 0)),
+            healthy_slots=_count(facts.get("healthy_slots", 0)),
+            in_flight=_count(facts.get("in_flight", sum(endpoint.in_flight for endpoint in endpoints))),
+            current_utilization=_share(facts.get("current_utilization", 0.0)),
+            rate=_rate(facts.get("rate", 0.0)),
+            mean_batch_size=_rate(facts.get("mean_batch_size", 0.0)),
+            capacity_rps=_rate(facts.get("capacity_rps", 0.0)),
+            endpoints=endpoints,
+        )
+    return models
+
+
+def _endpoint(row: Mapping[str, Any]) -> EndpointBeat:
+    """From a row of `/internal/fleet`."""
+    heard = row.get("last_heartbeat")
+    return EndpointBeat(
+        name=str(row["endpoint"])[:NAME_LENGTH_MAX],
+        status=_word(row["state"]),
+        current_utilization=_share(row.get("utilization", 0.0)),
+        in_flight=_count(row.get("in_flight", 0)),
+        limit=_count(row.get("limit", 0)),
+        slots=_count(row.get("slots", 0)),
+        breaker=_word(row.get("breaker", "")),
+        last_heartbeat=None if heard is None else _word(heard),
+    )
+
+
+def _read_member(name: bytes, value: bytes, now_ms: int, stale_s: float) -> Member | None:
+    stamp_text, _, body = value.partition(b" ")
+    if len(name) > NAME_LENGTH_MAX or len(body) > BEAT_BYTES_MAX or not stamp_text.isdigit() or len(stamp_text) > 16:
+        return None
+    stamp_ms = int(stamp_text)
+    if stamp_ms > _STAMP_MS_MAX:
+        return None
+    try:
+        beat = _decode_beat(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    # One from the future is as silent as an old one: the clock was set back, and nobody stamped it since.
+    age_s = abs(now_ms - stamp_ms) / 1000
+    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name.decode(errors="replace"))
+    return Member(shown, age_s, age_s <= stale_s, rfc3339(stamp_ms), beat)
+
+
+def _model_page(view: FleetView, model: str) -> dict[str, Any]:
+    """One model in the shape that a gateway without Redis shows, each endpoint with the batcher that calls it."""
+    beats = [member.beat.models[model] for member in view.live_batchers() if model in member.beat.models]
+    return {
+        "slots": sum(beat.slots for beat in beats),
+        "healthy_slots": view.healthy_slots(model),
+        "endpoints": [
+            {
+                "endpoint": endpoint.name,
+                "state": endpoint.status,
+                "utilization": endpoint.current_utilization,
+                "in_flight": endpoint.in_flight,
+                "limit": endpoint.limit,
+                "slots": endpoint.slots,
+                "breaker": endpoint.breaker,
+                "last_heartbeat": endpoint.last_heartbeat,
+                "batcher": member.name,
+            }
+            for member, endpoint in view.endpoints(model)
+        ],
+        "capacity_rps": round(sum(beat.capacity_rps for beat in beats), 2),
+    }
+
+
+def _member_page(member: Member) -> dict[str, Any]:
+    beat = member.beat
+    return {
+        "name": member.name,
+        "status": member.status,
+        "current_utilization": beat.current_utilization,
+        "in_flight": beat.in_flight,
+        "last_heartbeat": member.last_heartbeat,
+    }
+
+
+def _numbers(beat: ModelBeat) -> dict[str, Any]:
+    numbers = msgspec.structs.asdict(beat)
+    del numbers["endpoints"]
+    return numbers
+
+
+def _utilization(beats: Sequence[ModelBeat]) -> float:
+    slots = sum(beat.slots for beat in beats)
+    return sum(beat.current_utilization * beat.slots for beat in beats) / slots if slots else 0.0
+
+
+def _word(value: object) -> str:
+    return str(value)[:32]
+
+
+def _count(value: float) -> int:
+    return max(0, min(int(value), 10**9))
+
+
+def _share(value: float) -> float:
+    return round(max(0.0, min(float(value), 1.0)), 4)
+
+
+def _rate(value: float) -> float:
+    return round(max(0.0, min(float(value), 1e9)), 2)

@@ -1,0 +1,482 @@
+"""The gateway's side of the queue: requests wait here for their outcome, and in Redis for a batcher.
+
+1. The requests of one turn of the event loop are queued together, in one script call, in the next shard of a rotation.
+2. A request is known by its number (the ticket of its entry). Its first outcome counts; what comes later is dropped.
+3. When a shard's node is lost, its requests are queued again elsewhere. When Redis is gone, a gateway with upstreams of
+   its own hands them to its local broker (direct mode); one without answers 503. Work may be done twice then; outcomes
+   are given once. When Redis comes back, entries that were handed on are withdrawn, if nobody took them.
+4. Whoever leaves, or runs out of time, has its entry deleted if no batcher took it yet.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+
+from carpool.broker.deadlines import Deadlines
+from carpool.broker.memory import MemoryBroker
+from carpool.broker.redis.keys import Keys, Shard, lane_name, line_name
+from carpool.broker.redis.nodes import Lost, Nodes, NotSent, RedisFailure, Refused
+from carpool.broker.redis.records import FORMAT_VERSION, Header, Reply, encode_header, encode_value, make_error
+from carpool.broker.redis.replies import ReplyReader
+from carpool.broker.redis.scripts import CANCEL, SUBMIT
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import (
+    BrokerDown,
+    BrokerMemoryFull,
+    CarpoolError,
+    ClientLeft,
+    DeadlineExceeded,
+    QueueFull,
+    QueueTimeout,
+)
+from carpool.core.outcome import Outcome, Output
+from carpool.core.request import DONE, QUEUED, Request
+from carpool.core.tally import SECONDS_BOUNDS, Histogram
+
+logger = logging.getLogger("carpool.broker")
+
+Mode = Literal["redis", "direct", "down"]
+# A script holds up everybody else in Redis: no call carries more than this.
+ENTRIES_A_CALL_MAX = 256
+CALL_BYTES_MAX = 4 * 1024 * 1024
+CANCELS_A_CALL_MAX = 500
+# What a gateway remembers about lanes, and about entries that it must withdraw when Redis is back.
+LINES_KEPT_MAX = 4096
+STRAYS_KEPT_MAX = 100_000
+NO_LIMIT = 0
+
+
+class Line(msgspec.Struct, eq=False):
+    """The requests of one lane and tier that leave in this turn, and what is the same for all of them."""
+
+    field: bytes
+    model: bytes
+    header: bytes
+    lanes_max: int
+    requests: list[Request]
+    values: list[bytes]
+
+
+class Parcel(msgspec.Struct, eq=False):
+    """Requests that were queued in one call."""
+
+    shard: Shard
+    line: Line
+    requests: list[Request]
+    # Their first entry's id; the others follow without a gap. Zero until Redis has answered.
+    milliseconds: int = 0
+    first: int = 0
+    # Somebody has to be withdrawn as soon as the ids are known.
+    has_left: bool = False
+
+    def entry_id(self, position: int) -> bytes:
+        """The id of the entry of one of the requests."""
+        return b"%d-%d" % (self.milliseconds, self.first + position)
+
+
+class RedisFront:
+    """Keeps the requests of one gateway until they have an outcome (core.ports.Broker, without the batchers' half)."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        keys: Keys,
+        name: bytes,
+        *,
+        waiting_max: int,
+        bytes_max: int,
+        lanes_max: int,
+        models: Iterable[str],
+        local: MemoryBroker | None = None,
+        is_memory_full: Callable[[], bool] = lambda: False,
+        task_finished: Callable[[str], None] = lambda task_id: None,
+        mode_changed: Callable[[Mode], None] = lambda mode: None,
+        clock: Clock = monotonic,
+        now_ms: Callable[[], bytes] = lambda: b"",
+    ) -> None:
+        self._nodes = nodes
+        self._keys = keys
+        self._name = name
+        self.waiting_max = waiting_max
+        self.bytes_max = bytes_max
+        # Requests are spread evenly over the shards, and so is the bound on what may wait there.
+        self._shard_max = -(-waiting_max // len(keys.shards))
+        self._lanes_max = lanes_max
+        self._local = local
+        self._is_memory_full = is_memory_full
+        self._task_finished = task_finished
+        self._mode_changed = mode_changed
+        self._clock = clock
+        self._now_ms = now_ms
+        self.mode: Mode = "direct" if local is not None else "down"
+        self.held = 0
+        self.held_bytes = 0
+        self._parked: dict[int, Request] = {}
+        self._next_number = 1
+        self._lines: dict[tuple[str, bytes, bytes, int], Line] = {}
+        self._leaving: list[Line] = []
+        self._cancelled: defaultdict[int, list[tuple[bytes, bytes, Request | None]]] = defaultdict(list)
+        self._strays: list[tuple[Shard, bytes, bytes]] = []
+        self._is_flush_due = False
+        # Somebody left, or was handed on, between its submission and the end of the turn.
+        self._is_line_thinned = False
+        self._next_shard = 0
+        self._up: list[Shard] = []
+        self._deadlines = Deadlines()
+        self._loop = asyncio.get_running_loop()
+        # For metrics.
+        self.arrivals = dict.fromkeys(models, 0)
+        self.outcomes: dict[str, int] = {}
+        self.waited = Histogram(SECONDS_BOUNDS)
+        self.sent_again = 0
+        self.late_outcomes = 0
+        self.replies = ReplyReader(nodes, keys, name, came=self.reply_came, changed=self.nodes_changed)
+
+    def __repr__(self) -> str:
+        return f"<RedisFront {self.mode} held={self.held} bytes={self.held_bytes}>"
+
+    # What the face and admission call.
+
+    def submit(self, request: Request) -> CarpoolError | None:
+        """Queue the request, or say why not."""
+        if self.held >= self.waiting_max or self.held_bytes + request.size > self.bytes_max:
+            return QueueFull("the queue is full; try again soon", retry_after_s=1)
+        if self.mode != "redis":
+            if self._local is None:
+                return BrokerDown("Redis cannot be reached; try again soon", retry_after_s=1)
+            return self._local.submit(request)
+        if self._is_memory_full():
+            return BrokerMemoryFull("the memory of Redis is nearly full; try again soon", retry_after_s=1)
+        self.held += 1
+        self.held_bytes += request.size
+        self.arrivals[request.model] += 1
+        number = request.number = self._next_number
+        self._next_number = number + 1
+        self._parked[number] = request
+        self._deadlines.add(request, request.arrived + request.queue_timeout_s, request.queue_timeout_s)
+        self._queue(request)
+        return None
+
+    def cancel(self, request: Request) -> None:
+        """The client left: never send it if it has not been sent yet, discard its result otherwise."""
+        self.settle(request, ClientLeft("the client left"))
+
+    def settle(self, request: Request, outcome: Outcome) -> bool:
+        """Give a request an outcome that did not come from Redis; false if it has one already."""
+        if request.phase == DONE:
+            return False
+        if not self._is_parked(request):
+            return self._local is not None and self._local.settle(request, outcome)
+        self._withdraw(request)
+        self._end(request, outcome)
+        return True
+
+    def expire(self, now: float) -> None:
+        """Look at the requests whose time is over."""
+        for request in self._deadlines.due(now):
+            if not self._is_parked(request):
+                continue  # the local broker's
+            if request.deadline <= now:
+                self.settle(request, DeadlineExceeded("no result in time; the request was given up"))
+            else:
+                self._deadlines.add(request, request.deadline, ("running", request.queue_timeout_s))
+                self._withdraw(request, is_timeout=True)
+
+    # Modes.
+
+    def nodes_changed(self) -> None:
+        """A node, or the stream of replies, was lost or is back."""
+        up = [shard for shard in self._keys.shards if self._nodes.is_up(shard.slot)]
+        came_back = [shard for shard in up if shard not in self._up]
+        is_lost = len(came_back) + len(self._up) > len(up)
+        self._up = up
+        if up and self.replies.is_up:
+            mode: Mode = "redis"
+        else:
+            mode = "direct" if self._local is not None else "down"
+        is_other = mode != self.mode
+        if is_other:
+            logger.warning("the broker's mode is now %s", mode)
+            self.mode = mode
+        if is_lost or mode != "redis":
+            self._send_again([r for r in self._parked.values() if r.held_by is not None and r.held_by.shard not in up])
+        if mode == "direct":
+            self._send_again(list(self._parked.values()))
+        if came_back:
+            self._withdraw_strays()
+        if is_other:
+            self._mode_changed(mode)
+
+    def close(self) -> None:
+        """Give up what is still parked; its clients have been answered, or are gone."""
+        self.replies.close()
+
+    # Outcomes.
+
+    def reply_came(self, reply: Reply) -> None:
+        """Outcomes from a batcher."""
+        facts = [call.facts() for call in reply.calls]
+        parked, now = self._parked, self._clock()
+        settled = 0
+        waits: list[float] = []
+        for number, call, queue_s, value, tokens_used in reply.outputs:
+            request = parked.pop(number, None)
+            if request is None:
+                self.late_outcomes += 1
+                continue
+            settled += 1
+            # Before it is told: the next request of the same client may come from there.
+            self.held -= 1
+            self.held_bytes -= request.size
+            request.taken = request.arrived + queue_s
+            request.held_by = None
+            waits.append(queue_s)
+            request.settle(Output(value, facts[call], tokens_used), now)
+        if settled:
+            self.outcomes["ok"] = self.outcomes.get("ok", 0) + settled
+            self.waited.observe_all(waits)
+        for number, code, detail, retry_after_s in reply.errors:
+            request = parked.get(number)
+            if request is None:
+                self.late_outcomes += 1
+            else:
+                self._end(request, make_error(code, detail, retry_after_s))
+        for task_id in reply.finished:
+            self._task_finished(task_id)
+
+    def _end(self, request: Request, outcome: Outcome) -> None:
+        """Settle a parked request and give back what it counts for."""
+        del self._parked[request.number]
+        self.held -= 1
+        self.held_bytes -= request.size
+        request.held_by = None
+        request.settle(outcome, self._clock())
+        code = request.result_code
+        self.outcomes[code] = self.outcomes.get(code, 0) + 1  # bounded: codes come from the error tree
+
+    def _is_parked(self, request: Request) -> bool:
+        return self._parked.get(request.number) is request
+
+    # Into Redis.
+
+    def _queue(self, request: Request) -> None:
+        """Let a parked request leave at the end of this turn."""
+        request.phase = QUEUED
+        request.held_by = None
+        key = (request.model, request.parameters, request.lane, request.tier)
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = self._make_line(request)
+        if not line.requests:
+            self._leaving.append(line)
+            self._flush_soon()
+        line.requests.append(request)
+        line.values.append(encode_value(request.number, request.id, request.input))
+
+    def _make_line(self, request: Request) -> Line:
+        if len(self._lines) >= LINES_KEPT_MAX:
+            self._lines = {key: line for key, line in self._lines.items() if line.requests}
+        header = Header(
+            version=FORMAT_VERSION,
+            gateway=self._name,
+            model=request.model,
+            parameters=request.parameters,
+            lane=request.lane,
+            tier=request.tier,
+            is_task=False,
+            queue_ms=round(request.queue_timeout_s * 1000),
+            total_ms=round((request.deadline - request.arrived) * 1000),
+        )
+        return Line(
+            field=lane_name(request.model, request.lane_key) + b":" + line_name(request.tier, False),
+            model=request.model.encode(),
+            header=encode_header(header),
+            # What most clients send is never shut out by those who send many different parameters.
+            lanes_max=self._lanes_max if request.lane_key else NO_LIMIT,
+            requests=[],
+            values=[],
+        )
+
+    def _flush_soon(self) -> None:
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        leaving, self._leaving = self._leaving, []
+        for line in leaving:
+            requests, line.requests = line.requests, []
+            values, line.values = line.values, []
+            if self._is_line_thinned:
+                kept = [pair for pair in zip(requests, values, strict=True) if self._is_parked(pair[0])]
+                requests, values = [request for request, _ in kept], [value for _, value in kept]
+            for part_requests, part_values in parts_of(requests, values) if requests else ():
+                self._send(line, part_requests, part_values)
+        self._is_line_thinned = False
+        if self._cancelled:
+            cancelled, self._cancelled = self._cancelled, defaultdict(list)
+            for number, entries in cancelled.items():
+                for start in range(0, len(entries), CANCELS_A_CALL_MAX):
+                    self._delete(self._keys.shards[number], entries[start : start + CANCELS_A_CALL_MAX])
+
+    def _send(self, line: Line, requests: list[Request], values: Sequence[bytes]) -> None:
+        if not self._up:
+            self._send_again(requests)
+            return
+        self._next_shard += 1
+        shard = self._up[self._next_shard % len(self._up)]
+        parcel = Parcel(shard, line, requests)
+        for request in requests:
+            request.held_by = parcel
+        limits = (self._shard_max, line.lanes_max, shard.bell, self._now_ms())
+        self._nodes.run(
+            SUBMIT,
+            shard.slot,
+            (shard.lanes, shard.counts, shard.stream(line.field), shard.letters, shard.letter_bodies),
+            (line.field, line.model, *limits, line.header, b"", b"", *values),
+            partial(self._queued, parcel),
+        )
+
+    def _queued(self, parcel: Parcel, reply: Any) -> None:
+        """Redis has answered a submission."""
+        if isinstance(reply, RedisFailure):
+            self._not_queued(parcel, reply)
+            return
+        entry_id, number, _ = reply
+        milliseconds, _, first = entry_id.partition(b"-")
+        parcel.milliseconds, parcel.first = int(milliseconds), int(first)
+        for request in parcel.requests[number:]:
+            if request.held_by is parcel:
+                self._end(request, QueueFull("the queue is full; try again soon", retry_after_s=1))
+        if parcel.has_left:
+            for position, request in enumerate(parcel.requests[:number]):
+                if request.held_by is not parcel:
+                    self._cancelled[parcel.shard.number].append((parcel.line.field, parcel.entry_id(position), None))
+            self._flush_soon()
+
+    def _not_queued(self, parcel: Parcel, failure: RedisFailure) -> None:
+        waiting = [request for request in parcel.requests if request.held_by is parcel]
+        if isinstance(failure, Refused) and failure.code in REFUSALS:
+            for request in waiting:
+                self._end(request, REFUSALS[failure.code]())
+        elif isinstance(failure, NotSent | Lost):
+            self._send_again(waiting)
+        else:  # LOADING, CLUSTERDOWN, …: nothing was queued, and the nodes are looked at again
+            for request in waiting:
+                self._end(request, BrokerDown("Redis cannot take requests right now; try again soon", retry_after_s=1))
+
+    def _send_again(self, requests: Iterable[Request]) -> None:
+        """Their entries are out of reach: by another shard, or by the upstreams of this gateway, or not at all."""
+        for request in requests:
+            if not self._is_parked(request):
+                continue
+            parcel = request.held_by
+            if parcel is not None and parcel.milliseconds and len(self._strays) < STRAYS_KEPT_MAX:
+                self._strays.append((parcel.shard, parcel.line.field, self._entry_of(request)))
+            if self.mode == "redis" and self._up:
+                self.sent_again += 1
+                self._queue(request)
+            elif self._local is not None:
+                self.sent_again += 1
+                self._move_to_local(request)
+            elif parcel is None or not parcel.milliseconds:
+                self._end(request, BrokerDown("Redis was lost; try again soon", retry_after_s=1))
+            # Else it is in Redis, and may have its outcome when Redis is back in time.
+
+    def _move_to_local(self, request: Request) -> None:
+        assert self._local is not None
+        del self._parked[request.number]
+        self.held -= 1
+        self.held_bytes -= request.size
+        self._is_line_thinned |= request.held_by is None
+        request.held_by, request.number = None, 0
+        refusal = self._local.reserve(request)
+        if refusal is None:
+            self._local.enqueue(request)
+        else:
+            request.settle(refusal, self._clock())
+            self.outcomes[refusal.code] = self.outcomes.get(refusal.code, 0) + 1
+
+    # Out of Redis.
+
+    def _entry_of(self, request: Request) -> bytes:
+        parcel: Parcel = request.held_by
+        return parcel.entry_id(parcel.requests.index(request))
+
+    def _withdraw(self, request: Request, *, is_timeout: bool = False) -> None:
+        """Have the entry deleted if nobody took it. With `is_timeout`, the request is still parked: it is settled
+        only if the entry was still there.
+        """
+        parcel: Parcel | None = request.held_by
+        if parcel is None or not parcel.milliseconds or parcel.shard not in self._up:
+            if parcel is not None:
+                parcel.has_left = True
+            else:
+                self._is_line_thinned = True
+            if is_timeout:
+                self._end(request, queue_timeout(request))
+            return
+        entry = (parcel.line.field, self._entry_of(request), request if is_timeout else None)
+        self._cancelled[parcel.shard.number].append(entry)
+        self._flush_soon()
+
+    def _delete(self, shard: Shard, entries: list[tuple[bytes, bytes, Request | None]]) -> None:
+        arguments = [shard.stream(b"")]
+        for field, entry_id, _ in entries:
+            arguments += (field, entry_id)
+        self._nodes.run(CANCEL, shard.slot, (shard.counts,), arguments, partial(self._deleted, entries))
+
+    def _deleted(self, entries: list[tuple[bytes, bytes, Request | None]], reply: Any) -> None:
+        if isinstance(reply, RedisFailure):
+            return  # those who wait still have their deadline
+        for (_, _, request), was_deleted in zip(entries, reply, strict=True):
+            if request is not None and was_deleted and self._is_parked(request):
+                self._end(request, queue_timeout(request))
+
+    def _withdraw_strays(self) -> None:
+        strays, self._strays = self._strays, []
+        for stray in strays:
+            shard, field, entry_id = stray
+            if shard in self._up:
+                self._cancelled[shard.number].append((field, entry_id, None))
+            else:
+                self._strays.append(stray)
+        self._flush_soon()
+
+
+def parts_of(requests: list[Request], values: list[bytes]) -> Iterable[tuple[list[Request], list[bytes]]]:
+    """Cut what is to be queued into calls of a bounded size."""
+    size = sum(map(len, values))
+    if len(values) <= ENTRIES_A_CALL_MAX and size <= CALL_BYTES_MAX:
+        return [(requests, values)]
+    parts: list[tuple[list[Request], list[bytes]]] = []
+    start = size = 0
+    for index, value in enumerate(values):
+        if index > start and (index - start >= ENTRIES_A_CALL_MAX or size + len(value) > CALL_BYTES_MAX):
+            parts.append((requests[start:index], values[start:index]))
+            start, size = index, 0
+        size += len(value)
+    parts.append((requests[start:], values[start:]))
+    return parts
+
+
+def queue_timeout(request: Request) -> QueueTimeout:
+    """What is told to whoever waited too long for a slot."""
+    waited = f"no slot was free within {request.queue_timeout_s:g} s; try again, or as a task"
+    return QueueTimeout(waited, retry_after_s=1)
+
+
+# What the script, or Redis itself, refuses.
+REFUSALS: dict[str, Callable[[], CarpoolError]] = {
+    "QUEUEFULL": lambda: QueueFull("the queue is full; try again soon", retry_after_s=1),
+    "LANESFULL": lambda: QueueFull(
+        "too many different `parameters` are waiting; use fewer distinct ones or try again soon", retry_after_s=1
+    ),
+    "OOM": lambda: BrokerMemoryFull("the memory of Redis is full; try again soon", retry_after_s=1),
+}

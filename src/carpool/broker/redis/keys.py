@@ -1,0 +1,105 @@
+"""The names of everything Carpool keeps in Redis, and on which shard it is. Pure.
+
+All keys of a shard share one hash tag, so they lie in one slot of a Cluster and a script may use them together. The
+tags are chosen so that shard n of 16 lies in the n-th sixteenth of the slots: however many primaries share the slots
+evenly, they share the shards evenly.
+
+| key | type | what |
+|---|---|---|
+| `<ns>:{tag}:lanes` | hash | the streams that may have entries: `<lane>:<line>` → model |
+| `<ns>:{tag}:counts` | hash | `held`: entries without an outcome, `unread`: those nobody took yet |
+| `<ns>:{tag}:q:<lane>:<line>` | stream | the entries of one lane and one line (a tier, synchronous or tasks) |
+| `<ns>:{tag}:task:<id>` | hash | a task and its result |
+| `<ns>:{tag}:letters`, `:letter` | zset, hash | ids of dead letters in order; their contents by id |
+| `<ns>:{tag}:bell` | channel | rung when a shard without unread entries gets some |
+| `<ns>:replies:{<gateway>}` | stream | outcomes for one gateway's parked requests |
+| `<ns>:{fleet}:gateways`, `:batchers` | hash | who lives: name → heartbeat |
+"""
+
+from hashlib import blake2b
+
+import msgspec
+from redis.crc import key_slot
+
+SHARDS_MAX = 16
+SLOTS = 16384
+GROUP = b"batchers"
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """One part of the queue: its keys lie in one slot."""
+
+    number: int
+    slot: int
+    # What every key of the shard begins with.
+    prefix: bytes
+    lanes: bytes
+    counts: bytes
+    letters: bytes
+    letter_bodies: bytes
+    bell: bytes
+
+    def stream(self, field: bytes) -> bytes:
+        """The stream of a field of `lanes`."""
+        return self.prefix + b"q:" + field
+
+    def task(self, task_id: str) -> bytes:
+        """The hash of a task."""
+        return self.prefix + b"task:" + task_id.encode()
+
+
+class Keys:
+    """The names in one namespace."""
+
+    def __init__(self, namespace: str = "carpool", shards: int = SHARDS_MAX) -> None:
+        if not 1 <= shards <= SHARDS_MAX:
+            raise ValueError(f"shards must be 1 to {SHARDS_MAX}")
+        self.namespace = namespace.encode()
+        self.shards = tuple(self._shard(number) for number in range(shards))
+        fleet = self.namespace + b":{fleet}:"
+        self.fleet_slot = key_slot(fleet)
+        self.gateways = fleet + b"gateways"
+        self.batchers = fleet + b"batchers"
+
+    def shard_of_task(self, task_id: str) -> Shard:
+        """Where a task is kept: its id says it."""
+        return self.shards[int(task_id[-1], 16) % len(self.shards)]
+
+    def slot_of(self, key: bytes) -> int:
+        """The Cluster slot of a key."""
+        return key_slot(key)
+
+    def replies(self, gateway: bytes) -> bytes:
+        """The stream of outcomes for one gateway."""
+        return b"%b:replies:{%b}" % (self.namespace, gateway)
+
+    def _shard(self, number: int) -> Shard:
+        prefix = b"%b:{%b}:" % (self.namespace, shard_tag(number))
+        return Shard(
+            number,
+            key_slot(prefix),
+            prefix,
+            prefix + b"lanes",
+            prefix + b"counts",
+            prefix + b"letters",
+            prefix + b"letter",
+            prefix + b"bell",
+        )
+
+
+def shard_tag(number: int) -> bytes:
+    """The first tag whose slot is in the shard's sixteenth of all slots."""
+    attempt = 0
+    while key_slot(tag := b"%d.%d" % (number, attempt)) * SHARDS_MAX // SLOTS != number:
+        attempt += 1
+    return tag
+
+
+def lane_name(model: str, lane_key: bytes) -> bytes:
+    """A short name for requests that may share a batch. 128 bits: two lanes never meet by chance or by intent."""
+    return blake2b(model.encode() + b"\0" + lane_key, digest_size=16).hexdigest().encode()
+
+
+def line_name(tier: int, is_task: bool) -> bytes:
+    """Tiers wait apart, and so do tasks, which have later places in the order."""
+    return b"%b%d" % (b"t" if is_task else b"s", tier)

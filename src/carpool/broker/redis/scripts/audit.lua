@@ -1,0 +1,39 @@
+-- What a shard holds, and what its counts say, at one moment. Changes nothing.
+-- KEYS: lanes, counts, letters
+-- ARGV: prefix of the streams' names
+-- Returns: now, held and unread by the counts, held and unread in truth, dead letters, then for each stream: field,
+--          model, length, pending entries (-1: it has no group), names of other groups,
+--          and of each consumer with pending entries its name, how many, and ms since it was last heard of
+local now = clock('')
+local held, unread = 0, 0
+local streams = {}
+local lanes = redis.call('HGETALL', KEYS[1])
+for i = 1, #lanes, 2 do
+  local stream = ARGV[1] .. lanes[i]
+  local length = redis.call('XLEN', stream)
+  local pending, strangers, consumers = -1, {}, {}
+  local groups = redis.pcall('XINFO', 'GROUPS', stream)
+  for _, group in ipairs(groups.err and {} or groups) do
+    -- name, <name>, consumers, <number>, pending, <number>, …
+    if group[2] == GROUP then
+      pending = group[6]
+    else
+      strangers[#strangers + 1] = group[2]
+    end
+  end
+  if pending > 0 then
+    for _, consumer in ipairs(redis.call('XINFO', 'CONSUMERS', stream, GROUP)) do
+      if consumer[4] > 0 then
+        consumers[#consumers + 1] = { consumer[2], consumer[4], consumer[6] }
+      end
+    end
+  end
+  held = held + length
+  unread = unread + math.max(length - math.max(pending, 0), 0)
+  streams[#streams + 1] = { lanes[i], lanes[i + 1], length, pending, strangers, consumers }
+end
+local answer = { now, count_of(KEYS[2], 'held'), count_of(KEYS[2], 'unread'), held, unread, redis.call('ZCARD', KEYS[3]) }
+for _, facts in ipairs(streams) do
+  answer[#answer + 1] = facts
+end
+return answer

@@ -1,0 +1,30 @@
+-- A task has its outcome: result, dead letter and acknowledgement in one step. The first written result wins.
+-- KEYS: task, counts, stream, letters, letter bodies
+-- ARGV: id of the entry, status, result, ms that it is kept, now, letter ('' for none), number of the shard,
+--       most letters
+-- Returns: 1 if this result was kept, else 0; names of the gateways where somebody waits for it
+local task, counts, stream = KEYS[1], KEYS[2], KEYS[3]
+local entry_id, letter = ARGV[1], ARGV[6]
+local now = clock(ARGV[5])
+local state = redis.call('HMGET', task, 's', 'w', 'o')
+local is_first = state[1] == 'P'
+if is_first then
+  -- This write comes first: without memory it is refused, and then nothing was acknowledged.
+  redis.call('HSET', task, 's', ARGV[2], 'r', ARGV[3], 't', now)
+  if letter ~= '' then
+    -- The input is in the entry: the ticket (8 bytes), the length of the id, the id, the client's own bytes.
+    local entry = redis.call('XRANGE', stream, entry_id, entry_id)[1]
+    if entry then
+      local value = entry[2][2]
+      local input = string.sub(value, 10 + string.byte(value, 9))
+      bury(KEYS[4], KEYS[5], counts, body_of(state[3], letter, input), now, tonumber(ARGV[7]), tonumber(ARGV[8]))
+    end
+  end
+  redis.call('HDEL', task, 'f', 'e', 'w')
+  redis.call('PEXPIRE', task, ARGV[4])
+end
+redis.call('XACK', stream, GROUP, entry_id)
+if redis.call('XDEL', stream, entry_id) == 1 then
+  redis.call('HINCRBY', counts, 'held', -1)
+end
+return { is_first and 1 or 0, is_first and state[2] or '' }

@@ -1,0 +1,266 @@
+"""How tasks come into Redis: accepted (202) only when Redis has said that it has them.
+
+1. The tasks of one turn of the event loop go together, into the shard of the first one: a task's id names its shard,
+   and may be changed until it is accepted.
+2. With replicas, a `WAIT` right behind them on the same connection covers them: only there it speaks of these writes.
+   It holds up its connection, so that is one of its own, and the next tasks collect meanwhile. Tasks go as EVAL there:
+   a script that Redis did not know would be sent again behind the WAIT.
+3. What was not confirmed is removed. Where nobody knows whether Redis has it, it is removed later.
+4. A dead letter becomes a task in one step. It is never removed: with the task the letter would be lost. It needs no
+   replicas: where this step is not known, the letter is still there.
+"""
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from carpool.broker.journal_writer import no_such_letter
+from carpool.broker.redis.front import NO_LIMIT, REFUSALS, parts_of
+from carpool.broker.redis.keys import Keys, Shard, lane_name, line_name
+from carpool.broker.redis.nodes import Lost, Nodes, RedisFailure, Refused
+from carpool.broker.redis.records import FORMAT_VERSION, Header, encode_header, encode_value
+from carpool.broker.redis.removals import TaskRemovals
+from carpool.broker.redis.scripts import SUBMIT
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import BrokerDown, CarpoolError
+from carpool.core.request import QUEUED, Request
+
+TASKS_A_FLUSH_MAX = 256
+# Tasks that wait for a flush.
+COLLECTED_MAX = 10_000
+COLLECTED_BYTES_MAX = 64 * 1024 * 1024
+NO_TICKET = 0
+
+Accepted = Callable[[CarpoolError | None], None]
+
+
+class Submission(msgspec.Struct, eq=False):
+    """The ticket of a request on its way into Redis."""
+
+    owner: bytes
+    accepted: Accepted
+    # The dead letter that becomes this task; empty for none.
+    letter: bytes
+
+
+class Flush(msgspec.Struct, eq=False):
+    """Tasks that one WAIT covers."""
+
+    queued: list[Request]
+    is_over: bool = False
+
+
+class TaskSubmissions:
+    """Brings tasks into Redis."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        keys: Keys,
+        removals: TaskRemovals,
+        *,
+        held_max: int,
+        lanes_max: int,
+        replicas: int = 0,
+        replicas_timeout_ms: int = 200,
+        durable_nodes: Nodes | None = None,
+        is_memory_full: Callable[[], bool] = lambda: False,
+        clock: Clock = monotonic,
+        now_ms: Callable[[], bytes] = lambda: b"",
+    ) -> None:
+        if replicas and durable_nodes is None:
+            raise ValueError("WAIT needs connections of its own: `durable_nodes`")
+        self._nodes = nodes
+        self._keys = keys
+        self._removals = removals
+        # In each shard.
+        self._held_max = held_max
+        self._lanes_max = lanes_max
+        self._replicas = replicas
+        self._replicas_timeout_ms = replicas_timeout_ms
+        self._task_nodes = durable_nodes if replicas and durable_nodes is not None else nodes
+        self._is_memory_full = is_memory_full
+        self._clock = clock
+        self._now_ms = now_ms
+        self._collected: list[Request] = []
+        self._collected_bytes = 0
+        self._is_flush_due = False
+        self._is_confirming = False
+
+    def submit(self, request: Request, owner: str, accepted: Accepted, letter_id: int | None = None) -> None:
+        """Accept a task: `accepted(None)` once it is safe, or `accepted(error)`. With `letter_id`, in place of that
+        dead letter, whose shard the request's id must name.
+        """
+        letter = b"" if letter_id is None else b"%d" % letter_id
+        request.ticket = Submission(owner.encode(), accepted, letter)
+        if self._is_memory_full():
+            self._refuse(request, REFUSALS["OOM"]())
+        elif letter:
+            self._send(self._nodes, self._keys.shard_of_task(request.id), [request], None)
+        elif len(self._collected) >= COLLECTED_MAX or self._collected_bytes + request.size > COLLECTED_BYTES_MAX:
+            self._refuse(request, REFUSALS["QUEUEFULL"]())
+        else:
+            self._collected.append(request)
+            self._collected_bytes += request.size
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._is_flush_due and not self._is_confirming:
+            self._is_flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        requests = self._collected[:TASKS_A_FLUSH_MAX]
+        del self._collected[:TASKS_A_FLUSH_MAX]
+        self._collected_bytes -= sum(request.size for request in requests)
+        shard = self._shard_for(requests[0])
+        if shard is None:
+            for request in requests:
+                self._refuse(request, out_of_reach())
+        else:
+            self._send_all(shard, requests)
+        if self._collected:
+            self._flush_soon()
+
+    def _shard_for(self, request: Request) -> Shard | None:
+        """The shard that its id names, or another one if that is out of reach."""
+        shard = self._keys.shard_of_task(request.id)
+        if self._task_nodes.is_up(shard.slot):
+            return shard
+        up = [shard for shard in self._keys.shards if self._task_nodes.is_up(shard.slot)]
+        return random.choice(up) if up else None
+
+    def _send_all(self, shard: Shard, requests: list[Request]) -> None:
+        lines: defaultdict[tuple[object, ...], list[Request]] = defaultdict(list)
+        for request in requests:
+            if self._keys.shard_of_task(request.id) is not shard:
+                request.id = f"{request.id[:-1]}{shard.number:x}"
+            owner = request.ticket.owner
+            lines[request.model, request.parameters, request.lane, request.tier, owner, total_ms_of(request)].append(
+                request
+            )
+        flush = Flush([]) if self._replicas else None
+        for line in lines.values():
+            self._send(self._task_nodes, shard, line, flush)
+        if flush is not None:
+            self._is_confirming = True
+            confirmed = partial(self._confirmed, flush)
+            self._task_nodes.send(shard.slot, confirmed, b"WAIT", self._replicas, self._replicas_timeout_ms)
+
+    def _send(self, nodes: Nodes, shard: Shard, requests: list[Request], flush: Flush | None) -> None:
+        """Queue tasks of one lane, line and owner."""
+        first = requests[0]
+        field = lane_name(first.model, first.lane_key) + b":" + line_name(first.tier, True)
+        # What most clients send is never shut out by those who send many different parameters.
+        lanes_max = self._lanes_max if first.lane_key else NO_LIMIT
+        about = (field, first.model.encode(), self._held_max, lanes_max, shard.bell, self._now_ms(), header_of(first))
+        values = [encode_value(NO_TICKET, request.id, request.input) for request in requests]
+        for part, part_values in parts_of(requests, values):
+            keys = (
+                *(shard.lanes, shard.counts, shard.stream(field), shard.letters, shard.letter_bodies),
+                *(shard.task(request.id) for request in part),
+            )
+            arguments = (*about, first.ticket.owner, first.ticket.letter, *part_values)
+            queued = partial(self._queued, part, flush)
+            if flush is None:
+                nodes.run(SUBMIT, shard.slot, keys, arguments, queued)
+            else:
+                nodes.send(shard.slot, queued, b"EVAL", SUBMIT.source, len(keys), *keys, *arguments)
+
+    def _queued(self, requests: list[Request], flush: Flush | None, reply: Any) -> None:
+        """Redis has answered a submission."""
+        if isinstance(reply, RedisFailure):
+            for request in requests:
+                if isinstance(reply, Lost) and not request.ticket.letter:
+                    self._removals.remove_if_there(request.id)
+                self._refuse(request, error_of(reply))
+            return
+        number: int = reply[1]
+        for request in requests[number:]:
+            self._refuse(request, REFUSALS["QUEUEFULL"]())
+        if flush is None:
+            self._accept(requests[:number])
+        elif flush.is_over:  # sent again to another node, behind the WAIT
+            self._take_back(requests[:number])
+        else:
+            flush.queued += requests[:number]
+
+    def _confirmed(self, flush: Flush, reply: Any) -> None:
+        """Redis says how many replicas have what was sent before."""
+        flush.is_over = True
+        self._is_confirming = False
+        if isinstance(reply, int) and reply >= self._replicas:
+            self._accept(flush.queued)
+        else:
+            self._take_back(flush.queued)
+        if self._collected:
+            self._flush_soon()
+
+    def _accept(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            submission: Submission = request.ticket
+            request.phase = QUEUED
+            request.input, request.prepared, request.ticket = b"", None, None  # Redis has it
+            submission.accepted(None)
+
+    def _take_back(self, requests: Sequence[Request]) -> None:
+        """Remove tasks that too few replicas have; tell their submitters when that is done."""
+        for request in requests:
+            self._removals.remove(request.id, partial(self._taken_back, request))
+
+    def _taken_back(self, request: Request, found: bool | RedisFailure) -> None:
+        if isinstance(found, RedisFailure):
+            self._removals.remove_if_there(request.id)
+        self._refuse(request, BrokerDown("not enough replicas confirmed the task; try again", retry_after_s=1))
+
+    def _refuse(self, request: Request, error: CarpoolError) -> None:
+        submission: Submission = request.ticket
+        request.settle(error, self._clock())
+        submission.accepted(error)
+
+
+def header_of(request: Request) -> bytes:
+    """The header of a task's entry."""
+    total_ms = total_ms_of(request)
+    return encode_header(
+        Header(
+            version=FORMAT_VERSION,
+            gateway=b"",
+            model=request.model,
+            parameters=request.parameters,
+            lane=request.lane,
+            tier=request.tier,
+            is_task=True,
+            queue_ms=total_ms,  # a task waits as long as it must
+            total_ms=total_ms,
+        )
+    )
+
+
+def total_ms_of(request: Request) -> int:
+    """How long after its submission a task must have its outcome."""
+    return round((request.deadline - request.arrived) * 1000)
+
+
+def out_of_reach() -> BrokerDown:
+    """What is told when nothing was sent."""
+    return BrokerDown("Redis cannot be reached; try again soon", retry_after_s=1)
+
+
+def error_of(failure: RedisFailure) -> CarpoolError:
+    """What a submitter is told."""
+    if isinstance(failure, Lost):
+        return BrokerDown("Redis was lost: the task may or may not have been accepted; try again", retry_after_s=1)
+    if not isinstance(failure, Refused):
+        return out_of_reach()
+    if failure.code == "NOLETTER":
+        return no_such_letter()
+    if failure.code in REFUSALS:
+        return REFUSALS[failure.code]()
+    return BrokerDown("Redis cannot take tasks right now; try again soon", retry_after_s=1)

@@ -1,0 +1,300 @@
+"""Tasks in Redis: any gateway accepts, answers and deletes them; any batcher writes their results.
+
+1. A task is accepted (202) only when Redis has it (submissions.py). Its id names its shard, so any gateway finds it.
+2. Its result, its dead letter and the acknowledgement of its entry are one step. The first written result wins; a task
+   that was deleted meanwhile gets none.
+3. A gateway where somebody waits for a task says so in the task; whoever writes the result tells it. A telling can be
+   lost, so every gateway also looks by itself, once a second, at the tasks for which somebody waits there.
+4. A gateway keeps nothing about tasks but those who wait.
+"""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from carpool.broker.redis.keys import Keys, Shard
+from carpool.broker.redis.letters import cause_of
+from carpool.broker.redis.nodes import Nodes, RedisFailure
+from carpool.broker.redis.removals import TaskRemovals
+from carpool.broker.redis.scripts import FINISH, LOOK
+from carpool.broker.redis.submissions import Accepted, TaskSubmissions, out_of_reach
+from carpool.broker.redis.tellings import Tellings
+from carpool.broker.tasks import Answer, no_such_task
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import CarpoolError, UnknownTask
+from carpool.core.outcome import Outcome
+from carpool.core.request import Request
+from carpool.core.task import StoredTask
+
+LOOK_AGAIN_S = 1.0
+PENDING, SUCCESS, FAILED = b"P", b"S", b"F"
+
+
+class Poll(msgspec.Struct, eq=False):
+    """Somebody who wants to know what became of a task."""
+
+    task_id: str
+    answer: Answer
+    forget: bool
+    timer: asyncio.TimerHandle | None = None
+    has_left: bool = False
+
+
+class RedisTasks:
+    """Accepts, answers and deletes tasks at one gateway (core.ports.TaskBoard)."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        keys: Keys,
+        gateway: bytes,
+        *,
+        held_max: int,
+        lanes_max: int,
+        replicas: int = 0,
+        replicas_timeout_ms: int = 200,
+        durable_nodes: Nodes | None = None,
+        is_memory_full: Callable[[], bool] = lambda: False,
+        clock: Clock = monotonic,
+        now_ms: Callable[[], bytes] = lambda: b"",
+    ) -> None:
+        self._nodes = nodes
+        self._keys = keys
+        self._gateway = gateway
+        self._removals = TaskRemovals(nodes, keys)
+        self._submissions = TaskSubmissions(
+            nodes,
+            keys,
+            self._removals,
+            held_max=held_max,
+            lanes_max=lanes_max,
+            replicas=replicas,
+            replicas_timeout_ms=replicas_timeout_ms,
+            durable_nodes=durable_nodes,
+            is_memory_full=is_memory_full,
+            clock=clock,
+            now_ms=now_ms,
+        )
+        # Who waits, by task id.
+        self._polls: dict[str, list[Poll]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        # While true, nobody is kept waiting.
+        self.draining = False
+
+    def __repr__(self) -> str:
+        return f"<RedisTasks polls={sum(map(len, self._polls.values()))}>"
+
+    def submit(self, request: Request, owner: str, accepted: Accepted, letter_id: int | None = None) -> None:
+        """Accept a task: `accepted(None)` once it is safe, or `accepted(error)`. Its id may be another one then.
+
+        With `letter_id`, in place of that dead letter, whose shard the request's id must name.
+        """
+        request.waiter = self
+        self._submissions.submit(request, owner, accepted, letter_id)
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """Nothing to do: who submitted it is told by `accepted`, and its outcome is in Redis."""
+
+    def look(self, task_id: str, wait_s: float, forget: bool, answer: Answer) -> Poll:
+        """Answer with the task's state: at once, or as soon as it has an outcome but not later than `wait_s`."""
+        poll = Poll(task_id, answer, forget)
+        if not names_a_shard(task_id):
+            answer(no_such_task())
+        elif wait_s <= 0 or self.draining:
+            self._read(poll)
+        else:
+            poll.timer = asyncio.get_running_loop().call_later(wait_s, self._waited_enough, poll)
+            # Before it is looked at: the telling may be here before the answer.
+            self._polls.setdefault(task_id, []).append(poll)
+            self._look(task_id, partial(self._first_look, poll))
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._look_again)
+        return poll
+
+    def leave(self, poll: Poll) -> None:
+        """Whoever waited has left."""
+        poll.has_left = True
+        self._forget_poll(poll)
+
+    def finished(self, task_id: str) -> None:
+        """There is news of a task for which somebody waits here."""
+        if task_id in self._polls:
+            self._look(task_id, partial(self._next_look, task_id))
+
+    def delete(self, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
+        """Cancel a waiting task, discard the result of a running one, forget a finished one."""
+        if not names_a_shard(task_id):
+            done(no_such_task())
+            return
+
+        def deleted(found: bool | RedisFailure) -> None:
+            if isinstance(found, RedisFailure):
+                done(out_of_reach())
+                return
+            for poll in self._take_polls(task_id):
+                poll.answer(UnknownTask("the task was deleted"))
+            done(None if found else no_such_task())
+
+        self._removals.remove(task_id, deleted)
+
+    def drain(self) -> None:
+        """Long polls are answered with what there is."""
+        self.draining = True
+        for task_id in list(self._polls):
+            for poll in self._take_polls(task_id):
+                self._read(poll)
+
+    def close(self) -> None:
+        """Stop the timers; whoever still waits is not answered."""
+        self._removals.close()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for task_id in list(self._polls):
+            self._take_polls(task_id)
+
+    # Looking.
+
+    def _look(self, task_id: str, on_reply: Callable[[Any], None]) -> None:
+        """Ask for a task's state, and to be told when it has an outcome."""
+        shard = self._keys.shard_of_task(task_id)
+        self._nodes.run(LOOK, shard.slot, (shard.task(task_id),), (self._gateway,), on_reply)
+
+    def _first_look(self, poll: Poll, reply: Any) -> None:
+        if isinstance(reply, RedisFailure):
+            if poll.timer is not None:
+                self._forget_poll(poll)
+                poll.answer(out_of_reach())
+        else:
+            self._next_look(poll.task_id, reply)
+
+    def _next_look(self, task_id: str, reply: Any) -> None:
+        """Those who wait go on waiting while there is no outcome, or while Redis is away."""
+        if isinstance(reply, RedisFailure) or reply[0] == PENDING:
+            return
+        for poll in self._take_polls(task_id):
+            self._answer(poll, reply)
+
+    def _look_again(self) -> None:
+        self._timer = None
+        for task_id in self._polls:
+            self._look(task_id, partial(self._next_look, task_id))
+        if self._polls:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._look_again)
+
+    def _waited_enough(self, poll: Poll) -> None:
+        self._forget_poll(poll)
+        self._read(poll)
+
+    def _read(self, poll: Poll) -> None:
+        """Answer with what Redis has now."""
+        shard = self._keys.shard_of_task(poll.task_id)
+        fields = (b"s", b"o", b"t", b"r")
+        self._nodes.send(shard.slot, partial(self._answer, poll), b"HMGET", shard.task(poll.task_id), *fields)
+
+    def _answer(self, poll: Poll, reply: Any) -> None:
+        if poll.has_left:
+            return
+        if isinstance(reply, RedisFailure):
+            poll.answer(out_of_reach())
+            return
+        task = stored_task(poll.task_id, reply)
+        was_read = poll.answer(no_such_task() if task is None else task) is not False
+        # Only now: a reader that hung up meanwhile must be able to come back for it.
+        if poll.forget and was_read and task is not None and task.status != "PENDING":
+            self._removals.remove(poll.task_id, lambda _: None)
+
+    def _forget_poll(self, poll: Poll) -> None:
+        """Nobody is to be answered when the outcome comes."""
+        if poll.timer is None:
+            return
+        poll.timer.cancel()
+        poll.timer = None
+        polls = self._polls[poll.task_id]
+        polls.remove(poll)
+        if not polls:
+            del self._polls[poll.task_id]
+
+    def _take_polls(self, task_id: str) -> list[Poll]:
+        """Whoever waits for the task, no longer until a time."""
+        polls = self._polls.pop(task_id, [])
+        for poll in polls:
+            if poll.timer is not None:
+                poll.timer.cancel()
+                poll.timer = None
+        return polls
+
+
+class TaskResults:
+    """Writes the results of tasks: the batcher's side."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        keys: Keys,
+        *,
+        result_ttl_ms: int,
+        letters_max_per_shard: int,
+        buried: Callable[[str], None] = lambda cause: None,
+        now_ms: Callable[[], bytes] = lambda: b"",
+    ) -> None:
+        self._nodes = nodes
+        self._result_ttl_ms = result_ttl_ms
+        self._letters_max = letters_max_per_shard
+        # Is told the cause of each task that became a dead letter.
+        self._buried = buried
+        self._now_ms = now_ms
+        self._tellings = Tellings(nodes, keys)
+
+    def finish(
+        self,
+        shard: Shard,
+        field: bytes,
+        entry_id: bytes,
+        task_id: str,
+        status: bytes,
+        result: bytes,
+        letter: bytes,
+        done: Callable[[bool], None],
+    ) -> None:
+        """Give a task its result, if it has none, and acknowledge its entry; `letter` (dead_letters.letter_of) is
+        kept with it unless it is empty. `done(False)` if Redis did not say that this was done: then try again.
+        """
+
+        def replied(reply: Any) -> None:
+            if isinstance(reply, RedisFailure):
+                done(False)
+                return
+            was_first, gateways = reply
+            if was_first and letter:
+                self._buried(cause_of(letter))
+            if gateways:
+                self._tellings.tell(gateways, task_id)
+            done(True)
+
+        keys = (shard.task(task_id), shard.counts, shard.stream(field), shard.letters, shard.letter_bodies)
+        kept = (status, result, self._result_ttl_ms, self._now_ms(), letter)
+        self._nodes.run(FINISH, shard.slot, keys, (entry_id, *kept, shard.number, self._letters_max), replied)
+
+
+def names_a_shard(task_id: str) -> bool:
+    """Whether a task could have this id; the face asks for others too."""
+    return task_id[-1:] in "0123456789abcdef" and task_id != ""
+
+
+def stored_task(task_id: str, reply: list[bytes | None]) -> StoredTask | None:
+    """A task from its fields in Redis."""
+    status, owner, milliseconds, result = reply
+    if status is None or owner is None or milliseconds is None:
+        return None
+    return StoredTask(
+        task_id,
+        owner.decode(),
+        "SUCCESS" if status == SUCCESS else "FAILED" if status == FAILED else "PENDING",
+        result if status == SUCCESS else None,
+        result if status == FAILED else None,
+        int(milliseconds) / 1000,
+    )

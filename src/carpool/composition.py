@@ -1,0 +1,309 @@
+"""What every role is made of: models with their loops, servers, timers, and how they are given up again."""
+
+import asyncio
+import logging
+import resource
+import socket
+import ssl
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+
+from carpool.core.ports import DeadLetterDesk
+from carpool.core.request import Request
+from carpool.core.tally import Histogram
+from carpool.face.http.admin import AdminRoutes
+from carpool.face.http.gateway import FaceSettings
+from carpool.face.http.openapi import admin_openapi
+from carpool.face.http.server import HttpLimits, HttpServer
+from carpool.service import ModelFace, ModelService, named_models
+from carpool.settings import Settings
+from carpool.telemetry.metrics import Exposition
+from carpool.upstream.client import make_session
+
+logger = logging.getLogger("carpool")
+
+# How often deadlines are looked at, and how often rates are worked out.
+EXPIRY_TICK_S = 0.01
+RATE_TICK_S = 1.0
+# Files that are not client connections: upstream connections, the journal, logs.
+FILES_RESERVED = 256
+FILES_WANTED = 65536
+
+# Endpoints that one question for readiness tries at the same time.
+TRIED_AT_ONCE = 16
+
+
+class Process:
+    """One process of Carpool. What it shows to operators is also telemetry.metrics.View."""
+
+    def __init__(self, settings: Settings, listening: socket.socket | None = None) -> None:
+        self.settings = settings
+        # The socket that this process shares with others, if it does.
+        self.listening = listening
+        self.draining = False
+        self.port = 0
+        self.admin_port = 0
+        self.services: list[ModelService] = []
+        # None for a process that serves no clients.
+        self.server: HttpServer | None = None
+        self.session = make_session()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        # How to give up what has been opened so far.
+        self._opened = AsyncExitStack()
+        self._opened.push_async_callback(self.session.close)
+
+    async def start(self) -> None:
+        """Plug the stages together, from the back to the front, and listen."""
+        raise NotImplementedError
+
+    async def drain(self) -> None:
+        """Stop taking new work, finish the old, leave."""
+        raise NotImplementedError
+
+    def expire(self) -> None:
+        """Look at the deadlines."""
+        raise NotImplementedError
+
+    def reload(self, load: Callable[[], Settings]) -> None:
+        """Read the configuration again: endpoints, slots and upstream timeouts change now, the rest does not."""
+        if self.draining:
+            return
+        came = gone = 0
+        try:
+            settings = load()
+            named = named_models(settings)
+            for service in self.services:
+                if service.name in named:
+                    more, fewer = service.change(named[service.name], settings, self.session)
+                    came, gone = came + more, gone + fewer
+        except Exception as fault:  # whatever it is, this process goes on
+            logger.error("the configuration was not changed: %s", " ".join(str(fault).split()))
+            return
+        for section in changed_for_the_next_start(self.settings, settings):
+            logger.warning("a change of %s takes effect at the next start", section)
+        logger.info("read the configuration again", extra={"fields": {"endpoints_added": came, "endpoints_gone": gone}})
+
+    async def close(self) -> None:
+        """Give up everything that was opened, in the reverse order."""
+        await self._opened.aclose()
+
+    # For those that start.
+
+    def start_fleets(self) -> None:
+        """Watch the endpoints of every model."""
+        for service in self.services:
+            self._opened.push_async_callback(service.fleet.close)
+            service.fleet.start()
+
+    def start_timers(self) -> None:
+        """Look at deadlines and rates from now on."""
+        self._opened.callback(self._stop_timers)
+        self._expire()
+        self._measure()
+
+    async def listen_for_clients(self, server: HttpServer) -> None:
+        """Serve clients."""
+        gateway = self.settings.gateway
+        self.server = server
+        self._opened.push_async_callback(self._close_server, server)
+        self.port = await server.start(gateway.host, gateway.port, tls_context(self.settings), self.listening)
+
+    async def listen_for_operators(self, dead_letters: DeadLetterDesk) -> None:
+        """Serve the admin port."""
+        gateway = self.settings.gateway
+        routes = AdminRoutes(
+            token=gateway.admin_token,
+            health=self.health,
+            ready=self.check_ready,
+            fleet=self.fleet,
+            metrics=Exposition(self),
+            find_request=self.find_request,
+            dead_letters=dead_letters,
+            openapi=admin_openapi(),
+        )
+        admin = HttpServer(routes, HttpLimits(body_bytes_max=1024, connections_max=256))
+        self._opened.push_async_callback(self._close_server, admin)
+        wanted = gateway.admin_port if gateway.admin_port is not None else (gateway.port + 1 if gateway.port else 0)
+        self.admin_port = await admin.start(gateway.admin_host, wanted)
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let something run beside."""
+        # The event loop holds its tasks only weakly.
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def finish_batches(self) -> None:
+        """Let the batches under way come to their end."""
+        for service in self.services:
+            await service.dispatcher.finish(service.timeout_s)
+
+    async def stop_accepting(self) -> None:
+        """Say that this process leaves, and a little later accept no more connections."""
+        self.draining = True  # readiness turns false
+        if self.server is not None:
+            self.server.draining = True  # every answer says `Connection: close`
+            await asyncio.sleep(self.settings.gateway.drain_grace_s)
+            self.server.stop_listening()
+
+    async def answer_the_rest(self, now: float) -> None:
+        """Wait until what was received is answered."""
+        if self.server is not None:
+            patience_s = self.settings.gateway.receive_timeout_s + self.settings.broker.total_timeout_s
+            await self.server.finish(now + patience_s)
+
+    # What operators see; also telemetry.metrics.View
+
+    def slots_total(self) -> int:
+        """Slots of all models."""
+        return sum(service.pool.total() for service in self.services)
+
+    def utilization(self) -> float:
+        """The share of all slots that was used lately."""
+        busy = sum(service.utilization * service.pool.total() for service in self.services)
+        return busy / max(1, self.slots_total())
+
+    def health(self) -> dict[str, Any]:
+        """The numbers of `/internal/health`."""
+        raise NotImplementedError
+
+    def fleet(self) -> dict[str, Any]:
+        """What `/internal/fleet` shows."""
+        return {"models": {service.name: service.describe() for service in self.services}}
+
+    def check_ready(self, answer: Callable[[str | None], None]) -> None:
+        """Ready when work can be done and this process does not drain; else the reason why not."""
+        raise NotImplementedError
+
+    def find_request(self, request_id: str) -> Request | None:
+        """A live or recent request."""
+        raise NotImplementedError
+
+    def models(self) -> Sequence[ModelService]:
+        """Every model."""
+        return self.services
+
+    def outcomes(self) -> Mapping[str, int]:
+        """Requests that got an outcome, by code."""
+        raise NotImplementedError
+
+    def problems(self) -> Mapping[str, int]:
+        """Answers to clients that were errors, by code."""
+        return self.server.problems if self.server is not None else {}
+
+    def buried(self) -> Mapping[str, int]:
+        """Requests that became dead letters, by cause."""
+        raise NotImplementedError
+
+    def queue_wait_seconds(self) -> Histogram:
+        """Seconds that requests waited for a slot."""
+        raise NotImplementedError
+
+    def gauges(self) -> Mapping[str, tuple[str, float]]:
+        """Further values of the moment."""
+        raise NotImplementedError
+
+    async def try_endpoints(self, answer: Callable[[str | None], None]) -> None:
+        """Try some endpoints at a time, until one accepts a connection."""
+        endpoints = [endpoint for service in self.services for endpoint in service.pool.endpoints]
+        reason: str | None = "no endpoint accepts a connection"
+        try:
+            for first in range(0, len(endpoints), TRIED_AT_ONCE):
+                tried = endpoints[first : first + TRIED_AT_ONCE]
+                if any(await asyncio.gather(*(endpoint.accepts_connections() for endpoint in tried))):
+                    reason = None
+                    return
+        finally:
+            answer(reason)
+
+    def _stop_timers(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+
+    async def _close_server(self, server: HttpServer) -> None:
+        server.stop_listening()
+        await server.finish(0.0)
+
+    def _expire(self) -> None:
+        self._timers["expire"] = asyncio.get_running_loop().call_later(EXPIRY_TICK_S, self._expire)
+        self.expire()
+
+    def _measure(self) -> None:
+        self._timers["measure"] = asyncio.get_running_loop().call_later(RATE_TICK_S, self._measure)
+        for service in self.services:
+            service.measure(RATE_TICK_S)
+
+
+def changed_for_the_next_start(old: Settings, new: Settings) -> list[str]:
+    """The sections with a change that a running gateway does not make."""
+
+    def fixed(settings: Settings) -> Settings:
+        replace = msgspec.structs.replace
+        upstream = replace(settings.upstream, endpoints=[], slots=1, timeout_s=1.0)
+        models = {
+            name: replace(own, endpoints=None, slots=None, timeout_s=None) for name, own in settings.models.items()
+        }
+        return replace(settings, upstream=upstream, models=models)
+
+    before, after = fixed(old), fixed(new)
+    return [name for name in Settings.__struct_fields__ if getattr(before, name) != getattr(after, name)]
+
+
+def face_settings(settings: Settings, targets: tuple[float, ...]) -> FaceSettings:
+    """What the face must know of the configuration."""
+    broker, tasks = settings.broker, settings.tasks
+    return FaceSettings(
+        default_model=settings.model,
+        default_mode=settings.gateway.default_mode,
+        tier_target_s=targets,
+        queue_timeout_s=min(broker.queue_timeout_s, broker.total_timeout_s),
+        total_timeout_s=broker.total_timeout_s,
+        task_timeout_s=tasks.timeout_s,
+        wait_ms_max=tasks.wait_ms_max,
+        forget_after_read=tasks.forget_after_read,
+    )
+
+
+def http_limits(settings: Settings, models: Sequence[ModelFace]) -> HttpLimits:
+    """What is taken from a client. The body may be as long as the most generous model allows."""
+    gateway = settings.gateway
+    return HttpLimits(
+        header_bytes_max=gateway.header_bytes_max,
+        header_count_max=gateway.header_count_max,
+        body_bytes_max=max(model.body_bytes_max for model in models),
+        receiving_bytes_max=gateway.receiving_bytes_max,
+        unread_bytes_max=gateway.unread_bytes_max,
+        receive_timeout_s=gateway.receive_timeout_s,
+        idle_timeout_s=gateway.idle_timeout_s,
+        write_timeout_s=gateway.write_timeout_s,
+        pipeline_max=gateway.pipeline_max,
+        connections_max=gateway.connections_max or raise_file_limit() - FILES_RESERVED,
+    )
+
+
+def raise_file_limit() -> int:
+    """Allow this process as many open files as the system lets it; returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for wanted in (max(hard, FILES_WANTED), hard):  # only root may go past the hard limit
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, wanted))
+        except (OSError, ValueError):
+            continue
+        return wanted
+    return soft
+
+
+def tls_context(settings: Settings) -> ssl.SSLContext | None:
+    """The server's TLS, if configured."""
+    gateway = settings.gateway
+    if not gateway.tls_cert:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(gateway.tls_cert, gateway.tls_key)
+    context.set_alpn_protocols(["http/1.1"])
+    return context

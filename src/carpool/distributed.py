@@ -1,0 +1,473 @@
+"""Gateways and batchers over Redis: a process is one of them, or both. Start and drain are read here.
+
+A gateway has a face, admission, and its half of the broker (`RedisFront`, `RedisTasks`). A batcher has models with
+their loops over a local broker, which its half (`Feed`) fills and whose outcomes go back to Redis (`Answers`). A
+gateway with upstreams has such models too, for the time when Redis is gone.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from carpool.admission.gate import Gate
+from carpool.broker.memory import MemoryBroker
+from carpool.broker.redis.answers import Answers
+from carpool.broker.redis.dead_letters import RedisDeadLetterBox, RedisDeadLetterDesk
+from carpool.broker.redis.depth import DepthWatch
+from carpool.broker.redis.feed import Feed
+from carpool.broker.redis.fleet_view import fleet_page, health_numbers
+from carpool.broker.redis.front import Mode, RedisFront
+from carpool.broker.redis.keys import Keys, line_name
+from carpool.broker.redis.memory_watch import MemoryWatch
+from carpool.broker.redis.nodes import Nodes
+from carpool.broker.redis.registry import Registry
+from carpool.broker.redis.tasks import RedisTasks, TaskResults
+from carpool.composition import Process, face_settings, http_limits
+from carpool.config import ConfigError, Role, broker_address, require_upstream
+from carpool.core.clock import monotonic
+from carpool.core.errors import CarpoolError, Draining
+from carpool.core.request import Request
+from carpool.core.tally import SECONDS_BOUNDS, Histogram
+from carpool.face.http.gateway import GatewayRoutes
+from carpool.face.http.openapi import gateway_openapi
+from carpool.face.http.server import HttpServer
+from carpool.service import ModelFace, ModelService, named_models
+from carpool.settings import Settings
+
+logger = logging.getLogger("carpool")
+
+# With strict order, what a tier adds to the place of its entries, in ms: more than any clock counts.
+STRICT_STEP_MS = 10**13
+# Dead letters kept in each shard.
+LETTERS_A_SHARD_MAX = 10_000
+# For so long after the last batcher was seen, requests are still queued: it may be about to come back.
+BATCHERS_GONE_S = 3.0
+WATCH_S = 0.25
+REFRESH_S = 1.0
+# Weight of the last second in the rate that is shown.
+RATE_WEIGHT = 0.5
+RELEASE_TIMEOUT_S = 2.0
+START_TIMEOUT_S = 2.0
+MODE_NUMBERS: dict[Mode, int] = {"down": 0, "redis": 1, "direct": 2}
+
+
+class FleetAvailability:
+    """What admission sees of the upstreams of a model: those of all batchers, or in direct mode our own."""
+
+    def __init__(self) -> None:
+        self.is_down = False
+
+    def retry_after_s(self) -> int:
+        """While it is down: whole seconds until it is tried again."""
+        return 1
+
+
+class DistributedProcess(Process):
+    """A gateway, a batcher, or both."""
+
+    def __init__(self, settings: Settings, role: Role, listening: socket.socket | None = None) -> None:
+        super().__init__(settings, listening)
+        self.role = role
+        self.is_gateway, self.is_batcher = role != "batcher", role != "gateway"
+        # Unique: what belongs to a process that is gone must not reach another one.
+        self.name = f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}".encode()
+        self.front: RedisFront | None = None
+        self.tasks: RedisTasks | None = None
+        self.feed: Feed | None = None
+        self.answers: Answers | None = None
+        self.local: MemoryBroker | None = None
+        self._batchers_seen = monotonic()
+        self._rate = 0.0
+        self._arrivals_then = 0
+
+    async def start(self) -> None:
+        """Plug the stages together, from the back to the front, and listen."""
+        settings = self.settings
+        broker, gateway = settings.broker, settings.gateway
+        named = named_models(settings)
+        self.targets = tuple(tier.target_ms / 1000 for tier in settings.tiers)
+        self.keys = Keys(broker.namespace, broker.shards)
+        self.nodes = self._connect()
+        self.memory = MemoryWatch(self.nodes, memory_max=broker.memory_max)
+        self.depth = DepthWatch(self.nodes, self.keys)
+        self.dead_letters = RedisDeadLetterBox(self.nodes, self.keys, letters_max_per_shard=LETTERS_A_SHARD_MAX)
+        if has_upstream(settings):  # a gateway may have none
+            self._make_models()
+        faces: Sequence[ModelFace] = self.services or [ModelFace(name, own, settings) for name, own in named.items()]
+        if self.is_batcher:
+            self._make_feed()
+        self.tasks = self._make_tasks()
+        self.availability = {name: FleetAvailability() for name in named}
+        if self.is_gateway:
+            self._make_front(list(named))
+        self.registry = Registry(
+            self.nodes,
+            self.keys,
+            name=self.name,
+            role="both" if self.role == "serve" else self.role,
+            describe=self.heartbeat,
+            changed=self._fleet_changed,
+        )
+        self.start_fleets()
+        self.start_timers()
+        self.memory.start()
+        self._opened.callback(self.memory.close)
+        self.depth.start()
+        self._opened.callback(self.depth.close)
+        self.registry.start()
+        self._opened.callback(self.registry.close)
+        self._watch()
+        await self._wait_for_redis()
+        if self.feed is not None:
+            self.feed.start()
+            self._opened.callback(self.feed.close)
+        by_name = {face.name: face for face in faces}
+        desk = RedisDeadLetterDesk(
+            self.nodes,
+            self.keys,
+            self.tasks,
+            frozenset(named),
+            tier_target_s=self.targets,
+            task_timeout_s=settings.tasks.timeout_s,
+            prepare=lambda request: by_name[request.model].prepare(request),
+        )
+        self.desk = desk
+        self._refresh()
+        if self.is_gateway:
+            assert self.front is not None
+            self.gate = Gate(self.front, self.tasks, self.availability, lowest_tier=len(settings.tiers) - 1)
+            self.routes = GatewayRoutes(
+                self.gate,
+                self.front,
+                self.tasks,
+                {face.name: face.served() for face in faces},
+                face_settings(settings, self.targets),
+                gateway_openapi(list(named), settings.model, settings.tasks.wait_ms_max),
+            )
+            await self.listen_for_clients(HttpServer(self.routes.router, http_limits(settings, faces)))
+        await self.listen_for_operators(desk)
+        for service in self.services:
+            self.in_background(service.ask_limits())
+        logger.info(
+            "serving on %s:%d, admin on %s:%d",
+            gateway.host,
+            self.port,
+            gateway.admin_host,
+            self.admin_port,
+            extra={
+                "fields": {
+                    "role": self.role,
+                    "name": self.name.decode(),
+                    "models": list(named),
+                    "slots": self.slots_total(),
+                }
+            },
+        )
+
+    async def drain(self) -> None:
+        """Stop taking new work, finish the old, leave. Every step may rely on those before it."""
+        logger.info("draining")
+        self.draining = True
+        self.registry.beat()
+        if self.feed is not None and not self.is_gateway:
+            self.feed.drain()  # others take what waits in Redis
+        await self.stop_accepting()
+        if self.tasks is not None:
+            self.tasks.drain()
+        if self.is_gateway:
+            await self.answer_the_rest(monotonic())  # by this process's batches, or by others'
+            self.gate.closed = True
+        if self.feed is not None:
+            self.feed.drain()
+        for service in self.services:
+            service.loop.drain()  # company will not come
+        await self._send_what_is_staged()
+        await self.finish_batches()
+        if self.answers is not None and not await self.answers.finish(RELEASE_TIMEOUT_S):
+            logger.warning("Redis did not take every outcome; another batcher will do that work again")
+        await self.registry.leave()
+        await self.close()
+        logger.info("drained")
+
+    def expire(self) -> None:
+        """Look at the deadlines."""
+        now = monotonic()
+        if self.front is not None:
+            self.front.expire(now)
+        if self.local is not None:
+            self.local.expire(now)
+
+    # The parts.
+
+    def _connect(self) -> Nodes:
+        broker = self.settings.broker
+        timeout_s = broker.redis_timeout_ms / 1000
+        nodes = Nodes(broker_address(broker), timeout_s=timeout_s, changed=self._nodes_changed)
+        self._opened.push_async_callback(nodes.close)
+        nodes.start()
+        return nodes
+
+    def _make_models(self) -> None:
+        settings = self.settings
+        self.local = MemoryBroker(
+            waiting_max=settings.broker.waiting_max,
+            bytes_max=settings.broker.bytes_max,
+            lanes_max=settings.broker.lanes_max,
+            tiers=len(settings.tiers),
+            strict_order=settings.broker.order == "strict",
+            task_patience_s=settings.tasks.patience_ms / 1000,
+        )
+        # A gateway's endpoints are the batchers' too: while Redis is gone, the gateways share them.
+        sharers = None if self.is_batcher else self._gateways_last_seen
+        self.services = [
+            ModelService(name, own, settings, self.session, self.local, self.dead_letters, sharers)
+            for name, own in named_models(settings).items()
+        ]
+
+    def _make_feed(self) -> None:
+        settings = self.settings
+        assert self.local is not None
+        results = TaskResults(
+            self.nodes,
+            self.keys,
+            result_ttl_ms=round(settings.tasks.result_ttl_s * 1000),
+            letters_max_per_shard=LETTERS_A_SHARD_MAX,
+            buried=self.dead_letters.count,
+        )
+        self.answers = Answers(self.nodes, self.keys, results, self.name)
+        self.feed = Feed(
+            self.nodes,
+            self.keys,
+            self.name,
+            self.local,
+            self.answers,
+            self.dead_letters,
+            self.services,
+            line_offsets_ms=line_offsets_ms(settings),
+            tier_target_s=self.targets,
+            lease_ms=settings.broker.lease_ms,
+            dead_letter_ttl_ms=round(settings.tasks.dead_letter_ttl_s * 1000),
+        )
+        for service in self.services:
+            service.pool.when_slot_frees(self.feed.ring)
+
+    def _make_tasks(self) -> RedisTasks:
+        broker = self.settings.broker
+        return RedisTasks(
+            self.nodes,
+            self.keys,
+            self.name,
+            held_max=-(-broker.waiting_max // broker.shards),
+            lanes_max=broker.lanes_max,
+            replicas=broker.replicas,
+            replicas_timeout_ms=broker.replicas_timeout_ms,
+            durable_nodes=self._connect() if broker.replicas else None,
+            is_memory_full=lambda: self.memory.is_full,
+        )
+
+    def _make_front(self, models: list[str]) -> None:
+        broker = self.settings.broker
+        assert self.tasks is not None
+        self.front = RedisFront(
+            self.nodes,
+            self.keys,
+            self.name,
+            waiting_max=broker.waiting_max,
+            bytes_max=broker.bytes_max,
+            lanes_max=broker.lanes_max,
+            models=models,
+            local=self.local,
+            is_memory_full=lambda: self.memory.is_full,
+            task_finished=self.tasks.finished,
+            mode_changed=lambda mode: self._fleet_changed(),
+        )
+        self._opened.callback(self.front.close)
+
+    async def _wait_for_redis(self) -> None:
+        """Give Redis a moment, so that the first clients find it; then go on without it."""
+        give_up_at = monotonic() + START_TIMEOUT_S
+        while not self._is_connected() and monotonic() < give_up_at:  # noqa: ASYNC110 - once, at the start or the end of a process
+            await asyncio.sleep(0.01)
+        if not self._is_connected():
+            logger.warning("Redis cannot be reached; it is tried again and again: %s", self.nodes.trouble)
+
+    def _is_connected(self) -> bool:
+        if self.front is not None:
+            return self.front.mode == "redis"
+        return all(self.nodes.is_up(shard.slot) for shard in self.keys.shards)
+
+    async def _send_what_is_staged(self) -> None:
+        """Slots are free for it: that takes a moment."""
+        give_up_at = monotonic() + self.settings.broker.total_timeout_s
+        while self.local is not None and self.local.depth and monotonic() < give_up_at:  # noqa: ASYNC110 - once, at the start or the end of a process
+            await asyncio.sleep(0.005)
+        if self.local is not None:
+            for request in self.local.waiting_requests():
+                self.local.settle(request, Draining("this process leaves"))  # back to Redis
+
+    # What changes.
+
+    def _nodes_changed(self) -> None:
+        if self.front is not None:
+            self.front.nodes_changed()
+        if self.feed is not None:
+            self.feed.ring()
+
+    def _fleet_changed(self) -> None:
+        """See whether anybody could serve a request."""
+        view = self.registry.view
+        now = monotonic()
+        if view.live_batchers() or not self.registry.is_fresh():
+            self._batchers_seen = now
+        is_direct = self.front is not None and self.front.mode != "redis"
+        for name, availability in self.availability.items():
+            if is_direct:
+                own = [service.pool.is_down for service in self.services if service.name == name]
+                availability.is_down = bool(own) and all(own)
+            elif view.live_batchers():
+                availability.is_down = self.registry.is_fresh() and view.healthy_slots(name) == 0
+            else:
+                availability.is_down = now - self._batchers_seen > BATCHERS_GONE_S
+
+    def _watch(self) -> None:
+        self._timers["watch"] = asyncio.get_running_loop().call_later(WATCH_S, self._watch)
+        self._fleet_changed()
+
+    def _refresh(self) -> None:
+        """Numbers for operators that cost a little more."""
+        self._timers["refresh"] = asyncio.get_running_loop().call_later(REFRESH_S, self._refresh)
+        self.in_background(self._refresh_numbers())
+
+    async def _refresh_numbers(self) -> None:
+        try:
+            await self.desk.refresh()
+        except CarpoolError:
+            pass  # Redis is away; the numbers stay as they were
+        if self.front is not None:
+            arrivals = sum(self.front.arrivals.values())
+            self._rate += RATE_WEIGHT * ((arrivals - self._arrivals_then) / REFRESH_S - self._rate)
+            self._arrivals_then = arrivals
+
+    def _gateways_last_seen(self) -> int:
+        """As Redis told last: while it is gone, that stays."""
+        return len(self.registry.view.live_gateways())
+
+    # What operators see; also telemetry.metrics.View
+
+    def heartbeat(self) -> dict[str, Any]:
+        """What this process tells the others of itself."""
+        return {
+            "status": "draining" if self.draining else "ok",
+            "mode": self.front.mode if self.front is not None else "",
+            "rate": self.rate(),
+            "in_flight": self.front.held if self.front is not None else 0,
+            "models": {service.name: service.heartbeat() for service in self.services} if self.is_batcher else {},
+        }
+
+    def rate(self) -> float:
+        """Requests a second that came in at this process's own door, lately."""
+        return self._rate
+
+    def health(self) -> dict[str, Any]:
+        """The numbers of `/internal/health`: of the whole fleet."""
+        mode = self.front.mode if self.front is not None else ("redis" if self._is_connected() else "down")
+        status = "draining" if self.draining else "ok"
+        return {"status": status, "broker": mode, **health_numbers(self.registry.view, self.depth.unread())}
+
+    def fleet(self) -> dict[str, Any]:
+        """What `/internal/fleet` shows: the whole fleet."""
+        return fleet_page(self.registry.view)
+
+    def check_ready(self, answer: Callable[[str | None], None]) -> None:
+        """A gateway is ready when Redis answers and a batcher lives, or when it can do the work itself; a batcher when
+        Redis answers and an endpoint accepts a connection.
+        """
+        if self.draining:
+            answer("draining")
+        elif not self._is_connected():
+            if self.services and self.is_gateway:
+                self.in_background(self.try_endpoints(answer))
+            else:
+                answer(f"Redis cannot be reached: {self.nodes.trouble}")
+        elif self.is_batcher:
+            self.in_background(self.try_endpoints(answer))
+        elif not self.registry.view.live_batchers():
+            answer("no batcher lives")
+        else:
+            answer(None)
+
+    def find_request(self, request_id: str) -> Request | None:
+        """A live or recent request."""
+        recent = self.routes.find_recent(request_id) if self.is_gateway else None
+        if recent is None and self.local is not None:
+            recent = next((r for r in self.local.waiting_requests() if r.id == request_id), None)
+        return recent
+
+    def outcomes(self) -> Mapping[str, int]:
+        """Requests that got an outcome, by code: at the door, and in direct mode."""
+        counts = dict(self.front.outcomes) if self.front is not None else {}
+        if self.local is not None and self.role != "serve":
+            for code, number in self.local.outcomes.items():
+                counts[code] = counts.get(code, 0) + number
+        return counts
+
+    def buried(self) -> Mapping[str, int]:
+        """Requests that became dead letters, by cause."""
+        return self.dead_letters.buried
+
+    def queue_wait_seconds(self) -> Histogram:
+        """Seconds that requests waited for a slot."""
+        if self.front is not None:
+            return self.front.waited
+        return self.local.waited if self.local is not None else Histogram(SECONDS_BOUNDS)
+
+    def gauges(self) -> Mapping[str, tuple[str, float]]:
+        """Further values of the moment."""
+        values: dict[str, tuple[str, float]] = {
+            "carpool_queue_unread": ("Requests that wait in Redis for a batcher.", self.depth.unread()),
+            "carpool_broker_memory_share": ("Share of the memory of Redis that is used.", self.memory.fraction),
+            "carpool_dead_letters": ("Dead letters that are kept.", self.desk.total()),
+            "carpool_live_gateways": ("Gateways heard of lately.", len(self.registry.view.live_gateways())),
+            "carpool_live_batchers": ("Batchers heard of lately.", len(self.registry.view.live_batchers())),
+        }
+        if self.front is not None:
+            mode = MODE_NUMBERS[self.front.mode]
+            connections = len(self.server.connections) if self.server is not None else 0
+            values["carpool_broker_mode"] = ("0: down, 1: over Redis, 2: direct.", mode)
+            values["carpool_connections"] = ("Open client connections.", connections)
+            values["carpool_held_requests"] = ("Requests admitted and without an outcome.", self.front.held)
+            values["carpool_held_bytes"] = ("Bytes of their inputs.", self.front.held_bytes)
+            values["carpool_sent_again"] = ("Requests sent again because Redis was lost.", self.front.sent_again)
+            values["carpool_late_outcomes"] = ("Outcomes for which nobody waited any more.", self.front.late_outcomes)
+        if self.feed is not None and self.answers is not None:
+            values["carpool_entries_taken"] = ("Entries taken from Redis.", self.feed.taken)
+            values["carpool_entries_claimed"] = ("Entries claimed after their lease had ended.", self.feed.claimed)
+            values["carpool_leases_lost"] = ("Leases that another batcher took over.", self.feed.leases_lost)
+            values["carpool_outcomes_unconfirmed"] = (
+                "Outcomes that Redis has not taken yet.",
+                self.answers.unconfirmed,
+            )
+        return values
+
+
+def has_upstream(settings: Settings) -> bool:
+    """Whether every model has an endpoint to call."""
+    try:
+        require_upstream(settings)
+    except ConfigError:
+        return False
+    return True
+
+
+def line_offsets_ms(settings: Settings) -> dict[bytes, int]:
+    """What each line adds to the time of its entries for their place in the order."""
+    offsets: dict[bytes, int] = {}
+    for tier, facts in enumerate(settings.tiers):
+        target = tier * STRICT_STEP_MS if settings.broker.order == "strict" else round(facts.target_ms)
+        offsets[line_name(tier, is_task=False)] = target
+        offsets[line_name(tier, is_task=True)] = target + round(settings.tasks.patience_ms)
+    return offsets

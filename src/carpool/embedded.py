@@ -1,0 +1,167 @@
+"""Everything in one process: face, admission, embedded broker, batching, upstream. Start and drain are read here."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from carpool.admission.gate import Gate
+from carpool.broker.dead_letters import DeadLetterBox, DeadLetterDesk
+from carpool.broker.journal import Journal
+from carpool.broker.memory import MemoryBroker
+from carpool.broker.tasks import Tasks
+from carpool.composition import Process, face_settings, http_limits
+from carpool.core.clock import monotonic
+from carpool.core.request import Request
+from carpool.core.tally import Histogram
+from carpool.face.http.gateway import GatewayRoutes
+from carpool.face.http.openapi import gateway_openapi
+from carpool.face.http.server import HttpServer
+from carpool.service import ModelService, named_models
+
+logger = logging.getLogger("carpool")
+
+
+class Gateway(Process):
+    """Everything in one process: face, admission, embedded broker, batching, upstream."""
+
+    async def start(self) -> None:
+        """Plug the stages together, from the back to the front, and listen."""
+        settings = self.settings
+        gateway = settings.gateway
+        self.journal = Journal.open(
+            Path(settings.tasks.data_dir) / "journal.db" if settings.tasks.journal else None,
+            asyncio.get_running_loop(),
+            result_ttl_s=settings.tasks.result_ttl_s,
+            dead_letter_ttl_s=settings.tasks.dead_letter_ttl_s,
+            stored_bytes_max=settings.tasks.stored_bytes_max,
+        )
+        self._opened.push_async_callback(self.journal.close)
+        self.broker = MemoryBroker(
+            waiting_max=settings.broker.waiting_max,
+            bytes_max=settings.broker.bytes_max,
+            lanes_max=settings.broker.lanes_max,
+            tiers=len(settings.tiers),
+            strict_order=settings.broker.order == "strict",
+            task_patience_s=settings.tasks.patience_ms / 1000,
+        )
+        named = named_models(settings)
+        dead_letters = DeadLetterBox(self.journal)
+        self.services = [
+            ModelService(name, own, settings, self.session, self.broker, dead_letters) for name, own in named.items()
+        ]
+        self.start_fleets()
+        self.tasks = Tasks(self.broker, self.journal, prepare=self._prepare, waiting_max=settings.tasks.waiting_max)
+        self.gate = Gate(
+            self.broker,
+            self.tasks,
+            {service.name: service.pool for service in self.services},
+            lowest_tier=len(settings.tiers) - 1,
+        )
+        targets = tuple(tier.target_ms / 1000 for tier in settings.tiers)
+        restored = self.tasks.restore(frozenset(named), lambda tier, now: now + targets[min(tier, len(targets) - 1)])
+        self.routes = GatewayRoutes(
+            self.gate,
+            self.broker,
+            self.tasks,
+            {service.name: service.served() for service in self.services},
+            face_settings(settings, targets),
+            gateway_openapi(list(named), settings.model, settings.tasks.wait_ms_max),
+        )
+        self.start_timers()
+        await self.listen_for_clients(HttpServer(self.routes.router, http_limits(settings, self.services)))
+        await self.listen_for_operators(
+            DeadLetterDesk(
+                self.journal,
+                self.tasks,
+                frozenset(named),
+                tier_target_s=targets,
+                task_timeout_s=settings.tasks.timeout_s,
+            )
+        )
+        for service in self.services:
+            self.in_background(service.ask_limits())
+        if not settings.tasks.journal:
+            logger.warning("the journal is off: tasks are kept in memory only and do not survive this process")
+        logger.info(
+            "serving on %s:%d, admin on %s:%d",
+            gateway.host,
+            self.port,
+            gateway.admin_host,
+            self.admin_port,
+            extra={"fields": {"models": list(named), "slots": self.slots_total(), "restored_tasks": restored}},
+        )
+
+    async def drain(self) -> None:
+        """Stop taking new work, finish the old, leave. Every step may rely on those before it."""
+        logger.info("draining")
+        await self.stop_accepting()
+        self.tasks.drain()  # waiting tasks stay in the journal
+        for service in self.services:
+            service.loop.drain()  # company will not come
+        await self.answer_the_rest(monotonic())
+        self.gate.closed = True
+        await self.finish_batches()  # of tasks
+        await self.close()
+        logger.info("drained")
+
+    def expire(self) -> None:
+        """Look at the deadlines."""
+        self.broker.expire(monotonic())
+
+    def _prepare(self, request: Request) -> None:
+        for service in self.services:
+            if service.name == request.model:
+                service.prepare(request)
+
+    # What operators see; also telemetry.metrics.View
+
+    def health(self) -> dict[str, Any]:
+        """The numbers of `/internal/health`."""
+        return {
+            "status": "draining" if self.draining else "ok",
+            "gpu_utilization": round(self.utilization(), 4),
+            "queue_depth": self.broker.depth,
+            "requests_per_second": round(sum(service.rate for service in self.services), 2),
+        }
+
+    def check_ready(self, answer: Callable[[str | None], None]) -> None:
+        """Ready when an endpoint accepts a connection and this process does not drain; else the reason why not."""
+        if self.draining:
+            answer("draining")
+            return
+        self.in_background(self.try_endpoints(answer))
+
+    def find_request(self, request_id: str) -> Request | None:
+        """A live or recent request."""
+        recent = self.routes.find_recent(request_id)
+        if recent is not None:
+            return recent
+        return next((r for r in self.broker.waiting_requests() if r.id == request_id), None)
+
+    def outcomes(self) -> Mapping[str, int]:
+        """Requests that got an outcome, by code."""
+        return self.broker.outcomes
+
+    def buried(self) -> Mapping[str, int]:
+        """Requests that became dead letters, by cause."""
+        return self.journal.buried
+
+    def queue_wait_seconds(self) -> Histogram:
+        """Seconds that requests waited for a slot."""
+        return self.broker.waited
+
+    def gauges(self) -> Mapping[str, tuple[str, float]]:
+        """Further values of the moment."""
+        journal = self.journal
+        return {
+            "carpool_connections": ("Open client connections.", len(self.server.connections) if self.server else 0),
+            "carpool_held_requests": ("Requests admitted and without an outcome.", self.broker.held),
+            "carpool_held_bytes": ("Bytes of their inputs.", self.broker.held_bytes),
+            "carpool_tasks_pending": ("Tasks without an outcome.", journal.tasks_pending),
+            "carpool_results_stored": ("Results of tasks that are kept.", journal.results),
+            "carpool_dead_letters": ("Dead letters that are kept.", journal.dead_letters),
+            "carpool_dead_letter_bytes": ("Bytes of their inputs.", journal.dead_letter_bytes),
+            "carpool_journal_bytes": ("Bytes of inputs and results in the journal.", journal.stored_bytes),
+        }

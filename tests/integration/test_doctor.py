@@ -1,0 +1,285 @@
+"""`carpool doctor` against real deployments: what it finds, what it mends, and what it leaves alone."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from carpool.broker.redis.address import parse_broker_url
+from carpool.broker.redis.doctor import Doctor
+from carpool.broker.redis.doctor_checks import Finding, Wants
+from carpool.broker.redis.fleet_view import encode_beat
+from carpool.broker.redis.keys import GROUP, Keys, Shard
+from support.redis_servers import RedisCluster, RedisServer, running_redis, running_sentinels
+
+CLEAN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
+LANE = b"00112233445566778899aabbccddeeff:s0"
+
+
+@pytest.fixture
+def keys() -> Keys:
+    return Keys("doctor-" + secrets.token_hex(6))
+
+
+async def examine(url: str, keys: Keys, *, mend: bool = False, **wants: int) -> dict[str, Finding]:
+    findings = await Doctor(parse_broker_url(url), keys, Wants(**wants)).examine(mend=mend)
+    assert all(finding.says for finding in findings)
+    return {finding.check: finding for finding in findings}
+
+
+async def queue(client: redis.asyncio.Redis, shard: Shard, entries: int, *, held: int | None = None) -> None:
+    """Entries of a model `m` as the submit script leaves them."""
+    stream = shard.stream(LANE)
+    await client.xgroup_create(stream, GROUP, "0", mkstream=True)
+    await client.hset(shard.lanes.decode(), LANE.decode(), "m")
+    for _ in range(entries):
+        await client.xadd(stream, {b"header": b"value"})
+    count = entries if held is None else held
+    await client.hset(shard.counts.decode(), mapping={"held": count, "unread": count})
+
+
+async def beat(client: redis.asyncio.Redis, key: bytes, name: str, *models: str, age_ms: int = 0) -> None:
+    seconds, micros = await client.time()
+    stamp = int(seconds) * 1000 + int(micros) // 1000 - age_ms
+    said = encode_beat({"status": "ok", "models": {model: {"slots": 1} for model in models}}, with_models=bool(models))
+    await client.hset(key.decode(), name, b"%d %b" % (stamp, said))
+
+
+async def snapshot(client: redis.asyncio.Redis, keys: Keys) -> dict[bytes, bytes | None]:
+    pattern = keys.namespace + b"*"
+    return {name: await client.dump(name) async for name in client.scan_iter(match=pattern, count=1000)}
+
+
+async def test_a_deployment_in_order(tmp_path: Path, keys: Keys) -> None:
+    args = ("--appendonly", "yes", "--appendfsync", "always", "--maxmemory", "100mb")
+    async with running_redis(tmp_path, *args) as server, server.client() as client:
+        await beat(client, keys.gateways, "g")
+        await beat(client, keys.batchers, "b", "m")
+        await queue(client, keys.shards[3], 4)
+        await client.xadd(keys.replies(b"g"), {b"hello": b""})
+        found = await examine(server.url, keys)
+        assert {check for check, finding in found.items() if finding.level != "ok"} == set()
+        assert found["waiting"].says == "4 waiting, 0 taken and not finished"
+        assert found["fleet"].says == "1 gateway and 1 batcher live"
+        assert {"connection", "version", "persistence", "eviction", "memory", "replicas", "clock"} <= set(found)
+
+
+async def test_settings_of_redis_that_lose_requests(tmp_path: Path, keys: Keys) -> None:
+    args = ("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru", "--min-replicas-to-write", "1")
+    async with running_redis(tmp_path, *args) as server:
+        found = await examine(server.url, keys, replicas=0)
+        assert found["eviction"].level == "problem"
+        assert "noeviction" in found["eviction"].do
+        assert found["replicas"].level == "problem"
+        assert found["persistence"].level == "warning"
+        assert "min-replicas-to-write" in found["replicas"].says
+        assert "broker.replicas is 2" in (await examine(server.url, keys, replicas=2))["replicas"].says
+
+
+async def test_memory(tmp_path: Path, keys: Keys) -> None:
+    async with running_redis(tmp_path) as server:
+        assert (await examine(server.url, keys))["memory"].level == "warning"
+        assert (await examine(server.url, keys, memory_max=10**9))["memory"].level == "ok"
+        assert (await examine(server.url, keys, memory_max=10**5))["memory"].level == "problem"
+
+
+async def test_what_is_wrong_with_a_queue(redis_server: RedisServer, keys: Keys) -> None:
+    async with redis_server.client() as client:
+        first, second = keys.shards[0], keys.shards[1]
+        await queue(client, first, 5, held=7)
+        await client.xreadgroup(GROUP, "gone", {first.stream(LANE): ">"}, count=2)
+        # Idle for long, as after a crash.
+        ids = [entry[0] for entry in await client.xrange(first.stream(LANE), count=2)]
+        await client.execute_command("XCLAIM", first.stream(LANE), GROUP, "gone", 0, *ids, "IDLE", 99_000)  # type: ignore[no-untyped-call]
+        await client.xadd(second.stream(LANE), {b"header": b"value"})
+        await client.zadd(keys.shards[2].letters.decode(), {"17": 17})
+        before = await snapshot(client, keys)
+        found = await examine(redis_server.url, keys)
+        assert found["fleet"].level == "warning"
+        assert found["waiting"].says == "requests that no live batcher serves: 5 for m"
+        assert found["counts"].level == "warning"
+        assert "shard 0 says 7/7, has 5/3" in found["counts"].says
+        assert found["streams"].level == "problem"
+        assert second.stream(LANE).decode() in found["streams"].says
+        assert found["dead letters"].says == "1 kept"
+        assert await snapshot(client, keys) == before, "looking changes nothing"
+
+        await beat(client, keys.batchers, "b", "other")
+        assert (await examine(redis_server.url, keys))["waiting"].level == "problem"
+        await beat(client, keys.batchers, "b", "m")
+        assert (await examine(redis_server.url, keys))["waiting"].level == "ok"
+
+
+async def test_groups(redis_server: RedisServer, keys: Keys) -> None:
+    async with redis_server.client() as client:
+        shard = keys.shards[0]
+        await queue(client, shard, 3)
+        stream = shard.stream(LANE)
+        await client.xgroup_create(stream, "theirs", "0")
+        assert (await examine(redis_server.url, keys))["groups"].says.endswith("theirs")
+        await client.xreadgroup(GROUP, "gone", {stream: ">"}, count=2)
+        # A lease that has just begun is nobody's fault; one that is long over is.
+        assert "batchers that are gone" not in (await examine(redis_server.url, keys))["groups"].says
+        found = await examine(redis_server.url, keys, lease_ms=-60_000)
+        assert found["groups"].level == "problem"
+        assert found["groups"].says.startswith("2 requests of batchers that are gone")
+        await beat(client, keys.batchers, "gone", "m")
+        assert (await examine(redis_server.url, keys, lease_ms=-60_000))["groups"].says.endswith("theirs")
+        await client.xgroup_destroy(stream, GROUP)
+        found = await examine(redis_server.url, keys)
+        assert found["groups"].level == "problem"
+        assert "XGROUP CREATE" in found["groups"].do
+
+
+async def test_mending_removes_orphans_and_counts_again_and_nothing_else(redis_server: RedisServer, keys: Keys) -> None:
+    async with redis_server.client() as client:
+        await queue(client, keys.shards[5], 4, held=9)
+        await client.xadd(keys.shards[6].stream(LANE), {b"header": b"value"})
+        await client.zadd(keys.shards[5].letters.decode(), {"17": 17})
+        await beat(client, keys.gateways, "lives")
+        await beat(client, keys.gateways, "silent", age_ms=30_000)
+        for gateway in (b"lives", b"silent", b"gone", b"gone-too"):
+            await client.xadd(keys.replies(gateway), {b"hello": b""})
+        await client.expire(keys.replies(b"gone-too"), 60)
+        other = Keys(keys.namespace.decode() + "-other")
+        await client.xadd(other.replies(b"gone"), {b"hello": b""})
+        before = await snapshot(client, keys)
+
+        found = await examine(redis_server.url, keys)
+        assert found["reply streams"].level == "warning"
+        assert found["reply streams"].says == "4, 2 of gateways that are gone; 1 of these never expire"
+        found = await examine(redis_server.url, keys, mend=True)
+        assert found["reply streams"].says == "2, 0 of gateways that are gone"
+        assert found["counts"].level == "ok"
+        after = await snapshot(client, keys)
+        assert await client.hgetall(keys.shards[5].counts.decode()) == {b"held": b"4", b"unread": b"4"}
+        changed = {name for name in before | after if before.get(name) != after.get(name)}
+        counts = {shard.counts for shard in keys.shards}
+        assert changed - counts == {keys.replies(b"gone"), keys.replies(b"gone-too")}
+
+
+async def test_a_name_with_pattern_characters_means_itself_alone(redis_server: RedisServer) -> None:
+    token = secrets.token_hex(6)
+    keys = Keys(f"d[{token[0]}]*?{token}")
+    async with redis_server.client() as client:
+        await client.xadd(Keys(f"d{token[0]}xx{token}").replies(b"theirs"), {b"hello": b""})
+        await client.xadd(keys.replies(b"mine"), {b"hello": b""})
+        assert (await examine(redis_server.url, keys))["reply streams"].says.startswith("1, 1 of")
+
+
+async def test_no_way_in(tmp_path: Path, redis_server: RedisServer, keys: Keys) -> None:
+    async with running_redis(tmp_path, "--requirepass", "right-one") as server:
+        found = await examine(server.url, keys)
+        assert found["connection"].level == "problem"
+        assert "password" in found["connection"].do
+        wrong = await examine(f"redis://:wrong-one@127.0.0.1:{server.port}", keys)
+        assert wrong["connection"].level == "problem"
+        assert "wrong-one" not in str(wrong)
+        right = await examine(f"redis://:right-one@127.0.0.1:{server.port}", keys)
+        assert right["connection"].level == "ok"
+        server.kill()
+        gone = await examine(server.url, keys)
+        assert (list(gone), gone["connection"].level) == (["connection"], "problem")
+    assert (await examine(redis_server.url.replace("redis:", "redis+cluster:"), keys))["cluster"].level == "problem"
+    sentinel = redis_server.url.replace("redis:", "redis+sentinel:") + "/carpool"
+    assert (await examine(sentinel, keys))["sentinels"].level == "problem"
+
+
+async def test_a_user_who_may_not_look(tmp_path: Path, keys: Keys) -> None:
+    async with running_redis(tmp_path) as server, server.client() as client:
+        await client.execute_command("ACL", "SETUSER", "few", "on", ">pw", "~*", "+@all", "-config", "-eval")  # type: ignore[no-untyped-call]
+        found = await examine(f"redis://few:pw@127.0.0.1:{server.port}", keys)
+        assert found["queue"].level == "problem"
+        assert "EVAL" in found["queue"].do
+        assert found["persistence"].level == "warning"
+
+
+async def test_a_cluster(redis_cluster: RedisCluster, keys: Keys) -> None:
+    found = await examine(redis_cluster.url, keys, replicas=1)
+    assert found["cluster"].level == "ok"
+    assert found["replicas"].says == "1 online; a task is accepted once 1 of them have it"
+    assert found["version"].where == (), "all primaries have the same: told once"
+    assert found["replicas"].level == "ok"
+    assert (await examine(redis_cluster.url, keys, replicas=2))["replicas"].level == "problem"
+    for shard in keys.shards[::5]:
+        primary = await redis_cluster.primary_of(shard.slot)
+        async with primary.client() as client:
+            await queue(client, shard, 2, held=3)
+    gone = keys.replies(b"gone")
+    primary = await redis_cluster.primary_of(keys.slot_of(gone))
+    async with primary.client() as client:
+        await client.xadd(gone, {b"hello": b""})
+        found = await examine(redis_cluster.url, keys)
+        assert found["waiting"].says.endswith("8 for m")
+        assert found["counts"].level == "warning"
+        found = await examine(redis_cluster.url, keys, mend=True)
+        assert found["counts"].level == "ok"
+        assert found["reply streams"].says == "0, 0 of gateways that are gone"
+        assert await client.exists(gone) == 0
+    # One of its nodes, called a single server.
+    assert (await examine(redis_cluster.nodes[0].url, keys))["cluster"].level == "problem"
+
+
+async def test_sentinels(tmp_path: Path, keys: Keys) -> None:
+    async with running_sentinels(tmp_path) as group:
+        found = await examine(group.url, keys, replicas=2)
+        assert found["sentinels"].says == "3 of the 3 named answer; 3 watch the primary, 2 must agree"
+        assert found["sentinels"].level == "ok"
+        assert found["role"].level == "ok"
+        assert found["replicas"].level == "ok"
+        group.sentinels[0].kill()
+        assert (await examine(group.url, keys))["sentinels"].level == "warning"
+        replica = next(server for server in group.servers if server is not await group.primary())
+        assert (await examine(replica.url, keys))["role"].level == "problem"
+
+
+# The command
+
+
+def carpool(*arguments: str, cwd: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "carpool", "doctor", *arguments],
+        cwd=cwd,
+        env=CLEAN_ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+async def test_the_command(redis_server: RedisServer, keys: Keys, tmp_path: Path) -> None:
+    namespace = keys.namespace.decode()
+    async with redis_server.client() as client:
+        fine = carpool("--broker", redis_server.url, cwd=tmp_path, CARPOOL_BROKER_NAMESPACE=namespace)
+        assert (fine.returncode, fine.stderr) == (0, "")
+        lines = fine.stdout.splitlines()
+        assert all(line.startswith(("ok: ", "warning: ")) for line in lines)
+        assert any(line.startswith("warning: persistence: ") and " -> " in line for line in lines)
+
+        await queue(client, keys.shards[0], 1, held=2)
+        (tmp_path / "carpool.toml").write_text(f'[broker]\nurl = "{redis_server.url}"\nnamespace = "{namespace}"\n')
+        bad = carpool("--json", "--fix", cwd=tmp_path)
+        report: dict[str, Any] = json.loads(bad.stdout)
+        levels = {finding["check"]: finding["level"] for finding in report["findings"]}
+        assert (bad.returncode, report["status"]) == (1, "problem")
+        assert (levels["waiting"], levels["counts"], levels["mended"]) == ("problem", "ok", "ok")
+
+
+def test_the_command_without_a_broker(tmp_path: Path) -> None:
+    done = carpool(cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("carpool: no broker: give --broker redis://")
+    assert done.stdout == ""
+
+
+def test_the_command_shows_no_password(tmp_path: Path) -> None:
+    done = carpool("--broker", "redis://user:canary@127.0.0.1:1", "--json", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "canary" not in done.stdout + done.stderr

@@ -1,0 +1,92 @@
+"""How full a real Redis is."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from carpool.broker.redis.address import parse_broker_url
+from carpool.broker.redis.memory_watch import MemoryWatch, memory_facts, memory_fraction
+from carpool.broker.redis.nodes import Nodes
+from support.processes import until
+from support.redis_servers import RedisCluster, RedisServer, running_redis
+
+MIB = 2**20
+
+
+@asynccontextmanager
+async def watching(url: str, memory_max: int = 0) -> AsyncIterator[MemoryWatch]:
+    nodes = Nodes(parse_broker_url(url))
+    nodes.start()
+    watch = MemoryWatch(nodes, memory_max=memory_max, interval_s=0.05)
+    watch.start()
+    try:
+        yield watch
+    finally:
+        watch.close()
+        await nodes.close()
+
+
+async def test_full_and_not_full_again(tmp_path: Path) -> None:
+    async with running_redis(tmp_path, "--maxmemory", "30mb") as server, watching(server.url) as watch:
+        await until(lambda: watch.used_bytes > 0, within_s=3)
+        assert not watch.is_full
+        assert 0 < watch.fraction < 0.5
+        async with server.client() as client:
+            for number in range(26):
+                await client.set(f"big-{number}", b"x" * MIB)
+            await until(lambda: watch.is_full, within_s=2)
+            assert 0.8 < watch.fraction < 1.1
+            await client.flushall()
+            await until(lambda: not watch.is_full, within_s=2)
+
+
+async def test_carpools_own_limit_counts_where_redis_has_none(redis_server: RedisServer) -> None:
+    async with watching(redis_server.url, memory_max=100_000) as watch:
+        await until(lambda: watch.is_full, within_s=3)
+        assert watch.fraction > 1
+
+
+async def test_without_a_limit_it_is_never_full(redis_server: RedisServer) -> None:
+    async with watching(redis_server.url) as watch:
+        await until(lambda: watch.used_bytes > 0, within_s=3)
+        assert (watch.fraction, watch.is_full) == (0.0, False)
+
+
+async def test_what_was_known_stays_while_redis_is_gone(tmp_path: Path) -> None:
+    async with running_redis(tmp_path) as server, watching(server.url, memory_max=100_000) as watch:
+        await until(lambda: watch.is_full, within_s=3)
+        server.kill()
+        await asyncio.sleep(0.3)
+        assert watch.is_full
+        await server.restart()
+        used = watch.used_bytes
+        await until(lambda: watch.used_bytes != used, within_s=5)
+
+
+async def test_every_primary_of_a_cluster_counts(redis_cluster: RedisCluster) -> None:
+    primaries = [node for node in redis_cluster.nodes if (await node.facts("replication"))["role"] == "master"]
+    async with watching(redis_cluster.url, memory_max=100_000) as watch:
+        least = sum([int((await node.facts("memory"))["used_memory"]) for node in primaries]) * 0.8
+        await until(lambda: watch.is_full and watch.used_bytes > least, within_s=5)
+
+
+@pytest.mark.parametrize(
+    ("info", "facts"),
+    [
+        (b"# Memory\r\nused_memory:100\r\nused_memory_human:100B\r\nmaxmemory:400\r\n", (100, 400)),
+        (b"used_memory:100\r\n", (100, 0)),
+        (b"maxmemory:400\r\n", None),
+        (b"used_memory:-\r\n", None),
+        (b"", None),
+    ],
+)
+def test_facts(info: bytes, facts: tuple[int, int] | None) -> None:
+    assert memory_facts(info) == facts
+
+
+def test_fraction() -> None:
+    assert memory_fraction(50, 100) == 0.5
+    assert memory_fraction(50, 0) == 0.0

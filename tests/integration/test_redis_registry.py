@@ -1,0 +1,177 @@
+"""Heartbeats over a real Redis: who comes, who goes, who falls silent."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from carpool.broker.redis.address import parse_broker_url
+from carpool.broker.redis.fleet_view import fleet_page
+from carpool.broker.redis.keys import Keys
+from carpool.broker.redis.nodes import Nodes
+from carpool.broker.redis.registry import Registry
+from support.processes import until
+from support.redis_servers import RedisCluster, RedisServer, running_redis
+
+INTERVAL_S, STALE_S = 0.05, 0.4
+
+
+@pytest.fixture
+def keys() -> Keys:
+    return Keys("test-" + secrets.token_hex(6))
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[Nodes]:
+    nodes = Nodes(parse_broker_url(url))
+    nodes.start()
+    try:
+        yield nodes
+    finally:
+        await nodes.close()
+
+
+def description(healthy_slots: int = 4) -> dict[str, Any]:
+    endpoint = {
+        "endpoint": "http://gpu:9000/infer",
+        "state": "healthy",
+        "utilization": 0.25,
+        "in_flight": 1,
+        "limit": 4,
+        "slots": 4,
+        "breaker": "closed",
+        "last_heartbeat": None,
+    }
+    model = {"slots": 4, "healthy_slots": healthy_slots, "capacity_rps": 10.0, "endpoints": [endpoint]}
+    return {"status": "ok", "rate": 3.0, "models": {"m": model}}
+
+
+def registry(
+    nodes: Nodes,
+    keys: Keys,
+    name: bytes,
+    role: Literal["gateway", "batcher", "both"],
+    said: dict[str, Any] | None = None,
+    **options: Any,
+) -> Registry:
+    said = description() if said is None else said
+    timing = {"interval_s": INTERVAL_S, "stale_s": STALE_S, **options}
+    return Registry(nodes, keys, name=name, role=role, describe=lambda: said, **timing)
+
+
+def live(one: Registry) -> tuple[list[str], list[str]]:
+    view = one.view
+    return [member.name for member in view.live_gateways()], [member.name for member in view.live_batchers()]
+
+
+async def test_each_sees_the_others(redis_server: RedisServer, keys: Keys) -> None:
+    async with connected(redis_server.url) as nodes:
+        said = description()
+        gateway, batcher = registry(nodes, keys, b"g", "gateway"), registry(nodes, keys, b"b", "batcher", said)
+        both = registry(nodes, keys, b"s", "both")
+        assert not gateway.is_fresh()
+        for one in (gateway, batcher, both):
+            one.start()
+        await until(lambda: live(gateway) == live(batcher) == live(both) == (["g", "s"], ["b", "s"]), within_s=3)
+        assert gateway.is_fresh()
+        assert gateway.view.healthy_slots("m") == 8
+        said["models"]["m"]["healthy_slots"] = 1
+        await until(lambda: gateway.view.healthy_slots("m") == 5, within_s=2)
+        page = fleet_page(gateway.view)
+        assert [row["batcher"] for row in page["models"]["m"]["endpoints"]] == ["b", "s"]
+        for one in (gateway, batcher, both):
+            one.close()
+
+
+async def test_one_that_leaves_is_gone_at_once(redis_server: RedisServer, keys: Keys) -> None:
+    async with connected(redis_server.url) as nodes:
+        watcher, leaver = registry(nodes, keys, b"w", "gateway"), registry(nodes, keys, b"l", "both")
+        watcher.start()
+        leaver.start()
+        await until(lambda: live(watcher) == (["l", "w"], ["l"]), within_s=3)
+        await leaver.leave()
+        async with redis_server.client() as client:
+            assert await client.hkeys(keys.gateways.decode()) == [b"w"]
+            assert await client.hkeys(keys.batchers.decode()) == []
+            await asyncio.sleep(3 * INTERVAL_S)
+            assert await client.hkeys(keys.batchers.decode()) == []
+        await until(lambda: watcher.view.batchers == () and live(watcher) == (["w"], []), within_s=2)
+        watcher.close()
+
+
+async def test_one_that_falls_silent_is_offline_and_still_shown(redis_server: RedisServer, keys: Keys) -> None:
+    async with connected(redis_server.url) as nodes:
+        changes: list[tuple[list[str], list[str]]] = []
+        watcher: Registry = registry(nodes, keys, b"w", "gateway", changed=lambda: changes.append(live(watcher)))
+        silent = registry(nodes, keys, b"s", "batcher")
+        watcher.start()
+        silent.start()
+        await until(lambda: live(watcher) == (["w"], ["s"]), within_s=3)
+        silent.close()
+        await asyncio.sleep(STALE_S / 2)
+        assert live(watcher) == (["w"], ["s"])
+        await until(lambda: live(watcher) == (["w"], []), within_s=STALE_S + 1)
+        assert [(member.name, member.status) for member in watcher.view.batchers] == [("s", "offline")]
+        assert watcher.view.healthy_slots("m") == 0
+        # Told of changes alone, not of every heartbeat.
+        assert changes[-2:] == [(["w"], ["s"]), (["w"], [])]
+        assert len(changes) <= 3
+        watcher.close()
+
+
+async def test_the_long_silent_and_the_absurd_are_forgotten(redis_server: RedisServer, keys: Keys) -> None:
+    async with redis_server.client() as client, connected(redis_server.url) as nodes:
+        now_ms = int((await client.time())[0]) * 1000
+        old = {"old": f"{now_ms - 62_000} {{}}", "future": f"{now_ms + 62_000} {{}}", "bad": "not a stamp"}
+        kept = {"silent": f'{now_ms - 30_000} {{"status":"ok"}}', "long": f"{now_ms} " + "x" * 300_000}
+        await client.hset(keys.batchers.decode(), mapping=old | kept)
+        one = registry(nodes, keys, b"w", "gateway")
+        one.start()
+        await until(lambda: live(one) == (["w"], []), within_s=3)
+        assert [member.name for member in one.view.batchers] == ["silent"]
+        assert sorted(await client.hkeys(keys.batchers.decode())) == [b"long", b"silent"]
+        one.close()
+
+
+async def test_a_change_is_told_without_waiting(redis_server: RedisServer, keys: Keys) -> None:
+    async with connected(redis_server.url) as nodes:
+        said = description()
+        one = registry(nodes, keys, b"b", "batcher", said, interval_s=30.0)
+        one.start()
+        await until(lambda: live(one) == ([], ["b"]), within_s=3)
+        said["status"] = "draining"
+        one.beat()
+        said["models"]["m"]["healthy_slots"] = 2
+        one.beat()  # while the first one is under way
+        await until(lambda: one.view.healthy_slots("m") == 2, within_s=2)
+        assert one.view.batchers[0].status == "draining"
+        one.close()
+
+
+async def test_a_redis_that_is_gone_makes_the_view_old(tmp_path: Path, keys: Keys) -> None:
+    async with running_redis(tmp_path) as server, connected(server.url) as nodes:
+        one = registry(nodes, keys, b"g", "gateway")
+        one.start()
+        await until(one.is_fresh, within_s=3)
+        server.kill()
+        await until(lambda: not one.is_fresh(), within_s=STALE_S + 2)
+        assert one.failures > 0
+        await one.leave()  # nobody is there to be told
+        again = registry(nodes, keys, b"g", "gateway")
+        again.start()
+        await server.restart()
+        await until(again.is_fresh, within_s=5)
+        assert live(again) == (["g"], [])
+        again.close()
+
+
+async def test_on_a_cluster(redis_cluster: RedisCluster, keys: Keys) -> None:
+    async with connected(redis_cluster.url) as nodes:
+        one = registry(nodes, keys, b"s", "both")
+        one.start()
+        await until(lambda: live(one) == (["s"], ["s"]), within_s=5)
+        await one.leave()

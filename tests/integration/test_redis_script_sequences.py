@@ -1,0 +1,209 @@
+"""The scripts in any order, beside a model of one shard: who has what, how often, what goes next, and true counts."""
+
+from typing import Any, ClassVar
+
+import pytest
+import redis
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from support.redis_servers import RedisServer
+from support.redis_shard import START_MS, Budget, Entry, ShardBench
+
+LANES = {"a": "m", "b": "m", "c": "n"}
+# No two lines ever have equal places: times are multiples of ten.
+OFFSETS = {"s0": 1, "s1": 42, "t0": 303}
+BATCHERS = ("b1", "b2", "b3")
+HELD_MAX = 60
+
+fields = st.tuples(st.sampled_from(sorted(LANES)), st.sampled_from(sorted(OFFSETS))).map(":".join)
+rooms = st.dictionaries(st.sampled_from(["a", "b"]), st.integers(1, 3), max_size=2)
+budgets = st.builds(Budget, st.integers(0, 3), st.integers(1, 5), rooms)
+batchers = st.sampled_from(BATCHERS)
+choices = st.lists(st.integers(0, 10_000), max_size=6)
+
+
+class Lease:
+    """What the model knows of an entry that was taken."""
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.deliveries = 1
+        self.is_over = False
+
+
+class ShardMachine(RuleBasedStateMachine):
+    """Gateways and batchers at work in one shard."""
+
+    port: ClassVar[int]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shard = ShardBench(self.port)
+        self.now = START_MS
+        # By field: ids in order. Together: what is held.
+        self.waiting: dict[str, list[str]] = {}
+        self.taken: dict[tuple[str, str], Lease] = {}
+
+    def teardown(self) -> None:
+        self.shard.close()
+
+    def held(self) -> int:
+        return len(self.taken) + sum(map(len, self.waiting.values()))
+
+    @rule(field=fields, number=st.integers(1, 12))
+    def submit(self, field: str, number: int) -> None:
+        self.now += 10
+        self.shard.now = self.now
+        room = HELD_MAX - self.held()
+        if room == 0:
+            with pytest.raises(redis.ResponseError, match=r"^QUEUEFULL"):
+                self.shard.submit(field, number, model=LANES[field[0]], held_max=HELD_MAX)
+            return
+        ids = self.shard.submit(field, number, model=LANES[field[0]], held_max=HELD_MAX)
+        assert len(ids) == min(room, number)
+        self.waiting.setdefault(field, []).extend(ids)
+
+    @rule(consumer=batchers, m=budgets, n=st.builds(Budget, st.integers(0, 2), st.integers(1, 5)))
+    def take(self, consumer: str, m: Budget, n: Budget) -> None:
+        got = self.shard.take({"m": m, "n": n}, consumer=consumer, offsets=OFFSETS)
+        assert {(entry.field, entry.id) for entry in got} == self.best({"m": m, "n": n})
+        for entry in got:
+            self.waiting[entry.field].remove(entry.id)
+            self.taken[entry.field, entry.id] = Lease(consumer)
+
+    def best(self, of: dict[str, Budget]) -> set[tuple[str, str]]:
+        """What should be taken: batch by batch, each of the lane whose first entry has the smallest place."""
+        lanes: dict[str, list[tuple[int, int, str, str]]] = {}
+        for field, ids in self.waiting.items():
+            lane, line = field.split(":")
+            for entry_id in ids:
+                at, sequence = map(int, entry_id.split("-"))
+                lanes.setdefault(lane, []).append((at + OFFSETS[line], sequence, field, entry_id))
+        queues = {lane: sorted(queue) for lane, queue in lanes.items()}
+        open_rooms = {lane: room for budget in of.values() for lane, room in budget.rooms.items()}
+        batches = {model: budget.batches for model, budget in of.items()}
+        chosen: set[tuple[str, str]] = set()
+        while usable := [
+            lane for lane, queue in queues.items() if queue and (open_rooms.get(lane, 0) or batches[LANES[lane]])
+        ]:
+            lane = min(usable, key=lambda name: queues[name][0])
+            room = open_rooms.pop(lane, 0)
+            if not room:
+                batches[LANES[lane]] -= 1
+                room = of[LANES[lane]].largest
+            batch, queues[lane] = queues[lane][:room], queues[lane][room:]
+            chosen |= {(field, entry_id) for _, _, field, entry_id in batch}
+        return chosen
+
+    @rule(consumer=batchers, budget=budgets)
+    def claim(self, consumer: str, budget: Budget) -> None:
+        lapsed = [key for key, lease in self.taken.items() if lease.is_over and LANES[key[0][0]] == "m"]
+        got = self.shard.claim(budget, consumer=consumer)
+        assert len({(entry.field, entry.id) for entry in got}) == len(got)
+        batches = budget.batches
+        left: dict[str, int] = {}
+        for lane in ("a", "b"):
+            mine = sum(entry.field[0] == lane for entry in got)
+            room = budget.rooms.get(lane, 0)
+            opened = -(-max(mine - room, 0) // budget.largest)
+            batches -= opened
+            left[lane] = room + opened * budget.largest - mine
+        assert batches >= 0
+        for entry in got:
+            key = entry.field, entry.id
+            assert key in lapsed
+            lapsed.remove(key)
+            lease = self.taken[key]
+            lease.owner, lease.is_over = consumer, False
+            lease.deliveries += 1
+            assert entry.deliveries == lease.deliveries
+        for field, _ in lapsed:  # what stays found no room
+            assert batches == left[field[0]] == 0
+
+    def some_taken(self, picks: list[int]) -> list[Entry]:
+        keys = sorted(self.taken)
+        chosen = {keys[pick % len(keys)] for pick in picks} if keys else set()
+        return [Entry(field, entry_id, b"") for field, entry_id in sorted(chosen)]
+
+    @rule(consumer=batchers, picks=choices)
+    def renew(self, consumer: str, picks: list[int]) -> None:
+        entries = self.some_taken(picks)
+        lost = self.shard.renew(*entries, consumer=consumer)
+        expected = []
+        for entry in entries:
+            lease = self.taken[entry.field, entry.id]
+            if lease.owner == consumer:
+                lease.is_over = False
+            else:
+                expected.append((entry.field, entry.id))
+        assert lost == expected
+
+    @rule(consumer=batchers, picks=choices)
+    def release(self, consumer: str, picks: list[int]) -> None:
+        entries = self.some_taken(picks)
+        self.shard.release(*entries, consumer=consumer)
+        for entry in entries:
+            lease = self.taken[entry.field, entry.id]
+            if lease.owner == consumer:
+                lease.is_over = True
+                lease.deliveries = max(lease.deliveries - 1, 0)
+
+    @rule(picks=choices)
+    def owner_dies(self, picks: list[int]) -> None:
+        entries = self.some_taken(picks)
+        self.shard.let_lapse(*entries)
+        for entry in entries:
+            self.taken[entry.field, entry.id].is_over = True
+
+    @rule(picks=choices)
+    def done(self, picks: list[int]) -> None:
+        entries = self.some_taken(picks)
+        assert self.shard.done(*entries) == len(entries)
+        assert self.shard.done(*entries) == 0
+        for entry in entries:
+            del self.taken[entry.field, entry.id]
+
+    @rule(picks=choices)
+    def cancel(self, picks: list[int]) -> None:
+        waiting = [(field, entry_id) for field, ids in sorted(self.waiting.items()) for entry_id in ids]
+        everything = waiting + sorted(self.taken)
+        chosen = sorted({everything[pick % len(everything)] for pick in picks}) if everything else []
+        assert self.shard.cancel(*chosen) == [int(key in waiting) for key in chosen]
+        for field, entry_id in chosen:
+            if (field, entry_id) in waiting:
+                self.waiting[field].remove(entry_id)
+
+    @rule(passes_ms=st.sampled_from([0, 500, 3000]))
+    def sweep(self, passes_ms: int) -> None:
+        self.now += passes_ms
+        self.shard.now = self.now
+        waiting = sum(map(len, self.waiting.values()))
+        assert self.shard.sweep(consumer_gone_ms=0) == (self.held(), waiting)
+
+    @invariant()
+    def counts_are_true(self) -> None:
+        counts: dict[str, Any] = {"held": 0, "unread": 0, **self.shard.counts()}
+        assert counts == {"held": self.held(), "unread": sum(map(len, self.waiting.values()))}
+
+    @invariant()
+    def heads_are_known(self) -> None:
+        expected = [(field, LANES[field[0]], ids[0], len(ids)) for field, ids in self.waiting.items() if ids]
+        assert self.shard.peek() == sorted(expected)
+
+    @invariant()
+    def everything_is_where_it_should_be(self) -> None:
+        for field in self.waiting:
+            taken = {entry_id: lease for (its_field, entry_id), lease in self.taken.items() if its_field == field}
+            assert set(self.shard.ids(field)) == set(self.waiting[field]) | taken.keys()
+            if field in self.shard.fields():
+                found = {name: (owner, times) for name, (owner, _, times) in self.shard.leases(field).items()}
+                assert found == {name: (lease.owner, lease.deliveries) for name, lease in taken.items()}
+            else:
+                assert not taken
+
+
+def test_any_order_of_steps(redis_server: RedisServer) -> None:
+    machine = type("Machine", (ShardMachine,), {"port": redis_server.port})
+    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=30, deadline=None))

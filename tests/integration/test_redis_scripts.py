@@ -1,0 +1,496 @@
+"""What each script promises, on a real Redis: one test a promise."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from carpool.broker.redis.keys import Keys
+from support.redis_servers import RedisCluster, RedisServer, running_redis
+from support.redis_shard import LEASE_MS, START_MS, STRICT_OFFSETS, Budget, Entry, ShardBench
+
+PLENTY = Budget(batches=100, largest=64)
+
+
+@pytest.fixture
+def shard(redis_server: RedisServer) -> Iterator[ShardBench]:
+    bench = ShardBench(redis_server.port)
+    yield bench
+    bench.close()
+
+
+def ids_of(entries: list[Entry]) -> list[str]:
+    return [entry.id for entry in entries]
+
+
+def fields_of(entries: list[Entry]) -> list[str]:
+    return [entry.field for entry in entries]
+
+
+class TestSubmit:
+    def test_entries_are_kept_as_they_came(self, shard: ShardBench) -> None:
+        values = [b"\x00\xff", b"", b'{"a": 1}\r\n']
+        ids = shard.submit("a:s0", values, header=b"\x81\x00head")
+        found: Any = shard.client.xrange(shard.stream("a:s0"))
+        assert [(entry_id.decode(), pair) for entry_id, pair in found] == [
+            (entry_id, {b"\x81\x00head": value}) for entry_id, value in zip(ids, values, strict=True)
+        ]
+        assert shard.counts() == {"held": 3, "unread": 3}
+
+    def test_ids_follow_the_first_without_a_gap_though_time_goes_on(self, shard: ShardBench) -> None:
+        # 2 MB take several ms; a gateway knows the other ids only from the first.
+        shard.now = None
+        for _ in range(3):
+            ids = shard.submit("a:s0", [b"x" * 2000] * 1000)
+            assert shard.ids("a:s0")[-1000:] == ids
+
+    def test_time_is_that_of_redis(self, shard: ShardBench) -> None:
+        shard.now = None
+        (entry_id,) = shard.submit("a:s0")
+        assert abs(int(entry_id.split("-")[0]) - time.time() * 1000) < 5000
+
+    def test_no_more_than_there_is_room_for_and_the_first_ones(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 3, held_max=5)
+        assert len(shard.submit("b:s0", [b"x", b"y", b"z"], held_max=5)) == 2
+        taken = shard.take(PLENTY)
+        assert [entry.value for entry in taken if entry.field == "b:s0"] == [b"x", b"y"]
+        before = shard.all_keys()
+        with pytest.raises(redis.ResponseError, match=r"^QUEUEFULL"):  # what was taken is still held
+            shard.submit("c:s0", held_max=5)
+        assert shard.all_keys() == before
+        shard.done(*taken)
+        assert len(shard.submit("c:s0", 9, held_max=5)) == 5
+
+    def test_only_so_many_lanes_wait(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", lanes_max=2)
+        shard.submit("b:s0", lanes_max=2)
+        before = shard.all_keys()
+        with pytest.raises(redis.ResponseError, match=r"^LANESFULL"):
+            shard.submit("c:s0", lanes_max=2)
+        assert shard.all_keys() == before
+        shard.submit("a:s1", lanes_max=2)  # no new lane, but another line of one
+        shard.submit("c:s0", lanes_max=0)  # one that is never refused
+
+    def test_a_lane_counts_once_and_only_while_it_waits(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", lanes_max=2)
+        shard.submit("a:s1", lanes_max=2)
+        shard.submit("b:s0", lanes_max=2)
+        shard.take(PLENTY)
+        shard.submit("c:s0", lanes_max=1)
+
+    def test_a_task_is_written_with_its_entry(self, shard: ShardBench) -> None:
+        first, second = shard.submit("a:t0", 2, tasks=["t1", "t2"], owner="ann")
+        for task, entry_id in (("t1", first), ("t2", second)):
+            found: Any = shard.client.hgetall(shard.shard.task(task))
+            assert found == {
+                b"s": b"P",
+                b"o": b"ann",
+                b"t": str(START_MS).encode(),
+                b"f": b"a:t0",
+                b"e": entry_id.encode(),
+            }
+
+    def test_tasks_without_room_are_not_written(self, shard: ShardBench) -> None:
+        assert len(shard.submit("a:t0", 2, tasks=["t1", "t2"], held_max=1)) == 1
+        assert shard.client.exists(shard.shard.task("t1"), shard.shard.task("t2")) == 1
+
+    def test_a_dead_letter_becomes_a_task_once(self, shard: ShardBench) -> None:
+        shard.client.zadd(shard.shard.letters, {"16": 16, "32": 32})
+        shard.client.hset(shard.shard.letter_bodies, mapping={"16": "body", "32": "body"})
+        shard.submit("a:t0", tasks=["t1"], letter="16")
+        assert shard.client.zrange(shard.shard.letters, 0, -1) == [b"32"]
+        assert shard.client.hkeys(shard.shard.letter_bodies) == [b"32"]
+        with pytest.raises(redis.ResponseError, match=r"^NOLETTER"):
+            shard.submit("a:t0", tasks=["t2"], letter="16")
+        assert shard.counts() == shard.true_counts() == {"held": 1, "unread": 1}
+        assert not shard.client.exists(shard.shard.task("t2"))
+
+    def test_the_bell_rings_only_where_nothing_waited(self, shard: ShardBench) -> None:
+        with shard.client.pubsub() as pubsub:  # type: ignore[no-untyped-call]
+            pubsub.ssubscribe(shard.shard.bell)
+
+            def heard() -> list[bytes]:
+                messages = iter(lambda: pubsub.get_message(timeout=0.1), None)
+                return [message["data"] for message in messages if message["type"] == "smessage"]
+
+            assert heard() == []
+            shard.submit("a:s0", 3)
+            shard.submit("a:s0", 2)
+            shard.submit("b:s0", 2)
+            assert heard() == [b"3"]
+            shard.take(Budget(1))
+            shard.submit("a:s0")
+            assert heard() == []
+            shard.take(PLENTY)
+            shard.submit("b:s0", 2)
+            assert heard() == [b"2"]
+            shard.cancel(*(("b:s0", entry_id) for entry_id in shard.ids("b:s0")))
+            shard.submit("b:s0", 1)
+            assert heard() == [b"1"]
+
+
+class TestTake:
+    @pytest.mark.parametrize("other_stream", [False, True], ids=["one stream", "several streams"])
+    def test_no_more_than_the_free_slots_can_use(self, shard: ShardBench, other_stream: bool) -> None:
+        if other_stream:
+            shard.submit("b:s0", model="other")
+        ids = shard.submit("a:s0", 20)
+        assert shard.take(Budget(batches=0)) == []
+        assert ids_of(shard.take(Budget(batches=2, largest=4))) == ids[:8]
+        assert ids_of(shard.take(Budget(batches=0, largest=4, rooms={"a": 3}))) == ids[8:11]
+        assert ids_of(shard.take(Budget(batches=1, largest=4, rooms={"a": 1}))) == ids[11:16]
+        assert ids_of(shard.take(Budget(batches=9, largest=4))) == ids[16:]
+        assert shard.take(PLENTY) == []
+        assert shard.counts() == shard.true_counts()
+
+    def test_a_batch_is_of_one_lane(self, shard: ShardBench) -> None:
+        for field in ("a:s0", "b:s0", "c:s0"):
+            shard.submit(field, 3)
+            shard.now = (shard.now or 0) + 1
+        # Two slots: two lanes, though four of the others would have fitted by number.
+        assert fields_of(shard.take(Budget(batches=2, largest=4))) == ["a:s0"] * 3 + ["b:s0"] * 3
+        assert fields_of(shard.take(Budget(batches=2, largest=4))) == ["c:s0"] * 3
+
+    def test_room_in_a_begun_batch_is_for_its_own_lane(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 3)
+        shard.submit("b:s0", 3)
+        assert fields_of(shard.take(Budget(batches=0, rooms={"b": 2}))) == ["b:s0"] * 2
+        assert fields_of(shard.take(Budget(batches=0, rooms={"c": 2}))) == []
+
+    def test_each_model_has_slots_of_its_own(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 9, model="m")
+        shard.submit("b:s0", 9, model="n")
+        shard.submit("c:s0", 9, model="o")
+        taken = shard.take({"m": Budget(1, 2), "n": Budget(2, 3), "p": Budget(5, 5)})
+        assert sorted(fields_of(taken)) == ["a:s0"] * 2 + ["b:s0"] * 6
+
+    def test_tiers_by_virtual_deadline(self, shard: ShardBench) -> None:
+        """Those who pay go first, and those who do not are not forgotten."""
+        places = {}
+        for field, at in (("a:s2", 0), ("a:s1", 300), ("a:s0", 400), ("a:s0", 460), ("a:s1", 345), ("a:s2", 10)):
+            shard.now = START_MS + at
+            (entry_id,) = shard.submit(field)
+            places[field, entry_id] = at + {"s0": 50, "s1": 150, "s2": 500}[field[2:]]
+        order = []
+        while taken := shard.take(Budget(batches=1, largest=1)):
+            order += [places[entry.field, entry.id] for entry in taken]
+        assert order == [450, 450, 495, 500, 510, 510]
+
+    def test_one_batch_holds_the_best_of_all_tiers(self, shard: ShardBench) -> None:
+        for field, at, number in (("a:s2", 0, 2), ("a:s1", 400, 3), ("a:s0", 449, 3)):
+            shard.now = START_MS + at
+            shard.submit(field, number)
+        # Places: 500 (s2), 550 (s1), 499 (s0).
+        assert sorted(fields_of(shard.take(Budget(1, 6)))) == ["a:s0"] * 3 + ["a:s1"] + ["a:s2"] * 2
+
+    def test_strict_order_is_a_matter_of_offsets(self, shard: ShardBench) -> None:
+        for field, at in (("a:s2", 0), ("b:s1", 100_000), ("c:s0", 900_000), ("a:s1", 950_000)):
+            shard.now = START_MS + at
+            shard.submit(field, 2)
+        one = Budget(batches=1, largest=1)
+        order = [fields_of(shard.take(one, offsets=STRICT_OFFSETS))[0] for _ in range(8)]
+        assert order == ["c:s0"] * 2 + ["b:s1"] * 2 + ["a:s1"] * 2 + ["a:s2"] * 2
+
+    def test_equal_places_are_in_the_order_of_the_tiers(self, shard: ShardBench) -> None:
+        for line in ("t1", "s1", "t0", "s0"):
+            shard.submit(f"a:{line}")
+        one = Budget(batches=1, largest=1)
+        order = [fields_of(shard.take(one, offsets={}))[0] for _ in range(4)]
+        assert order == ["a:s0", "a:s1", "a:t0", "a:t1"]
+
+    def test_the_lane_with_the_best_entry_goes_first(self, shard: ShardBench) -> None:
+        shard.submit("a:s2", 2)
+        shard.now = START_MS + 449
+        shard.submit("b:s0", 2)
+        shard.now = START_MS + 451
+        shard.submit("c:s0", 2)
+        assert fields_of(shard.take(Budget(3, 2))) == ["b:s0"] * 2 + ["a:s2"] * 2 + ["c:s0"] * 2
+
+    def test_cancelled_ones_are_passed_over(self, shard: ShardBench) -> None:
+        ids = shard.submit("a:s0", 6)
+        shard.submit("a:s1", 1)
+        assert shard.cancel(("a:s0", ids[0]), ("a:s0", ids[2])) == [1, 1]
+        assert ids_of(shard.take(Budget(1, 3))) == [ids[1], ids[3], ids[4]]
+
+    def test_streams_left_by_parameters_that_never_come_back_are_dropped(self, shard: ShardBench) -> None:
+        for number in range(100):
+            shard.submit(f"{number:x}:s0")
+        shard.done(*shard.take(Budget(100, 1)))
+        shard.take(PLENTY)
+        assert len(shard.fields()) == 100  # they are young
+        shard.now = START_MS + 5000
+        (waiting,) = shard.submit("a:s1")
+        assert ids_of(shard.take(PLENTY)) == [waiting]
+        assert len(shard.fields()) == 65
+
+
+class TestClaim:
+    def test_only_when_the_lease_is_over(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 4)
+        taken = shard.take(PLENTY)
+        assert shard.claim(PLENTY) == []
+        shard.let_lapse(*taken[:2])
+        assert ids_of(shard.claim(PLENTY)) == ids_of(taken[:2])
+        assert shard.claim(PLENTY, consumer="b3") == []  # the new owner's leases are fresh
+        owners = [owner for owner, _, _ in shard.leases("a:s0").values()]
+        assert owners == ["b2", "b2", "b1", "b1"]
+
+    def test_a_lease_ends_by_itself(self, shard: ShardBench) -> None:
+        shard.submit("a:s0")
+        shard.take(PLENTY)
+        assert shard.claim(PLENTY, lease_ms=50) == []
+        time.sleep(0.06)
+        assert len(shard.claim(PLENTY, lease_ms=50)) == 1
+
+    def test_deliveries_are_counted(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 2)
+        (first, second) = shard.take(PLENTY)
+        for expected in (2, 3, 4):
+            shard.let_lapse(first)
+            (claimed,) = shard.claim(PLENTY, consumer=f"b{expected}")
+            assert claimed == Entry("a:s0", first.id, first.value, expected)
+        shard.let_lapse(first, second)
+        assert [entry.deliveries for entry in shard.claim(PLENTY)] == [5, 2]
+
+    def test_nothing_new_is_taken(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 4)
+        assert shard.claim(PLENTY) == []
+        assert shard.counts() == {"held": 4, "unread": 4}
+
+    def test_no_more_than_the_free_slots_can_use(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 20)
+        shard.submit("b:s0", 20, model="other")
+        taken = shard.take({"m": PLENTY, "other": PLENTY})
+        shard.let_lapse(*taken)
+        mine = [entry.id for entry in taken if entry.field == "a:s0"]
+        assert shard.claim(Budget(batches=0)) == []
+        assert ids_of(shard.claim(Budget(batches=0, rooms={"a": 3}))) == mine[:3]
+        assert ids_of(shard.claim(Budget(batches=2, largest=4, rooms={"a": 1}))) == mine[3:12]
+        assert ids_of(shard.claim(PLENTY)) == mine[12:]
+
+    def test_lines_of_a_lane_share_a_batch(self, shard: ShardBench) -> None:
+        for field in ("a:s0", "a:s1", "b:s0"):
+            shard.submit(field, 3)
+        shard.let_lapse(*shard.take(PLENTY))
+        assert fields_of(shard.claim(Budget(batches=1, largest=5))) == ["a:s0"] * 3 + ["a:s1"] * 2
+
+    def test_dead_ones_are_found_behind_many_that_live(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 500)
+        taken = shard.take(PLENTY)
+        shard.let_lapse(taken[-1])
+        assert ids_of(shard.claim(Budget(batches=1, largest=1))) == [taken[-1].id]
+
+    def test_the_best_go_first(self, shard: ShardBench) -> None:
+        for field, at in (("c:s2", 0), ("b:s1", 300), ("a:s0", 460)):
+            shard.now = START_MS + at
+            shard.submit(field)
+        shard.let_lapse(*shard.take(PLENTY))
+        order = [fields_of(shard.claim(Budget(batches=1)))[0] for _ in range(3)]
+        assert order == ["b:s1", "c:s2", "a:s0"]
+
+    def test_counts_stay(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 4)
+        shard.let_lapse(*shard.take(Budget(1, 3)))
+        shard.claim(PLENTY)
+        assert shard.counts() == shard.true_counts() == {"held": 4, "unread": 1}
+
+
+class TestLeases:
+    def test_renewing_keeps_the_lease_and_the_count(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 2)
+        taken = shard.take(PLENTY)
+        shard.let_lapse(*taken)
+        assert shard.renew(*taken) == []
+        assert [idle < LEASE_MS for _, idle, _ in shard.leases("a:s0").values()] == [True, True]
+        assert [deliveries for _, _, deliveries in shard.leases("a:s0").values()] == [1, 1]
+        assert shard.claim(PLENTY) == []
+
+    def test_renewing_takes_nothing_back(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 4)
+        shard.submit("b:s0")
+        taken = shard.take(PLENTY)
+        claimed, finished, lost, *kept = taken
+        shard.let_lapse(claimed)
+        shard.claim(PLENTY)
+        shard.done(finished)
+        shard.client.xdel(shard.stream(lost.field), lost.id)
+        gone = [(entry.field, entry.id) for entry in (claimed, finished, lost)]
+        never_there = Entry("ff:s0", "1-1", b"")
+        assert shard.renew(*taken, never_there) == [*gone, ("ff:s0", "1-1")]
+        assert shard.leases("a:s0")[claimed.id][0] == "b2"
+        assert len(kept) == 2
+
+    def test_released_ones_can_be_claimed_at_once_and_were_not_delivered(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 2)
+        taken = shard.take(PLENTY)
+        shard.release(*taken)
+        first = shard.claim(PLENTY)
+        assert first == taken
+        shard.let_lapse(*first)
+        second = shard.claim(PLENTY, consumer="b3")
+        assert [entry.deliveries for entry in second] == [2, 2]
+        shard.release(*second, consumer="b3")
+        assert [entry.deliveries for entry in shard.claim(PLENTY)] == [2, 2]
+        assert shard.counts() == shard.true_counts() == {"held": 2, "unread": 0}
+
+    def test_releasing_what_another_has_changes_nothing(self, shard: ShardBench) -> None:
+        shard.submit("a:s0")
+        taken = shard.take(PLENTY)
+        shard.let_lapse(*taken)
+        shard.claim(PLENTY)
+        shard.release(*taken, Entry("ff:s0", "1-1", b""))
+        assert shard.claim(PLENTY, consumer="b3") == []
+        assert shard.leases("a:s0")[taken[0].id][::2] == ("b2", 2)
+
+
+class TestEnds:
+    def test_only_what_nobody_took_is_cancelled(self, shard: ShardBench) -> None:
+        ids = shard.submit("a:s0", 4)
+        taken = shard.take(Budget(1, 2))
+        shard.done(taken[0])
+        wanted = [("a:s0", entry_id) for entry_id in ids]
+        assert shard.cancel(*wanted, ("ff:s0", "1-1")) == [0, 0, 1, 1, 0]
+        assert shard.cancel(*wanted) == [0, 0, 0, 0]
+        assert shard.ids("a:s0") == [taken[1].id]
+        assert shard.counts() == shard.true_counts() == {"held": 1, "unread": 0}
+
+    def test_done_forgets_and_may_be_said_twice(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 3)
+        shard.submit("b:s1", 2)
+        taken = shard.take(PLENTY)
+        assert shard.done(*taken[:4]) == 4
+        assert shard.done(*taken, Entry("ff:s0", "1-1", b"")) == 1
+        assert shard.counts() == shard.true_counts() == {"held": 0, "unread": 0}
+        assert shard.leases("a:s0") == shard.leases("b:s1") == {}
+
+    def test_done_by_whoever_had_it_before(self, shard: ShardBench) -> None:
+        shard.submit("a:s0")
+        taken = shard.take(PLENTY)
+        shard.let_lapse(*taken)
+        shard.claim(PLENTY)
+        assert shard.done(*taken) == 1
+        assert shard.renew(*taken, consumer="b2") == [("a:s0", taken[0].id)]
+
+    def test_done_of_what_redis_forgot_was_taken(self, shard: ShardBench) -> None:
+        """A promoted replica may have missed that."""
+        (entry_id, _) = shard.submit("a:s0", 2)
+        assert shard.done(Entry("a:s0", entry_id, b"")) == 1
+        assert shard.counts() == shard.true_counts() == {"held": 1, "unread": 1}
+
+
+class TestPeek:
+    def test_what_waits(self, shard: ShardBench) -> None:
+        assert shard.peek() == []
+        first = shard.submit("a:s0", 5)
+        second = shard.submit("b:s1", 2, model="n")
+        assert shard.peek() == [("a:s0", "m", first[0], 5), ("b:s1", "n", second[0], 2)]
+        shard.take(Budget(1, 3))
+        shard.cancel(("a:s0", first[3]))
+        assert shard.peek() == [("a:s0", "m", first[4], 1), ("b:s1", "n", second[0], 2)]
+        shard.take({"m": PLENTY, "n": PLENTY})
+        assert shard.peek() == []
+
+
+class TestSweep:
+    def test_empty_streams_go_when_they_are_quiet(self, shard: ShardBench) -> None:
+        for field in ("a:s0", "b:s0", "c:s0"):
+            shard.submit(field)
+        taken = shard.take(PLENTY)
+        shard.done(taken[0], taken[1])
+        assert shard.sweep() == (1, 0)
+        assert shard.fields() == {"a:s0", "b:s0", "c:s0"}
+        shard.now = START_MS + 2000
+        assert shard.sweep() == (1, 0)
+        assert shard.fields() == {"c:s0"}
+        assert not shard.client.exists(shard.stream("a:s0"), shard.stream("b:s0"))
+        assert shard.renew(taken[2]) == []
+        shard.submit("a:s0", 2)
+        assert len(shard.take(PLENTY)) == 2
+
+    def test_counts_are_put_right(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 5)
+        shard.submit("b:s1", 2)
+        shard.take(Budget(1, 3))
+        shard.client.hset(shard.shard.counts, mapping={"held": 99, "unread": -7, "letter": 160})
+        held, unread = shard.sweep()
+        truth = shard.true_counts()
+        assert (held, unread) == (truth["held"], truth["unread"]) == (7, 4)
+        assert shard.counts() == {**truth, "letter": 160}
+
+    def test_consumers_that_left_go_but_not_their_leases(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 3)
+        (first,) = shard.take(Budget(1, 1), consumer="idle")
+        shard.done(first)
+        shard.take(Budget(1, 1), consumer="dead")
+        time.sleep(0.02)
+        assert shard.sweep(consumer_gone_ms=60_000) == (2, 1)
+        assert shard.consumers("a:s0") == {"idle", "dead"}
+        assert shard.sweep(consumer_gone_ms=10) == (2, 1)
+        assert shard.consumers("a:s0") == {"dead"}
+        assert len(shard.leases("a:s0")) == 1
+
+    def test_old_dead_letters_go(self, shard: ShardBench) -> None:
+        for age_ms in (0, 999, 1001, 5000):
+            letter = (START_MS - age_ms) * 16
+            shard.client.zadd(shard.shard.letters, {str(letter): letter})
+            shard.client.hset(shard.shard.letter_bodies, str(letter), "body")
+        shard.sweep(letters_kept_ms=1000)
+        assert shard.client.zcard(shard.shard.letters) == shard.client.hlen(shard.shard.letter_bodies) == 2
+
+
+async def test_without_memory_nothing_comes_in_and_everything_gets_out(tmp_path: Path) -> None:
+    async with running_redis(tmp_path, "--maxmemory-policy", "noeviction") as server:
+        shard = ShardBench(server.port)
+        shard.submit("a:s0", 12)
+        shard.client.zadd(shard.shard.letters, {"16": 16})
+        shard.client.hset(shard.shard.letter_bodies, "16", "body")
+        old = shard.take(Budget(1, 4))
+        shard.client.config_set("maxmemory", 1)
+        before = shard.all_keys()
+        for field in ("a:s0", "a:s1", "b:s0"):
+            with pytest.raises(redis.OutOfMemoryError):
+                shard.submit(field, 3)
+        with pytest.raises(redis.OutOfMemoryError):
+            shard.submit("a:t0", tasks=["t1"], lanes_max=5)
+        assert shard.all_keys() == before
+
+        new = shard.take(Budget(1, 4), consumer="new")
+        assert len(new) == 4
+        assert shard.renew(*old) == []
+        shard.release(*old)
+        assert shard.claim(PLENTY) == old
+        assert shard.cancel(("a:s0", shard.ids("a:s0")[-1])) == [1]
+        assert shard.done(*old, *new) == 8
+        assert shard.counts() == shard.true_counts() == {"held": 3, "unread": 3}
+        assert shard.sweep() == (3, 3)
+        assert shard.client.zcard(shard.shard.letters) == 0
+        shard.client.config_set("maxmemory", 0)
+        shard.submit("b:s0", 1)
+        shard.close()
+
+
+async def test_a_shard_of_a_cluster(redis_cluster: RedisCluster) -> None:
+    """The streams are not declared as keys, and the bell is a sharded channel: both lie in the shard's slot."""
+    for number in (0, 7, 15):
+        node = await redis_cluster.primary_of(Keys().shards[number].slot)
+        shard = ShardBench(node.port, shard=number)
+        with shard.client.pubsub() as pubsub:  # type: ignore[no-untyped-call]
+            pubsub.ssubscribe(shard.shard.bell)
+            assert pubsub.get_message(timeout=1)["type"] == "ssubscribe"
+            ids = shard.submit("a:s0", 3)
+            shard.submit("b:t1", 2, tasks=["t1", "t2"], lanes_max=5)
+            assert pubsub.get_message(timeout=1)["data"] == b"3"
+        assert shard.cancel(("a:s0", ids[0])) == [1]
+        assert len(shard.peek()) == 2
+        taken = shard.take(PLENTY)
+        assert len(taken) == 4
+        assert shard.renew(*taken) == []
+        shard.release(*taken)
+        claimed = shard.claim(PLENTY)
+        assert sorted(ids_of(claimed)) == sorted(ids_of(taken))
+        assert shard.done(*claimed[:3]) == 3
+        assert shard.sweep() == (1, 0)
+        shard.close()

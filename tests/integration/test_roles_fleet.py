@@ -1,0 +1,120 @@
+"""Gateways and batchers as real processes over a real Redis, as a user starts them."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from support.client import ask_once, inference_body
+from support.processes import until
+from support.redis_servers import RedisServer
+
+SIM = "sim:?latency_ms=20&slots=8"
+JSON = "Content-Type: application/json\r\n"
+_SERVING = re.compile(r"serving on 127\.0\.0\.1:(\d+), admin on 127\.0\.0\.1:(\d+)")
+_STARTED = re.compile(r'"process (\d) of 2 started", "pid": (\d+)')
+
+
+class Running:
+    """One `carpool` process and its log."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
+        self.process = process
+        self.log = log
+
+    def ports(self) -> list[tuple[int, int]]:
+        """Port and admin port of each process that serves by now."""
+        return [(int(port), int(admin)) for port, admin in _SERVING.findall(self.log.read_text())]
+
+    def pids(self) -> dict[str, int]:
+        """The last process at each place of a row."""
+        return {number: int(pid) for number, pid in _STARTED.findall(self.log.read_text())}
+
+    async def status(self) -> int | None:
+        """The exit status, once it has left."""
+        await until(lambda: self.process.poll() is not None, within_s=15)
+        return self.process.poll()
+
+
+@asynccontextmanager
+async def started(directory: Path, redis: RedisServer, *commands: list[str]) -> AsyncIterator[list[Running]]:
+    """These commands on free ports, until the block ends; ready is another matter."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
+    environment |= {"CARPOOL_BROKER_URL": redis.url, "CARPOOL_BROKER_NAMESPACE": directory.name}
+    environment |= {"CARPOOL_GATEWAY_DRAIN_GRACE_S": "0.1"}
+    running: list[Running] = []
+    try:
+        for number, command in enumerate(commands):
+            log = directory / f"{number}.log"
+            line = [sys.executable, "-m", "carpool", *command, "--port", "0", "--log-format", "json"]
+            with log.open("wb") as output:
+                process = subprocess.Popen(line, stdout=output, stderr=output, env=environment, cwd=directory)
+            running.append(Running(process, log))
+        yield running
+    finally:
+        for each in running:
+            each.process.kill()  # children leave with their parent
+            each.process.wait(10)
+
+
+async def is_ready(admin_port: int) -> bool:
+    return (await ask_once(admin_port, "GET", "/internal/ready")).status == 200
+
+
+async def answer(port: int, text: str) -> object:
+    response = await ask_once(port, "POST", "/v1/inference", inference_body(text), JSON)
+    assert response.status == 200, response.body
+    return response.json["output"]
+
+
+async def test_a_task_of_one_gateway_is_told_by_the_other(tmp_path: Path, redis_server: RedisServer) -> None:
+    batcher = ["batcher", "--upstream", SIM]
+    async with started(tmp_path, redis_server, ["gateway"], ["gateway"], batcher, batcher) as fleet:
+        await until(lambda: all(each.ports() for each in fleet))
+        (one, one_admin), (other, other_admin) = fleet[0].ports()[0], fleet[1].ports()[0]
+        await until(lambda: is_ready(one_admin))
+        await until(lambda: is_ready(other_admin))
+
+        accepted = await ask_once(
+            one, "POST", "/v1/inference", inference_body("far"), JSON + "Prefer: respond-async\r\n"
+        )
+        assert accepted.status == 202
+        told = await ask_once(other, "GET", f"/v1/result/{accepted.json['task_id']}?wait_ms=5000")
+        assert (told.json["status"], told.json["output"]) == ("SUCCESS", "raf")
+        assert await asyncio.gather(answer(one, "abc"), answer(other, "xyz")) == ["cba", "zyx"]
+
+        health = (await ask_once(one_admin, "GET", "/internal/health")).json
+        assert (health["gateways"], health["batchers"]) == (2, 2)
+        for each in fleet:
+            each.process.terminate()
+        assert [await each.status() for each in fleet] == [0, 0, 0, 0]
+
+
+async def test_two_processes_on_one_port(tmp_path: Path, redis_server: RedisServer) -> None:
+    command = ["serve", "--upstream", SIM, "--processes", "2", "--admin-port", "0"]
+    async with started(tmp_path, redis_server, command) as [parent]:
+        await until(lambda: len(parent.ports()) == 2)
+        [port] = {port for port, _ in parent.ports()}
+        for _, admin in parent.ports():
+            await until(lambda admin=admin: is_ready(admin))  # type: ignore[misc]
+        health = (await ask_once(parent.ports()[0][1], "GET", "/internal/health")).json
+        assert (health["gateways"], health["batchers"], health["healthy_slots"]) == (2, 1, 8)
+        assert await asyncio.gather(*(answer(port, f"{n}0") for n in range(1, 9))) == [f"0{n}" for n in range(1, 9)]
+
+        # The one that is the batcher too.
+        os.kill(parent.pids()["1"], signal.SIGKILL)
+        await until(lambda: len(parent.ports()) == 3)
+        assert await answer(port, "again") == "niaga"
+        errors = [line for line in map(json.loads, parent.log.read_text().splitlines()) if line["level"] == "error"]
+        assert [error["message"] for error in errors] == [
+            "process 1 was ended by SIGKILL; it is started again in 0.1 s"
+        ]
+
+        parent.process.terminate()
+        assert await parent.status() == 0

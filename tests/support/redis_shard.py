@@ -1,0 +1,226 @@
+"""One shard of the queue in a real Redis, driven by the scripts alone: what a gateway or a batcher would call."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import redis
+
+from carpool.broker.redis.keys import Keys
+from carpool.broker.redis.scripts import CANCEL, DONE, PEEK, RELEASE, RENEW, SUBMIT, SWEEP, TAKE, Script
+from support.redis_servers import HOST
+
+GROUP = "batchers"
+START_MS = 1_700_000_000_000
+LEASE_MS = 5_000
+OFFSETS = {"s0": 50, "s1": 150, "s2": 500}
+# More than any clock counts, and still a whole number in Lua.
+STRICT_OFFSETS = {"s0": 0, "s1": 10**14, "s2": 2 * 10**14}
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """An entry that a batcher got."""
+
+    field: str
+    id: str
+    value: bytes
+    # Only known of a claimed one.
+    deliveries: int = 1
+
+
+class Budget(msgspec.Struct, frozen=True):
+    """What a batcher may take for one model."""
+
+    batches: int
+    largest: int = 4
+    # Room in batches of a lane that are begun.
+    rooms: Mapping[str, int] = {}
+
+
+class ShardBench:
+    """The scripts of one shard, on time that the test makes."""
+
+    def __init__(self, port: int, *, shard: int = 0) -> None:
+        self.shard = Keys(f"test-{uuid4().hex}").shards[shard]
+        self.client = redis.Redis(host=HOST, port=port, protocol=2, socket_timeout=5.0)
+        # What scripts are told; None: Redis's own clock.
+        self.now: int | None = START_MS
+        self._numbers = count()
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        names = list(self.client.scan_iter(match=b"*" + self.shard.prefix.split(b":")[0] + b"*", count=1000))
+        if names:
+            self.client.delete(*names)
+        self.client.close()
+
+    def run(self, script: Script, keys: Sequence[bytes], *args: str | bytes | int) -> Any:
+        """One atomic step."""
+        return self.client.eval(script.source, len(keys), *keys, *args)  # type: ignore[arg-type]  # bytes are fine
+
+    def stream(self, field: str) -> bytes:
+        """The name of a stream."""
+        return self.shard.stream(field.encode())
+
+    # What a gateway does.
+
+    def submit(
+        self,
+        field: str,
+        values: int | Sequence[bytes] = 1,
+        *,
+        model: str = "m",
+        held_max: int = 100_000,
+        lanes_max: int = 0,
+        header: bytes = b"header",
+        tasks: Iterable[str] = (),
+        owner: str = "",
+        letter: str = "",
+    ) -> list[str]:
+        """Queue entries; their ids, which the first one's tells."""
+        if isinstance(values, int):
+            values = [b"%d" % next(self._numbers) for _ in range(values)]
+        shard = self.shard
+        keys = [shard.lanes, shard.counts, self.stream(field), shard.letters, shard.letter_bodies]
+        keys += [shard.task(task) for task in tasks]
+        limits = (held_max, lanes_max, shard.bell, self._now())
+        first, number, _ = self.run(SUBMIT, keys, field, model, *limits, header, owner, letter, *values)
+        milliseconds, sequence = first.decode().split("-")
+        return [f"{milliseconds}-{int(sequence) + position}" for position in range(number)]
+
+    def cancel(self, *entries: tuple[str, str]) -> list[int]:
+        """Delete (field, id) that nobody took; which of them were."""
+        return list(self.run(CANCEL, [self.shard.counts], self._prefix(), *(part for pair in entries for part in pair)))
+
+    # What a batcher does.
+
+    def take(
+        self,
+        budgets: Budget | Mapping[str, Budget],
+        *,
+        consumer: str = "b1",
+        lease_ms: int = 0,
+        offsets: Mapping[str, int] = OFFSETS,
+    ) -> list[Entry]:
+        """New entries, or with `lease_ms` those whose lease is so old."""
+        if isinstance(budgets, Budget):
+            budgets = {"m": budgets}
+        args: list[str | bytes | int] = [self._prefix(), consumer, self._now(), lease_ms]
+        args += [part for pair in offsets.items() for part in pair]
+        args.append("")
+        for model, budget in budgets.items():
+            args += [model, budget.batches, budget.largest, len(budget.rooms)]
+            args += [part for pair in budget.rooms.items() for part in pair]
+        reply = self.run(TAKE, [self.shard.lanes, self.shard.counts], *args)
+        assert reply[1] == int(self.counts().get("unread", 0))
+        step = 3 if lease_ms else 2
+        taken = []
+        for at in range(2, len(reply), step):
+            for position, (entry_id, (_, value)) in enumerate(reply[at + 1]):
+                deliveries = reply[at + 2][position] if lease_ms else 1
+                taken.append(Entry(reply[at].decode(), entry_id.decode(), value, deliveries))
+        return taken
+
+    def claim(self, budget: Budget, *, consumer: str = "b2", lease_ms: int = LEASE_MS) -> list[Entry]:
+        """Entries whose lease is over."""
+        return self.take(budget, consumer=consumer, lease_ms=lease_ms)
+
+    def peek(self) -> list[tuple[str, str, str, int]]:
+        """Field, model, first id and number of what waits."""
+        reply = self.run(PEEK, [self.shard.lanes, self.shard.counts], self._prefix(), self._now())
+        assert reply[1] == int(self.counts().get("unread", 0))
+        rows = [reply[at : at + 4] for at in range(2, len(reply), 4)]
+        return sorted((field.decode(), model.decode(), head.decode(), number) for field, model, head, number in rows)
+
+    def renew(self, *entries: Entry, consumer: str = "b1") -> list[tuple[str, str]]:
+        """Keep leases; those that are lost."""
+        lost = self.run(RENEW, [self.shard.counts], self._prefix(), consumer, *_by_stream(entries))
+        texts = [part.decode() for part in lost]
+        return list(zip(texts[::2], texts[1::2], strict=True))
+
+    def release(self, *entries: Entry, consumer: str = "b1") -> None:
+        """Let others have them."""
+        self.run(RELEASE, [self.shard.counts], self._prefix(), consumer, *_by_stream(entries))
+
+    def done(self, *entries: Entry) -> int:
+        """They have their outcome; how many were still there."""
+        return int(self.run(DONE, [self.shard.counts], self._prefix(), *_by_stream(entries)))
+
+    def sweep(self, *, consumer_gone_ms: int = 600_000, letters_kept_ms: int = 10**9) -> tuple[int, int]:
+        """Held and unread entries after a sweep."""
+        shard = self.shard
+        keys = [shard.lanes, shard.counts, shard.letters, shard.letter_bodies]
+        held, unread = self.run(SWEEP, keys, self._prefix(), self._now(), consumer_gone_ms, letters_kept_ms)
+        return held, unread
+
+    # What is true.
+
+    def counts(self) -> dict[str, int]:
+        """What the shard believes."""
+        found: Any = self.client.hgetall(self.shard.counts)
+        return {name.decode(): int(value) for name, value in found.items()}
+
+    def fields(self) -> set[str]:
+        """The streams that the shard knows."""
+        found: Any = self.client.hkeys(self.shard.lanes)
+        return {field.decode() for field in found}
+
+    def ids(self, field: str) -> list[str]:
+        """All entries of a stream."""
+        found: Any = self.client.xrange(self.stream(field))
+        return [entry_id.decode() for entry_id, _ in found]
+
+    def leases(self, field: str) -> dict[str, tuple[str, int, int]]:
+        """By id: who has it, for how many ms, and how often it was delivered."""
+        rows: Any = self.client.xpending_range(self.stream(field), GROUP, "-", "+", 100_000)
+        return {
+            row["message_id"].decode(): (
+                row["consumer"].decode(),
+                row["time_since_delivered"],
+                row["times_delivered"],
+            )
+            for row in rows
+        }
+
+    def consumers(self, field: str) -> set[str]:
+        """Whom the group of a stream knows."""
+        found: Any = self.client.xinfo_consumers(self.stream(field), GROUP)
+        return {consumer["name"].decode() for consumer in found}
+
+    def true_counts(self) -> dict[str, int]:
+        """Held and unread entries, counted one by one."""
+        held = unread = 0
+        for field in self.fields():
+            ids = set(self.ids(field))
+            held += len(ids)
+            unread += len(ids - self.leases(field).keys()) if ids else 0
+        return {"held": held, "unread": unread}
+
+    def let_lapse(self, *entries: Entry, ms: int = 2 * LEASE_MS) -> None:
+        """Make leases old, as if their owner had died."""
+        for entry in entries:
+            owner, _, _ = self.leases(entry.field)[entry.id]
+            self.client.xclaim(self.stream(entry.field), GROUP, owner, 0, [entry.id], idle=ms, justid=True)
+
+    def all_keys(self) -> dict[bytes, Any]:
+        """Everything of this shard, to compare."""
+        names = self.client.scan_iter(match=b"*" + self.shard.prefix.split(b":")[0] + b"*", count=1000)
+        return {name: self.client.dump(name) for name in names}
+
+    def _now(self) -> str | int:
+        return "" if self.now is None else self.now
+
+    def _prefix(self) -> bytes:
+        return self.shard.stream(b"")
+
+
+def _by_stream(entries: Iterable[Entry]) -> list[str | int]:
+    ids: dict[str, list[str]] = {}
+    for entry in entries:
+        ids.setdefault(entry.field, []).append(entry.id)
+    arguments: list[str | int] = []
+    for field, members in ids.items():
+        arguments += [field, len(members), *members]
+    return arguments

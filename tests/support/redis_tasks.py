@@ -1,0 +1,177 @@
+"""Tasks on a real Redis, with a batcher and gateways that are as small as they can be."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from carpool.broker.redis.address import parse_broker_url
+from carpool.broker.redis.dead_letters import letter_of
+from carpool.broker.redis.keys import Keys, Shard
+from carpool.broker.redis.nodes import Nodes
+from carpool.broker.redis.records import Header, Reply, decode_header, decode_value
+from carpool.broker.redis.replies import ReplyReader
+from carpool.broker.redis.scripts import TAKE
+from carpool.broker.redis.tasks import FAILED, SUCCESS, RedisTasks, TaskResults
+from carpool.core.errors import CarpoolError
+from carpool.core.outcome import Output
+from carpool.core.problem import problem_json
+from carpool.core.request import Request
+from carpool.testing import Witness, make_request
+from support.processes import until
+
+RESULT_TTL_MS = 60_000
+LETTERS_MAX = 100
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """An entry that the batcher took."""
+
+    shard: Shard
+    field: bytes
+    entry_id: bytes
+    header: Header
+    task_id: str
+    input: bytes
+
+
+class Office:
+    """One namespace in one Redis; `gateway` and `results` are made for it."""
+
+    def __init__(self, nodes: Nodes, shards: int) -> None:
+        self.nodes = nodes
+        self.keys = Keys(f"test-{secrets.token_hex(4)}", shards)
+        self.results = TaskResults(
+            nodes, self.keys, result_ttl_ms=RESULT_TTL_MS, letters_max_per_shard=LETTERS_MAX, buried=self._note
+        )
+        self.buried: list[str] = []
+        self._gateways: list[RedisTasks] = []
+        self._readers: list[ReplyReader] = []
+
+    def _note(self, cause: str) -> None:
+        self.buried.append(cause)
+
+    def gateway(self, name: bytes = b"g1", **options: Any) -> RedisTasks:
+        """A gateway that is not told of finished tasks."""
+        given = {"held_max": 1000, "lanes_max": 9, **options}
+        tasks = RedisTasks(self.nodes, self.keys, name, **given)
+        self._gateways.append(tasks)
+        return tasks
+
+    async def told_gateway(self, name: bytes, **options: Any) -> RedisTasks:
+        """A gateway that reads its stream of replies."""
+        tasks = self.gateway(name, **options)
+
+        def came(reply: Reply) -> None:
+            for task_id in reply.finished:
+                tasks.finished(task_id)
+
+        reader = ReplyReader(self.nodes, self.keys, name, came=came, changed=lambda: None)
+        self._readers.append(reader)
+        await until(lambda: reader.is_up)
+        return tasks
+
+    def request(self, value: bytes = b'"x"', **options: Any) -> Request:
+        given = {"is_task": True, "total_timeout_s": 600.0, "tier": 1, **options}
+        return make_request(secrets.token_hex(16), Witness(), now=time.perf_counter(), value=value, **given)
+
+    async def submit(self, tasks: RedisTasks, value: bytes = b'"x"', owner: str = "owner", **options: Any) -> str:
+        request = self.request(value, **options)
+        assert await told(lambda done: tasks.submit(request, owner, done)) is None
+        return request.id
+
+    async def take(self, *models: str) -> list[Taken]:
+        """Take everything there is of the models, as a batcher does."""
+        wanted: list[Any] = []
+        for model in models or ("m",):
+            wanted += [model, 100, 100, 0]
+        taken: list[Taken] = []
+        for shard in self.keys.shards:
+            arguments = [shard.stream(b""), b"b1", b"", 0, b"", *wanted]
+            reply = await self.nodes.ask_script(TAKE, shard.slot, (shard.lanes, shard.counts), arguments)
+            for field, entries in zip(reply[2::2], reply[3::2], strict=True):
+                for entry_id, (header, value) in entries:
+                    ticket, task_id, given = decode_value(value)
+                    assert ticket == 0
+                    taken.append(Taken(shard, field, entry_id, decode_header(header), task_id, given))
+        return taken
+
+    async def finish(self, taken: Taken, outcome: Output | CarpoolError, sends: int = 0) -> bool:
+        """Give a task its outcome, as a batcher does; false if Redis did not take it."""
+        letter = b""
+        if isinstance(outcome, CarpoolError):
+            status, result = FAILED, problem_json(outcome, taken.task_id)
+            request = self.request(parameters=taken.header.parameters, tier=taken.header.tier)
+            request.id, request.sends, request.input = taken.task_id, sends, b""
+            letter = letter_of(request, outcome)
+        else:
+            status, result = SUCCESS, outcome.value
+        place = (taken.shard, taken.field, taken.entry_id, taken.task_id)
+        was_done: bool = await told(lambda done: self.results.finish(*place, status, result, letter, done))
+        return was_done
+
+    async def counts(self) -> tuple[int, int]:
+        """Entries held and unread, as the shards say; and that these are true."""
+        held = unread = 0
+        for shard in self.keys.shards:
+            fields = await self.nodes.ask(shard.slot, b"HMGET", shard.counts, b"held", b"unread")
+            entries = pending = 0
+            for field in await self.nodes.ask(shard.slot, b"HKEYS", shard.lanes):
+                stream = shard.stream(field)
+                entries += await self.nodes.ask(shard.slot, b"XLEN", stream)
+                pending += (await self.nodes.ask(shard.slot, b"XPENDING", stream, b"batchers"))[0]
+            assert [int(value or 0) for value in fields] == [entries, entries - pending]
+            held, unread = held + entries, unread + entries - pending
+        return held, unread
+
+    async def hash_of(self, task_id: str) -> dict[bytes, bytes]:
+        """A task's fields."""
+        shard = self.keys.shard_of_task(task_id)
+        flat = await self.nodes.ask(shard.slot, b"HGETALL", shard.task(task_id))
+        return dict(zip(flat[::2], flat[1::2], strict=True))
+
+    async def close(self) -> None:
+        """Stop everything."""
+        for tasks in self._gateways:
+            tasks.close()
+        for reader in self._readers:
+            reader.close()
+        for shard in self.keys.shards:
+            if self.nodes.is_up(shard.slot):
+                await self._clear(shard)
+        await self.nodes.close()
+
+    async def _clear(self, shard: Shard) -> None:
+        """Others use this Redis too, and count what it holds."""
+        names = [shard.lanes, shard.counts, shard.letters, shard.letter_bodies]
+        names += [shard.stream(field) for field in await self.nodes.ask(shard.slot, b"HKEYS", shard.lanes)]
+        await self.nodes.ask(shard.slot, b"DEL", *names)
+
+
+@asynccontextmanager
+async def open_office(url: str, *, shards: int = 16, timeout_s: float = 2.0) -> AsyncIterator[Office]:
+    """An office that is connected."""
+    office = Office(await connected(url, timeout_s), shards)
+    try:
+        yield office
+    finally:
+        await office.close()
+
+
+async def connected(url: str, timeout_s: float = 2.0, kind: type[Nodes] = Nodes) -> Nodes:
+    """Nodes that are all up."""
+    nodes = kind(parse_broker_url(url), timeout_s=timeout_s)
+    nodes.start()
+    await until(lambda: not nodes.trouble)
+    return nodes
+
+
+async def told(call: Callable[[Callable[[Any], None]], object]) -> Any:
+    """What a callback is called with, and that it is called once."""
+    answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    call(answer.set_result)  # a second call raises
+    return await asyncio.wait_for(answer, 10.0)

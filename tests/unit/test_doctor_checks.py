@@ -1,0 +1,277 @@
+"""The doctor's judgements, each on facts that call for another one."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from carpool.broker.redis.doctor_checks import (
+    Finding,
+    Level,
+    NodeFacts,
+    ReplyStream,
+    ShardFacts,
+    StreamFacts,
+    check_answers,
+    check_clock,
+    check_cluster,
+    check_counts,
+    check_fleet,
+    check_groups,
+    check_letters,
+    check_memory,
+    check_persistence,
+    check_policy,
+    check_replicas,
+    check_reply_streams,
+    check_role,
+    check_sentinels,
+    check_unlisted,
+    check_version,
+    check_waiting,
+    merged,
+    parse_info,
+    worst,
+)
+from carpool.broker.redis.fleet_view import Beat, FleetView, Member, ModelBeat
+
+GIB = 2**30
+
+
+def judged(finding: Finding) -> Level:
+    """Its level; whatever is not well must say what to change."""
+    assert finding.says
+    assert bool(finding.do) == (finding.level != "ok")
+    return finding.level
+
+
+def fleet(
+    *batchers: str, gateways: tuple[str, ...] = ("g",), silent: tuple[str, ...] = (), unreadable: int = 0
+) -> FleetView:
+    def member(name: str, is_live: bool) -> Member:
+        return Member(name, 0.1, is_live, "2023-11-14T22:13:20.000Z", Beat(status="ok", models={"m": ModelBeat()}))
+
+    return FleetView(
+        0.0,
+        1.5,
+        tuple(member(name, True) for name in gateways),
+        (*(member(name, True) for name in batchers), *(member(name, False) for name in silent)),
+        unreadable,
+    )
+
+
+def shard(*streams: StreamFacts, held: int | None = None, unread: int | None = None, letters: int = 0) -> ShardFacts:
+    true_held, true_unread = sum(s.length for s in streams), sum(s.unread for s in streams)
+    return ShardFacts(
+        3,
+        true_held if held is None else held,
+        true_unread if unread is None else unread,
+        true_held,
+        true_unread,
+        letters,
+        streams,
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [("7.0.15", "ok"), ("8.2.1", "ok"), ("10.0", "ok"), ("6.2.14", "problem"), ("", "problem"), ("new", "problem")],
+)
+def test_version(version: str, level: Level) -> None:
+    assert judged(check_version({"redis_version": version})) == level
+
+
+def test_role() -> None:
+    assert judged(check_role({"role": "master"})) == "ok"
+    assert judged(check_role({"role": "slave"})) == "problem"
+
+
+@pytest.mark.parametrize(
+    ("info", "config", "level", "word"),
+    [
+        ({"aof_enabled": "1"}, {"appendfsync": "always"}, "ok", "nothing"),
+        ({"aof_enabled": "1"}, {"appendfsync": "everysec"}, "ok", "second"),
+        ({"aof_enabled": "1"}, {"appendfsync": "no"}, "warning", "power cut"),
+        ({"aof_enabled": "1"}, None, "warning", "cannot be read"),
+        ({"aof_enabled": "0"}, {"save": ""}, "warning", "every accepted task"),
+        ({"aof_enabled": "0"}, {"save": "3600 1"}, "warning", "snapshot"),
+        ({"aof_enabled": "0"}, None, "warning", "snapshot"),
+        ({"aof_enabled": "1", "aof_last_write_status": "err"}, {"appendfsync": "always"}, "problem", "failed"),
+        ({"aof_enabled": "0", "rdb_last_bgsave_status": "err"}, {"save": "1 1"}, "problem", "failed"),
+    ],
+)
+def test_persistence(info: Mapping[str, str], config: Mapping[str, str] | None, level: Level, word: str) -> None:
+    finding = check_persistence(info, config)
+    assert judged(finding) == level
+    assert word in finding.says
+
+
+@pytest.mark.parametrize(
+    ("policy", "level"), [("noeviction", "ok"), ("allkeys-lru", "problem"), ("volatile-ttl", "problem")]
+)
+def test_eviction(policy: str, level: Level) -> None:
+    assert judged(check_policy({"maxmemory_policy": policy})) == level
+
+
+@pytest.mark.parametrize(
+    ("used", "own", "setting", "level"),
+    [
+        (GIB, 0, 0, "warning"),
+        (GIB, 4 * GIB, 0, "ok"),
+        (GIB, 0, 4 * GIB, "ok"),
+        (7 * GIB, 10 * GIB, 0, "warning"),
+        (9 * GIB, 10 * GIB, 100 * GIB, "problem"),
+        (9 * GIB, 0, 10 * GIB, "problem"),
+    ],
+)
+def test_memory(used: int, own: int, setting: int, level: Level) -> None:
+    assert judged(check_memory({"used_memory": str(used), "maxmemory": str(own)}, setting)) == level
+
+
+ONLINE = {"slave0": "ip=10.0.0.1,port=6379,state=online,offset=1,lag=0"}
+BEHIND = {"slave0": "ip=10.0.0.1,port=6379,state=wait_bgsave,offset=0,lag=0", "slave_read_repl_offset": "1"}
+
+
+@pytest.mark.parametrize(
+    ("info", "config", "wanted", "is_replicated", "level"),
+    [
+        ({}, {}, 0, False, "ok"),
+        ({}, {}, 0, True, "warning"),
+        ({}, {}, 1, True, "problem"),
+        (BEHIND, {}, 1, True, "problem"),
+        (ONLINE, {}, 1, True, "ok"),
+        (ONLINE, None, 1, True, "ok"),
+        (ONLINE, {}, 2, True, "problem"),
+        (ONLINE, {}, 0, True, "warning"),
+        (ONLINE, {"min-replicas-to-write": "1"}, 1, True, "ok"),
+        (ONLINE, {"min-replicas-to-write": "2"}, 1, True, "problem"),
+    ],
+)
+def test_replicas(
+    info: Mapping[str, str], config: Mapping[str, str] | None, wanted: int, is_replicated: bool, level: Level
+) -> None:
+    assert judged(check_replicas(info, config, wanted, is_replicated=is_replicated)) == level
+
+
+def test_latency_and_clock() -> None:
+    assert judged(check_answers(NodeFacts("a:1", {}, {}, 0.3, 0.0))) == "ok"
+    assert judged(check_answers(NodeFacts("a:1", {}, {}, 30.0, 0.0))) == "warning"
+    assert judged(check_clock(-0.9)) == "ok"
+    assert "behind" in check_clock(-1.5).says
+    assert "ahead of" in check_clock(1.5).says
+    assert judged(check_clock(1.5)) == "warning"
+
+
+@pytest.mark.parametrize(
+    ("state", "replicas", "level"),
+    [
+        ("ok", [1, 1, 2], "ok"),
+        ("ok", [1, 0, 2], "warning"),
+        ("ok", [1, None, 2], "problem"),
+        ("fail", [1, 1, 1], "problem"),
+    ],
+)
+def test_cluster(state: str, replicas: list[int | None], level: Level) -> None:
+    finding = check_cluster({"cluster_state": state}, replicas)
+    assert judged(finding) == level
+    if state == "ok" and level != "ok":
+        assert "shards 1" in finding.says
+
+
+@pytest.mark.parametrize(
+    ("answering", "named", "quorum", "known", "level"),
+    [(3, 3, 2, 3, "ok"), (2, 3, 2, 3, "warning"), (2, 2, 2, 2, "warning"), (1, 1, 1, 1, "warning"), (1, 1, 2, 3, "ok")],
+)
+def test_sentinels(answering: int, named: int, quorum: int, known: int, level: Level) -> None:
+    assert judged(check_sentinels(answering, named, quorum, known)) == level
+
+
+@pytest.mark.parametrize(
+    ("view", "level"),
+    [
+        (fleet("b"), "ok"),
+        (fleet(), "warning"),
+        (fleet(silent=("b",)), "warning"),
+        (fleet("b", gateways=()), "warning"),
+        (fleet("b", unreadable=1), "warning"),
+    ],
+)
+def test_fleet(view: FleetView, level: Level) -> None:
+    assert judged(check_fleet(view)) == level
+
+
+def test_what_waits_needs_a_live_batcher_of_its_model() -> None:
+    waiting = [shard(StreamFacts("s", "m", 5, 2))]
+    assert "3 waiting, 2 taken" in check_waiting(waiting, fleet("b")).says
+    assert judged(check_waiting(waiting, fleet("b"))) == "ok"
+    assert judged(check_waiting(waiting, fleet(silent=("b",)))) == "problem"
+    assert judged(check_waiting([shard(StreamFacts("s", "other", 5, 0))], fleet("b"))) == "problem"
+    assert judged(check_waiting([shard(StreamFacts("s", "other", 0, 0))], fleet())) == "ok"
+
+
+def test_counts() -> None:
+    stream = StreamFacts("s", "m", 5, 2)
+    assert judged(check_counts([shard(stream), shard()])) == "ok"
+    assert judged(check_counts([shard(), shard(stream, held=6)])) == "warning"
+    finding = check_counts([shard(stream, unread=-1)])
+    assert judged(finding) == "warning"
+    assert "shard 3 says 5/-1, has 5/3" in finding.says
+
+
+@pytest.mark.parametrize(
+    ("stream", "view", "level"),
+    [
+        (StreamFacts("s", "m", 2, 2, (), (("b", 2, 99_000),)), fleet("b"), "ok"),
+        (StreamFacts("s", "m", 2, 2, (), (("gone", 2, 2_000),)), fleet("b"), "ok"),
+        (StreamFacts("s", "m", 2, 2, (), (("gone", 2, 99_000),)), fleet("b"), "warning"),
+        (StreamFacts("s", "m", 2, 2, (), (("gone", 2, 99_000),)), fleet(), "problem"),
+        (StreamFacts("s", "m", 2, None), fleet("b"), "problem"),
+        (StreamFacts("s", "m", 0, None), fleet("b"), "ok"),
+        (StreamFacts("s", "m", 2, 0, ("theirs",)), fleet("b"), "warning"),
+    ],
+)
+def test_groups(stream: StreamFacts, view: FleetView, level: Level) -> None:
+    assert judged(check_groups([shard(stream)], view, 1500)) == level
+
+
+def test_streams_and_letters() -> None:
+    assert judged(check_unlisted([])) == "ok"
+    finding = check_unlisted(["a", "b", "c", "d", "e"])
+    assert judged(finding) == "problem"
+    assert "a, b, c and 2 more" in finding.says
+    assert judged(check_letters([shard(), shard()])) == "ok"
+    assert check_letters([shard(letters=2), shard(letters=3)]).says == "5 kept"
+    assert judged(check_letters([shard(letters=2)])) == "warning"
+
+
+def test_reply_streams() -> None:
+    mine, gone, for_ever = ReplyStream(b"1", "g", 60), ReplyStream(b"2", "x", 33), ReplyStream(b"3", "y", None)
+    assert judged(check_reply_streams([mine], fleet())) == "ok"
+    assert "33 s" in check_reply_streams([mine, gone], fleet()).says
+    finding = check_reply_streams([mine, gone, for_ever], fleet())
+    assert judged(finding) == "warning"
+    assert finding.says == "3, 2 of gateways that are gone; 1 of these never expire"
+
+
+def test_the_same_finding_of_all_servers_is_told_once() -> None:
+    def at(where: str, says: str) -> Finding:
+        return Finding("version", "ok", says, "", (where,))
+
+    assert merged([at("a:1", "7.0"), at("b:1", "7.0")], 2) == [Finding("version", "ok", "7.0")]
+    assert merged([at("a:1", "7.0"), at("b:1", "7.2"), at("c:1", "7.0")], 3) == [
+        Finding("version", "ok", "7.0", "", ("a:1", "c:1")),
+        Finding("version", "ok", "7.2", "", ("b:1",)),
+    ]
+
+
+def test_the_worst_counts() -> None:
+    make: Callable[[Level], Finding] = lambda level: Finding("x", level, "y")  # noqa: E731
+    assert worst([]) == "ok"
+    assert worst([make("warning"), make("ok")]) == "warning"
+    assert worst([make("warning"), make("problem"), make("ok")]) == "problem"
+
+
+def test_info() -> None:
+    assert parse_info(b"# Server\r\nredis_version:7.0.15\r\n\r\nslave0:ip=::1,port=1\r\n") == {
+        "redis_version": "7.0.15",
+        "slave0": "ip=::1,port=1",
+    }

@@ -1,0 +1,206 @@
+"""Heartbeats: bounded by those who write them, not trusted by those who read them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from carpool.broker.redis.fleet_view import (
+    BEAT_BYTES_MAX,
+    ENDPOINTS_MAX,
+    MEMBERS_MAX,
+    MODELS_MAX,
+    FleetView,
+    encode_beat,
+    fleet_page,
+    health_numbers,
+    read_view,
+)
+
+NOW_MS = 1_700_000_000_000
+
+
+def endpoint(name: str = "http://gpu-1:9000/infer", **facts: Any) -> dict[str, Any]:
+    return {
+        "endpoint": name,
+        "state": "healthy",
+        "utilization": 0.5,
+        "in_flight": 1,
+        "limit": 2,
+        "slots": 2,
+        "breaker": "closed",
+        "last_heartbeat": "2023-11-14T22:13:20.000Z",
+        **facts,
+    }
+
+
+def model(*endpoints: dict[str, Any], **facts: Any) -> dict[str, Any]:
+    return {
+        "slots": 4,
+        "healthy_slots": 3,
+        "in_flight": 2,
+        "current_utilization": 0.5,
+        "rate": 100.0,
+        "mean_batch_size": 60.0,
+        "capacity_rps": 640.0,
+        "endpoints": list(endpoints),
+        **facts,
+    }
+
+
+def value(beat: bytes, age_ms: int = 0) -> bytes:
+    return b"%d %b" % (NOW_MS - age_ms, beat)
+
+
+def view(gateways: dict[bytes, bytes] | None = None, batchers: dict[bytes, bytes] | None = None) -> FleetView:
+    flat = [[part for pair in (members or {}).items() for part in pair] for members in (gateways, batchers)]
+    return read_view([NOW_MS, *flat], seen_at=10.0, stale_s=1.5)
+
+
+def batcher(description: dict[str, Any], age_ms: int = 0) -> bytes:
+    return value(encode_beat(description, with_models=True), age_ms)
+
+
+def gateway(age_ms: int = 0, **description: Any) -> bytes:
+    return value(encode_beat({"status": "ok", **description}, with_models=False), age_ms)
+
+
+def test_what_is_said_is_read() -> None:
+    seen = view({b"g": gateway(in_flight=7, rate=12.5, mode="redis")}, {b"b": batcher({"models": {"m": model()}})})
+    (one,) = seen.gateways
+    assert (one.name, one.status, one.beat.in_flight, one.beat.rate, one.beat.mode) == ("g", "ok", 7, 12.5, "redis")
+    assert one.last_heartbeat == "2023-11-14T22:13:20.000Z"
+    (two,) = seen.batchers
+    assert two.beat.models["m"].mean_batch_size == 60.0
+    # A batcher's own numbers follow from its models.
+    assert (two.beat.in_flight, two.beat.current_utilization) == (2, 0.5)
+
+
+def test_the_silent_are_offline_and_count_for_nothing() -> None:
+    described = {"status": "ok", "models": {"m": model(endpoint())}}
+    seen = view({b"g": gateway(1501, rate=5.0)}, {b"old": batcher(described, 1501), b"new": batcher(described, 1500)})
+    assert [(member.name, member.status) for member in seen.batchers] == [("new", "ok"), ("old", "offline")]
+    assert [member.name for member in seen.live_batchers()] == ["new"]
+    assert seen.live_gateways() == []
+    assert seen.healthy_slots("m") == 3
+    assert [(member.name, row.name) for member, row in seen.endpoints("m")] == [("new", "http://gpu-1:9000/infer")]
+    numbers = health_numbers(seen, 42)
+    assert numbers == {
+        "gpu_utilization": 0.5,
+        "queue_depth": 42,
+        "requests_per_second": 0.0,
+        "healthy_slots": 3,
+        "gateways": 0,
+        "batchers": 1,
+    }
+
+
+def test_a_stamp_from_the_future_is_as_silent_as_an_old_one() -> None:
+    assert view(None, {b"b": batcher({}, age_ms=-5000)}).live_batchers() == []
+
+
+def test_a_view_grows_old() -> None:
+    seen = view()
+    assert seen.is_fresh(11.5)
+    assert not seen.is_fresh(11.6)
+
+
+def test_the_page_has_the_shape_of_a_single_gateway_and_the_processes() -> None:
+    one = {"status": "ok", "models": {"m": model(endpoint("http://gpu-1/infer"))}}
+    two = {"status": "draining", "models": {"m": model(endpoint("http://gpu-2/infer"), healthy_slots=0)}}
+    page = fleet_page(view({b"g": gateway(mode="direct")}, {b"one": batcher(one), b"two": batcher(two)}))
+    json.dumps(page)
+    shown = page["models"]["m"]
+    assert (shown["slots"], shown["healthy_slots"], shown["capacity_rps"]) == (8, 3, 1280.0)
+    assert [row["batcher"] for row in shown["endpoints"]] == ["one", "two"]
+    assert {**shown["endpoints"][0]} == {**endpoint("http://gpu-1/infer"), "batcher": "one"}
+    assert [(row["name"], row["status"]) for row in page["batchers"]] == [("one", "ok"), ("two", "draining")]
+    assert page["batchers"][0]["current_utilization"] == 0.5
+    assert page["batchers"][0]["models"]["m"]["mean_batch_size"] == 60.0
+    assert page["gateways"] == [
+        {
+            "name": "g",
+            "status": "ok",
+            "current_utilization": 0.0,
+            "in_flight": 0,
+            "last_heartbeat": "2023-11-14T22:13:20.000Z",
+            "mode": "direct",
+        }
+    ]
+
+
+def test_utilization_is_weighted_by_slots() -> None:
+    models = {"a": model(slots=3, current_utilization=1.0), "b": model(slots=1, current_utilization=0.0)}
+    assert health_numbers(view(None, {b"b": batcher({"models": models})}), 0)["gpu_utilization"] == 0.75
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b"[]",
+        b'{"status":1}',
+        b'{"status":"ok","in_flight":-1}',
+        b'{"status":"ok","current_utilization":2}',
+        b'{"status":"ok","models":{"m":{"healthy_slots":99999999999}}}',
+        b'{"status":"' + b"x" * 33 + b'"}',
+        b'{"status":"ok"}' + b" " * BEAT_BYTES_MAX,
+    ],
+)
+def test_an_absurd_beat_is_left_out(body: bytes) -> None:
+    seen = view(None, {b"bad": value(body), b"good": batcher({})})
+    assert [member.name for member in seen.batchers] == ["good"]
+    assert seen.unreadable == 1
+
+
+@pytest.mark.parametrize("stamp", [b"", b"x", b"-5", b"9" * 15, b"9" * 5000])
+def test_an_absurd_stamp_is_left_out(stamp: bytes) -> None:
+    seen = view(None, {b"bad": stamp + b' {"status":"ok"}'})
+    assert (seen.batchers, seen.unreadable) == ((), 1)
+
+
+def test_names_are_bounded_and_printable() -> None:
+    seen = view(None, {b"x" * 257: batcher({}), b"\x1b[31mred\xff": batcher({})})
+    assert [member.name for member in seen.batchers] == ["\N{REPLACEMENT CHARACTER}[31mred\N{REPLACEMENT CHARACTER}"]
+    assert seen.unreadable == 1
+
+
+def test_a_fleet_is_bounded() -> None:
+    seen = view(None, {b"b%d" % number: batcher({}) for number in range(MEMBERS_MAX + 10)})
+    assert len(seen.batchers) == MEMBERS_MAX
+
+
+@pytest.mark.parametrize("reply", [None, b"OK", [], [1, []], [b"1", [], []]])
+def test_what_is_no_reply_is_refused(reply: Any) -> None:
+    with pytest.raises(ValueError, match="no reply"):
+        read_view(reply, seen_at=0.0, stale_s=1.5)
+
+
+def test_a_beat_is_cut_to_its_bounds() -> None:
+    endpoints = [endpoint(f"http://gpu-{number}/{'x' * 500}") for number in range(ENDPOINTS_MAX + 5)]
+    models = {f"m{number}": model() for number in range(MODELS_MAX + 5)} | {}
+    models["m0"] = model(*endpoints, slots=10**12, healthy_slots=-1, current_utilization=7.0)
+    beat = encode_beat({"status": "x" * 100, "models": models}, with_models=True)
+    assert len(beat) <= BEAT_BYTES_MAX
+    (member,) = view(None, {b"b": value(beat)}).batchers
+    assert len(member.beat.models) == MODELS_MAX
+    assert member.beat.models["m0"].slots == 10**9
+    assert member.beat.models["m0"].healthy_slots == 0
+    assert member.beat.models["m0"].current_utilization == 1.0
+
+
+def test_many_short_endpoints_are_all_shown() -> None:
+    endpoints = [endpoint(f"http://gpu-{number}/") for number in range(500)]
+    beat = encode_beat({"models": {"m": model(*endpoints)}}, with_models=True)
+    (member,) = view(None, {b"b": value(beat)}).batchers
+    assert len(member.beat.models["m"].endpoints) == 500
+
+
+def test_the_outline_changes_with_what_matters_alone() -> None:
+    def outline(**facts: Any) -> Any:
+        return view({b"g": gateway()}, {b"b": batcher({"models": {"m": model(**facts)}})}).outline()
+
+    assert outline() == outline(rate=1.0, in_flight=4)
+    assert outline() != outline(healthy_slots=2)
