@@ -130,9 +130,10 @@ def carpool(
     ports, pids = [], {"gateway": [], "batcher": [], "redis": broker.pids}
     with ExitStack() as stack:
         for _ in range(batchers):
-            command = [*CARPOOL, "batcher", "--broker", broker.url, "--upstream", upstream]
-            command += ["--port", str(free_port()), *flags]
-            pids["batcher"].append(stack.enter_context(process(command, None)).pid)
+            port = free_port()
+            command = [*CARPOOL, "batcher", "--broker", broker.url, "--upstream", upstream, "--port", str(port), *flags]
+            # It takes no requests: only its admin port listens.
+            pids["batcher"].append(stack.enter_context(process(command, port + 1)).pid)
         for _ in range(gateways):
             port = free_port()
             command = [*CARPOOL, "gateway", "--broker", broker.url, "--port", str(port), *flags]

@@ -63,6 +63,7 @@ class Row(msgspec.Struct, frozen=True):
 
     system: str
     size: int
+    is_pinned: bool
     rounds: list[Load]
     open_loop: OpenLoop | None
 
@@ -76,7 +77,7 @@ class Row(msgspec.Struct, frozen=True):
         errors = sum(each.errors for each in self.rounds) + (calm.errors if calm else 0)
         busy = [*(load.busiest[role] for role in ROLES), load.generator_busy]
         return [
-            self.system,
+            f"{self.system}, pinned" if self.is_pinned else self.system,
             f"{self.size} + {self.size}",
             f"{load.rate:,.0f}",
             f"{load.p50_ms:.0f} / {load.p99_ms:.0f}",
@@ -105,34 +106,34 @@ def open_loop(system: Deployment, rate: float, seconds: int) -> OpenLoop:
 
 
 @contextmanager
-def pinned(system: Deployment, wanted: bool) -> Iterator[None]:
+def pinned(system: Deployment, wanted: bool) -> Iterator[bool]:
     """A core for each process and the rest for the generators, if asked for and if there are so many."""
     everywhere = os.sched_getaffinity(0)
     cores = sorted(everywhere)
     pids = [pid for role in ROLES for pid in system.pids[role]]
     if not wanted or len(cores) < len(pids) + len(system.ports):
-        yield
+        yield False
         return
     for pid, core in zip(pids, cores, strict=False):
         os.sched_setaffinity(pid, {core})
     os.sched_setaffinity(0, cores[len(pids) :])
     try:
-        yield
+        yield True
     finally:
         os.sched_setaffinity(0, everywhere)
 
 
 def measure(name: str, size: int, options: argparse.Namespace) -> Row:
     start_broker, start_system = SYSTEMS[name]
-    with start_broker() as broker, start_system(broker, size, size) as system, pinned(system, options.pin):
+    with start_broker() as broker, start_system(broker, size, size) as system, pinned(system, options.pin) as is_pinned:
         wrk(system.ports, system.pids, WARM_S, options.connections)
         rounds = [wrk(system.ports, system.pids, options.seconds, options.connections) for _ in range(options.rounds)]
-        row = Row(name, size, rounds, None)
+        row = Row(name, size, is_pinned, rounds, None)
         # The floor's answers are the inputs: there is nothing in them to verify.
         if options.calm_seconds and name != "floor":
             time.sleep(1.0)
             calm = open_loop(system, OPEN_LOOP_SHARE * row.typical.rate, options.calm_seconds)
-            row = Row(name, size, rounds, calm)
+            row = Row(name, size, is_pinned, rounds, calm)
     return row
 
 
@@ -158,14 +159,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=6, help="of a round of wrk")
     parser.add_argument("--calm-seconds", type=int, default=8, help="at 70 %% of the rate; 0 leaves it out")
     parser.add_argument("--connections", type=int, default=distributed.CONNECTIONS, help="at each gateway")
-    parser.add_argument("--pin", action="store_true", help="a core for each process")
+    parser.add_argument("--pin", action="store_true", help="a core for each process, where there are so many")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     for program in ("wrk", "redis-server"):
         if shutil.which(program) is None:
             parser.error(f"{program} is not installed")
     measuring.raise_file_limit()
-    print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, {'pinned' if options.pin else 'not pinned'}\n")
+    print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}\n")
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
     rows: list[Row] = []
     for name in options.systems.split(","):

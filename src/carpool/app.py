@@ -18,6 +18,8 @@ from carpool.settings import Settings
 from carpool.telemetry.logs import configure_logging
 
 OnReady = Callable[[int, int], None]
+# A second signal within this is the first one once more: a service manager signals parent and children alike.
+SAME_WORD_S = 0.5
 
 
 def run(
@@ -70,13 +72,17 @@ async def _serve(
     listen: socket.socket | None,
 ) -> int:
     told_to_leave = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    told_at = 0.0
 
     def leave() -> None:
-        if told_to_leave.is_set():
-            os._exit(1)  # told twice: at once; what was accepted survives that
-        told_to_leave.set()
+        nonlocal told_at
+        if not told_to_leave.is_set():
+            told_at = loop.time()
+            told_to_leave.set()
+        elif loop.time() - told_at > SAME_WORD_S:
+            os._exit(1)  # told again: at once; what was accepted survives that
 
-    loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, leave)
     process = make_process(settings, role, listen)

@@ -101,6 +101,7 @@ class DistributedProcess(Process):
         if self.is_batcher:
             self._make_feed()
         self.tasks = self._make_tasks()
+        self._opened.callback(self.tasks.close)
         self.availability = {name: FleetAvailability() for name in named}
         if self.is_gateway:
             self._make_front(list(named))
@@ -152,21 +153,9 @@ class DistributedProcess(Process):
         await self.listen_for_operators(desk)
         for service in self.services:
             self.in_background(service.ask_limits())
-        logger.info(
-            "serving on %s:%d, admin on %s:%d",
-            gateway.host,
-            self.port,
-            gateway.admin_host,
-            self.admin_port,
-            extra={
-                "fields": {
-                    "role": self.role,
-                    "name": self.name.decode(),
-                    "models": list(named),
-                    "slots": self.slots_total(),
-                }
-            },
-        )
+        facts = {"role": self.role, "name": self.name.decode(), "models": list(named), "slots": self.slots_total()}
+        where = f"serving on {gateway.host}:{self.port}, " if self.is_gateway else "batching, "
+        logger.info("%sadmin on %s:%d", where, gateway.admin_host, self.admin_port, extra={"fields": facts})
 
     async def drain(self) -> None:
         """Stop taking new work, finish the old, leave. Every step may rely on those before it."""
@@ -203,9 +192,9 @@ class DistributedProcess(Process):
 
     # The parts.
 
-    def _connect(self) -> Nodes:
+    def _connect(self, patience_ms: int = 0) -> Nodes:
         broker = self.settings.broker
-        timeout_s = broker.redis_timeout_ms / 1000
+        timeout_s = (broker.redis_timeout_ms + patience_ms) / 1000
         nodes = Nodes(broker_address(broker), timeout_s=timeout_s, changed=self._nodes_changed)
         self._opened.push_async_callback(nodes.close)
         nodes.start()
@@ -265,7 +254,7 @@ class DistributedProcess(Process):
             lanes_max=broker.lanes_max,
             replicas=broker.replicas,
             replicas_timeout_ms=broker.replicas_timeout_ms,
-            durable_nodes=self._connect() if broker.replicas else None,
+            durable_nodes=self._connect(broker.replicas_timeout_ms) if broker.replicas else None,
             is_memory_full=lambda: self.memory.is_full,
         )
 

@@ -135,7 +135,7 @@ def test_serve_hands_the_settings_over_and_exits_with_the_status(
 ) -> None:
     received: list[Settings] = []
 
-    def run(settings: Settings, reload: Callable[[], Settings]) -> int:
+    def run(settings: Settings, reload: Callable[[], Settings], role: str = "serve", listen: object = None) -> int:
         received.append(settings)
         assert reload() == settings
         return status

@@ -93,9 +93,9 @@ async def test_what_is_wrong_with_a_queue(redis_server: RedisServer, keys: Keys)
     async with redis_server.client() as client:
         first, second = keys.shards[0], keys.shards[1]
         await queue(client, first, 5, held=7)
-        await client.xreadgroup(GROUP, "gone", {first.stream(LANE): ">"}, count=2)
+        await client.xreadgroup(GROUP.decode(), "gone", {first.stream(LANE): ">"}, count=2)
         # Idle for long, as after a crash.
-        ids = [entry[0] for entry in await client.xrange(first.stream(LANE), count=2)]
+        ids = [entry[0] for entry in await client.xrange(first.stream(LANE), count=2) or []]
         await client.execute_command("XCLAIM", first.stream(LANE), GROUP, "gone", 0, *ids, "IDLE", 99_000)  # type: ignore[no-untyped-call]
         await client.xadd(second.stream(LANE), {b"header": b"value"})
         await client.zadd(keys.shards[2].letters.decode(), {"17": 17})
@@ -123,7 +123,7 @@ async def test_groups(redis_server: RedisServer, keys: Keys) -> None:
         stream = shard.stream(LANE)
         await client.xgroup_create(stream, "theirs", "0")
         assert (await examine(redis_server.url, keys))["groups"].says.endswith("theirs")
-        await client.xreadgroup(GROUP, "gone", {stream: ">"}, count=2)
+        await client.xreadgroup(GROUP.decode(), "gone", {stream: ">"}, count=2)
         # A lease that has just begun is nobody's fault; one that is long over is.
         assert "batchers that are gone" not in (await examine(redis_server.url, keys))["groups"].says
         found = await examine(redis_server.url, keys, lease_ms=-60_000)
@@ -235,7 +235,8 @@ async def test_sentinels(tmp_path: Path, keys: Keys) -> None:
         assert found["replicas"].level == "ok"
         group.sentinels[0].kill()
         assert (await examine(group.url, keys))["sentinels"].level == "warning"
-        replica = next(server for server in group.servers if server is not await group.primary())
+        primary = await group.primary()
+        replica = next(server for server in group.servers if server is not primary)
         assert (await examine(replica.url, keys))["role"].level == "problem"
 
 

@@ -13,8 +13,6 @@ from carpool.broker.redis.nodes import Nodes
 from support.processes import until
 from support.redis_servers import RedisCluster, RedisServer, running_redis
 
-MIB = 2**20
-
 
 @asynccontextmanager
 async def watching(url: str, memory_max: int = 0) -> AsyncIterator[MemoryWatch]:
@@ -36,7 +34,7 @@ async def test_full_and_not_full_again(tmp_path: Path) -> None:
         assert 0 < watch.fraction < 0.5
         async with server.client() as client:
             for number in range(26):
-                await client.set(f"big-{number}", b"x" * MIB)
+                await client.set(f"big-{number}", b"x" * 1_000_000)
             await until(lambda: watch.is_full, within_s=2)
             assert 0.8 < watch.fraction < 1.1
             await client.flushall()

@@ -128,7 +128,8 @@ async def test_the_long_silent_and_the_absurd_are_forgotten(redis_server: RedisS
         now_ms = int((await client.time())[0]) * 1000
         old = {"old": f"{now_ms - 62_000} {{}}", "future": f"{now_ms + 62_000} {{}}", "bad": "not a stamp"}
         kept = {"silent": f'{now_ms - 30_000} {{"status":"ok"}}', "long": f"{now_ms} " + "x" * 300_000}
-        await client.hset(keys.batchers.decode(), mapping=old | kept)
+        for name, value in (old | kept).items():
+            await client.hset(keys.batchers.decode(), name, value)
         one = registry(nodes, keys, b"w", "gateway")
         one.start()
         await until(lambda: live(one) == (["w"], []), within_s=3)

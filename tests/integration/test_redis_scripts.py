@@ -119,8 +119,8 @@ class TestSubmit:
             assert heard() == []
             shard.submit("a:s0", 3)
             shard.submit("a:s0", 2)
-            shard.submit("b:s0", 2)
-            assert heard() == [b"3"]
+            shard.submit("b:s0", 1)
+            assert heard() == [b"3", b"1"]  # once for each stream
             shard.take(Budget(1))
             shard.submit("a:s0")
             assert heard() == []
@@ -208,6 +208,12 @@ class TestTake:
         shard.now = START_MS + 451
         shard.submit("c:s0", 2)
         assert fields_of(shard.take(Budget(3, 2))) == ["b:s0"] * 2 + ["a:s2"] * 2 + ["c:s0"] * 2
+
+    def test_after_each_batch_the_lanes_are_compared_again(self, shard: ShardBench) -> None:
+        for field, at in (("a:s0", 0), ("b:s0", 5), ("a:s0", 10), ("a:s0", 15), ("b:s0", 20)):
+            shard.now = START_MS + at
+            shard.submit(field)
+        assert "".join(field[0] for field in fields_of(shard.take(Budget(4, 1)))) == "abaa"
 
     def test_cancelled_ones_are_passed_over(self, shard: ShardBench) -> None:
         ids = shard.submit("a:s0", 6)

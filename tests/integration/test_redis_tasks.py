@@ -429,8 +429,8 @@ async def test_tasks_wait_for_replicas(tmp_path: Path) -> None:
         async with running_redis(tmp_path / "replica", *follow) as replica, open_office(primary.url) as office:
             durable = await connected(primary.url)
             try:
-                await until(lambda: is_followed(primary))
-                tasks = office.gateway(replicas=1, replicas_timeout_ms=100, durable_nodes=durable)
+                await until(lambda: is_in_step(primary))
+                tasks = office.gateway(replicas=1, replicas_timeout_ms=400, durable_nodes=durable)
                 assert await submit_all(office, tasks, 5) == [None] * 5
                 assert len(await office.take()) == 5
                 replica.stop()
@@ -452,8 +452,11 @@ async def test_tasks_wait_for_replicas(tmp_path: Path) -> None:
                 await durable.close()
 
 
-async def is_followed(primary: RedisServer) -> bool:
-    return "state=online" in (await primary.facts("replication")).get("slave0", "")
+async def is_in_step(primary: RedisServer) -> bool:
+    """Does the replica confirm what is written? One that was just attached may take a second before it does."""
+    async with primary.client(single_connection_client=True) as client:
+        await client.set("in-step", "?")
+        return bool(await client.wait(1, 100) == 1)
 
 
 class SlowAnswers(Nodes):
@@ -490,6 +493,7 @@ async def test_a_submission_that_was_lost_is_removed_when_redis_is_back(
         assert [type(error) for error in answers] == [BrokerDown] * 3
         assert all(error is not None and "may or may not" in error.detail for error in answers)
         server.go_on()
+        await until(lambda: office.nodes.is_up(0))
         await until(lambda: not tasks._removals._doubtful, within_s=5.0)
         assert await office.counts() == (1, 1)
         assert [taken.task_id for taken in await office.take()] == [kept]
@@ -524,7 +528,7 @@ async def test_in_a_cluster(redis_cluster: RedisCluster, no_looking_again: None)
     async with open_office(redis_cluster.url) as office:
         durable = await connected(redis_cluster.url)
         try:
-            here = office.gateway(b"here", replicas=1, replicas_timeout_ms=1000, durable_nodes=durable)
+            here = office.gateway(b"here", replicas=1, replicas_timeout_ms=1900, durable_nodes=durable)
             there = await office.told_gateway(b"there")
             ids = [await office.submit(here, b"%d" % number) for number in range(40)]
             polls = [asyncio.ensure_future(look(there, task_id, 30.0)) for task_id in ids]

@@ -53,6 +53,7 @@ def test_help_lists_the_flags_of_serve_with_examples(command: str) -> None:
         (["gateway", "--broker", "redis:/h"], ["broker.url (flag --broker) cannot be used", "redis://"]),
         (["serve", "--upstream", "sim:", "--processes", "2"], ["gateway.processes (flag --processes)", "--broker"]),
         (["batcher", "--broker", REDIS, "--upstream", "sim:", "--processes", "2"], ["another `carpool batcher`"]),
+        (["gateway", "--broker", REDIS, "--listen-fd", "99"], ["--listen-fd is for the processes that --processes"]),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(arguments: list[str], parts: list[str], tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 from support.client import ask_once
 
 START_S_MAX = 30.0
-_SERVING = re.compile(r"serving on 127\.0\.0\.1:(\d+), admin on 127\.0\.0\.1:(\d+)")
+_SERVING = re.compile(r"(?:serving on 127\.0\.0\.1:(\d+)|batching), admin on 127\.0\.0\.1:(\d+)")
+_NAME = re.compile(r'"role": "[a-z]+", "name": "([^"]+)"')
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -31,7 +32,7 @@ async def until(condition: Callable[[], Awaitable[bool]] | Callable[[], bool], *
 
 
 class GatewayProcess:
-    """One `carpool serve` on free ports."""
+    """One `carpool serve`, or another role, on free ports."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process = process
@@ -46,7 +47,7 @@ class GatewayProcess:
             assert self.process.poll() is None, f"the gateway did not start: {self.log.read_text()}"
             assert time.monotonic() < give_up_at, "the gateway did not start in time"
             await asyncio.sleep(0.02)
-        self.port, self.admin_port = int(found[1]), int(found[2])
+        self.port, self.admin_port = int(found[1] or 0), int(found[2])
 
     async def health(self) -> dict[str, Any]:
         """`/internal/health`."""
@@ -57,6 +58,13 @@ class GatewayProcess:
         """What `/internal/fleet` shows of a model."""
         fleet: dict[str, Any] = (await ask_once(self.admin_port, "GET", "/internal/fleet")).json["models"][model]
         return fleet
+
+    @property
+    def name(self) -> str:
+        """By which the others in a fleet know it; from the line that says that it serves."""
+        found = _NAME.search(self.log.read_text())
+        assert found is not None
+        return found[1]
 
     def reload(self) -> None:
         """SIGHUP."""
@@ -114,18 +122,36 @@ async def running_gateway(
             gateway.kill()
 
 
+@asynccontextmanager
+async def running_role(
+    directory: Path, role: str, *flags: str, settings: Mapping[str, object] | None = None
+) -> AsyncIterator[GatewayProcess]:
+    """One `carpool gateway`, `batcher` or `serve` until the block ends; killed then if it has not left by itself."""
+    process = start_role(directory, role, flags, settings or {})
+    try:
+        await process.wait_until_serving()
+        yield process
+    finally:
+        if process.process.poll() is None:
+            process.kill()
+
+
 def start_gateway(
     directory: Path, upstream: str, flags: Sequence[str], settings: Mapping[str, object]
 ) -> GatewayProcess:
     """Start the process; it may not serve yet."""
+    endpoint = ["--upstream", upstream] if upstream else []
+    return start_role(directory, "serve", [*endpoint, "--data-dir", str(directory), *flags], settings)
+
+
+def start_role(directory: Path, role: str, flags: Sequence[str], settings: Mapping[str, object]) -> GatewayProcess:
+    """Start a process of this role; it may not serve yet."""
     directory.mkdir(parents=True, exist_ok=True)
-    log = directory / f"gateway-{time.monotonic_ns()}.log"
+    log = directory / f"{role}-{time.monotonic_ns()}.log"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
     for key, value in settings.items():
         environment["CARPOOL_" + key.upper().replace(".", "_")] = str(value)
-    command = [sys.executable, "-m", "carpool", "serve", "--port", "0", "--log-format", "json"]
-    command += ["--upstream", upstream] if upstream else []
-    command += ["--data-dir", str(directory), *flags]
+    command = [sys.executable, "-m", "carpool", role, "--port", "0", "--log-format", "json", *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=directory)
     return GatewayProcess(process, log)

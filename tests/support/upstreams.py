@@ -266,9 +266,9 @@ MISBEHAVIOURS = {
 
 
 @asynccontextmanager
-async def scripted_upstream() -> AsyncIterator[ScriptedUpstream]:
-    """A scripted upstream on a free port."""
-    upstream = ScriptedUpstream()
+async def scripted_upstream(upstream: ScriptedUpstream | None = None) -> AsyncIterator[ScriptedUpstream]:
+    """A scripted upstream, or this kind of one, on a free port."""
+    upstream = upstream or ScriptedUpstream()
     server = await asyncio.start_server(upstream.serve, "127.0.0.1", 0, limit=64 * MIB, backlog=1024)
     upstream.port = server.sockets[0].getsockname()[1]
     try:

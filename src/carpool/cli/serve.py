@@ -121,7 +121,10 @@ def _run(role: Role, given: Given, listen_fd: int | None) -> int:
     if listen_fd is not None:
         from carpool.processes import adopt
 
-        listen = adopt(listen_fd)
+        try:
+            listen = adopt(listen_fd)
+        except OSError:
+            raise ConfigError("--listen-fd is for the processes that --processes starts") from None
     from carpool.app import run  # here, so that the other commands do not wait for the network libraries
 
     return run(settings, reload=load_checked, role=role, listen=listen)

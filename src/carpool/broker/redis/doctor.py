@@ -56,7 +56,7 @@ SCAN_S_MAX = 30.0
 STREAMS_FOUND_MAX = 50_000
 REASON_CHARS_MAX = 200
 # So long ago that no consumer and no dead letter is old enough for the sweep to touch it.
-NEVER_MS = 10**12
+NEVER_MS = 10**13
 CONFIG_NAMES = ("appendfsync", "save", "min-replicas-to-write")
 
 T = TypeVar("T")

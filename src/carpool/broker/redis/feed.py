@@ -8,6 +8,7 @@
 4. An entry is leased. Leases are renewed while their requests are staged or running, and until their outcome is
    acknowledged; those that are not renewed (their batcher died, or never got to see them) are claimed by any batcher.
 5. An entry that has been delivered often enough to be suspected of killing batchers is sent alone, then given up.
+   Alone means that its batcher has nothing else: what died beside it would be suspected, and given up, for nothing.
 """
 
 import asyncio
@@ -22,11 +23,11 @@ import msgspec
 
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.redis.answers import Answers, Haul, Lease, by_stream, parts_of
-from carpool.broker.redis.keys import Keys, Shard, lane_name
+from carpool.broker.redis.keys import GROUP, Keys, Shard, lane_name
 from carpool.broker.redis.link import Link
 from carpool.broker.redis.nodes import Nodes, Reader, RedisFailure
 from carpool.broker.redis.records import Header, UnknownFormatError, decode_header, decode_value
-from carpool.broker.redis.scripts import PEEK, RENEW, SWEEP, TAKE
+from carpool.broker.redis.scripts import LEVEL, PEEK, RENEW, SWEEP, TAKE
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, DeadlineExceeded, QueueTimeout, UpstreamFailed
 from carpool.core.ports import DeadLetters
@@ -39,6 +40,8 @@ ALONE_AT_DELIVERY = 3
 # In a lease's time: how often leases are renewed, and those of others looked at.
 RENEWALS_A_LEASE = 3
 CLAIMS_A_LEASE = 6
+# So often a batcher looks whether it is quiet enough for a suspect.
+QUIET_LOOK_S = 0.01
 SWEEP_EVERY_S = 5.0
 # Bells can be lost: without one, shards are asked again after this.
 ASK_AGAIN_S = 0.25
@@ -77,6 +80,8 @@ class ShardView(msgspec.Struct, eq=False):
     place_seen: float = -inf
     # Nothing there was for us: not asked again before this, or before a bell.
     barren_until: float = 0.0
+    # The only stream there is, with its model; None if there are several, or that is not known.
+    only: tuple[bytes, str] | None = None
 
 
 class Budget(msgspec.Struct):
@@ -130,12 +135,15 @@ class Feed:
         self._view_of_bell = {view.shard.bell: view for view in self._views}
         self._headers: dict[bytes, Header] = {}
         self._lane_names: dict[tuple[str, bytes], bytes] = {}
+        self._has_seen_foreign = False
         self._hauls: set[Haul] = set()
         # True while a question is out; its answer asks the next one.
         self._is_asking = False
         self._rung = False
         # Shards whose claims are due, the next one last.
         self._claims_due: list[ShardView] = []
+        # A suspect is here, or waits until this batcher has nothing else: meanwhile nothing is taken.
+        self._has_suspects = False
         self._next_shard = 0
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._bells: list[Reader] = []
@@ -221,7 +229,7 @@ class Feed:
 
     def _run(self) -> None:
         self._rung = False
-        if self._is_asking or self.draining:
+        if self._is_asking or self.draining or not self._is_quiet_for_suspects():
             return
         budgets = self._budgets()
         if not budgets:
@@ -244,10 +252,10 @@ class Feed:
             if unseen:
                 self._peek(unseen)
                 return
-            self._take(min(views, key=lambda view: (view.place, view.shard.number)), budgets)
+            self._take_or_read(min(views, key=lambda view: (view.place, view.shard.number)), budgets)
             return
         self._next_shard += 1
-        self._take(views[self._next_shard % len(views)], budgets)
+        self._take_or_read(views[self._next_shard % len(views)], budgets)
 
     def _is_scarce(self, views: Sequence[ShardView], budgets: Sequence[Budget]) -> bool:
         """Whether more waits than can be taken: only then does it matter what goes first."""
@@ -280,6 +288,46 @@ class Feed:
             name = self._lane_names[model, key] = lane_name(model, key)
         return name
 
+    def _take_or_read(self, view: ShardView, budgets: Sequence[Budget]) -> None:
+        """Where a shard has one stream there is no order to find out: a plain read costs Redis a quarter of a script
+        that has to carry the entries.
+        """
+        if view.only is not None:
+            field, model = view.only
+            for budget in budgets:
+                if budget.model == model:
+                    room = budget.rooms.get(field.partition(b":")[0], 0)
+                    number = room + budget.batches * budget.largest
+                    if number > 0:
+                        self._read(view, field, number)
+                        return
+        self._take(view, budgets)
+
+    def _read(self, view: ShardView, field: bytes, number: int) -> None:
+        self._is_asking = True
+        shard = view.shard
+        entries: Any = None
+
+        def read(reply: Any) -> None:
+            nonlocal entries
+            entries = reply
+
+        def levelled(reply: Any) -> None:
+            if isinstance(reply, RedisFailure):
+                view.only = None  # what was read meanwhile is claimed later
+            else:
+                view.only = (reply[2], reply[3].decode()) if len(reply) == 4 else None
+                del reply[2:]
+                if isinstance(entries, list):  # None: nothing was there; an error: the stream was tidied away
+                    reply += (field, entries[0][1])
+            self._took(view, False, reply)
+
+        stream = shard.stream(field)
+        group = (b"XREADGROUP", b"GROUP", GROUP, self._consumer)
+        self._nodes.send(shard.slot, read, *group, b"COUNT", number, b"STREAMS", stream, b">")
+        arguments = (shard.stream(b""), self._now_ms(), number, shard.bell)
+        self._nodes.run(LEVEL, shard.slot, (shard.lanes, shard.counts), arguments, levelled)
+
     def _take(self, view: ShardView, budgets: Sequence[Budget], lease_ms: int = 0) -> None:
         self._is_asking = True
         shard = view.shard
@@ -304,10 +352,44 @@ class Feed:
         step = 3 if is_claim else 2
         if len(reply) == 2 and not is_claim:
             view.barren_until = self._clock() + ASK_AGAIN_S  # for other models, or others were quicker
+        if is_claim:
+            self._leave_suspects(view.shard, reply)
         for at in range(2, len(reply), step):
             deliveries = reply[at + 2] if is_claim else None
             self._stage(view.shard, reply[at], reply[at + 1], deliveries, now_ms)
         self.ring()
+
+    def _leave_suspects(self, shard: Shard, reply: list[Any]) -> None:
+        """Keep one suspect if there is nothing else; give the others back, these deliveries uncounted."""
+        self._hauls = {haul for haul in self._hauls if haul.open}
+        parts = range(2, len(reply), 3)
+        has_others = bool(self._hauls) or any(min(reply[at + 2]) < ALONE_AT_DELIVERY for at in parts)
+        for at in parts:
+            field, entries, deliveries = reply[at : at + 3]
+            haul = Haul(shard, field, self._clock(), {})
+            kept = []
+            for entry, delivery in zip(entries, deliveries, strict=True):
+                if delivery == ALONE_AT_DELIVERY:
+                    self._has_suspects = True
+                    if has_others:
+                        self._answers.release(Lease(haul, entry[0], _FOREIGN))
+                        continue
+                    has_others = True
+                kept.append((entry, delivery))
+            reply[at + 1], reply[at + 2] = [entry for entry, _ in kept], [delivery for _, delivery in kept]
+
+    def _is_quiet_for_suspects(self) -> bool:
+        """False while a suspect runs here, or waits until all else has ended. Then it, or the next one, is claimed."""
+        if not self._has_suspects:
+            return True
+        if timer := self._timers.pop("quiet", None):
+            timer.cancel()
+        if any(haul.open for haul in self._hauls):
+            self._timers["quiet"] = self._loop.call_later(QUIET_LOOK_S, self.ring)
+            return False
+        self._has_suspects = False
+        self._claims_due = list(self._views)
+        return True
 
     def _peek(self, views: Sequence[ShardView]) -> None:
         """Learn where the best entries are."""
@@ -323,6 +405,8 @@ class Feed:
                 view.place_seen = self._clock()
                 view.place = self._best_place(reply)
                 view.unread = reply[1] if view.place < inf else 0
+                # Streams without unread entries are not told of: the next read sees whether there are others.
+                view.only = (reply[2], reply[3].decode()) if len(reply) == 6 else None
             if not left:
                 self._is_asking = False
                 self.ring()
@@ -348,7 +432,11 @@ class Feed:
         """Put entries into the local broker."""
         now = self._clock()
         haul = Haul(shard, field, now, {})
+        # A batcher that stood still for longer than its leases claims its own entries: those are here already.
+        own = set() if deliveries is None else self._open_ids(shard, field)
         for index, (entry_id, (head, value)) in enumerate(entries):
+            if entry_id in own:
+                continue
             header = self._headers.get(head)
             if header is None:
                 header = self._understand(head)
@@ -394,11 +482,19 @@ class Feed:
         else:
             self.claimed += len(haul.open)
 
+    def _open_ids(self, shard: Shard, field: bytes) -> set[bytes]:
+        """What this batcher has of a stream and has not acknowledged yet."""
+        return {
+            entry_id for haul in self._hauls if haul.shard is shard and haul.field == field for entry_id in haul.open
+        }
+
     def _understand(self, head: bytes) -> Header | None:
         try:
             header = decode_header(head)
         except UnknownFormatError as fault:
-            logger.error("an entry is left to others: %s", fault)
+            if not self._has_seen_foreign:
+                self._has_seen_foreign = True
+                logger.error("entries are left to other batchers: %s", fault)
             return None
         if header.model not in self._models:
             return None

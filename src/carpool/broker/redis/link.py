@@ -76,6 +76,17 @@ def tls_context(address: BrokerAddress) -> ssl.SSLContext | None:
     return context
 
 
+def reason_of(failure: Exception) -> str:
+    """Why a connection could not be made or broke. Only the system's words: other texts may quote what was sent."""
+    if isinstance(failure, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {failure.verify_message}"
+    if isinstance(failure, ssl.SSLError):
+        return f"TLS failed: {failure.reason or 'no reason given'}"
+    if isinstance(failure, OSError) and failure.strerror:
+        return failure.strerror
+    return "no answer in time" if isinstance(failure, TimeoutError) else "the connection was refused or broke"
+
+
 def greeting_of(address: BrokerAddress) -> list[Command]:
     """What is said first on every connection: log in, and see whether the server can be used."""
     commands: list[Command] = []
@@ -168,8 +179,7 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, failure: Exception | None) -> None:
         """The other side closed, or this one did."""
-        # Of failures only the system's word: the text of others may quote what was sent.
-        self._end((failure.strerror if isinstance(failure, OSError) else None) or "the server closed the connection")
+        self._end(reason_of(failure) if failure is not None else "the server closed the connection")
         self._transport = None
 
     def data_received(self, data: bytes) -> None:

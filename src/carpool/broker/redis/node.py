@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from carpool.broker.redis.link import Command, CommandLink, Entry, Link, NotSent, OnReply, Refused
+from carpool.broker.redis.link import Command, CommandLink, Entry, Link, NotSent, OnReply, Refused, reason_of
 
 HostPort = tuple[str, int]
 
@@ -65,7 +65,7 @@ class Connector:
         except (OSError, TimeoutError) as failure:
             if link is not None:
                 link.close()
-            raise NotConnectedError(_why(failure)) from None
+            raise NotConnectedError(reason_of(failure)) from None
         except asyncio.CancelledError:
             if link is not None:
                 link.close()
@@ -73,16 +73,6 @@ class Connector:
         if objection:
             raise NotConnectedError(objection)
         return link
-
-
-def _why(failure: Exception) -> str:
-    if isinstance(failure, TimeoutError):
-        return "no answer in time"
-    if isinstance(failure, ssl.SSLCertVerificationError):
-        return f"its certificate is not accepted: {failure.verify_message}"
-    if isinstance(failure, ssl.SSLError):
-        return f"TLS failed: {failure.reason or 'no reason given'}"
-    return (failure.strerror if isinstance(failure, OSError) else None) or "the connection was refused or broke"
 
 
 class Owner(Protocol):

@@ -34,6 +34,15 @@ local function group_of(stream)
   return facts['pending'], facts['last-delivered-id']
 end
 
+-- Batchers that found nothing sleep until the bell; those that found something come back by themselves. So it is rung
+-- when nothing but what was just added waits in a stream.
+local function ring_if_new(stream, added, bell)
+  local pending = group_of(stream) or 0
+  if redis.call('XLEN', stream) - pending <= added then
+    redis.call('SPUBLISH', bell, added)
+  end
+end
+
 -- The id of the first entry that nobody took; nil if there is none.
 local function head_of(stream, last_delivered)
   local first = redis.call('XRANGE', stream, '(' .. last_delivered, '+', 'COUNT', 1)

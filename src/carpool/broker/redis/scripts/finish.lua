@@ -23,8 +23,11 @@ if is_first then
   redis.call('HDEL', task, 'f', 'e', 'w')
   redis.call('PEXPIRE', task, ARGV[4])
 end
-redis.call('XACK', stream, GROUP, entry_id)
+local was_pending = redis.call('XACK', stream, GROUP, entry_id) == 1
 if redis.call('XDEL', stream, entry_id) == 1 then
   redis.call('HINCRBY', counts, 'held', -1)
+  if not was_pending then -- a replica that took over may not know that it was taken
+    redis.call('HINCRBY', counts, 'unread', -1)
+  end
 end
 return { is_first and 1 or 0, is_first and state[2] or '' }

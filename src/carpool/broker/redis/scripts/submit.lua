@@ -56,8 +56,6 @@ if letter ~= '' then
   redis.call('HDEL', KEYS[5], letter)
 end
 redis.call('HINCRBY', counts, 'held', wanted)
--- Batchers that found nothing sleep until the bell; those that found something come back by themselves.
-if redis.call('HINCRBY', counts, 'unread', wanted) <= wanted then
-  redis.call('SPUBLISH', ARGV[5], wanted)
-end
+redis.call('HINCRBY', counts, 'unread', wanted)
+ring_if_new(stream, wanted, ARGV[5])
 return { first, wanted, now }

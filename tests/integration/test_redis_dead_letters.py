@@ -1,0 +1,439 @@
+"""Dead letters on a real Redis: what becomes one, and that a replay neither loses nor repeats anything."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from carpool.broker.redis import dead_letters as dead_letters_module
+from carpool.broker.redis.dead_letters import RedisDeadLetterBox, RedisDeadLetterDesk, letter_of
+from carpool.broker.redis.letters import IDS_A_MS
+from carpool.broker.redis.scripts import BURY
+from carpool.broker.redis.tasks import RedisTasks, TaskResults
+from carpool.core.dead_letter import DeadLetterSummary, dead_letter_causes
+from carpool.core.errors import (
+    BrokerDown,
+    CarpoolError,
+    DeadlineExceeded,
+    InputRefused,
+    Malformed,
+    NotFound,
+    QueueFull,
+    UnknownModel,
+    UpstreamFailed,
+)
+from carpool.core.request import DONE, Request
+from carpool.testing import Witness, make_request
+from support.processes import until
+from support.redis_servers import RedisCluster, RedisServer, running_redis
+from support.redis_tasks import LETTERS_MAX, Office, open_office, told
+
+REFUSED = InputRefused("the model refused this input: too long")
+TARGETS_S = (0.05, 0.5)
+
+
+class LetterOffice:
+    """Both sides of the dead letters."""
+
+    def __init__(self, office: Office, *, letters_max: int = LETTERS_MAX, **gateway: Any) -> None:
+        self.office = office
+        self.box = RedisDeadLetterBox(office.nodes, office.keys, letters_max_per_shard=letters_max)
+        self.tasks: RedisTasks = office.gateway(**gateway)
+        self.desk = RedisDeadLetterDesk(
+            office.nodes,
+            office.keys,
+            self.tasks,
+            {"m"},
+            tier_target_s=TARGETS_S,
+            task_timeout_s=600.0,
+            prepare=self.prepare,
+        )
+        self.unacceptable = b""
+
+    def prepare(self, request: Request) -> None:
+        request.lane = b"prepared"
+        if self.unacceptable and self.unacceptable in request.input:
+            raise Malformed("not with this protocol")
+
+    def request(self, name: str, value: bytes = b'"x"', **options: Any) -> Request:
+        request = make_request(name, Witness(), now=time.perf_counter(), value=value, **options)
+        request.size += len(request.parameters)
+        return request
+
+    async def bury(self, *names: str, error: CarpoolError = REFUSED, **options: Any) -> None:
+        for name in names:
+            self.box.bury(self.request(name, b'"%b"' % name.encode(), **options), error, 2)
+        await until(lambda: self.box._burying == 0)
+        assert self.box.failures == 0
+
+    async def names(self, after: int = 0, limit: int = 1000) -> list[str]:
+        return [letter.request_id for letter in await self.desk.page(after, limit)]
+
+    async def only(self) -> DeadLetterSummary:
+        (summary,) = await self.desk.page(0, 10)
+        return summary
+
+
+@pytest.fixture
+async def letters(redis_server: RedisServer) -> AsyncIterator[LetterOffice]:
+    async with open_office(redis_server.url) as office:
+        yield LetterOffice(office)
+
+
+# What becomes one.
+
+
+async def test_a_synchronous_request_is_kept_as_it_was(letters: LetterOffice) -> None:
+    await letters.bury("r1", parameters=b'{"a":1}', tier=1)
+    summary = await letters.only()
+    letter = await letters.desk.show(summary.id)
+    assert letter.summary == summary
+    assert (summary.request_id, summary.model, summary.cause, summary.detail, summary.sends, summary.size) == (
+        "r1",
+        "m",
+        "input-refused",
+        REFUSED.detail,
+        2,
+        4 + 7,
+    )
+    assert abs(summary.buried_wall - time.time()) < 5.0
+    assert (letter.owner, letter.input, letter.parameters, letter.tier) == ("", b'"r1"', b'{"a":1}', 1)
+    assert letters.desk.total() == 1
+    assert summary.id < 2**53
+
+
+async def test_counts_are_by_cause(letters: LetterOffice) -> None:
+    assert letters.box.buried == dict.fromkeys(dead_letter_causes(), 0)
+    await letters.bury("a", "b")
+    await letters.bury("c", error=UpstreamFailed("down"))
+    letters.box.count("upstream-refused")
+    assert {cause: number for cause, number in letters.box.buried.items() if number} == {
+        "input-refused": 2,
+        "upstream-failed": 1,
+        "upstream-refused": 1,
+    }
+
+
+async def test_tasks_and_those_who_left_are_not_buried_by_the_box(letters: LetterOffice) -> None:
+    letters.box.bury(letters.request("task", is_task=True), REFUSED, 1)
+    gone = letters.request("gone")
+    gone.phase = DONE
+    letters.box.bury(gone, REFUSED, 1)
+    await asyncio.sleep(0.02)
+    assert await letters.names() == []
+    assert letters.box.buried["input-refused"] == 0
+
+
+async def test_a_failed_task_becomes_one_with_its_result(letters: LetterOffice) -> None:
+    office = letters.office
+    task_id = await office.submit(letters.tasks, b'{"prompt": "hi"}', "somebody", parameters=b'{"t":0}')
+    (taken,) = await office.take()
+    assert await office.finish(taken, REFUSED, sends=3)
+    assert await office.finish(taken, REFUSED, sends=3)  # said again: no second letter
+    summary = await letters.only()
+    letter = await letters.desk.show(summary.id)
+    assert (summary.request_id, summary.cause, summary.sends, summary.size) == (task_id, "input-refused", 3, 16 + 7)
+    assert (letter.owner, letter.input, letter.parameters, letter.tier) == (
+        "somebody",
+        b'{"prompt": "hi"}',
+        b'{"t":0}',
+        1,
+    )
+    assert summary.id % IDS_A_MS == taken.shard.number
+    assert office.buried == ["input-refused"]
+    assert await office.counts() == (0, 0)
+
+
+async def test_not_every_failure_of_a_task_is_worth_a_look(letters: LetterOffice) -> None:
+    request = letters.request("t", is_task=True)
+    assert letter_of(request, DeadlineExceeded("late")) == b""
+    assert letter_of(request, REFUSED) != b""
+    await letters.office.submit(letters.tasks)
+    (taken,) = await letters.office.take()
+    assert await letters.office.finish(taken, DeadlineExceeded("late"))
+    assert await letters.names() == []
+
+
+async def test_ids_rise_and_the_oldest_make_room(redis_server: RedisServer) -> None:
+    async with open_office(redis_server.url, shards=1) as office:
+        letters = LetterOffice(office, letters_max=5)
+        await letters.bury(*(f"r{number}" for number in range(20)))  # many in one ms
+        page = await letters.desk.page(0, 100)
+        assert [letter.request_id for letter in page] == ["r15", "r16", "r17", "r18", "r19"]
+        assert all(later.id - earlier.id >= IDS_A_MS for earlier, later in pairwise(page))
+        shard = office.keys.shards[0]
+        assert await office.nodes.ask(shard.slot, b"HLEN", shard.letter_bodies) == 5
+        await letters.desk.drop_all()
+        await letters.bury("new")  # above all that were: who reads on after the last one sees it
+        assert await letters.names(after=page[-1].id) == ["new"]
+
+
+async def test_without_memory_nothing_is_half_buried(tmp_path: Path) -> None:
+    async with running_redis(tmp_path) as server, open_office(server.url) as office:
+        letters = LetterOffice(office)
+        await office.nodes.ask(0, b"CONFIG", b"SET", b"maxmemory", b"1")
+        letters.box.bury(letters.request("r"), REFUSED, 1)
+        await until(lambda: letters.box.failures == 1)
+        assert await office.nodes.ask(0, b"DBSIZE") == 0
+        assert letters.box.buried["input-refused"] == 1
+        await office.nodes.ask(0, b"CONFIG", b"SET", b"maxmemory", b"0")
+        server.kill()
+        await until(lambda: not office.nodes.is_up(0))
+        letters.box.bury(letters.request("r"), REFUSED, 1)
+        assert letters.box.failures == 2
+
+
+async def test_letters_on_their_way_are_bounded(letters: LetterOffice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dead_letters_module, "BURYING_MAX", 3)
+    for number in range(5):
+        letters.box.bury(letters.request(str(number)), REFUSED, 1)
+    assert letters.box.failures == 2
+    await until(lambda: letters.box._burying == 0)
+    assert len(await letters.names()) == 3
+    monkeypatch.setattr(dead_letters_module, "BURYING_BYTES_MAX", 5)
+    letters.box.bury(letters.request("fits"), REFUSED, 1)
+    letters.box.bury(letters.request("does not"), REFUSED, 1)
+    assert letters.box.failures == 3
+
+
+# Pages.
+
+
+async def test_pages_go_over_all_shards_in_order(letters: LetterOffice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dead_letters_module, "LETTERS_A_CALL_MAX", 2)
+    await letters.bury(*(f"r{number}" for number in range(50)))
+    whole = await letters.desk.page(0, 1000)
+    assert sorted(letter.request_id for letter in whole) == sorted(f"r{number}" for number in range(50))
+    assert [letter.id for letter in whole] == sorted(letter.id for letter in whole)
+    assert letters.desk.total() == 50
+    for limit in (1, 7, 49, 50):
+        after, pages = 0, []
+        while page := await letters.desk.page(after, limit):
+            assert len(page) <= limit
+            pages += page
+            after = page[-1].id
+        assert pages == whole
+
+
+async def test_a_call_looks_through_a_bounded_number_of_bytes(
+    letters: LetterOffice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead_letters_module, "LOOKED_THROUGH_BYTES_MAX", 1)
+    await letters.bury(*(f"r{number}" for number in range(40)))
+    assert len(await letters.names()) == 40
+
+
+async def test_the_total_can_be_refreshed(letters: LetterOffice) -> None:
+    await letters.bury("a", "b", "c")
+    assert letters.desk.total() == 0
+    await letters.desk.refresh()
+    assert letters.desk.total() == 3
+
+
+async def test_a_letter_of_another_version_can_be_seen_and_dropped(letters: LetterOffice) -> None:
+    shard = letters.office.keys.shards[3]
+    head = msgspec.msgpack.encode([99, "r", "m", 0, "new-cause", "new", 1])
+    letter = len(head).to_bytes(4, "big") + bytes(4) + head
+    names = (shard.letters, shard.letter_bodies, shard.counts)
+    await letters.office.nodes.ask_script(BURY, shard.slot, names, (b"", 3, 10, letter, b'"x"'))
+    summary = await letters.only()
+    assert (summary.cause, summary.size) == ("unknown", 3)
+    with pytest.raises(Malformed):
+        await letters.desk.show(summary.id)
+    with pytest.raises(Malformed):
+        await letters.desk.replay_all(None)
+    await letters.desk.drop(summary.id)
+    assert await letters.names() == []
+
+
+# Dropping.
+
+
+async def test_drop(letters: LetterOffice) -> None:
+    await letters.bury("a", "b", "c", "d")
+    gone = (await letters.desk.page(0, 1))[0]
+    await letters.desk.drop(gone.id)
+    assert gone.request_id not in await letters.names()
+    for missing in (gone.id, 1, 12345, 2**53 - 1):
+        with pytest.raises(NotFound):
+            await letters.desk.drop(missing)
+        with pytest.raises(NotFound):
+            await letters.desk.show(missing)
+        with pytest.raises(NotFound):
+            await letters.desk.replay(missing)
+    assert await letters.desk.drop_all() == 3
+    assert await letters.desk.drop_all() == 0
+    assert await letters.names() == []
+    assert letters.desk.total() == 0
+
+
+# Replaying.
+
+
+async def test_a_replay_is_a_new_task_in_place_of_the_letter(letters: LetterOffice) -> None:
+    await letters.bury("r1", parameters=b'{"a":1}', tier=7)
+    summary = await letters.only()
+    replayed = await letters.desk.replay(summary.id)
+    assert replayed.id == summary.id
+    assert await letters.names() == []
+    (taken,) = await letters.office.take()
+    assert (taken.task_id, taken.input) == (replayed.task_id, b'"r1"')
+    assert taken.shard.number == summary.id % IDS_A_MS
+    header = taken.header
+    assert (header.parameters, header.lane, header.tier, header.total_ms) == (b'{"a":1}', b"prepared", 1, 600_000)
+    with pytest.raises(NotFound):
+        await letters.desk.replay(summary.id)
+    shard = taken.shard
+    assert await letters.office.nodes.ask(shard.slot, b"EXISTS", shard.letters, shard.letter_bodies) == 0
+
+
+async def test_a_replayed_task_keeps_its_owner(letters: LetterOffice) -> None:
+    office = letters.office
+    await office.submit(letters.tasks, b'"x"', "somebody")
+    (taken,) = await office.take()
+    await office.finish(taken, REFUSED)
+    replayed = await letters.desk.replay((await letters.only()).id)
+    assert (await office.hash_of(replayed.task_id))[b"o"] == b"somebody"
+
+
+async def test_one_of_many_replays_wins(letters: LetterOffice) -> None:
+    await letters.bury("r1")
+    letter_id = (await letters.only()).id
+    results = await asyncio.gather(*(letters.desk.replay(letter_id) for _ in range(10)), return_exceptions=True)
+    assert sum(isinstance(result, NotFound) for result in results) == 9
+    assert len(await letters.office.take()) == 1
+    assert await letters.office.counts() == (1, 0)
+
+
+async def test_a_letter_that_cannot_be_replayed_stays(redis_server: RedisServer) -> None:
+    async with open_office(redis_server.url) as office:
+        letters = LetterOffice(office, held_max=0)
+        await letters.bury("other", model="gone")
+        with pytest.raises(UnknownModel):
+            await letters.desk.replay((await letters.only()).id)
+        await letters.desk.drop_all()
+        await letters.bury("full")
+        with pytest.raises(QueueFull):
+            await letters.desk.replay((await letters.only()).id)
+        letters.unacceptable = b"full"
+        with pytest.raises(Malformed):
+            await letters.desk.replay((await letters.only()).id)
+        assert await letters.names() == ["full"]
+
+
+async def test_replay_all(letters: LetterOffice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dead_letters_module, "LETTERS_A_CALL_MAX", 2)
+    await letters.bury(*(f"r{number}" for number in range(60)))
+    await letters.bury("unserved", model="gone")
+    report = await letters.desk.replay_all(None)
+    taken = await letters.office.take()
+    assert {replayed.task_id for replayed in report.tasks} == {entry.task_id for entry in taken}
+    assert {entry.input for entry in taken} == {b'"r%d"' % number for number in range(60)}
+    assert report.reason is not None
+    assert "no longer served" in report.reason
+    assert await letters.names() == ["unserved"]
+
+
+async def test_replay_all_of_one_cause(letters: LetterOffice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dead_letters_module, "LETTERS_A_CALL_MAX", 1)
+    await letters.bury(*(f"refused-{number}" for number in range(20)))
+    await letters.bury(*(f"failed-{number}" for number in range(20)), error=UpstreamFailed("down"))
+    report = await letters.desk.replay_all("upstream-failed")
+    assert (len(report.tasks), report.reason) == (20, None)
+    assert {entry.input for entry in await letters.office.take()} == {b'"failed-%d"' % number for number in range(20)}
+    assert len(await letters.names()) == 20
+
+
+async def test_replay_all_ends_though_its_tasks_come_back(redis_server: RedisServer) -> None:
+    """Letters that its own tasks come back as are younger than where it stops."""
+    async with open_office(redis_server.url, shards=2) as office:
+        letters = LetterOffice(office)
+        await letters.bury(*(f"r{number}" for number in range(200)))
+        office.results = TaskResults(office.nodes, office.keys, result_ttl_ms=1000, letters_max_per_shard=1000)
+        over = asyncio.Event()
+
+        async def fail_everything() -> None:
+            while not over.is_set():
+                for taken in await office.take():
+                    await office.finish(taken, REFUSED)
+
+        failing = asyncio.ensure_future(fail_everything())
+        report = await asyncio.wait_for(letters.desk.replay_all(None), 10.0)
+        over.set()
+        await failing
+        assert len(report.tasks) == 200
+
+
+async def test_replay_all_stops_when_no_more_tasks_are_accepted(redis_server: RedisServer) -> None:
+    async with open_office(redis_server.url, shards=1) as office:
+        letters = LetterOffice(office, held_max=3)
+        await letters.bury(*(f"r{number}" for number in range(70)))
+        report = await letters.desk.replay_all(None)
+        assert len(report.tasks) == 3
+        assert report.reason is not None
+        assert "queue is full" in report.reason
+        assert len(await letters.names()) == 67
+        with pytest.raises(QueueFull):
+            await letters.desk.replay_all(None)
+
+
+# When Redis is gone.
+
+
+async def test_without_redis_the_desk_says_so(tmp_path: Path) -> None:
+    async with running_redis(tmp_path) as server, open_office(server.url) as office:
+        letters = LetterOffice(office)
+        await letters.bury("r1")
+        letter_id = (await letters.only()).id
+        server.kill()
+        await until(lambda: not office.nodes.is_up(0))
+        for asked in (
+            letters.desk.page(0, 10),
+            letters.desk.show(letter_id),
+            letters.desk.replay(letter_id),
+            letters.desk.replay_all(None),
+            letters.desk.drop(letter_id),
+            letters.desk.drop_all(),
+            letters.desk.refresh(),
+        ):
+            with pytest.raises(BrokerDown):
+                await asked
+        assert letters.desk.total() == 1
+
+
+async def test_a_replay_whose_answer_was_lost_loses_no_letter(tmp_path: Path) -> None:
+    """The task of a letter is never removed: the letter went with it."""
+    async with running_redis(tmp_path) as server, open_office(server.url, timeout_s=0.3) as office:
+        letters = LetterOffice(office)
+        await letters.bury("r1")
+        letter_id = (await letters.only()).id
+        await office.submit(letters.tasks)  # now Redis knows the script
+        await office.take()
+        request = office.request(b'"r1"')
+        request.id = f"{request.id[:-1]}{letter_id % IDS_A_MS:x}"
+        server.stop()
+        error = await told(lambda done: letters.tasks.submit(request, "", done, letter_id))
+        assert isinstance(error, BrokerDown)
+        server.go_on()
+        await until(lambda: office.nodes.is_up(0))
+        assert not letters.tasks._removals._doubtful
+        assert [entry.input for entry in await office.take()] == [b'"r1"']
+        assert await letters.names() == []
+
+
+async def test_in_a_cluster(redis_cluster: RedisCluster) -> None:
+    async with open_office(redis_cluster.url) as office:
+        letters = LetterOffice(office)
+        await letters.bury(*(f"r{number}" for number in range(40)))
+        page = await letters.desk.page(0, 1000)
+        assert len({letter.id % IDS_A_MS for letter in page}) == 16
+        await letters.desk.drop(page[0].id)
+        report = await letters.desk.replay_all(None)
+        assert (len(report.tasks), report.reason) == (39, None)
+        assert len(await office.take()) == 39
+        assert await letters.desk.drop_all() == 0
