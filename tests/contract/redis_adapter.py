@@ -121,15 +121,18 @@ class LaneFeed(Feed):
     def look_for(self, lane: WaitingLane, count: int) -> None:
         """Take up to `count` of a lane, wherever they are."""
         self._wanted = (lane, count)
+        self._ask_all()
+
+    def hear_bells(self) -> None:
+        """Something was queued."""
         for view in self._views:
             view.barren_until = 0.0
-        self._ask_all()
 
     def _budgets(self) -> list[Budget]:
         if self._wanted is None:
             return []
         lane, count = self._wanted
-        room = count - sum(staged.waiting for staged in self._broker.lanes(lane.model))
+        room = count - sum(self._staged(lane.model).values())
         return [Budget(lane.model, 0, count, {lane_name(lane.model, lane.key): room})] if room > 0 else []
 
     @property
@@ -253,6 +256,7 @@ class RedisBroker:
         lane = self._lanes.setdefault(name, WaitingLane(request.model, request.lane_key))
         lane.arrivals += 1
         lane.waiting += 1
+        self._feed.hear_bells()
         self._arrived[request.model](lane)
         return None
 

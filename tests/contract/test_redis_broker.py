@@ -19,7 +19,7 @@ from carpool.testing import make_request
 from support.redis_servers import RedisCluster, RedisServer
 
 SOME_ORDERS = settings(
-    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 

@@ -5,7 +5,7 @@ import random
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from hashlib import sha1
 from pathlib import Path
@@ -463,27 +463,55 @@ async def test_a_server_that_became_a_replica_is_not_up_until_it_is_a_master_aga
         assert await nodes.ask(0, "SET", "k", "v") == b"OK"
 
 
-class FakeRedis:
-    """Answers each command by its first word; what is not in `answers` gets +OK."""
+class Listener:
+    """A server of the test's own; at its end every connection has ended."""
 
     def __init__(self) -> None:
-        self.answers: dict[bytes, bytes] = {}
-        self.port = 0
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        parser = hiredis.Reader()
-        while data := await reader.read(65536):
-            parser.feed(data)
-            while (command := parser.gets()) is not False:
-                writer.write(self.answers.get(command[0], b"+OK\r\n"))
-        writer.close()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
-        listener = await asyncio.start_server(self.serve, HOST, 0)
+        listener = await asyncio.start_server(self._accept, HOST, 0)
         async with listener:
-            self.port = listener.sockets[0].getsockname()[1]
-            yield f"redis://{HOST}:{self.port}"
+            yield f"redis://{HOST}:{listener.sockets[0].getsockname()[1]}"
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def watch(self, task: asyncio.Task[None] | None) -> None:
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.watch(asyncio.current_task())
+        await self.serve(reader, writer)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        raise NotImplementedError
+
+
+async def close(*writers: asyncio.StreamWriter) -> None:
+    for writer in writers:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+class FakeRedis(Listener):
+    """Answers each command by its first word; what is not in `answers` gets +OK."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: dict[bytes, bytes] = {}
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        parser = hiredis.Reader()
+        with suppress(OSError):
+            while data := await reader.read(65536):
+                parser.feed(data)
+                while (command := parser.gets()) is not False:
+                    writer.write(self.answers.get(command[0], b"+OK\r\n"))
+        await close(writer)
 
 
 async def test_a_server_that_loads_its_data_is_not_up() -> None:
@@ -517,48 +545,34 @@ async def test_a_server_without_room_for_another_client() -> None:
         await nodes.close()
 
 
-class CuttingProxy:
+class CuttingProxy(Listener):
     """Passes bytes on, in pieces of any size, and cuts connections at random places of either direction."""
 
     def __init__(self, port: int, dice: random.Random) -> None:
+        super().__init__()
         self._to = port
         self._dice = dice
         self.cuts = 0
         self.is_cutting = True
-        self._tasks: set[asyncio.Task[None]] = set()
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[str]:
-        listener = await asyncio.start_server(self._accept, HOST, 0)
-        async with listener:
-            yield f"redis://{HOST}:{listener.sockets[0].getsockname()[1]}"
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         other_reader, other_writer = await asyncio.open_connection(HOST, self._to)
-        writers = (writer, other_writer)
         for source, target in ((reader, other_writer), (other_reader, writer)):
-            task = asyncio.create_task(self._pass(source, target, writers))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self.watch(asyncio.create_task(self._pass(source, target, (writer, other_writer))))
 
     async def _pass(
         self, source: asyncio.StreamReader, target: asyncio.StreamWriter, both: tuple[asyncio.StreamWriter, ...]
     ) -> None:
-        try:
-            while data := await source.read(self._dice.choice((1, 7, 100, 5000, 65536))):
-                if self.is_cutting and self._dice.random() < 0.02:
+        with suppress(OSError):
+            while data := await source.read(self._dice.choice((50, 1000, 5000, 65536))):
+                if self.is_cutting and self._dice.random() < 0.04:
                     target.write(data[: self._dice.randrange(len(data) + 1)])
                     await target.drain()
                     self.cuts += 1
                     break
                 target.write(data)
                 await target.drain()
-        except OSError:
-            pass
-        finally:
-            for writer in both:
-                writer.close()
+        await close(*both)
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -30,7 +30,7 @@ class Running:
 
     def ports(self) -> list[tuple[int, int]]:
         """Port and admin port of each process that serves by now."""
-        return [(int(port), int(admin)) for port, admin in _SERVING.findall(self.log.read_text())]
+        return [(int(port or 0), int(admin)) for port, admin in _SERVING.findall(self.log.read_text())]
 
     def pids(self) -> dict[str, int]:
         """The last process at each place of a row."""

@@ -85,6 +85,16 @@ class Place:
         self.process = start_role(self._directory, self._role, self._flags, self._settings)
         await self.process.wait_until_serving()
 
+    async def replace(self) -> None:
+        """Start another process; kill the one that was there when the other serves."""
+        old = self.process
+        new = start_role(self._directory, self._role, self._flags, self._settings)
+        try:
+            await new.wait_until_serving()
+        finally:
+            self.process = new  # whatever happened, it is this one that must be ended
+            old.kill()
+
     def end(self) -> None:
         """Leave no process behind."""
         if self.process.process.poll() is None:
@@ -180,6 +190,8 @@ class Clients:
         self.missing: set[str] = set()
         # Statuses of polls that were not 200.
         self.poll_failures: Counter[int] = Counter()
+        # The problems that clients were told of, by status and detail.
+        self.problems: Counter[str] = Counter()
 
     def start(self, *, asks_per_s: float, tasks_per_s: float) -> None:
         """Begin."""
@@ -225,6 +237,7 @@ class Clients:
         if response.status == 200:
             self.checker.output(text, response.json["output"])
         else:
+            self.problems[f"{response.status}: {response.json['detail']}"] += 1
             self.checker.failed(text, response.status)
 
     async def run_task(self) -> None:

@@ -42,6 +42,9 @@ from carpool.upstream.retry import RetryBudget, pause_before
 
 logger = logging.getLogger("carpool.upstream")
 
+# A timer of the event loop may fire so much before its time.
+TIMER_EARLY_S = 0.01
+
 BatchEnded = Callable[[float], None]
 Result = TypeVar("Result")
 
@@ -319,7 +322,8 @@ class UpstreamDispatcher:
                 self._pool.says_nothing(member)
                 return self._too_many(len(members)) if members else out_of_time()
             latest = max(request.deadline for request in members)
-            outcome = await self._call(members, member, min(self._timeout_s, latest - self._clock()), ended)
+            limit_s = latest - self._clock()
+            outcome = await self._call(members, member, min(self._timeout_s, limit_s), ended)
             if outcome is None:
                 return None
             for request in members:
@@ -327,6 +331,8 @@ class UpstreamDispatcher:
             failure, failed, member = outcome, member, None
             if failure.refusal.kind != "elsewhere":
                 return failure
+            if limit_s <= self._timeout_s and self._clock() > latest - TIMER_EARLY_S:
+                return out_of_time()  # it was their own deadline that ended the call
             logger.warning(
                 "attempt %d of %d failed: %s",
                 attempt,

@@ -48,6 +48,7 @@ class BatcherKiller:
         self.phases: Counter[str] = Counter()
         # When the last batcher that held it died.
         self.orphaned: dict[str, float] = {}
+        self.log = []
 
     async def haunt(self, place: Place, upstream: WatchedUpstream) -> None:
         """Kill the batcher of one place again and again, until all kills are done."""
@@ -77,6 +78,7 @@ class BatcherKiller:
         async with self._server.client() as client:
             held = await held_by(client, name, Keys())
         self.phases.update({phase_of(text, sent, answers) for text in held})
+        self.log.append((killed_at, name, held))
         for text in held:
             self.orphaned[text] = killed_at
 
@@ -110,6 +112,23 @@ async def batchers_die(directory: Path, kills: int) -> BatcherKills:
         # What a client got before the kill was answered, not reclaimed: only its acknowledgement was lost.
         waited = [clients.ended[text] - at for text, at in killer.orphaned.items() if clients.ended.get(text, 0.0) > at]
         seen = [text for upstream in upstreams for text in upstream.seen]
+        print(clients.problems)
+        for text, at in killer.orphaned.items():
+            if clients.ended.get(text, 0.0) > at + 2.2:
+                print(
+                    "LATE",
+                    text,
+                    "task" if text in clients.accepted else "ask",
+                    clients.ended[text] - at,
+                    "at",
+                    at,
+                    "ended",
+                    clients.ended[text],
+                    "kills",
+                    [k for k in killer.log if text in k[2]],
+                    "sends",
+                    seen.count(text),
+                )
         return BatcherKills(checker.verdict(seen), checker, killer.phases, waited, fleet.errors())
 
 
@@ -151,10 +170,9 @@ async def gateways_die(directory: Path, kills: int) -> GatewayKills:
             nonlocal left
             while left > 0:
                 left -= 1
-                await asyncio.sleep(random.uniform(0.1, 0.4))
-                victim.process.kill()
+                await asyncio.sleep(random.uniform(0.0, 0.2))
+                await victim.replace()
                 died_at.append(time.monotonic())
-                await victim.start()
 
         await asyncio.gather(*map(haunt, victims))
         await asyncio.gather(doomed.stop(), safe.stop())

@@ -3,7 +3,8 @@
 1. Late binding across machines: a batcher asks for no more than its free slots can send now, in whole batches of one
    lane, and what is staged counts against that. Company for a staged batch is asked for in its lane alone.
 2. One question at a time: the next one is asked when the last is answered, so that the limit holds over all shards.
-   Under load one shard fills a batch; when it is quiet a bell says which shard has something.
+   Under load one shard fills a batch; when it is quiet a bell says which shard has something. In between, what is
+   taken for the last free slot waits a moment for company from the shards that are known to have more.
 3. Where more waits than can be taken, the shard whose best entry has the smallest virtual deadline goes first.
 4. An entry is leased. Leases are renewed while their requests are staged or running, and until their outcome is
    acknowledged; those that are not renewed (their batcher died, or never got to see them) are claimed by any batcher.
@@ -47,6 +48,8 @@ SWEEP_EVERY_S = 5.0
 ASK_AGAIN_S = 0.25
 # How long what was seen of a shard's best entry is good enough to choose between shards.
 PLACE_KNOWN_S = 0.02
+# What was taken waits no longer than this for company from other shards.
+COMPANY_S_MAX = 0.005
 HEADERS_KEPT_MAX = 4096
 CONSUMER_GONE_MS = 600_000
 
@@ -78,8 +81,10 @@ class ShardView(msgspec.Struct, eq=False):
     # The smallest virtual deadline, and when it was seen.
     place: float = 0.0
     place_seen: float = -inf
-    # Nothing there was for us: not asked again before this, or before a bell.
+    # Nothing there was for us: not asked for the same again before this, or before a bell.
     barren_until: float = 0.0
+    # What was asked for last: models with a free slot, lanes with room.
+    asked_for: frozenset[bytes | str] = frozenset()
     # The only stream there is, with its model; None if there are several, or that is not known.
     only: tuple[bytes, str] | None = None
 
@@ -91,6 +96,10 @@ class Budget(msgspec.Struct):
     batches: int
     largest: int
     rooms: dict[bytes, int]
+
+    def wants(self) -> set[bytes | str]:
+        """What may come for it: anything of its model, or of these lanes alone."""
+        return {self.model} if self.batches > 0 else set(self.rooms)
 
 
 class Feed:
@@ -137,13 +146,19 @@ class Feed:
         self._lane_names: dict[tuple[str, bytes], bytes] = {}
         self._has_seen_foreign = False
         self._hauls: set[Haul] = set()
+        # Taken, and not to be sent yet: other shards are known to have more for the same batch.
+        self._landed: list[Request] = []
+        self._landed_since = 0.0
         # True while a question is out; its answer asks the next one.
         self._is_asking = False
         self._rung = False
         # Shards whose claims are due, the next one last.
         self._claims_due: list[ShardView] = []
-        # A suspect is here, or waits until this batcher has nothing else: meanwhile nothing is taken.
-        self._has_suspects = False
+        self._is_claims_turn = False
+        # Models without a free slot that had requests staged when leases were last looked at.
+        self._stuck: set[str] = set()
+        # Where a suspect was found that runs here, or waits until this batcher has nothing else: nothing is taken then.
+        self._suspects_at: ShardView | None = None
         self._next_shard = 0
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._bells: list[Reader] = []
@@ -181,6 +196,7 @@ class Feed:
     def drain(self) -> None:
         """Take nothing more. What is staged is sent, what runs finishes."""
         self.draining = True
+        self._land()
 
     def close(self) -> None:
         """Stop all timers and bells."""
@@ -223,28 +239,44 @@ class Feed:
 
     def _claim_all(self) -> None:
         self._claims_due = list(self._views)
+        self._release_what_is_stuck()
         self.ring()
+
+    def _release_what_is_stuck(self) -> None:
+        """Slots that were free when requests were taken may be gone (an endpoint failed): others may have some."""
+        stuck = {name for name, model in self._models.items() if model.free_slots() <= 0}
+        for request in self._broker.waiting_requests() if stuck & self._stuck else ():
+            if request.model in stuck & self._stuck and isinstance(request.held_by, Haul):
+                lease: Lease = request.ticket
+                self._broker.withdraw(request)
+                self._answers.release(lease)
+        self._stuck = {name for name in stuck if any(True for _ in self._broker.lanes(name))}
 
     # Taking.
 
     def _run(self) -> None:
         self._rung = False
+        self._ask_next()
+        if not self._is_asking:
+            self._land()
+
+    def _ask_next(self) -> None:
         if self._is_asking or self.draining or not self._is_quiet_for_suspects():
             return
         budgets = self._budgets()
         if not budgets:
             return
         now = self._clock()
-        while self._claims_due:
+        views = [view for view in self._views if view.unread != 0 and self._may_give(view, budgets, now)]
+        # Claims and takes in turn: neither may hold up the other.
+        self._is_claims_turn = not self._is_claims_turn
+        if self._claims_due and (self._is_claims_turn or not views):
             view = self._claims_due.pop()
             if self._nodes.is_up(view.shard.slot):
                 self._take(view, budgets, self._lease_ms)
-                return
-        views = [
-            view
-            for view in self._views
-            if view.unread != 0 and view.barren_until <= now and self._nodes.is_up(view.shard.slot)
-        ]
+            else:
+                self.ring()
+            return
         if not views:
             return
         if len(views) > 1 and self._is_scarce(views, budgets):
@@ -256,6 +288,10 @@ class Feed:
             return
         self._next_shard += 1
         self._take_or_read(views[self._next_shard % len(views)], budgets)
+
+    def _may_give(self, view: ShardView, budgets: Sequence[Budget], now: float) -> bool:
+        is_barren = view.barren_until > now and all(budget.wants() <= view.asked_for for budget in budgets)
+        return not is_barren and self._nodes.is_up(view.shard.slot)
 
     def _is_scarce(self, views: Sequence[ShardView], budgets: Sequence[Budget]) -> bool:
         """Whether more waits than can be taken: only then does it matter what goes first."""
@@ -271,14 +307,22 @@ class Feed:
                 continue
             largest = model.largest_batch()
             rooms: dict[bytes, int] = {}
-            for lane in self._broker.lanes(name):
-                free -= -(-lane.waiting // largest)
-                room = -lane.waiting % largest
+            for key, waiting in self._staged(name).items():
+                free -= -(-waiting // largest)
+                room = -waiting % largest
                 if room:
-                    rooms[self._lane_name(name, lane.key)] = room
+                    rooms[self._lane_name(name, key)] = room
             if free > 0 or (free == 0 and rooms):
                 budgets.append(Budget(name, free, largest, rooms))
         return budgets
+
+    def _staged(self, model: str) -> dict[bytes, int]:
+        """How many are here and not sent yet, by lane."""
+        staged = {lane.key: lane.waiting for lane in self._broker.lanes(model)}
+        for request in self._landed:
+            if request.model == model:
+                staged[request.lane_key] = staged.get(request.lane_key, 0) + 1
+        return staged
 
     def _lane_name(self, model: str, key: bytes) -> bytes:
         name = self._lane_names.get((model, key))
@@ -292,6 +336,7 @@ class Feed:
         """Where a shard has one stream there is no order to find out: a plain read costs Redis a quarter of a script
         that has to carry the entries.
         """
+        view.asked_for = frozenset().union(*(budget.wants() for budget in budgets))
         if view.only is not None:
             field, model = view.only
             for budget in budgets:
@@ -353,24 +398,43 @@ class Feed:
         if len(reply) == 2 and not is_claim:
             view.barren_until = self._clock() + ASK_AGAIN_S  # for other models, or others were quicker
         if is_claim:
-            self._leave_suspects(view.shard, reply)
+            self._leave_suspects(view, reply)
         for at in range(2, len(reply), step):
             deliveries = reply[at + 2] if is_claim else None
             self._stage(view.shard, reply[at], reply[at + 1], deliveries, now_ms)
+        if not self._awaits_company():
+            self._land()
         self.ring()
 
-    def _leave_suspects(self, shard: Shard, reply: list[Any]) -> None:
+    def _awaits_company(self) -> bool:
+        """Whether the last free slots would get batches that are not full while other shards have more for them."""
+        now = self._clock()
+        models = {request.model for request in self._landed}
+        if not models or self.draining or now - self._landed_since > COMPANY_S_MAX:
+            return False
+        budgets = [budget for budget in self._budgets() if budget.model in models]
+        if len(budgets) < len(models) or any(budget.batches > 0 for budget in budgets):
+            return False
+        return any(view.unread and self._may_give(view, budgets, now) for view in self._views)
+
+    def _land(self) -> None:
+        """Let what was taken be sent."""
+        landed, self._landed = self._landed, []
+        for request in landed:
+            self._broker.enqueue(request)
+
+    def _leave_suspects(self, view: ShardView, reply: list[Any]) -> None:
         """Keep one suspect if there is nothing else; give the others back, these deliveries uncounted."""
         self._hauls = {haul for haul in self._hauls if haul.open}
         parts = range(2, len(reply), 3)
         has_others = bool(self._hauls) or any(min(reply[at + 2]) < ALONE_AT_DELIVERY for at in parts)
         for at in parts:
             field, entries, deliveries = reply[at : at + 3]
-            haul = Haul(shard, field, self._clock(), {})
+            haul = Haul(view.shard, field, self._clock(), {})
             kept = []
             for entry, delivery in zip(entries, deliveries, strict=True):
                 if delivery == ALONE_AT_DELIVERY:
-                    self._has_suspects = True
+                    self._suspects_at = view
                     if has_others:
                         self._answers.release(Lease(haul, entry[0], _FOREIGN))
                         continue
@@ -380,15 +444,17 @@ class Feed:
 
     def _is_quiet_for_suspects(self) -> bool:
         """False while a suspect runs here, or waits until all else has ended. Then it, or the next one, is claimed."""
-        if not self._has_suspects:
+        if self._suspects_at is None:
             return True
         if timer := self._timers.pop("quiet", None):
             timer.cancel()
         if any(haul.open for haul in self._hauls):
             self._timers["quiet"] = self._loop.call_later(QUIET_LOOK_S, self.ring)
             return False
-        self._has_suspects = False
-        self._claims_due = list(self._views)
+        # The next question is this claim, before anything else is taken.
+        self._claims_due.append(self._suspects_at)
+        self._is_claims_turn = False
+        self._suspects_at = None
         return True
 
     def _peek(self, views: Sequence[ShardView]) -> None:
@@ -472,7 +538,8 @@ class Feed:
                 request.lane += b"\0alone" + entry_id
             self._broker.hold(request)
             if fault is None:
-                self._broker.enqueue(request)
+                self._landed_since = self._landed_since if self._landed else now
+                self._landed.append(request)
             else:
                 self._broker.settle(request, fault)
         if haul.open:
@@ -507,7 +574,8 @@ class Feed:
         """Why a request is not to be sent, if so."""
         if waited_ms >= header.total_ms:
             return DeadlineExceeded("the deadline passed before a slot was free")
-        if not header.is_task and waited_ms >= header.queue_ms:
+        # What is claimed had been taken in time; its batcher died.
+        if not header.is_task and delivery == 1 and waited_ms >= header.queue_ms:
             return QueueTimeout("no slot was free in time; try again, or as a task", retry_after_s=1)
         if delivery > ALONE_AT_DELIVERY:
             self.given_up += 1

@@ -177,6 +177,8 @@ class Nodes:
         for node in nodes:
             await node.close()
         await self._topology.close()
+        # Transports let go of their sockets in the turn after.
+        await asyncio.sleep(0)
 
     # What nodes and readers tell.
 
