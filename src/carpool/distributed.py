@@ -172,6 +172,7 @@ class DistributedProcess(Process):
             self.gate.closed = True
         if self.feed is not None:
             self.feed.drain()
+            await self.feed.finish_asking(self.settings.broker.redis_timeout_ms / 1000)
         for service in self.services:
             service.loop.drain()  # company will not come
         await self._send_what_is_staged()

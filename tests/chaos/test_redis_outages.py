@@ -45,17 +45,17 @@ async def test_nothing_is_lost_while_redis_is_away(tmp_path: Path, how: str) -> 
 async def test_what_a_crash_of_redis_costs(tmp_path: Path, fsync: str, how: str, cut_s: float) -> None:
     seen = await redis_forgets(tmp_path, fsync, how, cut_s)
     is_bounded = {
-        # Only what was accepted in the last second is lost; a shutdown, or a crash of the process alone, costs nothing.
-        "everysec": seen.lost_back_to_s < cut_s + 0.2 and (seen.verdict.lost > 0) == (cut_s > 0),
-        # Everything is.
+        # What was accepted in the last second is forgotten; a shutdown, or a crash of the process alone, costs nothing.
+        "everysec": seen.back_to_s < cut_s + 0.2 and (seen.verdict.lost > 0) == (cut_s > 0),
+        # Everything is forgotten.
         "": seen.verdict.lost > 0 and seen.results_gone > 0,
     }[fsync]
     passed = seen.verdict.wrong == 0 and seen.verdict.late == 0 and is_bounded and seen.back_s < BACK_S_MAX
     kept = f"appendfsync {fsync}" if fsync else "nothing on disk"
     cut = f", its last {cut_s:g} s of writes cut off" if cut_s else ""
     what = (
-        f"Redis {how} ({kept}{cut}): {seen.verdict.lost} of {seen.accepted} accepted tasks lost, the first accepted "
-        f"{seen.lost_back_to_s:.2f} s before; {seen.results_gone} results that had been read are gone"
+        f"Redis {how} ({kept}{cut}): of {seen.accepted} accepted tasks {seen.verdict.lost} are lost, and results of "
+        f"{seen.results_gone} that had been told; accepted up to {seen.back_to_s:.2f} s before"
     )
     seen.verdict.report("F4", what, passed=passed)
     assert passed

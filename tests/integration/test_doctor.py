@@ -94,9 +94,6 @@ async def test_what_is_wrong_with_a_queue(redis_server: RedisServer, keys: Keys)
         first, second = keys.shards[0], keys.shards[1]
         await queue(client, first, 5, held=7)
         await client.xreadgroup(GROUP.decode(), "gone", {first.stream(LANE): ">"}, count=2)
-        # Idle for long, as after a crash.
-        ids = [entry[0] for entry in await client.xrange(first.stream(LANE), count=2) or []]
-        await client.execute_command("XCLAIM", first.stream(LANE), GROUP, "gone", 0, *ids, "IDLE", 99_000)  # type: ignore[no-untyped-call]
         await client.xadd(second.stream(LANE), {b"header": b"value"})
         await client.zadd(keys.shards[2].letters.decode(), {"17": 17})
         before = await snapshot(client, keys)

@@ -403,7 +403,7 @@ async def test_deleting_a_finished_task_forgets_it(office: Office) -> None:
 # When Redis has no memory, no replicas, or is gone.
 
 
-async def test_without_memory_nothing_is_accepted_and_nothing_acknowledged(tmp_path: Path) -> None:
+async def test_without_memory_nothing_is_accepted_and_what_was_is_finished(tmp_path: Path) -> None:
     async with running_redis(tmp_path) as server, open_office(server.url) as office:
         tasks = office.gateway()
         task_id = await office.submit(tasks)
@@ -413,12 +413,8 @@ async def test_without_memory_nothing_is_accepted_and_nothing_acknowledged(tmp_p
         error = await told(lambda done: tasks.submit(office.request(), "o", done))
         assert isinstance(error, BrokerMemoryFull)
         assert error.retry_after_s == 1
-        assert not await office.finish(taken, InputRefused("it has a letter too"))
         assert await office.nodes.ask(0, b"DBSIZE") == before
-        assert (await look(tasks, task_id, 0.05)).status == "PENDING"
-        assert await office.counts() == (1, 0)
-        await office.nodes.ask(0, b"CONFIG", b"SET", b"maxmemory", b"0")
-        assert await office.finish(taken, OUTPUT)
+        assert await office.finish(taken, OUTPUT)  # in place of the input: this is how memory gets free
         assert (await look(tasks, task_id)).status == "SUCCESS"
         assert await office.counts() == (0, 0)
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import redis.asyncio
 
@@ -48,6 +48,8 @@ class WatchedUpstream(ScriptedUpstream):
     def __init__(self) -> None:
         super().__init__()
         self.answered: set[str] = set()
+        # When each input came.
+        self.sends: list[tuple[float, str]] = []
         self._life_began = 0
         # Told of each call: before it is answered, and after.
         self.when_called: Callable[[list[str]], None] = lambda inputs: None
@@ -64,6 +66,8 @@ class WatchedUpstream(ScriptedUpstream):
 
     async def answer(self, inputs: list[str], writer: asyncio.StreamWriter) -> None:
         """Answer one call, and tell of it."""
+        came = time.monotonic() - self.latency_s
+        self.sends += [(came, text) for text in inputs]
         self.when_called(inputs)
         await super().answer(inputs, writer)
         self.answered |= set(inputs)
@@ -207,12 +211,18 @@ class Clients:
         self._sources.clear()
         await asyncio.gather(*self._running)
 
-    async def close(self) -> None:
-        """Hang up."""
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Hang up, whatever is under way."""
+        left = [*self._sources, *self._running]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
         for connections in self._idle.values():
             for connection in connections:
                 await connection.close()
-        self._idle.clear()
 
     async def ask(self) -> None:
         """One request whose client waits."""
@@ -321,7 +331,7 @@ class Clients:
             raise ConnectionRefusedError from failure
         try:
             response = await connection.ask(method, target, body, headers)
-        except ConnectionBrokenError:
+        except BaseException:
             await connection.close()
             raise
         if response.is_last:

@@ -86,7 +86,7 @@ class ShardBench:
         keys = [shard.lanes, shard.counts, self.stream(field), shard.letters, shard.letter_bodies]
         keys += [shard.task(task) for task in tasks]
         limits = (held_max, lanes_max, shard.bell, self._now())
-        first, number, _ = self.run(SUBMIT, keys, field, model, *limits, header, owner, letter, *values)
+        first, number, _, _ = self.run(SUBMIT, keys, field, model, *limits, header, owner, letter, *values)
         milliseconds, sequence = first.decode().split("-")
         return [f"{milliseconds}-{int(sequence) + position}" for position in range(number)]
 

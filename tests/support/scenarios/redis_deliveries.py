@@ -5,7 +5,8 @@ rolling restarts.
 import asyncio
 import random
 import time
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ INTRUDER = "intruder"
 # Of the entries that it sees: copied; claimed from the batcher that has them. Of the looks at a stream: the next entry
 # taken; one claimed whose lease is over, in a race with the batchers.
 COPIED_SHARE, STOLEN_SHARE = 0.1, 0.05
-TAKEN_SHARE, RACED_SHARE = 0.01, 0.1
+TAKEN_SHARE, RACED_SHARE = 0.03, 0.04
 LOOK_S = 0.01
 LEASE_MS = round(LEASE_S * 1000)
 
@@ -67,26 +68,28 @@ class Intruder:
                     await self._interfere(stream, entry_id, fields)
         for stream in streams:
             if random.random() < TAKEN_SHARE:
-                taken = await self._try("XREADGROUP", "GROUP", GROUP, INTRUDER, "COUNT", 1, "STREAMS", stream, ">")
+                taken = await attempt(self._client.xreadgroup(GROUP.decode(), INTRUDER, {stream: ">"}, count=1))
                 self.taken += bool(taken)
             if random.random() < RACED_SHARE:
-                claimed = await self._try("XAUTOCLAIM", stream, GROUP, INTRUDER, LEASE_MS, "0-0", "COUNT", 1)
-                self.raced += bool(claimed and claimed[1])
+                claimed = await attempt(
+                    self._client.xautoclaim(stream, GROUP, INTRUDER, LEASE_MS, count=1, justid=True)
+                )
+                self.raced += bool(claimed)
 
-    async def _interfere(self, stream: bytes, entry_id: bytes, fields: dict[bytes, bytes]) -> None:
+    async def _interfere(self, stream: bytes, entry_id: bytes, fields: dict[Any, Any]) -> None:
         if random.random() < COPIED_SHARE:
-            [(header, value)] = fields.items()
-            self.copied += bool(await self._try("XADD", stream, "NOMKSTREAM", "*", header, value))
+            self.copied += bool(await attempt(self._client.xadd(stream, fields, nomkstream=True)))
         if random.random() < STOLEN_SHARE:
             # Entries that nobody took yet cannot be claimed: then there is no race either.
-            self.stolen += bool(await self._try("XCLAIM", stream, GROUP, INTRUDER, 0, entry_id, "JUSTID"))
+            self.stolen += bool(await attempt(self._client.xclaim(stream, GROUP, INTRUDER, 0, [entry_id], justid=True)))
 
-    async def _try(self, *command: bytes | str | int) -> Any:
-        """The reply; None if the stream was dropped meanwhile."""
-        try:
-            return await self._client.execute_command(*command)  # type: ignore[no-untyped-call]
-        except redis.exceptions.ResponseError:
-            return None
+
+async def attempt(command: Awaitable[Any]) -> Any:
+    """The reply; None if the stream was dropped meanwhile."""
+    try:
+        return await command
+    except redis.exceptions.ResponseError:
+        return None
 
 
 class Doubled(NamedTuple):
@@ -118,16 +121,16 @@ async def doubled_deliveries(directory: Path, seconds: float) -> Doubled:
         client = await stack.enter_async_context(server.client())
         intruder = Intruder(client, keys)
         intruding = asyncio.create_task(intruder.run())
-        clients = Clients(checker, fleet.ports)
+        clients = await stack.enter_async_context(Clients(checker, fleet.ports))
         clients.start(asks_per_s=100, tasks_per_s=100)
         await asyncio.sleep(seconds)
         await clients.stop()
         intruding.cancel()
-        await asyncio.gather(intruding, return_exceptions=True)
+        with suppress(asyncio.CancelledError):
+            await intruding
         # What was claimed last comes back when its lease is over: it must not change what was told.
         await asyncio.sleep(2 * LEASE_S)
         await clients.read_again()
-        await clients.close()
         left = await entries_left(client, keys)
         late = await fleet.gateways[0].process.metric("carpool_late_outcomes")
         assert left == 0, f"{left} entries are still in the queue"
@@ -179,12 +182,11 @@ async def calls_longer_than_the_lease(directory: Path, requests: int) -> LongCal
         for _ in range(2):
             await fleet.add("batcher", "--upstream", upstream.url, "--slots", "4")
         await fleet.wait_until_ready()
-        clients = Clients(checker, fleet.ports)
+        clients = await stack.enter_async_context(Clients(checker, fleet.ports))
         began = time.monotonic()
         work = [clients.ask() for _ in range(requests // 2)] + [clients.run_task() for _ in range(requests // 2)]
         await asyncio.gather(*work)
         seconds = time.monotonic() - began
-        await clients.close()
         claimed = sum([await place.process.metric("carpool_entries_claimed") for place in fleet.batchers])
         admin = fleet.gateways[0].process.admin_port
         listed = await ask_once(admin, "GET", "/internal/dead-letters?limit=1")

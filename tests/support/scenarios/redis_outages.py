@@ -71,7 +71,7 @@ async def redis_is_away(directory: Path, how: str, seconds: float) -> Away:
         for _ in range(2):
             await fleet.add("batcher", "--upstream", upstream.url, "--slots", "2")
         await fleet.wait_until_ready()
-        clients = Clients(checker, fleet.ports, LARGE_BYTES)
+        clients = await stack.enter_async_context(Clients(checker, fleet.ports, LARGE_BYTES))
         clients.start(asks_per_s=60, tasks_per_s=40)
         await asyncio.sleep(2.0)
         before = most = fleet.resident_bytes()
@@ -86,7 +86,6 @@ async def redis_is_away(directory: Path, how: str, seconds: float) -> Away:
         most = max(most, fleet.resident_bytes())
         await clients.stop()
         await clients.read_again()
-        await clients.close()
         after = [answer for answer in (*clients.answers, *clients.task_answers) if answer.began >= returned_at]
         refused = [answer.ended - returned_at for answer in after if answer.status not in (200, 202)]
         # Once it is known that Redis is away, refusals are quick.
@@ -111,11 +110,11 @@ class Losses(NamedTuple):
 
     verdict: Verdict
     accepted: int
-    # How long before the crash the first of the lost ones had been accepted; 0 if none was lost.
-    lost_back_to_s: float
     # Results that had been told and are unknown now.
     results_gone: int
-    # Seconds of writes that were cut off.
+    # How long before the crash the first of all these had been accepted; 0 if there is none.
+    back_to_s: float
+    # Seconds after the return in which the last request or task that came then was refused.
     back_s: float
 
 
@@ -131,7 +130,7 @@ async def redis_forgets(directory: Path, fsync: str, how: str, cut_s: float) -> 
         await fleet.add("gateway")
         await fleet.add("batcher", "--upstream", upstream.url, "--slots", "4")
         await fleet.wait_until_ready()
-        clients = Clients(checker, fleet.ports)
+        clients = await stack.enter_async_context(Clients(checker, fleet.ports))
         clients.start(asks_per_s=20, tasks_per_s=60)
         sizes: list[tuple[float, int]] = []
         sampling = asyncio.create_task(watch_size(server, sizes))
@@ -148,11 +147,8 @@ async def redis_forgets(directory: Path, fsync: str, how: str, cut_s: float) -> 
         returned_at = await outage.end()
         await asyncio.sleep(4.0)
         await clients.stop()
-        lost = {text: crashed_at - clients.accepted[text] for text in clients.missing}
-        told_before = set(clients.inputs.values()) - clients.missing
+        lost = set(clients.missing)
         await clients.read_again()
-        await clients.close()
-        gone = clients.missing & told_before
         refused = [
             answer.ended - returned_at
             for answer in (*clients.answers, *clients.task_answers)
@@ -161,8 +157,8 @@ async def redis_forgets(directory: Path, fsync: str, how: str, cut_s: float) -> 
         return Losses(
             checker.verdict(upstream.seen),
             len(clients.inputs),
-            max(lost.values(), default=0.0),
-            len(gone),
+            len(clients.missing - lost),
+            max((crashed_at - clients.accepted[text] for text in clients.missing), default=0.0),
             max(refused, default=0.0),
         )
 
@@ -217,9 +213,16 @@ async def primaries_of_a_cluster_die(directory: Path, runs: int) -> Failovers:
             shards = {each.number for each in keys.shards if (await cluster.primary_of(each.slot)) is victim}
             await asyncio.sleep(random.uniform(0.2, 0.5))
             victim.kill()
-            resumed_s.append(await resumption(clients, shards))
+            killed_at = time.monotonic()
+
+            async def is_replaced(slot: int = shard.slot, victim: RedisServer = victim) -> bool:
+                return (await cluster.primary_of(slot)) is not victim
+
+            await until(is_replaced, within_s=20)
+            # The new primary has no replica that could confirm anything before the old one is back.
             victim.launch()
             await victim.wait_until_ready()
+            resumed_s.append(await resumption(clients, shards, killed_at))
             await cluster.wait_until_whole()
         return await finish(clients, checker, resumed_s, fleet)
 
@@ -233,7 +236,7 @@ async def primary_under_sentinels_dies(directory: Path) -> Failovers:
         clients = await fleet_with_load(stack, fleet, checker)
         await asyncio.sleep(1.0)
         (await group.primary()).kill()
-        resumed_s = [await resumption(clients, set(range(16)))]
+        resumed_s = [await resumption(clients, set(range(16)), time.monotonic())]
         await asyncio.sleep(1.0)
         return await finish(clients, checker, resumed_s, fleet)
 
@@ -246,33 +249,32 @@ async def fleet_with_load(stack: AsyncExitStack, fleet: Fleet, checker: Checker)
     for _ in range(2):
         await fleet.add("batcher", "--upstream", upstream.url, "--slots", "2")
     await fleet.wait_until_ready()
-    clients = Clients(checker, fleet.ports)
+    clients = await stack.enter_async_context(Clients(checker, fleet.ports))
     clients.start(asks_per_s=30, tasks_per_s=80)
     return clients
 
 
-async def resumption(clients: Clients, shards: set[int]) -> float:
-    """Seconds until a task is accepted in one of these shards."""
-    killed_at = time.monotonic()
+async def resumption(clients: Clients, shards: set[int], killed_at: float) -> float:
+    """Seconds from the kill until a task was accepted in one of these shards."""
+    # What was on its way at the kill may be told a moment later.
+    since = max(killed_at + 0.2, time.monotonic())
 
     def is_accepted_there() -> bool:
-        return any(
-            int(task_id[-1], 16) in shards and clients.accepted[text] > killed_at
-            for task_id, text in reversed(clients.inputs.items())
-        )
+        for task_id, text in reversed(clients.inputs.items()):
+            if clients.accepted[text] < since:
+                return False
+            if int(task_id[-1], 16) in shards:
+                return True
+        return False
 
-    # What was on its way at the kill may be told a moment later.
-    await asyncio.sleep(0.1)
-    killed_at = time.monotonic()
     await until(is_accepted_there, within_s=20)
-    return time.monotonic() - killed_at + 0.1
+    return time.monotonic() - killed_at
 
 
 async def finish(clients: Clients, checker: Checker, resumed_s: list[float], fleet: Fleet) -> Failovers:
     """Every task to its outcome."""
     await clients.stop()
     await clients.read_again()
-    await clients.close()
     return Failovers(checker.verdict(), checker, len(clients.inputs), resumed_s, fleet.errors())
 
 

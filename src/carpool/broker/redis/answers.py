@@ -8,6 +8,7 @@
 """
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -17,17 +18,21 @@ import msgspec
 
 from carpool.broker.redis.dead_letters import letter_of
 from carpool.broker.redis.keys import Keys, Shard
-from carpool.broker.redis.nodes import Nodes, RedisFailure
+from carpool.broker.redis.nodes import Nodes, RedisFailure, Refused
 from carpool.broker.redis.records import FORMAT_VERSION, CallRecord, Header, Reply, encode_reply
-from carpool.broker.redis.scripts import DONE, RELEASE
+from carpool.broker.redis.scripts import DONE, RELEASE, REPLY
 from carpool.broker.redis.tasks import TaskResults
 from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import CarpoolError, ClientLeft, Draining
+from carpool.core.errors import CarpoolError, ClientLeft, Draining, InternalError
 from carpool.core.outcome import CallFacts, Outcome
 from carpool.core.problem import problem_json
 from carpool.core.request import Request
 
-RETRY_S = 0.1
+logger = logging.getLogger("carpool.broker")
+
+RETRY_S, RETRY_S_MAX = 0.1, 2.0
+# With so many outcomes that Redis has not taken, no more work is begun.
+UNCONFIRMED_MAX = 10_000
 # A reply is one value in Redis and is read in one piece; a longer one is cut.
 REPLY_BYTES_MAX = 4 * 1024 * 1024
 IDS_A_CALL_MAX = 1000
@@ -38,7 +43,8 @@ class Haul(msgspec.Struct, eq=False):
 
     shard: Shard
     field: bytes
-    # When the leases were last known to be ours.
+    # When they were taken, and when the leases were last known to be ours.
+    taken: float
     leased: float
     # By entry id: what is not acknowledged yet.
     open: dict[bytes, Request]
@@ -166,7 +172,13 @@ class Answers:
     # Replies.
 
     def _send(self, gateway: bytes, outbox: Outbox) -> None:
-        reply = encode_reply(Reply(FORMAT_VERSION, outbox.calls, outbox.outputs, outbox.errors, []))
+        try:
+            reply = encode_reply(Reply(FORMAT_VERSION, outbox.calls, outbox.outputs, outbox.errors, []))
+        except Exception:  # a value that cannot be written must not cost others their outcomes
+            logger.exception("outcomes could not be written")
+            tickets = [output[0] for output in outbox.outputs] + [error[0] for error in outbox.errors]
+            sorry = InternalError.code, "the outcome could not be written", None
+            reply = encode_reply(Reply(FORMAT_VERSION, [], [], [(ticket, *sorry) for ticket in tickets], []))
         self._write(gateway, reply, outbox.leases, outbox.useless_at)
 
     def _write(self, gateway: bytes, reply: bytes, leases: list[Lease], useless_at: float) -> None:
@@ -176,6 +188,11 @@ class Answers:
         self._nodes.send(slot, written, b"XADD", stream, b"NOMKSTREAM", b"*", b"r", reply)
 
     def _written(self, gateway: bytes, reply: bytes, leases: list[Lease], useless_at: float, answer: Any) -> None:
+        if isinstance(answer, Refused) and answer.code == "OOM":
+            stream = self._keys.replies(gateway)
+            written = partial(self._written, gateway, reply, leases, useless_at)
+            self._nodes.run(REPLY, self._keys.slot_of(stream), (stream,), (reply,), written)
+            return
         if isinstance(answer, RedisFailure) and self._clock() < useless_at:
             self.retries += 1
             self._loop.call_later(RETRY_S, self._write, gateway, reply, leases, useless_at)
@@ -208,14 +225,17 @@ class Answers:
             status, result = b"S", bytes(outcome.value)
         self._write_result(lease, request.id, status, result, letter)
 
-    def _write_result(self, lease: Lease, task_id: str, status: bytes, result: bytes, letter: bytes) -> None:
+    def _write_result(
+        self, lease: Lease, task_id: str, status: bytes, result: bytes, letter: bytes, pause_s: float = RETRY_S
+    ) -> None:
         def done(was_written: bool) -> None:
             if was_written:
                 self.unconfirmed -= 1
                 lease.haul.open.pop(lease.entry_id, None)
             else:  # for ever: the outcome of a task is owed; if this process dies, another batcher does it again
                 self.retries += 1
-                self._loop.call_later(RETRY_S, self._write_result, lease, task_id, status, result, letter)
+                longer_s = min(2 * pause_s, RETRY_S_MAX)
+                self._loop.call_later(pause_s, self._write_result, lease, task_id, status, result, letter, longer_s)
 
         haul = lease.haul
         self._results.finish(haul.shard, haul.field, lease.entry_id, task_id, status, result, letter, done)

@@ -252,7 +252,9 @@ class Doctor:
             findings += await self._look_at_queue(deployment)
         except FAILURES as failure:
             says = f"the queue cannot be looked at: {reason_of(failure)}"
-            do = "let this user run EVAL, SCAN, HGETALL and the stream commands on the keys of Carpool's namespace"
+            do = "see the other findings; then run this again"
+            if isinstance(failure, NoPermissionError):
+                do = "let this user run EVAL, SCAN, HGETALL and the stream commands on the keys of Carpool's namespace"
             findings.append(Finding("queue", "problem", says, do))
         return findings
 

@@ -249,7 +249,7 @@ def check_cluster(state: Mapping[str, str], replicas_of_shards: Sequence[int | N
 def check_sentinels(answering: int, named: int, quorum: int, known: int) -> Finding:
     """Whether the Sentinels can agree on a failover."""
     says = f"{answering} of the {named} named answer; {known} watch the primary, {quorum} must agree"
-    if known < max(quorum, known // 2 + 1) or known < SENTINELS_MIN:
+    if known < max(quorum, SENTINELS_MIN):
         return Finding(
             "sentinels", "warning", f"{says}: the end of one may keep a failover from happening", "run three or more"
         )

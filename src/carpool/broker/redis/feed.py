@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import msgspec
 
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.redis.answers import Answers, Haul, Lease, by_stream, parts_of
+from carpool.broker.redis.answers import UNCONFIRMED_MAX, Answers, Haul, Lease, by_stream, parts_of
 from carpool.broker.redis.keys import GROUP, Keys, Shard, lane_name
 from carpool.broker.redis.link import Link
 from carpool.broker.redis.nodes import Nodes, Reader, RedisFailure
@@ -85,6 +85,8 @@ class ShardView(msgspec.Struct, eq=False):
     barren_until: float = 0.0
     # What was asked for last: models with a free slot, lanes with room.
     asked_for: frozenset[bytes | str] = frozenset()
+    # What the last bell said, while a question is out.
+    rung: int = 0
     # The only stream there is, with its model; None if there are several, or that is not known.
     only: tuple[bytes, str] | None = None
 
@@ -198,6 +200,12 @@ class Feed:
         self.draining = True
         self._land()
 
+    async def finish_asking(self, timeout_s: float) -> None:
+        """Wait for the answer to the last question: what it brings is given back."""
+        give_up_at = self._loop.time() + timeout_s
+        while self._is_asking and self._loop.time() < give_up_at:  # noqa: ASYNC110 - once, at the end
+            await asyncio.sleep(0.002)
+
     def close(self) -> None:
         """Stop all timers and bells."""
         self.draining = True
@@ -215,15 +223,23 @@ class Feed:
     def _listen(self, views: Sequence[ShardView], link: Link) -> None:
         for view in views:
             link.send(b"SSUBSCRIBE", view.shard.bell)
-            view.unread = None
+            view.unread, view.barren_until = None, 0.0
         self.ring()
 
     def _bell(self, message: Any) -> None:
         if isinstance(message, list) and message[0] == b"smessage":
             view = self._view_of_bell[message[1]]
-            view.unread = max(view.unread or 0, int(message[2]))
-            view.barren_until = 0.0
+            view.rung = int(message[2])
+            self._heed_bell(view)
             self.ring()
+
+    def _heed_bell(self, view: ShardView) -> None:
+        """A bell may be here before the answer to a question that Redis answered earlier: it holds until then."""
+        if view.rung:
+            view.unread = max(view.unread or 0, view.rung)
+            view.barren_until = 0.0
+            if not self._is_asking:
+                view.rung = 0
 
     def _every(self, name: str, seconds: float, act: Callable[[], None]) -> None:
         def again() -> None:
@@ -234,7 +250,7 @@ class Feed:
 
     def _ask_all(self) -> None:
         for view in self._views:
-            view.unread = None
+            view.unread, view.barren_until = None, 0.0
         self.ring()
 
     def _claim_all(self) -> None:
@@ -245,8 +261,10 @@ class Feed:
     def _release_what_is_stuck(self) -> None:
         """Slots that were free when requests were taken may be gone (an endpoint failed): others may have some."""
         stuck = {name for name, model in self._models.items() if model.free_slots() <= 0}
+        long_ago = self._clock() - self._lease_ms / 1000 / CLAIMS_A_LEASE
         for request in self._broker.waiting_requests() if stuck & self._stuck else ():
-            if request.model in stuck & self._stuck and isinstance(request.held_by, Haul):
+            haul = request.held_by
+            if request.model in stuck & self._stuck and isinstance(haul, Haul) and haul.taken < long_ago:
                 lease: Lease = request.ticket
                 self._broker.withdraw(request)
                 self._answers.release(lease)
@@ -290,7 +308,9 @@ class Feed:
         self._take_or_read(views[self._next_shard % len(views)], budgets)
 
     def _may_give(self, view: ShardView, budgets: Sequence[Budget], now: float) -> bool:
-        is_barren = view.barren_until > now and all(budget.wants() <= view.asked_for for budget in budgets)
+        is_barren = view.barren_until > now and all(
+            budget.model in view.asked_for or budget.wants() <= view.asked_for for budget in budgets
+        )
         return not is_barren and self._nodes.is_up(view.shard.slot)
 
     def _is_scarce(self, views: Sequence[ShardView], budgets: Sequence[Budget]) -> bool:
@@ -300,7 +320,9 @@ class Feed:
 
     def _budgets(self) -> list[Budget]:
         """What free slots can use beyond what is staged already."""
-        budgets = []
+        budgets: list[Budget] = []
+        if self._answers.unconfirmed > UNCONFIRMED_MAX:
+            return budgets
         for name, model in self._models.items():
             free = model.free_slots()
             if free <= 0:
@@ -359,13 +381,15 @@ class Feed:
 
         def levelled(reply: Any) -> None:
             if isinstance(reply, RedisFailure):
-                view.only = None  # what was read meanwhile is claimed later
+                view.only = None
+                if isinstance(entries, list):  # the time is not known: to others, or to us at the next claim
+                    self._release(shard, field, entries[0][1])
             else:
                 view.only = (reply[2], reply[3].decode()) if len(reply) == 4 else None
                 del reply[2:]
                 if isinstance(entries, list):  # None: nothing was there; an error: the stream was tidied away
                     reply += (field, entries[0][1])
-            self._took(view, False, reply)
+            self._took(view, reply, is_read=True)
 
         stream = shard.stream(field)
         group = (b"XREADGROUP", b"GROUP", GROUP, self._consumer)
@@ -383,10 +407,10 @@ class Feed:
             arguments += (budget.model, budget.batches, budget.largest, len(budget.rooms))
             for lane, room in budget.rooms.items():
                 arguments += (lane, room)
-        took = partial(self._took, view, lease_ms > 0)
+        took = partial(self._took, view, is_claim=lease_ms > 0)
         self._nodes.run(TAKE, shard.slot, (shard.lanes, shard.counts), arguments, took)
 
-    def _took(self, view: ShardView, is_claim: bool, reply: Any) -> None:
+    def _took(self, view: ShardView, reply: Any, *, is_claim: bool = False, is_read: bool = False) -> None:
         self._is_asking = False
         if isinstance(reply, RedisFailure):
             view.barren_until = self._clock() + ASK_AGAIN_S
@@ -395,13 +419,24 @@ class Feed:
         now_ms, view.unread = reply[0], max(reply[1], 0)
         view.place_seen = -inf
         step = 3 if is_claim else 2
-        if len(reply) == 2 and not is_claim:
+        if is_read and len(reply) == 2 and view.unread:
+            view.only = None  # it is in another stream
+        elif len(reply) == 2 and not is_claim:
             view.barren_until = self._clock() + ASK_AGAIN_S  # for other models, or others were quicker
+        self._heed_bell(view)
+        if self.draining:
+            for at in range(2, len(reply), step):
+                self._release(view.shard, reply[at], reply[at + 1])
+            return
         if is_claim:
+            self._forget_own(view.shard, reply)
             self._leave_suspects(view, reply)
         for at in range(2, len(reply), step):
             deliveries = reply[at + 2] if is_claim else None
             self._stage(view.shard, reply[at], reply[at + 1], deliveries, now_ms)
+        is_one_stream = len(reply) == 4 and not is_read
+        if is_one_stream and (header := self._headers.get(reply[3][0][1][0])) is not None:
+            view.only = (reply[2], header.model)  # maybe; if there are others, the next read sees that
         if not self._awaits_company():
             self._land()
         self.ring()
@@ -419,9 +454,27 @@ class Feed:
 
     def _land(self) -> None:
         """Let what was taken be sent."""
+        if timer := self._timers.pop("land", None):
+            timer.cancel()
         landed, self._landed = self._landed, []
         for request in landed:
             self._broker.enqueue(request)
+
+    def _release(self, shard: Shard, field: bytes, entries: Iterable[Any]) -> None:
+        """Let others have what came at the wrong time."""
+        haul = Haul(shard, field, 0.0, 0.0, {})
+        for entry_id, _ in entries:
+            self._answers.release(Lease(haul, entry_id, _FOREIGN))
+
+    def _forget_own(self, shard: Shard, reply: list[Any]) -> None:
+        """A batcher that stood still for longer than its leases claims its own entries: those are here already."""
+        for at in range(2, len(reply), 3):
+            own = self._open_ids(shard, reply[at])
+            kept = [pair for pair in zip(reply[at + 1], reply[at + 2], strict=True) if pair[0][0] not in own]
+            reply[at + 1], reply[at + 2] = [entry for entry, _ in kept], [delivery for _, delivery in kept]
+        empty = [at for at in range(2, len(reply), 3) if not reply[at + 1]]
+        for at in reversed(empty):
+            del reply[at : at + 3]
 
     def _leave_suspects(self, view: ShardView, reply: list[Any]) -> None:
         """Keep one suspect if there is nothing else; give the others back, these deliveries uncounted."""
@@ -430,7 +483,7 @@ class Feed:
         has_others = bool(self._hauls) or any(min(reply[at + 2]) < ALONE_AT_DELIVERY for at in parts)
         for at in parts:
             field, entries, deliveries = reply[at : at + 3]
-            haul = Haul(view.shard, field, self._clock(), {})
+            haul = Haul(view.shard, field, 0.0, 0.0, {})
             kept = []
             for entry, delivery in zip(entries, deliveries, strict=True):
                 if delivery == ALONE_AT_DELIVERY:
@@ -470,11 +523,15 @@ class Feed:
             else:
                 view.place_seen = self._clock()
                 view.place = self._best_place(reply)
-                view.unread = reply[1] if view.place < inf else 0
+                # The count may be behind: there is one at least.
+                view.unread = max(1, reply[1]) if view.place < inf else 0
                 # Streams without unread entries are not told of: the next read sees whether there are others.
-                view.only = (reply[2], reply[3].decode()) if len(reply) == 6 else None
+                if len(reply) > 2:
+                    view.only = (reply[2], reply[3].decode()) if len(reply) == 6 else None
             if not left:
                 self._is_asking = False
+                for each in views:
+                    self._heed_bell(each)
                 self.ring()
 
         for view in views:
@@ -497,12 +554,9 @@ class Feed:
     ) -> None:
         """Put entries into the local broker."""
         now = self._clock()
-        haul = Haul(shard, field, now, {})
-        # A batcher that stood still for longer than its leases claims its own entries: those are here already.
-        own = set() if deliveries is None else self._open_ids(shard, field)
+        haul = Haul(shard, field, now, now, {})
+        self._hauls.add(haul)
         for index, (entry_id, (head, value)) in enumerate(entries):
-            if entry_id in own:
-                continue
             header = self._headers.get(head)
             if header is None:
                 header = self._understand(head)
@@ -538,12 +592,12 @@ class Feed:
                 request.lane += b"\0alone" + entry_id
             self._broker.hold(request)
             if fault is None:
-                self._landed_since = self._landed_since if self._landed else now
+                if not self._landed:
+                    self._landed_since = now
+                    self._timers["land"] = self._loop.call_later(COMPANY_S_MAX, self._land)
                 self._landed.append(request)
             else:
                 self._broker.settle(request, fault)
-        if haul.open:
-            self._hauls.add(haul)
         if deliveries is None:
             self.taken += len(haul.open)
         else:
@@ -617,6 +671,9 @@ class Feed:
                 if request is not None:
                     self.leases_lost += 1
                     if request.phase == QUEUED:  # another batcher has it: no need to send it from here
+                        self._broker.withdraw(request)
+                    elif request in self._landed:
+                        self._landed.remove(request)
                         self._broker.withdraw(request)
 
     def _sweep_all(self) -> None:

@@ -11,7 +11,7 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -20,8 +20,17 @@ import msgspec
 from carpool.broker.deadlines import Deadlines
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.redis.keys import Keys, Shard, lane_name, line_name
-from carpool.broker.redis.nodes import Lost, Nodes, NotSent, RedisFailure, Refused
-from carpool.broker.redis.records import FORMAT_VERSION, Header, Reply, encode_header, encode_value, make_error
+from carpool.broker.redis.link import pack_beginning, pack_rest
+from carpool.broker.redis.nodes import Lost, Nodes, RedisFailure, Refused
+from carpool.broker.redis.records import (
+    FORMAT_VERSION,
+    Header,
+    Reply,
+    encode_header,
+    encode_value,
+    make_error,
+    value_parts,
+)
 from carpool.broker.redis.replies import ReplyReader
 from carpool.broker.redis.scripts import ARRIVED, CANCEL, SUBMIT
 from carpool.core.clock import Clock, monotonic
@@ -49,6 +58,7 @@ CANCELS_A_CALL_MAX = 500
 LINES_KEPT_MAX = 4096
 STRAYS_KEPT_MAX = 100_000
 NO_LIMIT = 0
+MOVING = ("MOVED", "ASK")
 
 
 class Line(msgspec.Struct, eq=False):
@@ -59,7 +69,6 @@ class Line(msgspec.Struct, eq=False):
     header: bytes
     lanes_max: int
     requests: list[Request]
-    values: list[bytes]
 
 
 class Parcel(msgspec.Struct, eq=False):
@@ -207,7 +216,7 @@ class RedisFront:
             self._send_again([r for r in self._parked.values() if r.held_by is not None and r.held_by.shard not in up])
         if mode == "direct":
             self._send_again(list(self._parked.values()))
-        if came_back:
+        if self._strays and up:
             self._withdraw_strays()
         if is_other:
             self._mode_changed(mode)
@@ -225,18 +234,21 @@ class RedisFront:
         settled = 0
         waits: list[float] = []
         for number, call, queue_s, value, tokens_used in reply.outputs:
+            facts_of_call = facts[call]  # before the request is out of reach
             request = parked.pop(number, None)
             if request is None:
                 self.late_outcomes += 1
                 continue
             settled += 1
+            if request.held_by is None:  # it was to be queued again in this turn
+                self._is_line_thinned = True
             # Before it is told: the next request of the same client may come from there.
             self.held -= 1
             self.held_bytes -= request.size
             request.taken = request.arrived + queue_s
             request.held_by = None
             waits.append(queue_s)
-            request.settle(Output(value, facts[call], tokens_used), now)
+            request.settle(Output(value, facts_of_call, tokens_used), now)
         if settled:
             self.outcomes["ok"] = self.outcomes.get("ok", 0) + settled
             self.waited.observe_all(waits)
@@ -254,6 +266,8 @@ class RedisFront:
         del self._parked[request.number]
         self.held -= 1
         self.held_bytes -= request.size
+        if request.held_by is None:
+            self._is_line_thinned = True
         request.held_by = None
         request.settle(outcome, self._clock())
         code = request.result_code
@@ -278,7 +292,6 @@ class RedisFront:
             self._leaving.append(line)
             self._flush_soon()
         line.requests.append(request)
-        line.values.append(encode_value(request.number, request.id, request.input))
 
     def _make_line(self, request: Request) -> Line:
         if len(self._lines) >= LINES_KEPT_MAX:
@@ -303,7 +316,6 @@ class RedisFront:
             # What most clients send is never shut out by those who send many different parameters.
             lanes_max=self._lanes_max if request.lane_key else NO_LIMIT,
             requests=[],
-            values=[],
         )
 
     def _flush_soon(self) -> None:
@@ -316,12 +328,10 @@ class RedisFront:
         leaving, self._leaving = self._leaving, []
         for line in leaving:
             requests, line.requests = line.requests, []
-            values, line.values = line.values, []
             if self._is_line_thinned:
-                kept = [pair for pair in zip(requests, values, strict=True) if self._is_parked(pair[0])]
-                requests, values = [request for request, _ in kept], [value for _, value in kept]
-            for part_requests, part_values in parts_of(requests, values) if requests else ():
-                self._send(line, part_requests, part_values)
+                requests = [request for request in requests if self._is_parked(request)]
+            for part, _ in parts_of(requests, [request.input for request in requests]) if requests else ():
+                self._send(line, part)
         self._is_line_thinned = False
         if self._cancelled:
             cancelled, self._cancelled = self._cancelled, defaultdict(list)
@@ -329,7 +339,7 @@ class RedisFront:
                 for start in range(0, len(entries), CANCELS_A_CALL_MAX):
                     self._delete(self._keys.shards[number], entries[start : start + CANCELS_A_CALL_MAX])
 
-    def _send(self, line: Line, requests: list[Request], values: Sequence[bytes]) -> None:
+    def _send(self, line: Line, requests: list[Request]) -> None:
         if not self._up:
             self._send_again(requests)
             return
@@ -338,10 +348,11 @@ class RedisFront:
         parcel = Parcel(shard, line, requests)
         for request in requests:
             request.held_by = parcel
-        is_near_bound = self._held_in[shard.number] + 2 * len(values) > self._shard_max
+        is_near_bound = self._held_in[shard.number] + 2 * len(requests) > self._shard_max
         if line.lanes_max == NO_LIMIT and not is_near_bound and not self._now_ms():
-            self._add(parcel, values)
+            self._add(parcel)
             return
+        values = [encode_value(request.number, request.id, request.input) for request in requests]
         limits = (self._shard_max, line.lanes_max, shard.bell, self._now_ms())
         self._nodes.run(
             SUBMIT,
@@ -351,48 +362,55 @@ class RedisFront:
             partial(self._queued, parcel),
         )
 
-    def _add(self, parcel: Parcel, values: Sequence[bytes]) -> None:
+    def _add(self, parcel: Parcel) -> None:
         """Queue where no bound is near: Redis adds entries by plain commands in half the time that a script takes.
 
         A few more than the bound may come in this way, as many as other gateways add in one turn.
         """
         shard, line = parcel.shard, parcel.line
         stream = shard.stream(line.field)
-        added: list[Any] = [None] * len(values)
-        for position, value in enumerate(values):
-            self._nodes.send(
-                shard.slot, partial(added.__setitem__, position), b"XADD", stream, b"*", line.header, value
-            )
+        added: list[Any] = []
+        beginning = pack_beginning(b"XADD", stream, b"*", line.header)
+        self._nodes.send_all(
+            shard.slot,
+            added.append,
+            [
+                pack_rest(beginning, *value_parts(request.number, request.id, request.input))
+                for request in parcel.requests
+            ],
+        )
         self._nodes.run(
             ARRIVED,
             shard.slot,
             (shard.lanes, shard.counts, stream),
-            (line.field, line.model, len(values), shard.bell),
+            (line.field, line.model, len(parcel.requests), shard.bell),
             partial(self._added, parcel, added),
         )
 
     def _added(self, parcel: Parcel, added: list[Any], reply: Any) -> None:
         """The plain commands and the script behind them have their replies."""
-        if isinstance(reply, int):
-            self._held_in[parcel.shard.number] = reply
-        elif all(isinstance(entry_id, bytes) for entry_id in added):
-            # They are in the stream, but batchers may not know of it: queue them again; first outcomes count.
-            parcel.entry_ids = added
-            self._send_again([request for request in parcel.requests if request.held_by is parcel])
-            return
-        parcel.entry_ids = added
-        for request, entry_id in zip(parcel.requests, added, strict=True):
-            if not isinstance(entry_id, bytes) and request.held_by is parcel:
-                failure = entry_id if isinstance(entry_id, RedisFailure) else Lost("no reply came")
-                self._not_queued([request], failure)
+        parcel.entry_ids = added + [Lost("no reply came")] * (len(parcel.requests) - len(added))
+        # Where slots are moving, the next ones go by the script: it is redirected, plain commands are not.
+        is_moving = any(isinstance(entry_id, Refused) and entry_id.code in MOVING for entry_id in added)
+        if isinstance(reply, int) or is_moving:
+            self._held_in[parcel.shard.number] = self._shard_max if is_moving else reply
+        for request, entry_id in zip(parcel.requests, parcel.entry_ids, strict=True):
+            if request.held_by is not parcel:
+                continue
+            if not isinstance(entry_id, bytes):
+                self._not_queued([request], entry_id)
+            elif not isinstance(reply, int):  # it is in the stream, but batchers may not know of that
+                parcel.has_left = True
+                self._not_queued([request], reply)
         self._withdraw_those_who_left(parcel)
 
     def _queued(self, parcel: Parcel, reply: Any) -> None:
         """Redis has answered a submission."""
         if isinstance(reply, RedisFailure):
+            self._held_in[parcel.shard.number] = 0  # not known any more
             self._not_queued([request for request in parcel.requests if request.held_by is parcel], reply)
             return
-        entry_id, number, _ = reply
+        entry_id, number, _, self._held_in[parcel.shard.number] = reply
         milliseconds, _, first = entry_id.partition(b"-")
         parcel.entry_ids = [b"%b-%d" % (milliseconds, int(first) + position) for position in range(number)]
         for request in parcel.requests[number:]:
@@ -411,7 +429,7 @@ class RedisFront:
         if isinstance(failure, Refused) and failure.code in REFUSALS:
             for request in waiting:
                 self._end(request, REFUSALS[failure.code]())
-        elif isinstance(failure, NotSent | Lost):
+        elif not isinstance(failure, Refused) or failure.code in MOVING:
             self._send_again(waiting)
         else:  # LOADING, CLUSTERDOWN, …: nothing was queued, and the nodes are looked at again
             for request in waiting:
@@ -424,17 +442,27 @@ class RedisFront:
                 continue
             parcel = request.held_by
             entry_id = None if parcel is None else entry_of(parcel, request)
-            if entry_id is not None and len(self._strays) < STRAYS_KEPT_MAX:
-                self._strays.append((parcel.shard, parcel.line.field, entry_id))
             if self.mode == "redis" and self._up:
+                self._leave_entry(request)
                 self.sent_again += 1
                 self._queue(request)
             elif self._local is not None:
+                self._leave_entry(request)
                 self.sent_again += 1
                 self._move_to_local(request)
             elif entry_id is None:
                 self._end(request, BrokerDown("Redis was lost; try again soon", retry_after_s=1))
             # Else it is in Redis, and may have its outcome when Redis is back in time.
+
+    def _leave_entry(self, request: Request) -> None:
+        """Remember the entry of a request that goes another way: it is withdrawn as soon as it can be reached."""
+        parcel: Parcel | None = request.held_by
+        if parcel is None:
+            return
+        parcel.has_left = True
+        entry_id = entry_of(parcel, request)
+        if entry_id is not None and len(self._strays) < STRAYS_KEPT_MAX:
+            self._strays.append((parcel.shard, parcel.line.field, entry_id))
 
     def _move_to_local(self, request: Request) -> None:
         assert self._local is not None
@@ -460,7 +488,7 @@ class RedisFront:
         entry_id = None if parcel is None else entry_of(parcel, request)
         if parcel is None or entry_id is None or parcel.shard not in self._up:
             if parcel is not None:
-                parcel.has_left = True
+                self._leave_entry(request)
             else:
                 self._is_line_thinned = True
             if is_timeout:
@@ -511,9 +539,8 @@ def parts_of(requests: list[Request], values: list[bytes]) -> Iterable[tuple[lis
 
 def entry_of(parcel: Parcel, request: Request) -> bytes | None:
     """The id of a request's entry, if it is known."""
-    if not parcel.entry_ids:
-        return None
-    entry_id = parcel.entry_ids[parcel.requests.index(request)]
+    position = parcel.requests.index(request)
+    entry_id = parcel.entry_ids[position] if position < len(parcel.entry_ids) else None
     return entry_id if isinstance(entry_id, bytes) else None
 
 

@@ -28,6 +28,9 @@ Command = tuple[bytes | int | str, ...]
 # Caller, command, its bytes on the wire, how often it was redirected, whether ASKING went before it.
 Entry = tuple[OnReply, Command, int, int, bool]
 
+# Stands for the command of an entry that was packed by its caller.
+PACKED: Command = ()
+
 # What the reader keeps allocated between replies; less would mean a new allocation for each batch of replies.
 READ_BUFFER_BYTES = 1024 * 1024
 # More than this of one reply is not collected.
@@ -321,6 +324,25 @@ class CommandLink(Link):
         outgoing.append(packed)
         self._pending.append((on_reply, command, size, hops, asking))
 
+    def request_all(self, on_reply: OnReply, packed: list[bytes]) -> None:
+        """Send many commands that are packed already, and call back with the reply of each, in their order.
+
+        One entry stands for all, so that a command costs no call of its own. They cannot be redirected: whoever gets
+        MOVED or ASK has to send again.
+        """
+        share = sum(map(len, packed)) // len(packed)
+        size = share * len(packed)
+        if self._pending_bytes + size > self._bytes_max or not self.is_open:
+            failure = NotSent("too much waits for Redis" if self.is_open else "the connection to Redis is closed")
+            for _ in packed:
+                self._loop.call_soon(on_reply, failure)
+            return
+        self._pending_bytes += size
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing += packed
+        self._pending.extend([(on_reply, PACKED, share, 0, False)] * len(packed))
+
     def retire(self) -> None:
         """Close once all pending commands have their replies. The owner sends no more."""
         self._is_retiring = True
@@ -385,6 +407,16 @@ class CommandLink(Link):
         self._pending_bytes = 0
         for number, entry in enumerate(pending):
             self._call(entry[0], lost if number < maybe_executed else not_sent)
+
+
+def pack_beginning(*command: bytes | int | str) -> bytes:
+    """What commands have in common that differ in their last argument alone."""
+    return _pack((*command, b"")).removesuffix(b"$0\r\n\r\n")
+
+
+def pack_rest(beginning: bytes, size: int, *parts: bytes) -> bytes:
+    """A command from its beginning and the parts of its last argument, of `size` bytes together; one copy of them."""
+    return b"".join((beginning, b"$%d\r\n" % size, *parts, b"\r\n"))
 
 
 def _ignore(_: Any) -> None:

@@ -57,18 +57,23 @@ class Connector:
         """A connection that was greeted; raises NotConnectedError."""
         if at == NOWHERE:
             raise NotConnectedError("nobody knows where it is")
-        link: AnyLink | None = None
+        made: list[AnyLink] = []  # known also if the connection is made in the moment in which this is given up
+
+        def make_link() -> AnyLink:
+            made.append(make())
+            return made[-1]
+
         try:
             async with asyncio.timeout(max(self.timeout_s, CONNECT_S_MIN)):
-                _, link = await asyncio.get_running_loop().create_connection(make, at[0], at[1], ssl=self._tls)
+                _, link = await asyncio.get_running_loop().create_connection(make_link, at[0], at[1], ssl=self._tls)
                 objection = await link.greeted
         except (OSError, TimeoutError) as failure:
-            if link is not None:
-                link.close()
+            for each in made:
+                each.close()
             raise NotConnectedError(reason_of(failure)) from None
         except asyncio.CancelledError:
-            if link is not None:
-                link.close()
+            for each in made:
+                each.close()
             raise
         if objection:
             raise NotConnectedError(objection)

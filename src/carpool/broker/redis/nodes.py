@@ -12,6 +12,7 @@ from typing import Any
 from carpool.broker.redis.address import BrokerAddress
 from carpool.broker.redis.keys import SLOTS
 from carpool.broker.redis.link import (
+    PACKED,
     CommandLink,
     Entry,
     Link,
@@ -112,6 +113,15 @@ class Nodes:
         else:
             link.request(on_reply, command)
 
+    def send_all(self, slot: int, on_reply: OnReply, packed: list[bytes]) -> None:
+        """Send many packed commands (link.pack_rest); `on_reply` gets the reply of each, in their order."""
+        link = self._by_slot[slot].link
+        if link is None:
+            for _ in packed:
+                self._not_sent(on_reply)
+        else:
+            link.request_all(on_reply, packed)
+
     def run(
         self,
         script: Script,
@@ -169,6 +179,7 @@ class Nodes:
             await asyncio.sleep(self._timeout_s / CLOSE_LOOKS)
         self._by_slot = [self._nowhere] * SLOTS
         if self._watch is not None:
+            self._look_again.set()  # a cancellation can be lost in what it waits for; then this ends it
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         for reader in self._readers:
@@ -198,7 +209,10 @@ class Nodes:
         """See to the caller of a command that got an error."""
         on_reply, command, _, hops, asking = entry
         code = refusal.code
-        if hops < HOPS_MAX:
+        if command is PACKED:
+            if code in ("MOVED", "ASK"):
+                self._look_again.set()
+        elif hops < HOPS_MAX:
             if code == "NOSCRIPT" and command[0] == b"EVALSHA":
                 source = self._sources.get(command[1]) if isinstance(command[1], bytes) else None
                 if source is not None and link.is_open:
@@ -233,7 +247,7 @@ class Nodes:
 
     async def _keep_looking(self) -> None:
         pause = Pause()
-        while True:
+        while not self._is_closed:
             self._look_again.clear()
             try:
                 # At first the nodes that work are asked.

@@ -93,6 +93,12 @@ def encode_value(ticket: int, request_id: str, value: Any) -> bytes:
     return b"".join((_PREFIX.pack(ticket, len(name)), name, value))
 
 
+def value_parts(ticket: int, request_id: str, value: bytes) -> tuple[int, bytes, bytes, bytes]:
+    """The length of an entry's value, and what it is made of."""
+    name = request_id.encode()
+    return PREFIX_BYTES + len(name) + len(value), _PREFIX.pack(ticket, len(name)), name, value
+
+
 def decode_value(data: bytes) -> tuple[int, str, bytes]:
     """Ticket, request id, the client's bytes."""
     ticket, length = _PREFIX.unpack_from(data)

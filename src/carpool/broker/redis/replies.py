@@ -1,7 +1,7 @@
 """A gateway's own stream of outcomes, read for as long as the gateway lives.
 
-It survives a lost connection, unlike pub/sub: the reader goes on after the last entry that it has seen. What was read
-is trimmed away. The stream expires a while after its gateway has gone; batchers never create it, so none is left.
+It survives a lost connection, unlike pub/sub: what came meanwhile is read when it is back. What was read is trimmed
+away. The stream expires a while after its gateway has gone; batchers never create it, so none is left.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Any
 
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.link import Link
-from carpool.broker.redis.nodes import Nodes, RedisFailure
+from carpool.broker.redis.nodes import Nodes, RedisFailure, Refused
 from carpool.broker.redis.records import Reply, UnknownFormatError, decode_reply
 
 logger = logging.getLogger("carpool.broker")
@@ -21,7 +21,7 @@ ENTRIES_AT_ONCE = 64
 # An entry may hold a whole batch's outputs, so what was read must go soon.
 TRIM_AFTER_ENTRIES = 16
 EXPIRE_S = 60
-RENEW_EVERY_S = 10.0
+RENEW_EVERY_S = 2.0
 
 
 class ReplyReader:
@@ -60,7 +60,10 @@ class ReplyReader:
 
     def _connected(self, link: Link) -> None:
         self._link = link
-        # The first reply shows that the stream is there; it also tells whether Redis has lost what we had read.
+        # From the beginning: what was read is trimmed but for the last few, and an outcome that comes again is dropped.
+        # To go on after the last entry would skip some where Redis lost data, or another clock writes the ids now.
+        self._last_seen = b"0-0"
+        # Makes the stream. At maxmemory that is refused; then it must be there.
         link.send(b"XADD", self._stream, b"*", b"hello", b"")
         link.send(b"EXPIRE", self._stream, EXPIRE_S)
 
@@ -70,18 +73,20 @@ class ReplyReader:
         self._changed()
 
     def _received(self, reply: Any) -> None:
-        if isinstance(reply, bytes):
-            if _parts(reply) < _parts(self._last_seen):
-                self._last_seen = b"0-0"
+        if isinstance(reply, list):
+            try:
+                self._read(reply[0][1])
+            finally:
+                self._ask()
+        elif reply is None:
+            self._ask()  # nothing came in time
+        elif reply == 1:  # to EXPIRE: the stream is there
             self.is_up = True
             self._ask()
             self._changed()
-        elif isinstance(reply, list):
-            self._read(reply[0][1])
-            self._ask()
-        elif reply is None:
-            self._ask()  # nothing came in time
-        elif isinstance(reply, RedisFailure):
+        elif isinstance(reply, Refused) and reply.code == "OOM":
+            pass  # the next reply tells whether the stream is there all the same
+        elif reply == 0 or isinstance(reply, RedisFailure):
             logger.warning("replies cannot be read: %s", reply)
             if self._link is not None:
                 self._link.close()
@@ -121,11 +126,6 @@ class ReplyReader:
     def _renewed(self, reply: Any) -> None:
         if reply == 0 and self._link is not None:  # it expired while this process stood still: begin again
             self._link.close()
-
-
-def _parts(entry_id: bytes) -> tuple[int, int]:
-    milliseconds, _, number = entry_id.partition(b"-")
-    return int(milliseconds), int(number)
 
 
 def _ignore(_: Any) -> None:

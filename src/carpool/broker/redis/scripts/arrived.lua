@@ -4,8 +4,8 @@
 -- Returns: entries held
 local lanes, counts, stream = KEYS[1], KEYS[2], KEYS[3]
 local added = tonumber(ARGV[3])
+write_also_without_memory(counts)
 if redis.call('HEXISTS', lanes, ARGV[1]) == 0 then
-  redis.pcall('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
   redis.call('HSET', lanes, ARGV[1], ARGV[2])
 end
 redis.call('HINCRBY', counts, 'unread', added)

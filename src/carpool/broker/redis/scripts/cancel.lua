@@ -7,7 +7,7 @@ for i = 2, #ARGV, 2 do
   local stream = ARGV[1] .. ARGV[i]
   local state = redis.pcall('XPENDING', stream, GROUP, ARGV[i + 1], ARGV[i + 1], 1)
   local removed = 0
-  if not state.err and not state[1] then
+  if state.err or not state[1] then -- no group, no lease
     removed = redis.call('XDEL', stream, ARGV[i + 1])
   end
   answer[#answer + 1] = removed

@@ -37,7 +37,12 @@ end
 -- Batchers that found nothing sleep until the bell; those that found something come back by themselves. So it is rung
 -- when nothing but what was just added waits in a stream.
 local function ring_if_new(stream, added, bell)
-  local pending = group_of(stream) or 0
+  local pending = group_of(stream)
+  if not pending then
+    -- The stream is new; or somebody deleted it and it came back without its group.
+    redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
+    pending = 0
+  end
   if redis.call('XLEN', stream) - pending <= added then
     redis.call('SPUBLISH', bell, added)
   end
@@ -51,6 +56,12 @@ end
 
 local function ms_text_of(id)
   return string.match(id, '^(%d+)')
+end
+
+-- At maxmemory Redis refuses a script's first write if that needs memory, and none after it. What frees memory, or
+-- must not be lost, begins with this: it removes nothing.
+local function write_also_without_memory(hash)
+  redis.call('HDEL', hash, '')
 end
 
 local function ms_of(id)

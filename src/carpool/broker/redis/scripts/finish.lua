@@ -8,8 +8,9 @@ local entry_id, letter = ARGV[1], ARGV[6]
 local now = clock(ARGV[5])
 local state = redis.call('HMGET', task, 's', 'w', 'o')
 local is_first = state[1] == 'P'
+-- The result takes the place of the input, so there is always memory for it.
+write_also_without_memory(counts)
 if is_first then
-  -- This write comes first: without memory it is refused, and then nothing was acknowledged.
   redis.call('HSET', task, 's', ARGV[2], 'r', ARGV[3], 't', now)
   if letter ~= '' then
     -- The input is in the entry: the ticket (8 bytes), the length of the id, the id, the client's own bytes.

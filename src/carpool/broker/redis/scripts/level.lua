@@ -13,6 +13,7 @@ for i = 1, #streams, 2 do
   end
 end
 local before = count_of(counts, 'unread')
+write_also_without_memory(counts)
 redis.call('HSET', counts, 'unread', unread)
 -- The read should have left nothing: what is there came in between, and no bell was rung for it.
 if unread > 0 and before <= tonumber(ARGV[3]) then

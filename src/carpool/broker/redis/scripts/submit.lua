@@ -2,7 +2,7 @@
 -- KEYS: lanes, counts, stream, letters, letter bodies, then a task key for each value (tasks only)
 -- ARGV: field, model, most entries held, most lanes (0: this lane is never refused), bell, now, header, owner,
 --       id of the dead letter that becomes a task ('' for none), values
--- Returns: id of the first entry (the others follow it without a gap), how many were queued, now
+-- Returns: id of the first entry (the others follow it without a gap), how many were queued, now, entries held
 local lanes, counts, stream = KEYS[1], KEYS[2], KEYS[3]
 local field, held_max, lanes_max = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
 local now = clock(ARGV[6])
@@ -32,7 +32,6 @@ if redis.call('HEXISTS', lanes, field) == 0 then
       return redis.error_reply('LANESFULL too many lanes wait')
     end
   end
-  redis.pcall('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
   redis.call('HSET', lanes, field, ARGV[2])
 end
 
@@ -55,7 +54,7 @@ end
 if letter ~= '' then
   redis.call('HDEL', KEYS[5], letter)
 end
-redis.call('HINCRBY', counts, 'held', wanted)
+local held = redis.call('HINCRBY', counts, 'held', wanted)
 redis.call('HINCRBY', counts, 'unread', wanted)
 ring_if_new(stream, wanted, ARGV[5])
-return { first, wanted, now }
+return { first, wanted, now, held }

@@ -5,8 +5,7 @@
 local IDS_AT_ONCE = 1000
 local lanes, counts, prefix = KEYS[1], KEYS[2], ARGV[1]
 local now = clock(ARGV[2])
--- At maxmemory a script may write only if it has written before, and be it that it deleted nothing.
-redis.call('HDEL', lanes, '')
+write_also_without_memory(lanes)
 local held, unread = 0, 0
 for _, field in ipairs(redis.call('HKEYS', lanes)) do
   local stream = prefix .. field
@@ -14,7 +13,11 @@ for _, field in ipairs(redis.call('HKEYS', lanes)) do
   if length == 0 then
     drop_if_idle(lanes, field, stream, now)
   else
-    local pending = group_of(stream) or 0
+    local pending = group_of(stream)
+    if not pending then -- somebody deleted the stream, and it came back without its group
+      redis.call('XGROUP', 'CREATE', stream, GROUP, '0')
+      pending = 0
+    end
     held = held + length
     unread = unread + math.max(length - pending, 0)
     for _, consumer in ipairs(redis.call('XINFO', 'CONSUMERS', stream, GROUP)) do

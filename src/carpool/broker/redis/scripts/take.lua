@@ -49,7 +49,10 @@ local function used(lane, number)
 end
 
 local function read(field, number)
-  local found = redis.call('XREADGROUP', 'GROUP', GROUP, consumer, 'COUNT', number, 'STREAMS', prefix .. field, '>')
+  local found = redis.pcall('XREADGROUP', 'GROUP', GROUP, consumer, 'COUNT', number, 'STREAMS', prefix .. field, '>')
+  if found and found.err then
+    return 0 -- a stream without its group: the next sweep mends that
+  end
   local entries = found and found[1][2] or {}
   if #entries > 0 then
     answer[#answer + 1] = field
