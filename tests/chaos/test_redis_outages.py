@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from support.scenarios.redis_outages import (
+    Failovers,
     gateways_go_direct,
     primaries_of_a_cluster_die,
     primary_under_sentinels_dies,
@@ -61,10 +62,17 @@ async def test_what_a_crash_of_redis_costs(tmp_path: Path, fsync: str, how: str,
     assert passed
 
 
+def is_nothing_lost(seen: Failovers) -> bool:
+    """A result that a replica did not have yet may be told twice. But nobody is given up: no batcher died."""
+    verdict = seen.verdict
+    has_no_fault = verdict.lost == verdict.wrong == verdict.late == 0 and seen.errors == []
+    return has_no_fault and seen.checker.tally.keys() <= {"ok", "503", "504"}
+
+
 @pytest.mark.timeout(300)
 async def test_nothing_is_lost_when_primaries_of_a_cluster_die(tmp_path: Path) -> None:
     seen = await primaries_of_a_cluster_die(tmp_path, CLUSTER_RUNS)
-    passed = seen.verdict.lost == seen.verdict.wrong == seen.verdict.late == 0 and seen.errors == []
+    passed = is_nothing_lost(seen)
     what = f"{CLUSTER_RUNS} x primary of a 3+3 Cluster killed (WAIT 1): {seen.figures()}, {dict(seen.checker.tally)}"
     seen.verdict.report("F5", what, passed=passed)
     assert passed, seen.errors
@@ -72,7 +80,7 @@ async def test_nothing_is_lost_when_primaries_of_a_cluster_die(tmp_path: Path) -
 
 async def test_nothing_is_lost_when_a_primary_under_sentinels_dies(tmp_path: Path) -> None:
     seen = await primary_under_sentinels_dies(tmp_path)
-    passed = seen.verdict.lost == seen.verdict.wrong == seen.verdict.late == 0 and seen.errors == []
+    passed = is_nothing_lost(seen)
     what = f"primary under Sentinels killed (WAIT 1): {seen.figures()}, {dict(seen.checker.tally)}"
     seen.verdict.report("F5", what, passed=passed)
     assert passed, seen.errors

@@ -112,24 +112,25 @@ class TestSubmit:
         with shard.client.pubsub() as pubsub:  # type: ignore[no-untyped-call]
             pubsub.ssubscribe(shard.shard.bell)
 
-            def heard() -> list[bytes]:
+            def heard() -> list[tuple[int, str]]:
                 messages = iter(lambda: pubsub.get_message(timeout=0.1), None)
-                return [message["data"] for message in messages if message["type"] == "smessage"]
+                rung = [message["data"].decode().split(" ") for message in messages if message["type"] == "smessage"]
+                return [(int(number), stream.rpartition(":q:")[2]) for number, stream in rung]
 
             assert heard() == []
             shard.submit("a:s0", 3)
             shard.submit("a:s0", 2)
             shard.submit("b:s0", 1)
-            assert heard() == [b"3", b"1"]  # once for each stream
+            assert heard() == [(3, "a:s0"), (1, "b:s0")]  # once for each stream
             shard.take(Budget(1))
             shard.submit("a:s0")
             assert heard() == []
             shard.take(PLENTY)
             shard.submit("b:s0", 2)
-            assert heard() == [b"2"]
+            assert heard() == [(2, "b:s0")]
             shard.cancel(*(("b:s0", entry_id) for entry_id in shard.ids("b:s0")))
             shard.submit("b:s0", 1)
-            assert heard() == [b"1"]
+            assert heard() == [(1, "b:s0")]
 
 
 class TestTake:
@@ -488,7 +489,7 @@ async def test_a_shard_of_a_cluster(redis_cluster: RedisCluster) -> None:
             assert pubsub.get_message(timeout=1)["type"] == "ssubscribe"
             ids = shard.submit("a:s0", 3)
             shard.submit("b:t1", 2, tasks=["t1", "t2"], lanes_max=5)
-            assert pubsub.get_message(timeout=1)["data"] == b"3"
+            assert pubsub.get_message(timeout=1)["data"] == b"3 " + shard.stream("a:s0")
         assert shard.cancel(("a:s0", ids[0])) == [1]
         assert len(shard.peek()) == 2
         taken = shard.take(PLENTY)

@@ -215,6 +215,9 @@ class Clients:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
         """Hang up, whatever is under way."""
         left = [*self._sources, *self._running]
         for task in left:
@@ -300,6 +303,7 @@ class Clients:
                 return
             if task["status"] == "FAILED":
                 self.ended.setdefault(text, time.monotonic())
+                self.problems[f"{task['error']['status']}: {task['error']['detail']}"] += 1
                 self.checker.failed(text, task["error"]["status"])
                 return
 

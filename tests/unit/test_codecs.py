@@ -19,7 +19,7 @@ from carpool.settings import DatatypeName
 from carpool.settings import ProtocolName as ConfiguredName
 from carpool.testing import Witness, make_request
 from carpool.upstream.codecs import Codec, JsonCodec, KServeV1Codec, ProtocolFaultError, ProtocolName, make_codec
-from carpool.upstream.codecs.base import Refusal, apportion, error_message, nulls_for_not_a_number
+from carpool.upstream.codecs.base import TOKENS_MAX, Refusal, apportion, error_message, nulls_for_not_a_number
 from carpool.upstream.codecs.tensors import DATATYPES
 from carpool.upstream.codecs.v2_messages import decode_response, encode_request
 from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
@@ -283,6 +283,24 @@ def test_tokens_are_unknown_where_the_server_does_not_say() -> None:
     assert COMPLETIONS.decode(answer, members(COMPLETIONS, [b'"a"']))[0].tokens_used is None
     answer = Answer(200, b'{"data":[{"embedding":[1],"index":0}]}')
     assert EMBEDDINGS.decode(answer, members(EMBEDDINGS, [b'"a"']))[0].tokens_used is None
+
+
+@pytest.mark.parametrize("field", ["total_tokens", "prompt_tokens", "completion_tokens"])
+def test_tokens_that_nobody_can_have_used_are_a_fault(field: str) -> None:
+    """A reply with such a number could not be written, and cost its neighbours their outcomes."""
+    codec = EMBEDDINGS if field == "total_tokens" else COMPLETIONS
+    part = {"index": 0, "embedding": [1], "text": "x"}
+
+    def tokens_used(number: float) -> int | None:
+        usage = {"prompt_tokens": 0, field: number} if codec is COMPLETIONS else {field: number}
+        body = json.dumps({"data": [part], "choices": [part], "usage": usage}).encode()
+        return codec.decode(Answer(200, body), members(codec, [b'"a"']))[0].tokens_used
+
+    assert [tokens_used(number) for number in (0, 7, TOKENS_MAX)] == [0, 7, TOKENS_MAX]
+    for number in (-1, TOKENS_MAX + 1, 2**63, 2**64, 10**24, -(10**24), 0.5):
+        with pytest.raises(ProtocolFaultError) as fault:
+            tokens_used(number)
+        assert str(number) not in str(fault.value)
 
 
 def test_a_member_who_left_keeps_its_share_of_the_tokens() -> None:

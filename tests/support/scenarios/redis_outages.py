@@ -15,7 +15,7 @@ from support.client import Connection, ask_once, inference_body
 from support.processes import until
 from support.redis_fleet import ASYNC, Clients, Fleet, Place, fleet_over
 from support.redis_servers import RedisServer, running_cluster, running_redis, running_sentinels
-from support.upstreams import MIB, scripted_upstream
+from support.upstreams import MIB, ScriptedUpstream, scripted_upstream
 
 AOF = ("--appendonly", "yes", "--appendfsync")
 # Inputs so large that a queue without a bound would show: 4 MB a second come in while Redis is away.
@@ -205,7 +205,7 @@ async def primaries_of_a_cluster_die(directory: Path, runs: int) -> Failovers:
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(running_cluster(directory / "redis", node_timeout_ms=500))
         fleet = await stack.enter_async_context(fleet_over(directory, cluster.url, {"broker.replicas": 1}))
-        clients = await fleet_with_load(stack, fleet, checker)
+        clients, upstream = await fleet_with_load(stack, fleet, checker)
         resumed_s = []
         for run in range(runs):
             shard = keys.shards[run % len(keys.shards)]
@@ -224,7 +224,7 @@ async def primaries_of_a_cluster_die(directory: Path, runs: int) -> Failovers:
             await victim.wait_until_ready()
             resumed_s.append(await resumption(clients, shards, killed_at))
             await cluster.wait_until_whole()
-        return await finish(clients, checker, resumed_s, fleet)
+        return await finish(clients, checker, resumed_s, fleet, upstream)
 
 
 async def primary_under_sentinels_dies(directory: Path) -> Failovers:
@@ -233,15 +233,15 @@ async def primary_under_sentinels_dies(directory: Path) -> Failovers:
     async with AsyncExitStack() as stack:
         group = await stack.enter_async_context(running_sentinels(directory / "redis"))
         fleet = await stack.enter_async_context(fleet_over(directory, group.url, {"broker.replicas": 1}))
-        clients = await fleet_with_load(stack, fleet, checker)
+        clients, upstream = await fleet_with_load(stack, fleet, checker)
         await asyncio.sleep(1.0)
         (await group.primary()).kill()
         resumed_s = [await resumption(clients, set(range(16)), time.monotonic())]
         await asyncio.sleep(1.0)
-        return await finish(clients, checker, resumed_s, fleet)
+        return await finish(clients, checker, resumed_s, fleet, upstream)
 
 
-async def fleet_with_load(stack: AsyncExitStack, fleet: Fleet, checker: Checker) -> Clients:
+async def fleet_with_load(stack: AsyncExitStack, fleet: Fleet, checker: Checker) -> tuple[Clients, ScriptedUpstream]:
     """A gateway, two batchers, and clients that have begun."""
     upstream = await stack.enter_async_context(scripted_upstream())
     upstream.latency_s = 0.05
@@ -251,7 +251,7 @@ async def fleet_with_load(stack: AsyncExitStack, fleet: Fleet, checker: Checker)
     await fleet.wait_until_ready()
     clients = await stack.enter_async_context(Clients(checker, fleet.ports))
     clients.start(asks_per_s=30, tasks_per_s=80)
-    return clients
+    return clients, upstream
 
 
 async def resumption(clients: Clients, shards: set[int], killed_at: float) -> float:
@@ -271,11 +271,13 @@ async def resumption(clients: Clients, shards: set[int], killed_at: float) -> fl
     return time.monotonic() - killed_at
 
 
-async def finish(clients: Clients, checker: Checker, resumed_s: list[float], fleet: Fleet) -> Failovers:
+async def finish(
+    clients: Clients, checker: Checker, resumed_s: list[float], fleet: Fleet, upstream: ScriptedUpstream
+) -> Failovers:
     """Every task to its outcome."""
     await clients.stop()
     await clients.read_again()
-    return Failovers(checker.verdict(), checker, len(clients.inputs), resumed_s, fleet.errors())
+    return Failovers(checker.verdict(upstream.seen), checker, len(clients.inputs), resumed_s, fleet.errors())
 
 
 class SteadyClient:

@@ -10,7 +10,7 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -89,6 +89,8 @@ class Answers:
         self._finished: defaultdict[int, list[Lease]] = defaultdict(list)
         self._released: defaultdict[int, list[Lease]] = defaultdict(list)
         self._is_flush_due = False
+        # What is to be done when the node of a slot is back.
+        self._for_later: list[tuple[int, Callable[[], None]]] = []
         # Outcomes that Redis has not confirmed yet.
         self.unconfirmed = 0
         self.retries = 0
@@ -234,11 +236,28 @@ class Answers:
                 lease.haul.open.pop(lease.entry_id, None)
             else:  # for ever: the outcome of a task is owed; if this process dies, another batcher does it again
                 self.retries += 1
-                longer_s = min(2 * pause_s, RETRY_S_MAX)
-                self._loop.call_later(pause_s, self._write_result, lease, task_id, status, result, letter, longer_s)
+                again = partial(self._write_result, lease, task_id, status, result, letter)
+                if self._nodes.is_up(haul.shard.slot):  # it refuses
+                    self._loop.call_later(pause_s, again, min(2 * pause_s, RETRY_S_MAX))
+                else:
+                    self._when_up(haul.shard.slot, again)
 
         haul = lease.haul
         self._results.finish(haul.shard, haul.field, lease.entry_id, task_id, status, result, letter, done)
+
+    def _when_up(self, slot: int, again: Callable[[], None]) -> None:
+        """Do it as soon as the node of this slot is back, which may be for a moment only."""
+        if not self._for_later:
+            self._loop.call_later(RETRY_S, self._look_who_is_up)
+        self._for_later.append((slot, again))
+
+    def _look_who_is_up(self) -> None:
+        for_later, self._for_later = self._for_later, []
+        for slot, again in for_later:
+            if self._nodes.is_up(slot):
+                again()
+            else:
+                self._when_up(slot, again)
 
 
 def by_stream(leases: Sequence[Lease]) -> list[bytes]:

@@ -85,9 +85,9 @@ class ShardView(msgspec.Struct, eq=False):
     barren_until: float = 0.0
     # What was asked for last: models with a free slot, lanes with room.
     asked_for: frozenset[bytes | str] = frozenset()
-    # What the last bell said, while a question is out.
+    # What the last bell since the last question said.
     rung: int = 0
-    # The only stream there is, with its model; None if there are several, or that is not known.
+    # The only stream with entries to take, and its model, until a bell names another; None if that is not known.
     only: tuple[bytes, str] | None = None
 
 
@@ -223,13 +223,16 @@ class Feed:
     def _listen(self, views: Sequence[ShardView], link: Link) -> None:
         for view in views:
             link.send(b"SSUBSCRIBE", view.shard.bell)
-            view.unread, view.barren_until = None, 0.0
+            view.unread, view.barren_until, view.only = None, 0.0, None
         self.ring()
 
     def _bell(self, message: Any) -> None:
         if isinstance(message, list) and message[0] == b"smessage":
             view = self._view_of_bell[message[1]]
-            view.rung = int(message[2])
+            number, _, stream = message[2].partition(b" ")
+            if view.only is not None and view.shard.stream(view.only[0]) != stream:
+                view.only = None
+            view.rung = int(number)
             self._heed_bell(view)
             self.ring()
 
@@ -238,8 +241,6 @@ class Feed:
         if view.rung:
             view.unread = max(view.unread or 0, view.rung)
             view.barren_until = 0.0
-            if not self._is_asking:
-                view.rung = 0
 
     def _every(self, name: str, seconds: float, act: Callable[[], None]) -> None:
         def again() -> None:
@@ -372,6 +373,7 @@ class Feed:
 
     def _read(self, view: ShardView, field: bytes, number: int) -> None:
         self._is_asking = True
+        view.rung = 0
         shard = view.shard
         entries: Any = None
 
@@ -385,7 +387,8 @@ class Feed:
                 if isinstance(entries, list):  # the time is not known: to others, or to us at the next claim
                     self._release(shard, field, entries[0][1])
             else:
-                view.only = (reply[2], reply[3].decode()) if len(reply) == 4 else None
+                if len(reply) != 4 or reply[2] != field:  # there are others too
+                    view.only = None
                 del reply[2:]
                 if isinstance(entries, list):  # None: nothing was there; an error: the stream was tidied away
                     reply += (field, entries[0][1])
@@ -399,6 +402,7 @@ class Feed:
 
     def _take(self, view: ShardView, budgets: Sequence[Budget], lease_ms: int = 0) -> None:
         self._is_asking = True
+        view.rung = 0
         shard = view.shard
         arguments: list[bytes | int | str] = [shard.stream(b""), self._consumer, self._now_ms(), lease_ms]
         arguments += self._offsets
@@ -423,20 +427,22 @@ class Feed:
             view.only = None  # it is in another stream
         elif len(reply) == 2 and not is_claim:
             view.barren_until = self._clock() + ASK_AGAIN_S  # for other models, or others were quicker
+        is_emptied = not view.unread and not view.rung
         self._heed_bell(view)
+        if is_claim:
+            self._forget_own(view.shard, reply)
         if self.draining:
             for at in range(2, len(reply), step):
                 self._release(view.shard, reply[at], reply[at + 1])
             return
         if is_claim:
-            self._forget_own(view.shard, reply)
             self._leave_suspects(view, reply)
         for at in range(2, len(reply), step):
             deliveries = reply[at + 2] if is_claim else None
             self._stage(view.shard, reply[at], reply[at + 1], deliveries, now_ms)
-        is_one_stream = len(reply) == 4 and not is_read
+        is_one_stream = len(reply) == 4 and not is_read and is_emptied
         if is_one_stream and (header := self._headers.get(reply[3][0][1][0])) is not None:
-            view.only = (reply[2], header.model)  # maybe; if there are others, the next read sees that
+            view.only = (reply[2], header.model)
         if not self._awaits_company():
             self._land()
         self.ring()
@@ -467,10 +473,19 @@ class Feed:
             self._answers.release(Lease(haul, entry_id, _FOREIGN))
 
     def _forget_own(self, shard: Shard, reply: list[Any]) -> None:
-        """A batcher that stood still for longer than its leases claims its own entries: those are here already."""
+        """A batcher that stood still, or had no Redis, for longer than its leases claims its own entries: those are
+        here already, and nobody died over them.
+        """
         for at in range(2, len(reply), 3):
             own = self._open_ids(shard, reply[at])
-            kept = [pair for pair in zip(reply[at + 1], reply[at + 2], strict=True) if pair[0][0] not in own]
+            kept = []
+            for entry, delivery in zip(reply[at + 1], reply[at + 2], strict=True):
+                if entry[0] in own:
+                    uncounted = (entry[0], b"RETRYCOUNT", delivery - 1, b"JUSTID")
+                    claim = (b"XCLAIM", shard.stream(reply[at]), GROUP, self._consumer, 0)
+                    self._nodes.send(shard.slot, _ignore, *claim, *uncounted)
+                else:
+                    kept.append((entry, delivery))
             reply[at + 1], reply[at + 2] = [entry for entry, _ in kept], [delivery for _, delivery in kept]
         empty = [at for at in range(2, len(reply), 3) if not reply[at + 1]]
         for at in reversed(empty):
@@ -514,6 +529,8 @@ class Feed:
         """Learn where the best entries are."""
         self._is_asking = True
         left = len(views)
+        for view in views:
+            view.rung = 0
 
         def peeked(view: ShardView, reply: Any) -> None:
             nonlocal left
@@ -527,7 +544,7 @@ class Feed:
                 view.unread = max(1, reply[1]) if view.place < inf else 0
                 # Streams without unread entries are not told of: the next read sees whether there are others.
                 if len(reply) > 2:
-                    view.only = (reply[2], reply[3].decode()) if len(reply) == 6 else None
+                    view.only = (reply[2], reply[3].decode()) if len(reply) == 6 and not view.rung else None
             if not left:
                 self._is_asking = False
                 for each in views:

@@ -407,7 +407,6 @@ class RedisFront:
     def _queued(self, parcel: Parcel, reply: Any) -> None:
         """Redis has answered a submission."""
         if isinstance(reply, RedisFailure):
-            self._held_in[parcel.shard.number] = 0  # not known any more
             self._not_queued([request for request in parcel.requests if request.held_by is parcel], reply)
             return
         entry_id, number, _, self._held_in[parcel.shard.number] = reply
@@ -501,11 +500,14 @@ class RedisFront:
         arguments = [shard.stream(b"")]
         for field, entry_id, _ in entries:
             arguments += (field, entry_id)
-        self._nodes.run(CANCEL, shard.slot, (shard.counts,), arguments, partial(self._deleted, entries))
+        self._nodes.run(CANCEL, shard.slot, (shard.counts,), arguments, partial(self._deleted, shard, entries))
 
-    def _deleted(self, entries: list[tuple[bytes, bytes, Request | None]], reply: Any) -> None:
+    def _deleted(self, shard: Shard, entries: list[tuple[bytes, bytes, Request | None]], reply: Any) -> None:
         if isinstance(reply, RedisFailure):
-            return  # those who wait still have their deadline
+            # Those who wait still have their deadline; the entries of the others are left until the shard is back.
+            left = [(shard, field, entry_id) for field, entry_id, request in entries if request is None]
+            self._strays += left[: STRAYS_KEPT_MAX - len(self._strays)]
+            return
         for (_, _, request), was_deleted in zip(entries, reply, strict=True):
             if request is not None and was_deleted and self._is_parked(request):
                 self._end(request, queue_timeout(request))

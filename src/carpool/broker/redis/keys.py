@@ -11,7 +11,7 @@ evenly, they share the shards evenly.
 | `<ns>:{tag}:q:<lane>:<line>` | stream | the entries of one lane and one line (a tier, synchronous or tasks) |
 | `<ns>:{tag}:task:<id>` | hash | a task and its result |
 | `<ns>:{tag}:letters`, `:letter` | zset, hash | ids of dead letters in order; their contents by id |
-| `<ns>:{tag}:bell` | channel | rung when a shard without unread entries gets some |
+| `<ns>:{tag}:bell` | channel | rung when a stream without unread entries gets some: how many, and its name |
 | `<ns>:replies:{<gateway>}` | stream | outcomes for one gateway's parked requests |
 | `<ns>:{fleet}:gateways`, `:batchers` | hash | who lives: name → heartbeat |
 """

@@ -211,6 +211,10 @@ def nulls_for_not_a_number(body: bytes) -> bytes:
 
 # For protocols that embed or complete texts.
 
+# How many tokens a call used, as its answer tells: bounded, so that every format that it passes through can hold it.
+TOKENS_MAX = 2**53
+TokenCount = Annotated[int, msgspec.Meta(ge=0, le=TOKENS_MAX)]
+
 _decode_tokens = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0)]]).decode
 _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 # A call may have texts or token ids, not both.

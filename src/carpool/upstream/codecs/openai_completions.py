@@ -17,6 +17,7 @@ from carpool.upstream.codecs.base import (
     ProtocolFaultError,
     Refusal,
     TextCodec,
+    TokenCount,
     apportion,
     as_fields,
     check_count,
@@ -35,8 +36,8 @@ _ONLY = {"n": (b"1", b"null"), "best_of": (b"1", b"null"), "stream": (b"false", 
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: TokenCount | None = None
+    completion_tokens: TokenCount | None = None
 
 
 class _Choices(msgspec.Struct):
@@ -88,10 +89,10 @@ class OpenAiCompletionsCodec(TextCodec):
         self, usage: _Usage | None, batch: Sequence[Request], choices: Sequence[dict[str, msgspec.Raw]]
     ) -> Sequence[int | None]:
         """The tokens of the call shared out: those of prompts by their length, the others by that of the texts."""
-        if usage is None or usage.prompt_tokens is None or usage.prompt_tokens < 0:
+        if usage is None or usage.prompt_tokens is None:
             return [None] * len(batch)
         read = apportion(usage.prompt_tokens, input_lengths(batch))
-        written = apportion(max(usage.completion_tokens or 0, 0), [len(bytes(choice["text"])) for choice in choices])
+        written = apportion(usage.completion_tokens or 0, [len(bytes(choice["text"])) for choice in choices])
         return [prompt + completion for prompt, completion in zip(read, written, strict=True)]
 
     def classify(self, answer: Answer, size: int) -> Refusal:

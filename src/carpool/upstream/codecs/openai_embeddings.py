@@ -15,6 +15,7 @@ from carpool.upstream.codecs.base import (
     Decoded,
     Refusal,
     TextCodec,
+    TokenCount,
     apportion,
     as_fields,
     check_count,
@@ -41,7 +42,7 @@ class _Embedding(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    total_tokens: int | None = None
+    total_tokens: TokenCount | None = None
 
 
 class _Embeddings(msgspec.Struct):
@@ -79,7 +80,7 @@ class OpenAiEmbeddingsCodec(TextCodec):
         places = in_order_of_index([part.index for part in data])
         check_text(answer.body)
         total = parsed.usage.total_tokens if parsed.usage else None
-        if total is None or total < 0:
+        if total is None:
             return [Decoded(data[place].embedding) for place in places]
         tokens = apportion(total, input_lengths(batch))
         return [Decoded(data[place].embedding, used) for place, used in zip(places, tokens, strict=True)]

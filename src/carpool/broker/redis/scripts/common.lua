@@ -35,7 +35,8 @@ local function group_of(stream)
 end
 
 -- Batchers that found nothing sleep until the bell; those that found something come back by themselves. So it is rung
--- when nothing but what was just added waits in a stream.
+-- when nothing but what was just added waits in a stream. It names the stream: whoever knows of one alone learns so that
+-- there is another.
 local function ring_if_new(stream, added, bell)
   local pending = group_of(stream)
   if not pending then
@@ -44,7 +45,7 @@ local function ring_if_new(stream, added, bell)
     pending = 0
   end
   if redis.call('XLEN', stream) - pending <= added then
-    redis.call('SPUBLISH', bell, added)
+    redis.call('SPUBLISH', bell, added .. ' ' .. stream)
   end
 end
 

@@ -17,7 +17,8 @@ write_also_without_memory(counts)
 redis.call('HSET', counts, 'unread', unread)
 -- The read should have left nothing: what is there came in between, and no bell was rung for it.
 if unread > 0 and before <= tonumber(ARGV[3]) then
-  redis.call('SPUBLISH', ARGV[4], unread)
+  local only = #streams == 2 and ARGV[1] .. streams[1] or ''
+  redis.call('SPUBLISH', ARGV[4], unread .. ' ' .. only)
 end
 local answer = { clock(ARGV[2]), unread }
 for i = 1, #streams do

@@ -1,0 +1,382 @@
+"""A batcher's half of the queue where things go wrong: order between streams, bells that cross answers, a Redis without
+memory, leases that end, draining in the wrong moment. Each test is a defect that once was there.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from carpool.broker.redis import feed as feed_module
+from carpool.broker.redis.answers import UNCONFIRMED_MAX
+from carpool.broker.redis.feed import CLAIMS_A_LEASE
+from carpool.broker.redis.tasks import RedisTasks
+from carpool.core.clock import monotonic
+from carpool.core.errors import CarpoolError, InternalError
+from carpool.core.outcome import Output
+from carpool.testing import FakeClock
+from support.processes import until
+from support.redis_halves import SOON_S, Batcher, Halves, open_halves
+from support.redis_servers import RedisServer, running_redis
+from support.redis_tasks import told
+
+ENTERPRISE, FREE = 0, 2
+LEASE_S = 1.5
+# A lease after whose end nobody looks while a test runs.
+NEVER_MS = 600_000
+
+
+@pytest.fixture
+async def halves(redis_server: RedisServer) -> AsyncIterator[Halves]:
+    async with open_halves(redis_server) as halves:
+        yield halves
+
+
+@pytest.fixture
+async def own_halves(tmp_path: Path) -> AsyncIterator[Halves]:
+    """On a Redis that the test may limit."""
+    async with running_redis(tmp_path) as server, open_halves(server) as halves:
+        yield halves
+
+
+@pytest.fixture
+def only_bells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards are not asked again by themselves: what is taken without that was heard of."""
+    monkeypatch.setattr(feed_module, "ASK_AGAIN_S", 60.0)
+
+
+def task_names(number: int) -> list[str]:
+    return [f"{position:031x}0" for position in range(number)]
+
+
+async def submit_tasks(halves: Halves, batcher: Batcher, names: list[str], value: bytes = b'"x"') -> RedisTasks:
+    """Tasks that are accepted, over a batcher's connections."""
+    tasks = RedisTasks(batcher.nodes, halves.keys, b"g1", held_max=10_000, lanes_max=9)
+    gateway = await halves.gateway()
+    for name in names:
+        request = gateway.request(name, is_task=True, total_timeout_s=600.0, value=value)
+        assert await told(partial(tasks.submit, request, "owner")) is None
+    return tasks
+
+
+async def look(tasks: RedisTasks, task_id: str) -> str:
+    """A task's status."""
+    found = await told(partial(tasks.look, task_id, 0, False))
+    assert not isinstance(found, CarpoolError), found
+    status: str = found.status
+    return status
+
+
+class TestOrder:
+    async def next_ids(self, batcher: Batcher) -> list[str]:
+        """What a slot that frees gets."""
+        before = batcher.feed.taken
+        batcher.model.free = 1
+        batcher.feed.ring()
+        await until(lambda: batcher.feed.taken > before, within_s=SOON_S)
+        await until(lambda: batcher.broker.depth > 0)
+        batcher.model.free = 0
+        return [request.id for request in batcher.start_batch()]
+
+    @pytest.mark.usefixtures("only_bells")
+    async def test_a_second_stream_is_seen_at_once(self, halves: Halves) -> None:
+        """A batcher that knew of one stream went on reading it, and after it slept while the other one waited."""
+        gateway = await halves.gateway()
+        batcher = await halves.batcher(free=0, largest=2)
+        gateway.submit("free-0", "free-1", tier=FREE)
+        await halves.until_entries(2)
+        order = [await self.next_ids(batcher)]
+        gateway.submit(*(f"free-{number}" for number in range(2, 8)), tier=FREE)
+        gateway.submit(*(f"paying-{number}" for number in range(4)), tier=ENTERPRISE)
+        await halves.until_entries(12)
+        await gateway.nodes.ask(0, b"PING")
+        await asyncio.sleep(0.01)  # the bells come over another connection
+        order += [await self.next_ids(batcher) for _ in range(5)]
+        assert order == [
+            ["free-0", "free-1"],
+            ["paying-0", "paying-1"],
+            ["paying-2", "paying-3"],
+            ["free-2", "free-3"],
+            ["free-4", "free-5"],
+            ["free-6", "free-7"],
+        ]
+
+    @pytest.mark.usefixtures("only_bells")
+    async def test_streams_that_take_turns(self, halves: Halves) -> None:
+        """What was taken last says nothing about which stream is the next."""
+        gateway = await halves.gateway()
+        batcher = await halves.batcher(free=0, largest=1)
+        names = [f"{kind}-{turn}" for turn in range(4) for kind in ("plain", "special")]
+        for name in names:
+            gateway.submit(name, parameters=b'{"t":1}' if name.startswith("special") else b"")
+            await gateway.nodes.ask(0, b"PING")
+            await asyncio.sleep(0.002)
+        assert [await self.next_ids(batcher) for _ in names] == [[name] for name in names]
+
+    @pytest.mark.usefixtures("only_bells")
+    async def test_a_stream_of_which_no_bell_was_heard(self, halves: Halves) -> None:
+        """The one that was known gave nothing: that was taken for the whole shard."""
+        gateway, batcher = await halves.gateway(), await halves.batcher(started=False)
+        for number, tier in enumerate((FREE, ENTERPRISE), start=1):
+            gateway.submit(f"r{number}", tier=tier)
+            await halves.until_entries(number)
+            await gateway.nodes.ask(0, b"PING")
+            batcher.feed._ask_all()
+            await batcher.until_staged(number)
+        assert batcher.nodes.runs["level"] == 1, "the known stream was not read"
+
+
+class TestBells:
+    @pytest.mark.usefixtures("only_bells")
+    async def test_a_bell_that_crosses_an_answer(self, halves: Halves) -> None:
+        """The answer, which was older, said that nothing was there: nobody asked again for a while."""
+        gateway, batcher = await halves.gateway(), await halves.batcher(lease_ms=NEVER_MS)
+        for number in range(5):
+            await until_quiet(batcher)
+            batcher.nodes.keep_replies()
+            batcher.feed._ask_all()
+            await until(lambda: batcher.nodes.kept == 1)
+            gateway.submit(f"r{number}")
+            await until(lambda: batcher.feed._views[0].unread == 1)
+            batcher.nodes.let_replies_come()
+            await batcher.until_staged(number + 1)
+
+    @pytest.mark.usefixtures("only_bells")
+    async def test_a_bell_causes_one_question(self, redis_server: RedisServer) -> None:
+        """One that was heard while another shard was asked counted again after its own shard had answered."""
+        async with open_halves(redis_server, shards=2) as halves:
+            gateway, batcher = await halves.gateway(), await halves.batcher(lease_ms=NEVER_MS)
+            await until_quiet(batcher)
+            batcher.nodes.keep_replies()
+            before = questions(batcher)
+            gateway.submit("in one shard")
+            await until(lambda: batcher.nodes.kept == 1)
+            gateway.submit("in the other")
+            await until(lambda: all(view.unread == 1 for view in batcher.feed._views))
+            batcher.nodes.let_replies_come()
+            await until(lambda: batcher.feed.taken == 2, within_s=SOON_S)
+            await until_quiet(batcher)
+            assert questions(batcher) - before == 2
+
+    @pytest.mark.usefixtures("only_bells")
+    async def test_a_stream_that_was_deleted_comes_back(self, halves: Halves) -> None:
+        """It was registered, so nobody made its group: it was never read again."""
+        gateway, batcher = await halves.gateway(), await halves.batcher(largest=1)
+        gateway.submit("a")
+        await batcher.until_staged(1)
+        (entry,) = await halves.entries()
+        await halves.client.delete(entry.shard.stream(entry.field))  # evicted, or an operator's mistake
+        gateway.submit("b")
+        await batcher.until_staged(2)
+
+    async def test_a_sweep_mends_a_stream_without_its_group(self, halves: Halves) -> None:
+        """Nothing more comes for it, so nobody makes its group."""
+        gateway, batcher = await halves.gateway(), await halves.batcher(started=False)
+        gateway.submit("a", "b")
+        await halves.until_entries(2)
+        (entry, _) = await halves.entries()
+        stream = entry.shard.stream(entry.field)
+        await halves.client.xgroup_destroy(stream, "batchers")
+
+        async def is_mended() -> bool:
+            return len(await halves.client.xinfo_groups(stream)) == 1
+
+        batcher.feed._sweep_all()
+        await until(is_mended, within_s=SOON_S)
+        batcher.feed.ring()
+        await batcher.until_staged(2)
+
+
+class TestWithoutMemory:
+    async def test_a_plain_read_loses_nothing(self, own_halves: Halves) -> None:
+        """The step after it was refused, and what had been read waited for the end of its lease."""
+        gateway, batcher = await own_halves.gateway(), await own_halves.batcher()
+        gateway.submit("first")
+        await batcher.until_staged(1)
+        batcher.start_batch()
+        await until(lambda: batcher.feed._views[0].only is not None)
+        batcher.model.free = 0
+        gateway.submit(*(f"r{number}" for number in range(20)))
+        await own_halves.until_entries(21)
+        await own_halves.fill_memory()
+        batcher.model.free = 100
+        batcher.feed.ring()
+        await batcher.until_staged(20, within_s=LEASE_S / 2)
+        assert (batcher.feed.taken, batcher.feed.claimed) == (21, 0)
+        assert batcher.nodes.runs["level"] > 0, "nothing was read by a plain command"
+
+    async def test_outcomes_are_written(self, own_halves: Halves) -> None:
+        """Results and replies were refused, and tried again and again."""
+        batcher = await own_halves.batcher(started=False)
+        names = task_names(20)
+        tasks = await submit_tasks(own_halves, batcher, names, b'"' + 2000 * b"x" + b'"')
+        gateway = await own_halves.gateway(b"g2")
+        gateway.submit("r")
+        await own_halves.until_entries(21)
+        await own_halves.fill_memory()
+        batcher.serve()
+        batcher.feed.start()
+        assert isinstance((await gateway.until_told(1))["r"], Output)
+        await own_halves.until_entries(0)
+        await batcher.until_confirmed()
+        assert {await look(tasks, name) for name in names} == {"SUCCESS"}
+        assert batcher.answers.retries == 0
+        tasks.close()
+
+    async def test_no_work_is_begun_whose_outcome_has_no_place(self, halves: Halves) -> None:
+        """Outcomes that Redis does not take stay in memory."""
+        gateway, batcher = await halves.gateway(), await halves.batcher()
+        batcher.answers.unconfirmed = UNCONFIRMED_MAX + 1
+        gateway.submit("r")
+        await halves.until_entries(1)
+        await asyncio.sleep(0.1)
+        assert batcher.feed.taken == 0
+        batcher.answers.unconfirmed = 0
+        await batcher.until_staged(1)
+
+
+class TestOutcomes:
+    async def test_results_that_are_refused_are_no_storm(self, halves: Halves) -> None:
+        batcher = await halves.batcher()
+        (name,) = task_names(1)
+        tasks = await submit_tasks(halves, batcher, [name])
+        await batcher.until_staged(1)
+        key = halves.keys.shard_of_task(name).task(name)
+        await halves.client.rename(key, key + b":aside")
+        await halves.client.set(key, "no hash")
+        batcher.answer(batcher.start_batch())
+        await asyncio.sleep(0.9)
+        assert 2 <= batcher.answers.retries <= 4  # after 0.1, 0.3 and 0.7 s
+        await halves.client.rename(key + b":aside", key)
+        await batcher.until_confirmed()
+        assert await look(tasks, name) == "SUCCESS"
+        tasks.close()
+
+    async def test_one_that_cannot_be_written(self, halves: Halves, caplog: pytest.LogCaptureFixture) -> None:
+        """Nobody in that turn got an outcome, and the batcher kept them all for ever."""
+        one, other = await halves.gateway(b"g1"), await halves.gateway(b"g2")
+        batcher = await halves.batcher(free=0)
+        one.submit("a", "b")
+        other.submit("c")
+        await halves.until_entries(3)
+        batcher.model.free = 1
+        batcher.feed.ring()
+        await batcher.until_staged(3)
+        batch = batcher.start_batch()
+        with caplog.at_level(logging.CRITICAL, "carpool.broker"):
+            batcher.answer(batch, [10**24 if request.id == "a" else 1 for request in batch])
+            harmed = await one.until_told(2)
+        assert all(isinstance(outcome, InternalError) for outcome in harmed.values())
+        assert isinstance((await other.until_told(1))["c"], Output)
+        await batcher.until_confirmed()
+        assert await halves.number_of_entries() == batcher.answers.unconfirmed == 0
+
+
+class TestLeases:
+    async def test_its_own_at_the_third_delivery(self, halves: Halves) -> None:
+        """A batcher that stood still claimed what it was running, took it for a suspect and gave it away."""
+        gateway, batcher = await halves.gateway(), await halves.batcher(started=False)
+        gateway.submit("r")
+        await halves.until_entries(1)
+        batcher.feed.ring()
+        await batcher.until_staged(1)
+        batch = batcher.start_batch()
+        (entry,) = await halves.entries()
+        await halves.let_lapse(entry, deliveries=2)
+        before = batcher.nodes.runs["take"]
+        batcher.feed._claim_all()
+        await until(lambda: batcher.nodes.runs["take"] > before and not batcher.feed._is_asking)
+        await batcher.nodes.ask(0, b"PING")
+        (entry,) = await halves.entries()
+        assert (entry.owner, entry.deliveries) == (b"b1", 2)  # nobody died over it: this one does not count
+        assert entry.idle_ms < LEASE_S * 1000
+        assert (batcher.broker.depth, batcher.feed._suspects_at) == (0, None)
+        batcher.answer(batch)
+        assert isinstance((await gateway.until_told(1))["r"], Output)
+
+    async def test_what_came_lately_is_not_stuck(self, halves: Halves) -> None:
+        """A model that had no slot twice in a row lost what was staged for the slot that it had in between."""
+        clock = FakeClock(monotonic())
+        gateway, batcher = await halves.gateway(), await halves.batcher(started=False, clock=clock)
+        feed, model = batcher.feed, batcher.model
+        tick_s = LEASE_S / CLAIMS_A_LEASE
+
+        async def stage(name: str) -> None:
+            """A slot is free just long enough."""
+            gateway.submit(name)
+            await gateway.nodes.ask(0, b"PING")
+            model.free = 1
+            feed._ask_all()
+            await batcher.until_staged(1)
+            model.free = 0
+
+        await stage("old")
+        feed._claim_all()  # the first time without a slot
+        batcher.start_batch()
+        clock.advance(tick_s * 0.9)
+        await stage("new")
+        clock.advance(tick_s * 0.1)
+        feed._claim_all()
+        assert [request.id for request in batcher.broker.waiting_requests()] == ["new"]
+        clock.advance(tick_s)
+        feed._claim_all()
+        assert batcher.broker.depth == 0
+        other = await halves.batcher(b"b2")
+        await other.until_staged(1, within_s=LEASE_S / 2)
+        assert [request.id for request in other.start_batch()] == ["new"]
+
+
+class TestDrain:
+    async def test_while_a_question_is_out(self, halves: Halves) -> None:
+        """What it brought was staged after the drain, and left to its lease."""
+        gateway, batcher = await halves.gateway(), await halves.batcher(started=False)
+        gateway.submit("r")
+        await halves.until_entries(1)
+        batcher.nodes.keep_replies()
+        batcher.feed.ring()
+        await until(lambda: batcher.nodes.kept == 1)
+        batcher.feed.drain()
+        asyncio.get_running_loop().call_later(0.02, batcher.nodes.let_replies_come)
+        await batcher.feed.finish_asking(SOON_S)
+        assert not batcher.feed._is_asking
+        await batcher.until_confirmed()
+        assert batcher.broker.depth == 0
+        other = await halves.batcher(b"b2")
+        await other.until_staged(1, within_s=LEASE_S / 2)
+        (entry,) = await halves.entries()
+        assert (entry.owner, entry.deliveries) == (b"b2", 1)
+
+    async def test_while_it_claims_what_it_runs(self, halves: Halves) -> None:
+        """What runs here finishes here, also if the question that is out brings it once more."""
+        gateway, batcher = await halves.gateway(), await halves.batcher(started=False)
+        gateway.submit("r")
+        await halves.until_entries(1)
+        batcher.feed.ring()
+        await batcher.until_staged(1)
+        batch = batcher.start_batch()
+        (entry,) = await halves.entries()
+        await halves.let_lapse(entry, deliveries=1)
+        batcher.nodes.keep_replies()
+        batcher.feed._claim_all()
+        await until(lambda: batcher.nodes.kept == 1)
+        batcher.feed.drain()
+        batcher.nodes.let_replies_come()
+        await batcher.until_confirmed()
+        await batcher.nodes.ask(0, b"PING")
+        (entry,) = await halves.entries()
+        assert entry.owner == b"b1" and entry.idle_ms < LEASE_S * 1000
+        batcher.answer(batch)
+        assert isinstance((await gateway.until_told(1))["r"], Output)
+
+
+def questions(batcher: Batcher) -> int:
+    return sum(batcher.nodes.runs[name] for name in ("take", "level", "peek"))
+
+
+async def until_quiet(batcher: Batcher) -> None:
+    """Until it has heard that nothing is there, and asks nothing."""
+    feed = batcher.feed
+    await until(lambda: not feed._is_asking and not feed._rung and all(view.unread == 0 for view in feed._views))

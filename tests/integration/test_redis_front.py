@@ -1,0 +1,216 @@
+"""A gateway's half of the queue where things go wrong: connections that break, a Redis without memory or with too much
+to keep, clients that leave meanwhile. Each test is a defect that once was there.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from carpool.broker.redis.records import FORMAT_VERSION, CallRecord, Reply, encode_reply
+from carpool.core.errors import BrokerDown, QueueFull
+from carpool.core.outcome import Output
+from support.processes import until
+from support.redis_halves import Gateway, Halves, open_halves
+from support.redis_servers import RedisServer, running_redis
+
+NAMES = [f"r{number}" for number in range(20)]
+# Long enough for several attempts to connect.
+OUTAGE_S = 0.5
+
+
+@pytest.fixture
+async def halves(redis_server: RedisServer) -> AsyncIterator[Halves]:
+    async with open_halves(redis_server) as halves:
+        yield halves
+
+
+@pytest.fixture
+async def own_halves(tmp_path: Path) -> AsyncIterator[Halves]:
+    """On a Redis that the test may kill, stop, limit or cut off."""
+    async with running_redis(tmp_path) as server, open_halves(server, shards=4) as halves:
+        yield halves
+
+
+def reply_to(number: int, value: bytes = b'"out"') -> Reply:
+    return Reply(FORMAT_VERSION, [CallRecord(1, 0.1, None)], [(number, 0, 0.0, value, None)], [], [])
+
+
+async def queued(halves: Halves, gateway: Gateway, *names: str, **options: Any) -> None:
+    """Requests that are in Redis, and whose gateway knows it."""
+    before = await halves.number_of_entries()
+    gateway.submit(*names, **options)
+    await halves.until_entries(before + len(names))
+    await until(lambda: all(request.held_by.entry_ids for request in gateway.front._parked.values()))
+
+
+class TestConnections:
+    async def test_entries_outlive_a_short_loss(self, own_halves: Halves) -> None:
+        """They were withdrawn when the connection was back, by a gateway that still waited for them."""
+        gateway = await own_halves.gateway()
+        await queued(own_halves, gateway, *NAMES)
+        await own_halves.cut()
+        await gateway.until_mode("down")
+        assert gateway.outcomes() == {}
+        await gateway.until_mode("redis")
+        batcher = await own_halves.batcher()
+        batcher.serve()
+        told = await gateway.until_told(len(NAMES))
+        assert all(isinstance(outcome, Output) for outcome in told.values())
+        assert (gateway.front.sent_again, gateway.front.late_outcomes, gateway.front.held) == (0, 0, 0)
+        await own_halves.until_entries(0)
+
+    async def test_nothing_piles_up_while_redis_is_away(self, own_halves: Halves) -> None:
+        """Each failed attempt to connect had every waiting entry remembered once more."""
+        gateway = await own_halves.gateway()
+        await queued(own_halves, gateway, *NAMES)
+        own_halves.server.kill()
+        await gateway.until_mode("down")
+        await asyncio.sleep(OUTAGE_S)
+        assert (gateway.front.held, gateway.front._strays) == (len(NAMES), [])
+
+    async def test_what_is_handed_on_is_withdrawn(self, own_halves: Halves) -> None:
+        """Only the reader of replies is lost: the entries would be done here and by a batcher."""
+        gateway = await own_halves.gateway(with_upstream=True)
+        await queued(own_halves, gateway, *NAMES)
+        await own_halves.cut(only_readers=True)
+        await gateway.until_mode("direct")
+        local = gateway.front._local
+        assert local is not None and local.depth == len(NAMES)
+        await gateway.until_mode("redis")
+        await own_halves.until_entries(0)
+        assert gateway.front._strays == []
+
+    async def test_what_is_handed_on_while_it_is_under_way_is_withdrawn(self, own_halves: Halves) -> None:
+        """Its entry's id is known only later."""
+        gateway = await own_halves.gateway(with_upstream=True)
+        gateway.nodes.keep_replies()
+        gateway.submit(*NAMES)
+        await own_halves.until_entries(len(NAMES))
+        await own_halves.cut(only_readers=True)
+        await gateway.until_mode("direct")
+        gateway.nodes.let_replies_come()
+        await own_halves.until_entries(0)
+
+    async def test_a_client_that_leaves_while_its_shard_is_away(self, own_halves: Halves) -> None:
+        gateway = await own_halves.gateway()
+        await queued(own_halves, gateway, *NAMES)
+        await own_halves.cut()
+        await gateway.until_mode("down")
+        leaver = next(iter(gateway.front._parked.values()))
+        gateway.front.cancel(leaver)
+        await gateway.until_mode("redis")
+        await own_halves.until_entries(len(NAMES) - 1)
+        assert leaver.id not in {entry.request_id for entry in await own_halves.entries()}
+
+    async def test_a_client_that_leaves_while_redis_hangs(self, tmp_path: Path) -> None:
+        """Nobody knows yet that its shard is away: Redis dies before it reads what it is asked."""
+        async with (
+            running_redis(tmp_path, "--appendonly", "yes", "--appendfsync", "always") as server,
+            open_halves(server) as halves,
+        ):
+            gateway = await halves.gateway()
+            await queued(halves, gateway, *NAMES)
+            server.stop()
+            leaver = next(iter(gateway.front._parked.values()))
+            gateway.front.cancel(leaver)
+            await gateway.until_mode("down")
+            server.kill()
+            await server.restart()
+            await gateway.until_mode("redis")
+            await halves.until_entries(len(NAMES) - 1)
+            assert leaver.id not in {entry.request_id for entry in await halves.entries()}
+
+    async def test_a_reader_comes_back_without_memory(self, own_halves: Halves) -> None:
+        """It could not say hello, and gave up although its stream was there."""
+        gateway = await own_halves.gateway()
+        await queued(own_halves, gateway, "r")
+        batcher = await own_halves.batcher(started=False)
+        await own_halves.fill_memory()
+        await own_halves.cut(only_readers=True)
+        await gateway.until_mode("down")
+        await gateway.until_mode("redis")
+        await until(lambda: batcher.nodes.is_up(0))
+        batcher.serve()
+        batcher.feed.start()
+        assert isinstance((await gateway.until_told(1))["r"], Output)
+
+
+class TestQueueing:
+    async def test_an_outcome_that_comes_while_it_is_queued_again(
+        self, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its input was gone by the end of the turn: an entry without one was queued."""
+        async with open_halves(redis_server, shards=2) as halves:
+            gateway = await halves.gateway()
+            await queued(halves, gateway, "r")
+            (entry,), (request,) = await halves.entries(), gateway.front._parked.values()
+            monkeypatch.setattr(gateway.nodes, "is_up", lambda slot: slot != entry.shard.slot)
+            gateway.front.nodes_changed()
+            gateway.front.reply_came(reply_to(request.number))
+            assert gateway.front.sent_again == 1
+            await gateway.nodes.ask(0, b"PING")  # whatever was sent in that turn has been done
+            assert [(left.shard, left.input) for left in await halves.entries()] == [(entry.shard, b'"x"')]
+            assert isinstance(gateway.outcomes()["r"], Output)
+
+    async def test_entries_that_batchers_may_not_know_of_are_withdrawn(self, halves: Halves) -> None:
+        """They were added, but could not be counted and announced."""
+        gateway = await halves.gateway()
+        await halves.client.set(halves.keys.shards[0].lanes, "no hash")
+        gateway.submit(*NAMES)
+        told = await gateway.until_told(len(NAMES))
+        assert all(isinstance(outcome, BrokerDown) for outcome in told.values())
+        await halves.until_entries(0)
+
+    async def test_plain_commands_again_after_an_overload(self, halves: Halves) -> None:
+        """What the last plain command had told was believed for ever: from then on all went by the slow script."""
+        bound = 40
+        gateway = await halves.gateway(waiting_max=bound)
+        for number in range(bound):
+            await queued(halves, gateway, f"r{number}")
+        for request in list(gateway.front._parked.values()):
+            gateway.front.cancel(request)
+        await halves.until_entries(0)
+        await queued(halves, gateway, "tells")
+        before = gateway.nodes.runs["submit"]
+        assert before > 0, "the bound was never near"
+        for turn in range(3):
+            await queued(halves, gateway, f"later-{turn}")
+        assert gateway.nodes.runs["submit"] == before
+
+    async def test_the_bound_holds_in_an_overload(self, halves: Halves) -> None:
+        """A gateway that was told that the queue is full forgot how much was in it, and added without asking."""
+        bound = 50
+        crowd, gateway = await halves.gateway(b"g1"), await halves.gateway(b"g2", waiting_max=bound)
+        await queued(halves, crowd, *(f"crowd-{number}" for number in range(bound)))
+        for turn in range(10):
+            gateway.submit(f"r{turn}-0", f"r{turn}-1")
+            await gateway.nodes.ask(0, b"PING")
+        # The first ones were added by a gateway that knew nothing of the others.
+        assert await halves.number_of_entries() == bound + 2
+        refused = await gateway.until_told(18)
+        assert all(isinstance(outcome, QueueFull) for outcome in refused.values())
+
+
+class TestReplies:
+    async def test_a_fault_in_taking_a_reply_makes_nobody_deaf(self, halves: Halves) -> None:
+        """No further replies were asked for."""
+        faults: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(str(context["exception"])))
+
+        def refuse(task_id: str) -> None:
+            raise RuntimeError(task_id)
+
+        gateway = await halves.gateway(task_finished=refuse)
+        await queued(halves, gateway, "r")
+        (request,) = gateway.front._parked.values()
+        stream = halves.keys.replies(b"g1")
+        finished = Reply(FORMAT_VERSION, [], [], [], ["task"])
+        async with halves.client.pipeline() as together:  # both are read at once
+            for reply in (finished, reply_to(request.number)):
+                together.xadd(stream, {"r": encode_reply(reply)})
+            await together.execute()
+        assert isinstance((await gateway.until_told(1))["r"], Output)
+        assert faults == ["task"]

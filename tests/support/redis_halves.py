@@ -1,0 +1,315 @@
+"""The two halves of the Redis broker in this process, over a real Redis: gateways that submit, batchers that take.
+
+Nothing of them is replaced but the models, whose slots a test opens and closes. Every half has connections of its own,
+as it has in a process of its own.
+"""
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+import redis.asyncio
+
+from carpool.broker.memory import MemoryBroker
+from carpool.broker.redis.address import parse_broker_url
+from carpool.broker.redis.answers import Answers
+from carpool.broker.redis.dead_letters import RedisDeadLetterBox
+from carpool.broker.redis.feed import Feed
+from carpool.broker.redis.front import RedisFront
+from carpool.broker.redis.keys import GROUP, Keys, Shard, line_name
+from carpool.broker.redis.link import OnReply
+from carpool.broker.redis.nodes import Nodes
+from carpool.broker.redis.records import decode_value
+from carpool.broker.redis.scripts import Script
+from carpool.broker.redis.tasks import TaskResults
+from carpool.core.clock import monotonic
+from carpool.core.outcome import CallFacts, Outcome, Output
+from carpool.core.request import Request
+from carpool.testing import Witness, make_request
+from support.processes import until
+from support.redis_servers import RedisServer
+
+MODEL = "m"
+TARGETS_S = (0.05, 0.15, 0.5)
+TASK_PATIENCE_MS = 1000
+LETTERS_MAX = 100
+# Long before a deadline, a lease's end, or the next look without a bell could have brought it.
+SOON_S = 3.0
+
+
+class WatchedNodes(Nodes):
+    """Knows which scripts were run, and can keep their replies back."""
+
+    def __init__(self, url: str, changed: Callable[[], None]) -> None:
+        super().__init__(parse_broker_url(url), changed=changed)
+        # By name: how often each script was run.
+        self.runs: Counter[str] = Counter()
+        self._kept: list[tuple[OnReply, Any]] | None = None
+
+    def keep_replies(self) -> None:
+        """From now on, scripts are run but their replies stay on the way."""
+        self._kept = []
+
+    def let_replies_come(self) -> None:
+        """Those that were kept too."""
+        kept, self._kept = self._kept or [], None
+        for on_reply, reply in kept:
+            on_reply(reply)
+
+    @property
+    def kept(self) -> int:
+        """Replies on the way."""
+        return len(self._kept or ())
+
+    def run(
+        self,
+        script: Script,
+        slot: int,
+        keys: Sequence[bytes],
+        args: Sequence[bytes | int | str],
+        on_reply: OnReply,
+    ) -> None:
+        self.runs[script.name] += 1
+
+        def replied(reply: Any) -> None:
+            if self._kept is None:
+                on_reply(reply)
+            else:
+                self._kept.append((on_reply, reply))
+
+        super().run(script, slot, keys, args, replied)
+
+
+class SlotsModel:
+    """A model with as many free slots as a test says (carpool.broker.redis.feed.FedModel)."""
+
+    def __init__(self, free: int, largest: int) -> None:
+        self.name = MODEL
+        self.free = free
+        self.largest = largest
+
+    def free_slots(self) -> int:
+        return self.free
+
+    def largest_batch(self) -> int:
+        return self.largest
+
+    def prepare(self, request: Request) -> None:
+        """Inputs need nothing."""
+
+
+class Gateway:
+    """Where clients wait."""
+
+    def __init__(self, nodes: WatchedNodes, front: RedisFront) -> None:
+        self.nodes = nodes
+        self.front = front
+        self.witness = Witness()
+
+    def request(self, name: str, **options: Any) -> Request:
+        """One that arrives now."""
+        return make_request(name, self.witness, now=monotonic(), **options)
+
+    def submit(self, *names: str, **options: Any) -> list[Request]:
+        """Let requests in, in one turn of the event loop."""
+        requests = [self.request(name, **options) for name in names]
+        assert [self.front.submit(request) for request in requests] == [None] * len(names)
+        return requests
+
+    def outcomes(self) -> dict[str, Outcome]:
+        """By request id: what was told, and that it was told once."""
+        assert {len(told) for told in self.witness.told.values()} <= {1}
+        return {name: told[0] for name, told in self.witness.told.items()}
+
+    async def until_told(self, number: int, within_s: float = SOON_S) -> dict[str, Outcome]:
+        """Wait for so many outcomes; no more may come."""
+        await until(lambda: len(self.witness.told) >= number, within_s=within_s)
+        assert len(self.witness.told) == number
+        return self.outcomes()
+
+    async def until_mode(self, mode: str, within_s: float = SOON_S) -> None:
+        await until(lambda: self.front.mode == mode, within_s=within_s)
+
+
+class Batcher:
+    """Where a GPU is."""
+
+    def __init__(
+        self, nodes: WatchedNodes, feed: Feed, broker: MemoryBroker, answers: Answers, model: SlotsModel
+    ) -> None:
+        self.nodes = nodes
+        self.feed = feed
+        self.broker = broker
+        self.answers = answers
+        self.model = model
+
+    async def until_staged(self, number: int, within_s: float = SOON_S) -> None:
+        """Wait until so many wait here for a slot; no more may come."""
+        await until(lambda: self.broker.depth >= number, within_s=within_s)
+        assert self.broker.depth == number
+
+    def start_batch(self) -> list[Request]:
+        """Take everything that is staged, as the batching loop does."""
+        lanes = list(self.broker.lanes(MODEL))
+        return [request for lane in lanes for request in self.broker.take(lane, lane.waiting, monotonic())]
+
+    def answer(self, batch: Sequence[Request], tokens_used: Sequence[int | None] = ()) -> None:
+        """Each gets its own input back."""
+        facts = CallFacts(len(batch), 0.01)
+        tokens = tokens_used or [None] * len(batch)
+        outputs = [Output(request.input, facts, used) for request, used in zip(batch, tokens, strict=True)]
+        self.broker.settle_batch(batch, outputs)
+
+    def serve(self) -> None:
+        """From now on answer whatever is staged, at once."""
+        self.broker.when_work_arrives(MODEL, lambda lane: self.answer(self.broker.take(lane, 1, monotonic())))
+
+    async def until_confirmed(self) -> None:
+        """Wait until Redis has every outcome."""
+        assert await self.answers.finish(SOON_S)
+
+
+class QueueEntry(msgspec.Struct, frozen=True):
+    """One entry in Redis, and its lease if it has one."""
+
+    shard: Shard
+    field: bytes
+    id: bytes
+    request_id: str
+    input: bytes
+    owner: bytes = b""
+    idle_ms: int = 0
+    deliveries: int = 0
+
+
+class Halves:
+    """One namespace in one Redis, and the gateways and batchers that meet there."""
+
+    def __init__(self, server: RedisServer, client: "redis.asyncio.Redis", shards: int, opened: AsyncExitStack) -> None:
+        self.server = server
+        # As the tests see it: its own types allow for options that are not used here.
+        self.client: Any = client
+        self.keys = Keys(f"halves-{secrets.token_hex(4)}", shards)
+        self._opened = opened
+
+    async def gateway(self, name: bytes = b"g1", *, with_upstream: bool = False, **options: Any) -> Gateway:
+        """One that is connected; with an upstream of its own it can do without Redis."""
+        fronts: list[RedisFront] = []
+
+        def changed() -> None:
+            for front in fronts:
+                front.nodes_changed()
+
+        nodes = self._connect(changed)
+        settings: dict[str, Any] = {"waiting_max": 100_000, "bytes_max": 10**9, "lanes_max": 64, **options}
+        local = local_broker() if with_upstream else None
+        front = RedisFront(nodes, self.keys, name, models=[MODEL], local=local, **settings)
+        fronts.append(front)
+        self._opened.callback(front.close)
+        gateway = Gateway(nodes, front)
+        await gateway.until_mode("redis")
+        return gateway
+
+    async def batcher(
+        self, name: bytes = b"b1", *, free: int = 100, largest: int = 64, started: bool = True, **options: Any
+    ) -> Batcher:
+        """One that is connected. If it is not `started`, it hears no bell and has no timers."""
+        nodes = self._connect(lambda: None)
+        await until(lambda: nodes.is_up(0))
+        broker, model = local_broker(), SlotsModel(free, largest)
+        results = TaskResults(nodes, self.keys, result_ttl_ms=60_000, letters_max_per_shard=LETTERS_MAX)
+        answers = Answers(nodes, self.keys, results, name)
+        letters = RedisDeadLetterBox(nodes, self.keys, letters_max_per_shard=LETTERS_MAX)
+        offsets_ms = {
+            line_name(tier, is_task): round(target_s * 1000) + is_task * TASK_PATIENCE_MS
+            for tier, target_s in enumerate(TARGETS_S)
+            for is_task in (False, True)
+        }
+        settings: dict[str, Any] = {"line_offsets_ms": offsets_ms, "tier_target_s": TARGETS_S, **options}
+        feed = Feed(nodes, self.keys, name, broker, answers, letters, [model], **settings)
+        self._opened.callback(feed.close)
+        if started:
+            feed.start()
+        return Batcher(nodes, feed, broker, answers, model)
+
+    async def entries(self) -> list[QueueEntry]:
+        """Everything in the queue."""
+        found: list[QueueEntry] = []
+        for shard in self.keys.shards:
+            async for stream in self.client.scan_iter(match=shard.stream(b"*"), count=1000):
+                leases = await self._leases(stream)
+                for entry_id, fields in await self.client.xrange(stream):
+                    _, request_id, value = decode_value(next(iter(fields.values())))
+                    field = stream.removeprefix(shard.stream(b""))
+                    lease = leases.get(entry_id, (b"", 0, 0))
+                    found.append(QueueEntry(shard, field, entry_id, request_id, value, *lease))
+        return found
+
+    async def number_of_entries(self) -> int:
+        return len(await self.entries())
+
+    async def until_entries(self, number: int, within_s: float = SOON_S) -> None:
+        """Wait until so many are in the queue. A call to Redis is never cancelled: that could be lost in it."""
+        give_up_at = monotonic() + within_s
+        while (found := await self.number_of_entries()) != number:
+            assert monotonic() < give_up_at, f"{found} entries are in the queue, not {number}"
+            await asyncio.sleep(0.002)
+
+    async def let_lapse(self, entry: QueueEntry, deliveries: int) -> None:
+        """Make a lease old, as if its owner had stood still, after so many deliveries."""
+        stream = entry.shard.stream(entry.field)
+        await self.client.xclaim(
+            stream, GROUP, entry.owner, 0, [entry.id], idle=60_000, retrycount=deliveries, justid=True
+        )
+
+    async def fill_memory(self) -> None:
+        """From now on Redis refuses whatever needs memory."""
+        await self.client.config_set("maxmemory", "1mb")
+
+    async def cut(self, *, only_readers: bool = False) -> None:
+        """Close connections from Redis's side: all but this one, or those that wait for replies."""
+        for facts in await self.client.client_list():
+            if facts["cmd"] == "xread" or not (only_readers or facts["cmd"] == "client|list"):
+                await self.client.client_kill_filter(_id=facts["id"])
+
+    async def clear(self) -> None:
+        """Leave nothing behind: others use this Redis too."""
+        names = [name async for name in self.client.scan_iter(match=self.keys.namespace + b":*", count=1000)]
+        if names:
+            await self.client.unlink(*names)
+
+    def _connect(self, changed: Callable[[], None]) -> WatchedNodes:
+        nodes = WatchedNodes(self.server.url, changed)
+        self._opened.push_async_callback(nodes.close)
+        nodes.start()
+        return nodes
+
+    async def _leases(self, stream: bytes) -> dict[bytes, tuple[bytes, int, int]]:
+        try:
+            pending = await self.client.xpending_range(stream, GROUP, "-", "+", 10_000)
+        except redis.ResponseError:  # it has no group
+            return {}
+        names = ("consumer", "time_since_delivered", "times_delivered")
+        return {facts["message_id"]: tuple(facts[name] for name in names) for facts in pending}
+
+
+@asynccontextmanager
+async def open_halves(server: RedisServer, *, shards: int = 1) -> AsyncIterator[Halves]:
+    """A namespace of its own; what was opened in it is closed at the end."""
+    async with AsyncExitStack() as opened, server.client() as client:
+        halves = Halves(server, client, shards, opened)
+        yield halves
+        await opened.aclose()
+        if server.is_running:
+            await halves.clear()
+
+
+def local_broker() -> MemoryBroker:
+    """As a process has it."""
+    broker = MemoryBroker(waiting_max=10**6, bytes_max=10**9, lanes_max=1000, tiers=len(TARGETS_S))
+    broker.when_work_arrives(MODEL, lambda lane: None)
+    return broker
