@@ -121,7 +121,7 @@ class LaneFeed(Feed):
     def look_for(self, lane: WaitingLane, count: int) -> None:
         """Take up to `count` of a lane, wherever they are."""
         self._wanted = (lane, count)
-        self._ask_all()
+        self._look_at_all()
 
     def hear_bells(self) -> None:
         """Something was queued."""
@@ -285,7 +285,7 @@ class RedisBroker:
         for lane in self._lanes.values():
             lane.waiting, lane.first_arrival, lane.best_place = 0, inf, inf
         for shard in self._keys.shards:
-            arguments = (shard.stream(b""), self._now_ms())
+            arguments = (shard.stream(b""), self._now_ms(), 1500)
             self._nodes.run(PEEK, shard.slot, (shard.lanes, shard.counts), arguments, self._peeked)
         self._let_run()
         return [lane for lane in self._lanes.values() if lane.model == model and lane.waiting]
@@ -349,7 +349,7 @@ class RedisBroker:
             request.waiter = Crossing(request.waiter, outcome)
 
     def _peeked(self, reply: Any) -> None:
-        for at in range(2, len(reply), 4):
+        for at in range(3, len(reply), 4):
             field, _, head, number = reply[at : at + 4]
             name, _, line = field.partition(b":")
             lane, arrived_ms = self._lanes[name], entry_key(head)[0]

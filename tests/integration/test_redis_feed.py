@@ -7,12 +7,13 @@ import logging
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from carpool.broker.redis import feed as feed_module
 from carpool.broker.redis.answers import UNCONFIRMED_MAX
-from carpool.broker.redis.feed import CLAIMS_A_LEASE
+from carpool.broker.redis.feed import LOOKS_A_LEASE
 from carpool.broker.redis.tasks import RedisTasks
 from carpool.core.clock import monotonic
 from carpool.core.errors import CarpoolError, InternalError
@@ -124,9 +125,10 @@ class TestOrder:
             gateway.submit(f"r{number}", tier=tier)
             await halves.until_entries(number)
             await gateway.nodes.ask(0, b"PING")
-            batcher.feed._ask_all()
+            batcher.feed._views[0].unread = None  # something is there; nobody says in which stream
+            batcher.feed.ring()
             await batcher.until_staged(number)
-        assert batcher.nodes.runs["level"] == 1, "the known stream was not read"
+        assert batcher.nodes.runs["level"] == 2, "the known stream was not read"
 
 
 class TestBells:
@@ -137,7 +139,7 @@ class TestBells:
         for number in range(5):
             await until_quiet(batcher)
             batcher.nodes.keep_replies()
-            batcher.feed._ask_all()
+            batcher.feed._look_at_all()
             await until(lambda: batcher.nodes.kept == 1)
             gateway.submit(f"r{number}")
             await until(lambda: batcher.feed._views[0].unread == 1)
@@ -160,6 +162,23 @@ class TestBells:
             await until(lambda: batcher.feed.taken == 2, within_s=SOON_S)
             await until_quiet(batcher)
             assert questions(batcher) - before == 2
+
+    @pytest.mark.usefixtures("only_bells")
+    async def test_what_came_before_it_listened(self, own_halves: Halves) -> None:
+        """Shards were asked when the subscription was sent, which may be before Redis has it."""
+        gateway, batcher = await own_halves.gateway(), await own_halves.batcher(lease_ms=NEVER_MS)
+        await until_quiet(batcher)
+        listen = batcher.feed._bell
+        missed: list[Any] = []
+        batcher.feed._bells[0]._received = missed.append
+        await own_halves.cut("ssubscribe")
+        await until(lambda: len(missed) == 1)  # the subscription is made, but not heard of
+        await until_quiet(batcher)
+        gateway.submit("r")
+        await until(lambda: len(missed) == 2)
+        assert batcher.feed.taken == 0
+        listen(missed[0])
+        await batcher.until_staged(1)
 
     @pytest.mark.usefixtures("only_bells")
     async def test_a_stream_that_was_deleted_comes_back(self, halves: Halves) -> None:
@@ -287,7 +306,7 @@ class TestLeases:
         (entry,) = await halves.entries()
         await halves.let_lapse(entry, deliveries=2)
         before = batcher.nodes.runs["take"]
-        batcher.feed._claim_all()
+        batcher.feed._look_at_all()
         await until(lambda: batcher.nodes.runs["take"] > before and not batcher.feed._is_asking)
         await batcher.nodes.ask(0, b"PING")
         (entry,) = await halves.entries()
@@ -302,27 +321,27 @@ class TestLeases:
         clock = FakeClock(monotonic())
         gateway, batcher = await halves.gateway(), await halves.batcher(started=False, clock=clock)
         feed, model = batcher.feed, batcher.model
-        tick_s = LEASE_S / CLAIMS_A_LEASE
+        tick_s = LEASE_S / LOOKS_A_LEASE
 
         async def stage(name: str) -> None:
             """A slot is free just long enough."""
             gateway.submit(name)
             await gateway.nodes.ask(0, b"PING")
             model.free = 1
-            feed._ask_all()
+            feed._look_at_all()
             await batcher.until_staged(1)
             model.free = 0
 
         await stage("old")
-        feed._claim_all()  # the first time without a slot
+        feed._look_at_all()  # the first time without a slot
         batcher.start_batch()
         clock.advance(tick_s * 0.9)
         await stage("new")
         clock.advance(tick_s * 0.1)
-        feed._claim_all()
+        feed._look_at_all()
         assert [request.id for request in batcher.broker.waiting_requests()] == ["new"]
         clock.advance(tick_s)
-        feed._claim_all()
+        feed._look_at_all()
         assert batcher.broker.depth == 0
         other = await halves.batcher(b"b2")
         await other.until_staged(1, within_s=LEASE_S / 2)
@@ -360,7 +379,8 @@ class TestDrain:
         (entry,) = await halves.entries()
         await halves.let_lapse(entry, deliveries=1)
         batcher.nodes.keep_replies()
-        batcher.feed._claim_all()
+        batcher.feed._claims_due.append(batcher.feed._views[0])
+        batcher.feed.ring()
         await until(lambda: batcher.nodes.kept == 1)
         batcher.feed.drain()
         batcher.nodes.let_replies_come()

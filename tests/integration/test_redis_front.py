@@ -19,6 +19,8 @@ from support.redis_servers import RedisServer, running_redis
 NAMES = [f"r{number}" for number in range(20)]
 # Long enough for several attempts to connect.
 OUTAGE_S = 0.5
+# By which Redis knows the connection that waits for replies.
+READER = "xread"
 
 
 @pytest.fixture
@@ -75,7 +77,7 @@ class TestConnections:
         """Only the reader of replies is lost: the entries would be done here and by a batcher."""
         gateway = await own_halves.gateway(with_upstream=True)
         await queued(own_halves, gateway, *NAMES)
-        await own_halves.cut(only_readers=True)
+        await own_halves.cut(READER)
         await gateway.until_mode("direct")
         local = gateway.front._local
         assert local is not None and local.depth == len(NAMES)
@@ -89,7 +91,7 @@ class TestConnections:
         gateway.nodes.keep_replies()
         gateway.submit(*NAMES)
         await own_halves.until_entries(len(NAMES))
-        await own_halves.cut(only_readers=True)
+        await own_halves.cut(READER)
         await gateway.until_mode("direct")
         gateway.nodes.let_replies_come()
         await own_halves.until_entries(0)
@@ -129,7 +131,7 @@ class TestConnections:
         await queued(own_halves, gateway, "r")
         batcher = await own_halves.batcher(started=False)
         await own_halves.fill_memory()
-        await own_halves.cut(only_readers=True)
+        await own_halves.cut(READER)
         await gateway.until_mode("down")
         await gateway.until_mode("redis")
         await until(lambda: batcher.nodes.is_up(0))

@@ -165,7 +165,8 @@ class Batcher:
         self.broker.settle_batch(batch, outputs)
 
     def serve(self) -> None:
-        """From now on answer whatever is staged, at once."""
+        """Answer what is staged, and from now on whatever comes, at once."""
+        self.answer(self.start_batch())
         self.broker.when_work_arrives(MODEL, lambda lane: self.answer(self.broker.take(lane, 1, monotonic())))
 
     async def until_confirmed(self) -> None:
@@ -195,6 +196,8 @@ class Halves:
         self.client: Any = client
         self.keys = Keys(f"halves-{secrets.token_hex(4)}", shards)
         self._opened = opened
+        # Batchers that hear the bells.
+        self._listeners = 0
 
     async def gateway(self, name: bytes = b"g1", *, with_upstream: bool = False, **options: Any) -> Gateway:
         """One that is connected; with an upstream of its own it can do without Redis."""
@@ -234,6 +237,8 @@ class Halves:
         self._opened.callback(feed.close)
         if started:
             feed.start()
+            self._listeners += 1
+            await until(self._are_bells_heard)
         return Batcher(nodes, feed, broker, answers, model)
 
     async def entries(self) -> list[QueueEntry]:
@@ -270,10 +275,10 @@ class Halves:
         """From now on Redis refuses whatever needs memory."""
         await self.client.config_set("maxmemory", "1mb")
 
-    async def cut(self, *, only_readers: bool = False) -> None:
-        """Close connections from Redis's side: all but this one, or those that wait for replies."""
+    async def cut(self, *commands: str) -> None:
+        """Close connections from Redis's side: those whose last command was one of these, or all but this one."""
         for facts in await self.client.client_list():
-            if facts["cmd"] == "xread" or not (only_readers or facts["cmd"] == "client|list"):
+            if facts["cmd"] in commands or not (commands or facts["cmd"] == "client|list"):
                 await self.client.client_kill_filter(_id=facts["id"])
 
     async def clear(self) -> None:
@@ -287,6 +292,11 @@ class Halves:
         self._opened.push_async_callback(nodes.close)
         nodes.start()
         return nodes
+
+    async def _are_bells_heard(self) -> bool:
+        bells = [shard.bell for shard in self.keys.shards]
+        heard = dict(await self.client.pubsub_shardnumsub(*bells))
+        return all(heard[bell] == self._listeners for bell in bells)
 
     async def _leases(self, stream: bytes) -> dict[bytes, tuple[bytes, int, int]]:
         try:

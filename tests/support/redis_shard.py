@@ -129,9 +129,9 @@ class ShardBench:
 
     def peek(self) -> list[tuple[str, str, str, int]]:
         """Field, model, first id and number of what waits."""
-        reply = self.run(PEEK, [self.shard.lanes, self.shard.counts], self._prefix(), self._now())
+        reply = self.run(PEEK, [self.shard.lanes, self.shard.counts], self._prefix(), self._now(), 1500)
         assert reply[1] == int(self.counts().get("unread", 0))
-        rows = [reply[at : at + 4] for at in range(2, len(reply), 4)]
+        rows = [reply[at : at + 4] for at in range(3, len(reply), 4)]
         return sorted((field.decode(), model.decode(), head.decode(), number) for field, model, head, number in rows)
 
     def renew(self, *entries: Entry, consumer: str = "b1") -> list[tuple[str, str]]:

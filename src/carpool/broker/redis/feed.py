@@ -38,16 +38,17 @@ logger = logging.getLogger("carpool.broker")
 
 # The delivery at which an entry is sent alone; after that one it is given up.
 ALONE_AT_DELIVERY = 3
-# In a lease's time: how often leases are renewed, and those of others looked at.
+# In a lease's time: how often leases are renewed, and how often all shards are looked at: for leases that are over, and
+# for entries whose bell was lost.
 RENEWALS_A_LEASE = 3
-CLAIMS_A_LEASE = 6
+LOOKS_A_LEASE = 6
 # So often a batcher looks whether it is quiet enough for a suspect.
 QUIET_LOOK_S = 0.01
 SWEEP_EVERY_S = 5.0
-# Bells can be lost: without one, shards are asked again after this.
+# A shard that had nothing for us is asked again after this, or after a bell.
 ASK_AGAIN_S = 0.25
-# How long what was seen of a shard's best entry is good enough to choose between shards.
-PLACE_KNOWN_S = 0.02
+# One question goes to so many shards at most.
+SHARDS_A_QUESTION_MAX = 8
 # What was taken waits no longer than this for company from other shards.
 COMPANY_S_MAX = 0.005
 HEADERS_KEPT_MAX = 4096
@@ -78,9 +79,8 @@ class ShardView(msgspec.Struct, eq=False):
     shard: Shard
     # Entries that nobody took; None if that must be asked.
     unread: int | None = None
-    # The smallest virtual deadline, and when it was seen.
-    place: float = 0.0
-    place_seen: float = -inf
+    # The smallest virtual deadline that was seen, which may be gone by now; None if that must be asked.
+    place: float | None = None
     # Nothing there was for us: not asked for the same again before this, or before a bell.
     barren_until: float = 0.0
     # What was asked for last: models with a free slot, lanes with room.
@@ -138,6 +138,7 @@ class Feed:
         self._tier_target_s = tier_target_s
         self._lease_ms = lease_ms
         self._renew_every_s = lease_ms / 1000 / RENEWALS_A_LEASE
+        self._look_every_s = lease_ms / 1000 / LOOKS_A_LEASE
         self._dead_letter_ttl_ms = dead_letter_ttl_ms
         self._clock = clock
         self._now_ms = now_ms
@@ -154,6 +155,10 @@ class Feed:
         # True while a question is out; its answer asks the next one.
         self._is_asking = False
         self._rung = False
+        # All shards are to be looked at.
+        self._is_look_due = True
+        # Redis's clock minus ours, in ms, as last seen.
+        self._ahead_ms = 0.0
         # Shards whose claims are due, the next one last.
         self._claims_due: list[ShardView] = []
         self._is_claims_turn = False
@@ -183,10 +188,9 @@ class Feed:
             listen = partial(self._listen, views)
             slot = views[0].shard.slot
             self._bells.append(self._nodes.reader(slot, connected=listen, received=self._bell, lost=_nothing))
-        self._every("claim", self._lease_ms / 1000 / CLAIMS_A_LEASE, self._claim_all)
+        self._every("look", self._look_every_s, self._look_at_all)
         self._every("renew", self._renew_every_s, self._renew_all)
         self._every("sweep", SWEEP_EVERY_S, self._sweep_all)
-        self._every("ask", ASK_AGAIN_S, self._ask_all)
         self.ring()
 
     def ring(self) -> None:
@@ -223,16 +227,21 @@ class Feed:
     def _listen(self, views: Sequence[ShardView], link: Link) -> None:
         for view in views:
             link.send(b"SSUBSCRIBE", view.shard.bell)
-            view.unread, view.barren_until, view.only = None, 0.0, None
-        self.ring()
 
     def _bell(self, message: Any) -> None:
-        if isinstance(message, list) and message[0] == b"smessage":
+        if isinstance(message, list) and message[0] in (b"ssubscribe", b"smessage"):
             view = self._view_of_bell[message[1]]
-            number, _, stream = message[2].partition(b" ")
+            # Nobody heard the bells before the subscription: it counts as one, of no stream in particular.
+            number, _, stream = (b"1 " if message[0] == b"ssubscribe" else message[2]).partition(b" ")
             if view.only is not None and view.shard.stream(view.only[0]) != stream:
                 view.only = None
             view.rung = int(number)
+            if stream and (view.unread == 0 or view.place is not None):
+                # It has come just now; an earlier one may still be there.
+                place = self._clock() * 1000 + self._ahead_ms + self._offset_of.get(stream.rpartition(b":")[2], 0)
+                view.place = place if view.place is None or view.unread == 0 else min(view.place, place)
+            else:
+                view.place = None
             self._heed_bell(view)
             self.ring()
 
@@ -249,20 +258,15 @@ class Feed:
 
         self._timers[name] = self._loop.call_later(seconds, again)
 
-    def _ask_all(self) -> None:
-        for view in self._views:
-            view.unread, view.barren_until = None, 0.0
-        self.ring()
-
-    def _claim_all(self) -> None:
-        self._claims_due = list(self._views)
+    def _look_at_all(self) -> None:
+        self._is_look_due = True
         self._release_what_is_stuck()
         self.ring()
 
     def _release_what_is_stuck(self) -> None:
         """Slots that were free when requests were taken may be gone (an endpoint failed): others may have some."""
         stuck = {name for name, model in self._models.items() if model.free_slots() <= 0}
-        long_ago = self._clock() - self._lease_ms / 1000 / CLAIMS_A_LEASE
+        long_ago = self._clock() - self._look_every_s
         for request in self._broker.waiting_requests() if stuck & self._stuck else ():
             haul = request.held_by
             if request.model in stuck & self._stuck and isinstance(haul, Haul) and haul.taken < long_ago:
@@ -286,6 +290,11 @@ class Feed:
         if not budgets:
             return
         now = self._clock()
+        if self._is_look_due:
+            self._is_look_due = False
+            if reachable := [view for view in self._views if self._nodes.is_up(view.shard.slot)]:
+                self._peek(reachable)
+                return
         views = [view for view in self._views if view.unread != 0 and self._may_give(view, budgets, now)]
         # Claims and takes in turn: neither may hold up the other.
         self._is_claims_turn = not self._is_claims_turn
@@ -299,14 +308,16 @@ class Feed:
         if not views:
             return
         if len(views) > 1 and self._is_scarce(views, budgets):
-            unseen = [view for view in views if view.place_seen < now - PLACE_KNOWN_S]
+            unseen = [view for view in views if view.place is None]
             if unseen:
                 self._peek(unseen)
                 return
-            self._take_or_read(min(views, key=lambda view: (view.place, view.shard.number)), budgets)
-            return
-        self._next_shard += 1
-        self._take_or_read(views[self._next_shard % len(views)], budgets)
+            views.sort(key=lambda view: (view.place or 0.0, view.shard.number))
+        else:
+            self._next_shard += 1
+            first = self._next_shard % len(views)
+            views = views[first:] + views[:first]
+        self._take_or_read(views, budgets)
 
     def _may_give(self, view: ShardView, budgets: Sequence[Budget], now: float) -> bool:
         is_barren = view.barren_until > now and all(
@@ -355,26 +366,58 @@ class Feed:
             name = self._lane_names[model, key] = lane_name(model, key)
         return name
 
-    def _take_or_read(self, view: ShardView, budgets: Sequence[Budget]) -> None:
-        """Where a shard has one stream there is no order to find out: a plain read costs Redis a quarter of a script
-        that has to carry the entries.
-        """
-        view.asked_for = frozenset().union(*(budget.wants() for budget in budgets))
-        if view.only is not None:
-            field, model = view.only
-            for budget in budgets:
-                if budget.model == model:
-                    room = budget.rooms.get(field.partition(b":")[0], 0)
-                    number = room + budget.batches * budget.largest
-                    if number > 0:
-                        self._read(view, field, number)
-                        return
-        self._take(view, budgets)
+    def _take_or_read(self, views: Sequence[ShardView], budgets: Sequence[Budget]) -> None:
+        """Ask the first of the shards; and others with it, if that is cheap."""
+        wanted = frozenset().union(*(budget.wants() for budget in budgets))
+        reads = self._plan_reads(views, budgets)
+        for view, _ in reads or [(views[0], 0)]:
+            view.asked_for = wanted
+        if reads:
+            self._read(reads)
+        else:
+            self._take(views[0], budgets)
 
-    def _read(self, view: ShardView, field: bytes, number: int) -> None:
+    def _plan_reads(self, views: Sequence[ShardView], budgets: Sequence[Budget]) -> list[tuple[ShardView, int]]:
+        """Where a shard has one stream there is no order to find out: a plain read costs Redis a quarter of a script
+        that has to carry the entries. Shards with the same stream are read together, as many as it takes to fill all
+        free slots; the numbers add up to what may be taken.
+        """
+        only = views[0].only
+        if only is None:
+            return []
+        field, model = only
+        left = sum(
+            budget.rooms.get(field.partition(b":")[0], 0) + budget.batches * budget.largest
+            for budget in budgets
+            if budget.model == model
+        )
+        reads: list[tuple[ShardView, int]] = []
+        for view in views[:SHARDS_A_QUESTION_MAX]:
+            number = min(view.unread or 1, left)
+            if view.only == only and number > 0:
+                reads.append((view, number))
+                left -= number
+        if reads:
+            reads[0] = (views[0], reads[0][1] + left)  # there may be more by now
+        return reads
+
+    def _read(self, reads: Sequence[tuple[ShardView, int]]) -> None:
         self._is_asking = True
+        unanswered = len(reads)
+
+        def digested() -> None:
+            nonlocal unanswered
+            unanswered -= 1
+            if not unanswered:
+                self._answered()
+
+        for view, number in reads:
+            self._read_one(view, number, digested)
+
+    def _read_one(self, view: ShardView, number: int, digested: Callable[[], None]) -> None:
+        assert view.only is not None
+        field, shard = view.only[0], view.shard
         view.rung = 0
-        shard = view.shard
         entries: Any = None
 
         def read(reply: Any) -> None:
@@ -382,17 +425,23 @@ class Feed:
             entries = reply
 
         def levelled(reply: Any) -> None:
+            place: float | None = None
             if isinstance(reply, RedisFailure):
                 view.only = None
                 if isinstance(entries, list):  # the time is not known: to others, or to us at the next claim
                     self._release(shard, field, entries[0][1])
             else:
-                if len(reply) != 4 or reply[2] != field:  # there are others too
+                if len(reply) != 5 or reply[2] != field:  # there are others too
                     view.only = None
+                elif reply[4]:
+                    place = self._place_of(field, reply[4])
                 del reply[2:]
                 if isinstance(entries, list):  # None: nothing was there; an error: the stream was tidied away
                     reply += (field, entries[0][1])
-            self._took(view, reply, is_read=True)
+            self._digest(view, reply, is_read=True)
+            if view.place is None:
+                view.place = place
+            digested()
 
         stream = shard.stream(field)
         group = (b"XREADGROUP", b"GROUP", GROUP, self._consumer)
@@ -411,17 +460,29 @@ class Feed:
             arguments += (budget.model, budget.batches, budget.largest, len(budget.rooms))
             for lane, room in budget.rooms.items():
                 arguments += (lane, room)
-        took = partial(self._took, view, is_claim=lease_ms > 0)
+
+        def took(reply: Any) -> None:
+            self._digest(view, reply, is_claim=lease_ms > 0)
+            self._answered()
+
         self._nodes.run(TAKE, shard.slot, (shard.lanes, shard.counts), arguments, took)
 
-    def _took(self, view: ShardView, reply: Any, *, is_claim: bool = False, is_read: bool = False) -> None:
+    def _answered(self) -> None:
+        """All that a question could bring is here."""
         self._is_asking = False
+        if not self._awaits_company():
+            self._land()
+        self.ring()
+
+    def _digest(self, view: ShardView, reply: Any, *, is_claim: bool = False, is_read: bool = False) -> None:
+        """Learn from an answer, and stage what it brought."""
         if isinstance(reply, RedisFailure):
             view.barren_until = self._clock() + ASK_AGAIN_S
-            self.ring()
             return
         now_ms, view.unread = reply[0], max(reply[1], 0)
-        view.place_seen = -inf
+        self._ahead_ms = now_ms - self._clock() * 1000
+        if not view.rung:
+            view.place = None
         step = 3 if is_claim else 2
         if is_read and len(reply) == 2 and view.unread:
             view.only = None  # it is in another stream
@@ -443,9 +504,6 @@ class Feed:
         is_one_stream = len(reply) == 4 and not is_read and is_emptied
         if is_one_stream and (header := self._headers.get(reply[3][0][1][0])) is not None:
             view.only = (reply[2], header.model)
-        if not self._awaits_company():
-            self._land()
-        self.ring()
 
     def _awaits_company(self) -> bool:
         """Whether the last free slots would get batches that are not full while other shards have more for them."""
@@ -538,13 +596,18 @@ class Feed:
             if isinstance(reply, RedisFailure):
                 view.barren_until = self._clock() + ASK_AGAIN_S
             else:
-                view.place_seen = self._clock()
-                view.place = self._best_place(reply)
+                self._ahead_ms = reply[0] - self._clock() * 1000
+                place = self._best_place(reply)
+                if not view.rung:
+                    view.place = place
+                view.barren_until = 0.0
                 # The count may be behind: there is one at least.
-                view.unread = max(1, reply[1]) if view.place < inf else 0
+                view.unread = max(1, reply[1]) if place < inf else 0
                 # Streams without unread entries are not told of: the next read sees whether there are others.
-                if len(reply) > 2:
-                    view.only = (reply[2], reply[3].decode()) if len(reply) == 6 and not view.rung else None
+                if len(reply) > 3:
+                    view.only = (reply[3], reply[4].decode()) if len(reply) == 7 and not view.rung else None
+                if reply[2] and view not in self._claims_due:
+                    self._claims_due.append(view)
             if not left:
                 self._is_asking = False
                 for each in views:
@@ -553,16 +616,19 @@ class Feed:
 
         for view in views:
             shard = view.shard
-            arguments = (shard.stream(b""), self._now_ms())
+            arguments = (shard.stream(b""), self._now_ms(), self._lease_ms)
             self._nodes.run(PEEK, shard.slot, (shard.lanes, shard.counts), arguments, partial(peeked, view))
 
     def _best_place(self, reply: Sequence[Any]) -> float:
         places = [
-            int(reply[at + 2].partition(b"-")[0]) + self._offset_of.get(reply[at].partition(b":")[2], 0)
-            for at in range(2, len(reply), 4)
+            self._place_of(reply[at], reply[at + 2])
+            for at in range(3, len(reply), 4)
             if reply[at + 1].decode() in self._models
         ]
         return min(places, default=inf)
+
+    def _place_of(self, field: bytes, entry_id: bytes) -> float:
+        return int(entry_id.partition(b"-")[0]) + self._offset_of.get(field.partition(b":")[2], 0)
 
     # Staging.
 
