@@ -19,7 +19,7 @@ from carpool.telemetry.logs import configure_logging
 
 OnReady = Callable[[int, int], None]
 # A second signal within this is the first one once more: a service manager signals parent and children alike.
-SAME_WORD_S = 0.5
+SAME_WORD_S = 0.1
 
 
 def run(

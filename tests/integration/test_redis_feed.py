@@ -45,7 +45,7 @@ async def own_halves(tmp_path: Path) -> AsyncIterator[Halves]:
 
 @pytest.fixture
 def only_bells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards are not asked again by themselves: what is taken without that was heard of."""
+    """A shard without entries is not asked again by itself; with a long lease, nor are all of them looked at."""
     monkeypatch.setattr(feed_module, "ASK_AGAIN_S", 60.0)
 
 
@@ -86,7 +86,7 @@ class TestOrder:
     async def test_a_second_stream_is_seen_at_once(self, halves: Halves) -> None:
         """A batcher that knew of one stream went on reading it, and after it slept while the other one waited."""
         gateway = await halves.gateway()
-        batcher = await halves.batcher(free=0, largest=2)
+        batcher = await halves.batcher(free=0, largest=2, lease_ms=NEVER_MS)
         gateway.submit("free-0", "free-1", tier=FREE)
         await halves.until_entries(2)
         order = [await self.next_ids(batcher)]
@@ -109,7 +109,7 @@ class TestOrder:
     async def test_streams_that_take_turns(self, halves: Halves) -> None:
         """What was taken last says nothing about which stream is the next."""
         gateway = await halves.gateway()
-        batcher = await halves.batcher(free=0, largest=1)
+        batcher = await halves.batcher(free=0, largest=1, lease_ms=NEVER_MS)
         names = [f"{kind}-{turn}" for turn in range(4) for kind in ("plain", "special")]
         for name in names:
             gateway.submit(name, parameters=b'{"t":1}' if name.startswith("special") else b"")
@@ -133,18 +133,27 @@ class TestOrder:
 
 class TestBells:
     @pytest.mark.usefixtures("only_bells")
-    async def test_a_bell_that_crosses_an_answer(self, halves: Halves) -> None:
+    @pytest.mark.parametrize("question", ["peek", "take", "level"])
+    async def test_a_bell_that_crosses_an_answer(self, halves: Halves, question: str) -> None:
         """The answer, which was older, said that nothing was there: nobody asked again for a while."""
         gateway, batcher = await halves.gateway(), await halves.batcher(lease_ms=NEVER_MS)
-        for number in range(5):
-            await until_quiet(batcher)
-            batcher.nodes.keep_replies()
-            batcher.feed._look_at_all()
-            await until(lambda: batcher.nodes.kept == 1)
-            gateway.submit(f"r{number}")
-            await until(lambda: batcher.feed._views[0].unread == 1)
-            batcher.nodes.let_replies_come()
-            await batcher.until_staged(number + 1)
+        (view,) = batcher.feed._views
+        if question == "level":  # which goes with a plain read of the only stream
+            gateway.submit("first")
+            await batcher.until_staged(1)
+            batcher.start_batch()
+        await until_quiet(batcher)
+        before = batcher.nodes.runs[question]
+        batcher.nodes.keep_replies()
+        batcher.feed._is_look_due = question == "peek"
+        view.unread, view.barren_until = None, 0.0
+        batcher.feed.ring()
+        await until(lambda: batcher.nodes.kept == 1)
+        assert batcher.nodes.runs[question] == before + 1
+        gateway.submit("r")
+        await until(lambda: view.rung == 1)
+        batcher.nodes.let_replies_come()
+        await batcher.until_staged(1)
 
     @pytest.mark.usefixtures("only_bells")
     async def test_a_bell_causes_one_question(self, redis_server: RedisServer) -> None:
@@ -183,7 +192,7 @@ class TestBells:
     @pytest.mark.usefixtures("only_bells")
     async def test_a_stream_that_was_deleted_comes_back(self, halves: Halves) -> None:
         """It was registered, so nobody made its group: it was never read again."""
-        gateway, batcher = await halves.gateway(), await halves.batcher(largest=1)
+        gateway, batcher = await halves.gateway(), await halves.batcher(lease_ms=NEVER_MS)
         gateway.submit("a")
         await batcher.until_staged(1)
         (entry,) = await halves.entries()
@@ -328,7 +337,8 @@ class TestLeases:
             gateway.submit(name)
             await gateway.nodes.ask(0, b"PING")
             model.free = 1
-            feed._look_at_all()
+            feed._views[0].unread, feed._views[0].barren_until = None, 0.0
+            feed.ring()
             await batcher.until_staged(1)
             model.free = 0
 
@@ -352,11 +362,15 @@ class TestDrain:
     async def test_while_a_question_is_out(self, halves: Halves) -> None:
         """What it brought was staged after the drain, and left to its lease."""
         gateway, batcher = await halves.gateway(), await halves.batcher(started=False)
+        batcher.feed.ring()
+        await until_quiet(batcher)
         gateway.submit("r")
         await halves.until_entries(1)
         batcher.nodes.keep_replies()
+        batcher.feed._views[0].unread = None
         batcher.feed.ring()
         await until(lambda: batcher.nodes.kept == 1)
+        assert batcher.nodes.runs["take"] == 1
         batcher.feed.drain()
         asyncio.get_running_loop().call_later(0.02, batcher.nodes.let_replies_come)
         await batcher.feed.finish_asking(SOON_S)
