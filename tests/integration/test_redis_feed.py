@@ -20,7 +20,7 @@ from carpool.core.errors import CarpoolError, InternalError
 from carpool.core.outcome import Output
 from carpool.testing import FakeClock
 from support.processes import until
-from support.redis_halves import SOON_S, Batcher, Halves, open_halves
+from support.redis_halves import SOON_S, Batcher, Halves, open_halves, until_seen
 from support.redis_servers import RedisServer, running_redis
 from support.redis_tasks import told
 
@@ -156,20 +156,26 @@ class TestBells:
         await batcher.until_staged(1)
 
     @pytest.mark.usefixtures("only_bells")
-    async def test_a_bell_causes_one_question(self, redis_server: RedisServer) -> None:
+    @pytest.mark.parametrize("is_stream_known", [False, True])
+    async def test_a_bell_causes_one_question(self, redis_server: RedisServer, is_stream_known: bool) -> None:
         """One that was heard while another shard was asked counted again after its own shard had answered."""
         async with open_halves(redis_server, shards=2) as halves:
             gateway, batcher = await halves.gateway(), await halves.batcher(lease_ms=NEVER_MS)
+            for number in range(2 * is_stream_known):
+                gateway.submit(f"first in shard {number}")
+                await batcher.until_staged(1)
+                batcher.start_batch()
             await until_quiet(batcher)
             batcher.nodes.keep_replies()
-            before = questions(batcher)
+            already, before = batcher.feed.taken, questions(batcher)
             gateway.submit("in one shard")
             await until(lambda: batcher.nodes.kept == 1)
             gateway.submit("in the other")
             await until(lambda: all(view.unread == 1 for view in batcher.feed._views))
             batcher.nodes.let_replies_come()
-            await until(lambda: batcher.feed.taken == 2, within_s=SOON_S)
+            await until(lambda: batcher.feed.taken == already + 2, within_s=SOON_S)
             await until_quiet(batcher)
+            assert (batcher.nodes.runs["level"] > 0) == is_stream_known
             assert questions(batcher) - before == 2
 
     @pytest.mark.usefixtures("only_bells")
@@ -213,7 +219,7 @@ class TestBells:
             return len(await halves.client.xinfo_groups(stream)) == 1
 
         batcher.feed._sweep_all()
-        await until(is_mended, within_s=SOON_S)
+        await until_seen(is_mended)
         batcher.feed.ring()
         await batcher.until_staged(2)
 

@@ -7,7 +7,7 @@ as it has in a process of its own.
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -238,7 +238,7 @@ class Halves:
         if started:
             feed.start()
             self._listeners += 1
-            await until(self._are_bells_heard)
+            await until_seen(self._are_bells_heard)
         return Batcher(nodes, feed, broker, answers, model)
 
     async def entries(self) -> list[QueueEntry]:
@@ -258,11 +258,12 @@ class Halves:
         return len(await self.entries())
 
     async def until_entries(self, number: int, within_s: float = SOON_S) -> None:
-        """Wait until so many are in the queue. A call to Redis is never cancelled: that could be lost in it."""
-        give_up_at = monotonic() + within_s
-        while (found := await self.number_of_entries()) != number:
-            assert monotonic() < give_up_at, f"{found} entries are in the queue, not {number}"
-            await asyncio.sleep(0.002)
+        """Wait until so many are in the queue."""
+
+        async def is_so() -> bool:
+            return await self.number_of_entries() == number
+
+        await until_seen(is_so, within_s)
 
     async def let_lapse(self, entry: QueueEntry, deliveries: int) -> None:
         """Make a lease old, as if its owner had stood still, after so many deliveries."""
@@ -316,6 +317,14 @@ async def open_halves(server: RedisServer, *, shards: int = 1) -> AsyncIterator[
         await opened.aclose()
         if server.is_running:
             await halves.clear()
+
+
+async def until_seen(condition: Callable[[], Awaitable[bool]], within_s: float = SOON_S) -> None:
+    """Wait until Redis says so. What asks it is never cancelled: a cancellation can be lost in a client of Redis."""
+    give_up_at = monotonic() + within_s
+    while not await condition():
+        assert monotonic() < give_up_at, f"not within {within_s:g} s"
+        await asyncio.sleep(0.002)
 
 
 def local_broker() -> MemoryBroker:
