@@ -39,6 +39,8 @@ WRITE_BUFFER_BYTES = 1024 * 1024
 # So many commands are joined into one write; more are written piece by piece, so that a pause comes in time.
 COMMANDS_AT_ONCE = 1024
 TICKS_PER_TIMEOUT = 8
+# A server whose replies are late for so long is given up although some come.
+LATE_TICKS_MAX = 10 * TICKS_PER_TIMEOUT
 ERROR_CHARS_MAX = 256
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 5, 2, 3
 
@@ -301,6 +303,9 @@ class CommandLink(Link):
         self._sent_at_ticks: deque[int] = deque(maxlen=TICKS_PER_TIMEOUT)
         self._answered_at_tick = 0
         self._idle_ticks = 0
+        # For how many ticks replies have been late, and for how many none has come.
+        self._late_ticks = 0
+        self._silent_ticks = 0
         self._is_retiring = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -381,7 +386,11 @@ class CommandLink(Link):
     def _tick(self) -> None:
         sent = self._answered + len(self._pending)
         marks = self._sent_at_ticks
-        if len(marks) == TICKS_PER_TIMEOUT and marks[0] > self._answered:
+        is_late = len(marks) == TICKS_PER_TIMEOUT and marks[0] > self._answered
+        self._late_ticks = self._late_ticks + 1 if is_late else 0
+        self._silent_ticks = 0 if self._answered != self._answered_at_tick else self._silent_ticks + 1
+        # A server that is late but goes on answering is overloaded: to connect anew would only add to that.
+        if is_late and (self._silent_ticks >= TICKS_PER_TIMEOUT or self._late_ticks >= LATE_TICKS_MAX):
             self._end("no reply in time")
             return
         marks.append(sent)
