@@ -241,7 +241,7 @@ class BrokerSettings(Section, frozen=True):
     ] = 1500
     redis_timeout_ms: Annotated[
         Annotated[int, Meta(ge=10, le=60_000)],
-        Meta(description="Redis counts as gone when it leaves a command unanswered for this long"),
+        Meta(description="Redis counts as gone when commands wait and it answers nothing for this long"),
     ] = 500
     replicas: Annotated[
         Annotated[int, Meta(ge=0, le=16)],

@@ -222,6 +222,20 @@ async def test_the_oldest_command_times_out_though_others_are_answered() -> None
     assert time.monotonic() - began >= 0.16
 
 
+async def test_a_server_that_is_late_but_answers_is_not_given_up() -> None:
+    """It is overloaded: to connect anew, and to send all again, would make that worse. One that falls silent is."""
+    one = OneLink(timeout_s=0.16)
+    for _ in range(80):
+        one.request(b"A")
+    began = time.monotonic()
+    while time.monotonic() - began < 0.8:  # each command waits for twice the timeout
+        one.request(b"A")
+        await asyncio.sleep(0.004)
+        one.link.data_received(b":1\r\n")
+    assert one.ends == []
+    await until(lambda: one.ends == ["no reply in time"], within_s=1)
+
+
 async def test_a_link_in_use_is_not_pinged_and_an_idle_one_is() -> None:
     one = OneLink(timeout_s=0.08)
     await until(lambda: bool(one.transport.written), within_s=2)

@@ -116,6 +116,8 @@ async def refuses_connections(gateway: GatewayProcess) -> bool:
         connection = await Connection.open(gateway.port)
     except ConnectionRefusedError:
         return True
+    except ConnectionResetError:
+        return False  # it closed in the moment in which this came: ask once more
     await connection.close()
     return False
 
