@@ -18,6 +18,7 @@ import msgspec
 
 from carpool.broker.redis.dead_letters import letter_of
 from carpool.broker.redis.keys import Keys, Shard
+from carpool.broker.redis.link import ignore
 from carpool.broker.redis.nodes import Nodes, RedisFailure, Refused
 from carpool.broker.redis.records import FORMAT_VERSION, CallRecord, Header, Reply, encode_reply
 from carpool.broker.redis.scripts import DONE, RELEASE, REPLY
@@ -274,7 +275,3 @@ def by_stream(leases: Sequence[Lease]) -> list[bytes]:
 def parts_of(leases: list[Lease]) -> list[list[Lease]]:
     """No call carries more ids than Lua can unpack, or than Redis should spend on one call."""
     return [leases[start : start + IDS_A_CALL_MAX] for start in range(0, len(leases), IDS_A_CALL_MAX)]
-
-
-def ignore(_: Any) -> None:
-    """Whatever the reply is, nothing depends on it."""

@@ -25,7 +25,7 @@ import msgspec
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.redis.answers import UNCONFIRMED_MAX, Answers, Haul, Lease, by_stream, parts_of
 from carpool.broker.redis.keys import GROUP, Keys, Shard, lane_name
-from carpool.broker.redis.link import Link
+from carpool.broker.redis.link import Link, ignore
 from carpool.broker.redis.nodes import Nodes, Reader, RedisFailure
 from carpool.broker.redis.records import Header, UnknownFormatError, decode_header, decode_value
 from carpool.broker.redis.scripts import LEVEL, PEEK, RENEW, SWEEP, TAKE
@@ -541,7 +541,7 @@ class Feed:
                 if entry[0] in own:
                     uncounted = (entry[0], b"RETRYCOUNT", delivery - 1, b"JUSTID")
                     claim = (b"XCLAIM", shard.stream(reply[at]), GROUP, self._consumer, 0)
-                    self._nodes.send(shard.slot, _ignore, *claim, *uncounted)
+                    self._nodes.send(shard.slot, ignore, *claim, *uncounted)
                 else:
                     kept.append((entry, delivery))
             reply[at + 1], reply[at + 2] = [entry for entry, _ in kept], [delivery for _, delivery in kept]
@@ -764,7 +764,7 @@ class Feed:
             shard = view.shard
             arguments = (shard.stream(b""), self._now_ms(), CONSUMER_GONE_MS, self._dead_letter_ttl_ms)
             names = (shard.lanes, shard.counts, shard.letters, shard.letter_bodies)
-            self._nodes.run(SWEEP, shard.slot, names, arguments, _ignore)
+            self._nodes.run(SWEEP, shard.slot, names, arguments, ignore)
 
 
 # Stands for a header where none is needed.
@@ -773,7 +773,3 @@ _FOREIGN = Header(0, b"", "", b"", b"", 0, False, 0, 0)
 
 def _nothing() -> None:
     """A lost bell is connected again; until then shards are asked at intervals."""
-
-
-def _ignore(_: Any) -> None:
-    """Whatever the reply is, nothing depends on it."""

@@ -290,7 +290,7 @@ class CommandLink(Link):
         timeout_s: float,
         pending_bytes_max: int,
     ) -> None:
-        super().__init__(greeting, received=_ignore, lost=lost, pending_bytes_max=pending_bytes_max)
+        super().__init__(greeting, received=ignore, lost=lost, pending_bytes_max=pending_bytes_max)
         # Gets error replies in place of the caller, whom it must see to.
         self._refused = refused
         self._tick_s = timeout_s / TICKS_PER_TIMEOUT
@@ -399,7 +399,7 @@ class CommandLink(Link):
         if self._idle_ticks * 2 >= TICKS_PER_TIMEOUT:
             # A server that hangs is to be noticed also when nobody asks it anything.
             self._idle_ticks = 0
-            self.request(_ignore, (b"PING",))
+            self.request(ignore, (b"PING",))
         self._answered_at_tick = self._answered
         self._timer = self._loop.call_later(self._tick_s, self._tick)
 
@@ -428,8 +428,8 @@ def pack_rest(beginning: bytes, size: int, *parts: bytes) -> bytes:
     return b"".join((beginning, b"$%d\r\n" % size, *parts, b"\r\n"))
 
 
-def _ignore(_: Any) -> None:
-    """For replies that say nothing."""
+def ignore(_: Any) -> None:
+    """For replies on which nothing depends."""
 
 
 def _keep_alive(connection: socket.socket | None) -> None:

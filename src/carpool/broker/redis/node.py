@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from carpool.broker.redis.link import Command, CommandLink, Entry, Link, NotSent, OnReply, Refused, reason_of
+from carpool.broker.redis.link import Command, CommandLink, Entry, Link, NotSent, OnReply, Refused, ignore, reason_of
 
 HostPort = tuple[str, int]
 
@@ -223,12 +223,8 @@ class Node:
 def ask_and_request(link: CommandLink, on_reply: OnReply, command: Command, hops: int, asking: bool) -> None:
     """Send a command, where needed with the word that lets an importing node serve it."""
     if asking:
-        link.request(_ignore, (b"ASKING",))
+        link.request(ignore, (b"ASKING",))
     link.request(on_reply, command, hops, asking)
-
-
-def _ignore(_: Any) -> None:
-    """ASKING always succeeds."""
 
 
 class Reader:

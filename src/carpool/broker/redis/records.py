@@ -14,7 +14,6 @@ from carpool.core.errors import CarpoolError, InternalError, all_errors
 from carpool.core.outcome import CallFacts
 
 FORMAT_VERSION = 1
-ID_BYTES_MAX = 255
 _PREFIX = Struct(">QB")
 PREFIX_BYTES = _PREFIX.size
 

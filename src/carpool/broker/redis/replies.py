@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from carpool.broker.redis.keys import Keys
-from carpool.broker.redis.link import Link
+from carpool.broker.redis.link import Link, ignore
 from carpool.broker.redis.nodes import Nodes, RedisFailure, Refused
 from carpool.broker.redis.records import Reply, UnknownFormatError, decode_reply
 
@@ -56,7 +56,7 @@ class ReplyReader:
             self._timer.cancel()
         self._reader.close()
         self.is_up = False
-        self._nodes.send(self.slot, _ignore, b"DEL", self._stream)
+        self._nodes.send(self.slot, ignore, b"DEL", self._stream)
 
     def _connected(self, link: Link) -> None:
         self._link = link
@@ -115,7 +115,7 @@ class ReplyReader:
     def _trim(self) -> None:
         """Remove what was read; the last one may stay."""
         self._read_since_trim = 0
-        self._nodes.send(self.slot, _ignore, b"XTRIM", self._stream, b"MINID", self._last_seen)
+        self._nodes.send(self.slot, ignore, b"XTRIM", self._stream, b"MINID", self._last_seen)
 
     def _renew(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(RENEW_EVERY_S, self._renew)
@@ -126,7 +126,3 @@ class ReplyReader:
     def _renewed(self, reply: Any) -> None:
         if reply == 0 and self._link is not None:  # it expired while this process stood still: begin again
             self._link.close()
-
-
-def _ignore(_: Any) -> None:
-    """Whatever the reply is, nothing depends on it."""

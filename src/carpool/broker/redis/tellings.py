@@ -4,9 +4,9 @@ Only a hint: a gateway that is not told looks by itself within a second. So noth
 """
 
 import asyncio
-from typing import Any
 
 from carpool.broker.redis.keys import Keys
+from carpool.broker.redis.link import ignore
 from carpool.broker.redis.nodes import Nodes
 from carpool.broker.redis.records import FORMAT_VERSION, Reply, encode_reply
 
@@ -36,8 +36,4 @@ class Tellings:
             slot = self._keys.slot_of(stream)
             for start in range(0, len(task_ids), TASKS_A_TELLING_MAX):
                 reply = encode_reply(Reply(FORMAT_VERSION, [], [], [], task_ids[start : start + TASKS_A_TELLING_MAX]))
-                self._nodes.send(slot, _ignore, b"XADD", stream, b"NOMKSTREAM", b"*", b"r", reply)
-
-
-def _ignore(_: Any) -> None:
-    """Whatever the reply is, nothing depends on it."""
+                self._nodes.send(slot, ignore, b"XADD", stream, b"NOMKSTREAM", b"*", b"r", reply)
