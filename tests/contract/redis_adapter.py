@@ -26,12 +26,13 @@ from carpool.broker.memory import MemoryBroker
 from carpool.broker.redis.address import parse_broker_url
 from carpool.broker.redis.answers import Answers
 from carpool.broker.redis.dead_letters import RedisDeadLetterBox
-from carpool.broker.redis.feed import Budget, Feed
+from carpool.broker.redis.feed import Feed
 from carpool.broker.redis.front import RedisFront
 from carpool.broker.redis.keys import Keys, lane_name, line_name
 from carpool.broker.redis.link import OnReply
 from carpool.broker.redis.nodes import Nodes, RedisFailure
 from carpool.broker.redis.scripts import PEEK, Script
+from carpool.broker.redis.shard_view import Budget
 from carpool.broker.redis.tasks import TaskResults
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Outcome, Output

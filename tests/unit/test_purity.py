@@ -18,6 +18,7 @@ PURE = [
     "broker/redis/keys.py",
     "broker/redis/letters.py",
     "broker/redis/records.py",
+    "broker/redis/shard_view.py",
     "upstream/bisection.py",
     "upstream/breaker.py",
     "upstream/load.py",

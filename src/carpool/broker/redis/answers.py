@@ -10,17 +10,16 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from carpool.broker.redis.dead_letters import letter_of
 from carpool.broker.redis.keys import Keys, Shard
+from carpool.broker.redis.leases import Lease, by_stream, parts_of
 from carpool.broker.redis.link import ignore
 from carpool.broker.redis.nodes import Nodes, RedisFailure, Refused
-from carpool.broker.redis.records import FORMAT_VERSION, CallRecord, Header, Reply, encode_reply
+from carpool.broker.redis.records import FORMAT_VERSION, CallRecord, Reply, encode_reply
 from carpool.broker.redis.scripts import DONE, RELEASE, REPLY
 from carpool.broker.redis.tasks import TaskResults
 from carpool.core.clock import Clock, monotonic
@@ -36,27 +35,6 @@ RETRY_S, RETRY_S_MAX = 0.1, 2.0
 UNCONFIRMED_MAX = 10_000
 # A reply is one value in Redis and is read in one piece; a longer one is cut.
 REPLY_BYTES_MAX = 4 * 1024 * 1024
-IDS_A_CALL_MAX = 1000
-
-
-class Haul(msgspec.Struct, eq=False):
-    """Entries of one stream that this batcher took together, and answers for until they are acknowledged."""
-
-    shard: Shard
-    field: bytes
-    # When they were taken, and when the leases were last known to be ours.
-    taken: float
-    leased: float
-    # By entry id: what is not acknowledged yet.
-    open: dict[bytes, Request]
-
-
-class Lease(msgspec.Struct, eq=False, gc=False):
-    """What a staged request remembers: its entry, and who waits."""
-
-    haul: Haul
-    entry_id: bytes
-    header: Header
 
 
 class Outbox:
@@ -259,19 +237,3 @@ class Answers:
                 again()
             else:
                 self._when_up(slot, again)
-
-
-def by_stream(leases: Sequence[Lease]) -> list[bytes]:
-    """As the scripts want them: field, number of ids, ids; and again for the next stream."""
-    ids: defaultdict[bytes, list[bytes]] = defaultdict(list)
-    for lease in leases:
-        ids[lease.haul.field].append(lease.entry_id)
-    arguments: list[bytes] = []
-    for field, entry_ids in ids.items():
-        arguments += (field, b"%d" % len(entry_ids), *entry_ids)
-    return arguments
-
-
-def parts_of(leases: list[Lease]) -> list[list[Lease]]:
-    """No call carries more ids than Lua can unpack, or than Redis should spend on one call."""
-    return [leases[start : start + IDS_A_CALL_MAX] for start in range(0, len(leases), IDS_A_CALL_MAX)]

@@ -14,30 +14,26 @@
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import inf
-from typing import Any, Protocol
-
-import msgspec
+from typing import Any
 
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.redis.answers import UNCONFIRMED_MAX, Answers, Haul, Lease, by_stream, parts_of
+from carpool.broker.redis.answers import UNCONFIRMED_MAX, Answers
 from carpool.broker.redis.keys import GROUP, Keys, Shard, lane_name
+from carpool.broker.redis.leases import NO_HEADER, Haul, Lease, Leases
 from carpool.broker.redis.link import Link, ignore
 from carpool.broker.redis.nodes import Nodes, Reader, RedisFailure
-from carpool.broker.redis.records import Header, UnknownFormatError, decode_header, decode_value
-from carpool.broker.redis.scripts import LEVEL, PEEK, RENEW, SWEEP, TAKE
+from carpool.broker.redis.scripts import LEVEL, PEEK, SWEEP, TAKE
+from carpool.broker.redis.shard_view import Budget, ShardView, is_scarce, plan_reads
+from carpool.broker.redis.staging import ALONE_AT_DELIVERY, FedModel, Unpacker
 from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import CarpoolError, DeadlineExceeded, QueueTimeout, UpstreamFailed
 from carpool.core.ports import DeadLetters
 from carpool.core.request import QUEUED, Request
 
 logger = logging.getLogger("carpool.broker")
 
-# The delivery at which an entry is sent alone; after that one it is given up.
-ALONE_AT_DELIVERY = 3
 # In a lease's time: how often leases are renewed, and how often all shards are looked at: for leases that are over, and
 # for entries whose bell was lost.
 RENEWALS_A_LEASE = 3
@@ -47,61 +43,10 @@ QUIET_LOOK_S = 0.01
 SWEEP_EVERY_S = 5.0
 # A shard that had nothing for us is asked again after this, or after a bell.
 ASK_AGAIN_S = 0.25
-# One question goes to so many shards at most.
-SHARDS_A_QUESTION_MAX = 8
 # What was taken waits no longer than this for company from other shards.
 COMPANY_S_MAX = 0.005
-HEADERS_KEPT_MAX = 4096
+LANE_NAMES_KEPT_MAX = 4096
 CONSUMER_GONE_MS = 600_000
-
-
-class FedModel(Protocol):
-    """What the feed must know of a model."""
-
-    name: str
-
-    def free_slots(self) -> int:
-        """Slots that could take a batch now."""
-        ...
-
-    def largest_batch(self) -> int:
-        """The most requests in a batch."""
-        ...
-
-    def prepare(self, request: Request) -> None:
-        """Do for a request from Redis what the face does for a new one; raises an error of the tree."""
-        ...
-
-
-class ShardView(msgspec.Struct, eq=False):
-    """What this batcher knows of a shard."""
-
-    shard: Shard
-    # Entries that nobody took; None if that must be asked.
-    unread: int | None = None
-    # The smallest virtual deadline that was seen, which may be gone by now; None if that must be asked.
-    place: float | None = None
-    # Nothing there was for us: not asked for the same again before this, or before a bell.
-    barren_until: float = 0.0
-    # What was asked for last: models with a free slot, lanes with room.
-    asked_for: frozenset[bytes | str] = frozenset()
-    # What the last bell since the last question said.
-    rung: int = 0
-    # The only stream with entries to take, and its model, until a bell names another; None if that is not known.
-    only: tuple[bytes, str] | None = None
-
-
-class Budget(msgspec.Struct):
-    """What may be taken for one model: batches not begun, and room in those that are."""
-
-    model: str
-    batches: int
-    largest: int
-    rooms: dict[bytes, int]
-
-    def wants(self) -> set[bytes | str]:
-        """What may come for it: anything of its model, or of these lanes alone."""
-        return {self.model} if self.batches > 0 else set(self.rooms)
 
 
 class Feed:
@@ -131,11 +76,9 @@ class Feed:
         self._consumer = consumer
         self._broker = broker
         self._answers = answers
-        self._dead_letters = dead_letters
         self._models = {model.name: model for model in models}
         self._offsets: list[bytes | int] = [part for pair in line_offsets_ms.items() for part in pair]
         self._offset_of = dict(line_offsets_ms)
-        self._tier_target_s = tier_target_s
         self._lease_ms = lease_ms
         self._renew_every_s = lease_ms / 1000 / RENEWALS_A_LEASE
         self._look_every_s = lease_ms / 1000 / LOOKS_A_LEASE
@@ -145,10 +88,9 @@ class Feed:
         self._loop = asyncio.get_running_loop()
         self._views = [ShardView(shard) for shard in keys.shards]
         self._view_of_bell = {view.shard.bell: view for view in self._views}
-        self._headers: dict[bytes, Header] = {}
+        self._unpacker = Unpacker(models, answers, dead_letters, tier_target_s)
         self._lane_names: dict[tuple[str, bytes], bytes] = {}
-        self._has_seen_foreign = False
-        self._hauls: set[Haul] = set()
+        self._leases = Leases(nodes, keys, consumer, self._renew_every_s, self._lost_lease, clock)
         # Taken, and not to be sent yet: other shards are known to have more for the same batch.
         self._landed: list[Request] = []
         self._landed_since = 0.0
@@ -175,10 +117,9 @@ class Feed:
         self.taken = 0
         self.claimed = 0
         self.leases_lost = 0
-        self.given_up = 0
 
     def __repr__(self) -> str:
-        return f"<Feed taken={self.taken} claimed={self.claimed} hauls={len(self._hauls)}>"
+        return f"<Feed taken={self.taken} claimed={self.claimed} leases={len(self._leases)}>"
 
     def start(self) -> None:
         """Listen to the bells and begin to take."""
@@ -189,7 +130,7 @@ class Feed:
             slot = views[0].shard.slot
             self._bells.append(self._nodes.reader(slot, connected=listen, received=self._bell, lost=_nothing))
         self._every("look", self._look_every_s, self._look_at_all)
-        self._every("renew", self._renew_every_s, self._renew_all)
+        self._every("renew", self._renew_every_s, self._leases.renew)
         self._every("sweep", SWEEP_EVERY_S, self._sweep_all)
         self.ring()
 
@@ -307,7 +248,7 @@ class Feed:
             return
         if not views:
             return
-        if len(views) > 1 and self._is_scarce(views, budgets):
+        if len(views) > 1 and is_scarce(views, budgets):
             unseen = [view for view in views if view.place is None]
             if unseen:
                 self._peek(unseen)
@@ -324,11 +265,6 @@ class Feed:
             budget.model in view.asked_for or budget.wants() <= view.asked_for for budget in budgets
         )
         return not is_barren and self._nodes.is_up(view.shard.slot)
-
-    def _is_scarce(self, views: Sequence[ShardView], budgets: Sequence[Budget]) -> bool:
-        """Whether more waits than can be taken: only then does it matter what goes first."""
-        room = sum(budget.batches * budget.largest + sum(budget.rooms.values()) for budget in budgets)
-        return sum(view.unread or 0 for view in views) > room or any(view.unread is None for view in views)
 
     def _budgets(self) -> list[Budget]:
         """What free slots can use beyond what is staged already."""
@@ -361,7 +297,7 @@ class Feed:
     def _lane_name(self, model: str, key: bytes) -> bytes:
         name = self._lane_names.get((model, key))
         if name is None:
-            if len(self._lane_names) >= HEADERS_KEPT_MAX:
+            if len(self._lane_names) >= LANE_NAMES_KEPT_MAX:
                 self._lane_names.clear()
             name = self._lane_names[model, key] = lane_name(model, key)
         return name
@@ -369,37 +305,13 @@ class Feed:
     def _take_or_read(self, views: Sequence[ShardView], budgets: Sequence[Budget]) -> None:
         """Ask the first of the shards; and others with it, if that is cheap."""
         wanted = frozenset().union(*(budget.wants() for budget in budgets))
-        reads = self._plan_reads(views, budgets)
+        reads = plan_reads(views, budgets)
         for view, _ in reads or [(views[0], 0)]:
             view.asked_for = wanted
         if reads:
             self._read(reads)
         else:
             self._take(views[0], budgets)
-
-    def _plan_reads(self, views: Sequence[ShardView], budgets: Sequence[Budget]) -> list[tuple[ShardView, int]]:
-        """Where a shard has one stream there is no order to find out: a plain read costs Redis a quarter of a script
-        that has to carry the entries. Shards with the same stream are read together, as many as it takes to fill all
-        free slots; the numbers add up to what may be taken.
-        """
-        only = views[0].only
-        if only is None:
-            return []
-        field, model = only
-        left = sum(
-            budget.rooms.get(field.partition(b":")[0], 0) + budget.batches * budget.largest
-            for budget in budgets
-            if budget.model == model
-        )
-        reads: list[tuple[ShardView, int]] = []
-        for view in views[:SHARDS_A_QUESTION_MAX]:
-            number = min(view.unread or 1, left)
-            if view.only == only and number > 0:
-                reads.append((view, number))
-                left -= number
-        if reads:
-            reads[0] = (views[0], reads[0][1] + left)  # there may be more by now
-        return reads
 
     def _read(self, reads: Sequence[tuple[ShardView, int]]) -> None:
         self._is_asking = True
@@ -502,7 +414,7 @@ class Feed:
             deliveries = reply[at + 2] if is_claim else None
             self._stage(view.shard, reply[at], reply[at + 1], deliveries, now_ms)
         is_one_stream = len(reply) == 4 and not is_read and is_emptied
-        if is_one_stream and (header := self._headers.get(reply[3][0][1][0])) is not None:
+        if is_one_stream and (header := self._unpacker.known(reply[3][0][1][0])) is not None:
             view.only = (reply[2], header.model)
 
     def _awaits_company(self) -> bool:
@@ -528,14 +440,14 @@ class Feed:
         """Let others have what came at the wrong time."""
         haul = Haul(shard, field, 0.0, 0.0, {})
         for entry_id, _ in entries:
-            self._answers.release(Lease(haul, entry_id, _FOREIGN))
+            self._answers.release(Lease(haul, entry_id, NO_HEADER))
 
     def _forget_own(self, shard: Shard, reply: list[Any]) -> None:
         """A batcher that stood still, or had no Redis, for longer than its leases claims its own entries: those are
         here already, and nobody died over them.
         """
         for at in range(2, len(reply), 3):
-            own = self._open_ids(shard, reply[at])
+            own = self._leases.open_ids(shard, reply[at])
             kept = []
             for entry, delivery in zip(reply[at + 1], reply[at + 2], strict=True):
                 if entry[0] in own:
@@ -551,9 +463,8 @@ class Feed:
 
     def _leave_suspects(self, view: ShardView, reply: list[Any]) -> None:
         """Keep one suspect if there is nothing else; give the others back, these deliveries uncounted."""
-        self._hauls = {haul for haul in self._hauls if haul.open}
         parts = range(2, len(reply), 3)
-        has_others = bool(self._hauls) or any(min(reply[at + 2]) < ALONE_AT_DELIVERY for at in parts)
+        has_others = bool(self._leases) or any(min(reply[at + 2]) < ALONE_AT_DELIVERY for at in parts)
         for at in parts:
             field, entries, deliveries = reply[at : at + 3]
             haul = Haul(view.shard, field, 0.0, 0.0, {})
@@ -562,7 +473,7 @@ class Feed:
                 if delivery == ALONE_AT_DELIVERY:
                     self._suspects_at = view
                     if has_others:
-                        self._answers.release(Lease(haul, entry[0], _FOREIGN))
+                        self._answers.release(Lease(haul, entry[0], NO_HEADER))
                         continue
                     has_others = True
                 kept.append((entry, delivery))
@@ -574,7 +485,7 @@ class Feed:
             return True
         if timer := self._timers.pop("quiet", None):
             timer.cancel()
-        if any(haul.open for haul in self._hauls):
+        if self._leases:
             self._timers["quiet"] = self._loop.call_later(QUIET_LOOK_S, self.ring)
             return False
         # The next question is this claim, before anything else is taken.
@@ -638,41 +549,15 @@ class Feed:
         """Put entries into the local broker."""
         now = self._clock()
         haul = Haul(shard, field, now, now, {})
-        self._hauls.add(haul)
+        self._leases.add(haul)
         for index, (entry_id, (head, value)) in enumerate(entries):
-            header = self._headers.get(head)
-            if header is None:
-                header = self._understand(head)
-                if header is None:
-                    self._answers.release(Lease(haul, entry_id, _FOREIGN))
-                    continue
-            number, request_id, content = decode_value(value)
-            waited_ms = now_ms - int(entry_id.partition(b"-")[0])
-            arrived = now - waited_ms / 1000
-            request = Request(
-                request_id,
-                header.model,
-                header.parameters,
-                content,
-                len(content),
-                header.tier,
-                arrived,
-                arrived + self._tier_target_s[min(header.tier, len(self._tier_target_s) - 1)],
-                inf,  # a staged request does not wait here for a slot
-                arrived + header.total_ms / 1000,
-                self._answers,
-                Lease(haul, entry_id, header),
-                None,
-                header.lane,
-                haul,
-                number,
-                header.is_task,
-            )
-            haul.open[entry_id] = request
             delivery = 1 if deliveries is None else deliveries[index]
-            fault = self._fault_of(request, header, waited_ms, delivery)
-            if delivery >= ALONE_AT_DELIVERY:
-                request.lane += b"\0alone" + entry_id
+            unpacked = self._unpacker.unpack(haul, entry_id, head, value, delivery, now, now_ms)
+            if unpacked is None:
+                self._answers.release(Lease(haul, entry_id, NO_HEADER))
+                continue
+            request, fault = unpacked
+            haul.open[entry_id] = request
             self._broker.hold(request)
             if fault is None:
                 if not self._landed:
@@ -686,78 +571,13 @@ class Feed:
         else:
             self.claimed += len(haul.open)
 
-    def _open_ids(self, shard: Shard, field: bytes) -> set[bytes]:
-        """What this batcher has of a stream and has not acknowledged yet."""
-        return {
-            entry_id for haul in self._hauls if haul.shard is shard and haul.field == field for entry_id in haul.open
-        }
-
-    def _understand(self, head: bytes) -> Header | None:
-        try:
-            header = decode_header(head)
-        except UnknownFormatError as fault:
-            if not self._has_seen_foreign:
-                self._has_seen_foreign = True
-                logger.error("entries are left to other batchers: %s", fault)
-            return None
-        if header.model not in self._models:
-            return None
-        if len(self._headers) >= HEADERS_KEPT_MAX:
-            self._headers.clear()
-        self._headers[head] = header
-        return header
-
-    def _fault_of(self, request: Request, header: Header, waited_ms: int, delivery: int) -> CarpoolError | None:
-        """Why a request is not to be sent, if so."""
-        if waited_ms >= header.total_ms:
-            return DeadlineExceeded("the deadline passed before a slot was free")
-        # What is claimed had been taken in time; its batcher died.
-        if not header.is_task and delivery == 1 and waited_ms >= header.queue_ms:
-            return QueueTimeout("no slot was free in time; try again, or as a task", retry_after_s=1)
-        if delivery > ALONE_AT_DELIVERY:
-            self.given_up += 1
-            error = UpstreamFailed(f"given up: {delivery - 1} batchers did not come back with an outcome")
-            request.sends = delivery - 1
-            self._dead_letters.bury(request, error, delivery - 1)
-            return error
-        try:
-            self._models[header.model].prepare(request)
-        except CarpoolError as error:
-            return error
-        return None
-
-    # Leases.
-
-    def _renew_all(self) -> None:
-        """Keep what is staged, running or not acknowledged yet."""
-        now = self._clock()
-        due: defaultdict[int, list[Lease]] = defaultdict(list)
-        self._hauls = {haul for haul in self._hauls if haul.open}
-        for haul in self._hauls:
-            if haul.leased < now - self._renew_every_s / 2:
-                due[haul.shard.number] += [Lease(haul, entry_id, _FOREIGN) for entry_id in haul.open]
-        for number, leases in due.items():
-            shard = self._keys.shards[number]
-            for part in parts_of(leases):
-                arguments = [shard.stream(b""), self._consumer, *by_stream(part)]
-                self._nodes.run(RENEW, shard.slot, (shard.counts,), arguments, partial(self._renewed, part, now))
-
-    def _renewed(self, leases: list[Lease], asked: float, reply: Any) -> None:
-        if isinstance(reply, RedisFailure):
-            return
-        lost = {(reply[at], reply[at + 1]) for at in range(0, len(reply), 2)}
-        for lease in leases:
-            haul = lease.haul
-            haul.leased = max(haul.leased, asked)
-            if (haul.field, lease.entry_id) in lost:
-                request = haul.open.pop(lease.entry_id, None)
-                if request is not None:
-                    self.leases_lost += 1
-                    if request.phase == QUEUED:  # another batcher has it: no need to send it from here
-                        self._broker.withdraw(request)
-                    elif request in self._landed:
-                        self._landed.remove(request)
-                        self._broker.withdraw(request)
+    def _lost_lease(self, request: Request) -> None:
+        """Another batcher has it: no need to send it from here."""
+        self.leases_lost += 1
+        if request in self._landed:
+            self._landed.remove(request)
+        if request.phase <= QUEUED:
+            self._broker.withdraw(request)
 
     def _sweep_all(self) -> None:
         for view in self._views:
@@ -765,10 +585,6 @@ class Feed:
             arguments = (shard.stream(b""), self._now_ms(), CONSUMER_GONE_MS, self._dead_letter_ttl_ms)
             names = (shard.lanes, shard.counts, shard.letters, shard.letter_bodies)
             self._nodes.run(SWEEP, shard.slot, names, arguments, ignore)
-
-
-# Stands for a header where none is needed.
-_FOREIGN = Header(0, b"", "", b"", b"", 0, False, 0, 0)
 
 
 def _nothing() -> None:

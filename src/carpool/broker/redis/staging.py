@@ -1,0 +1,122 @@
+"""From an entry of the queue to a request that can be sent, or to why it cannot."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from math import inf
+from typing import Protocol
+
+from carpool.broker.redis.answers import Answers
+from carpool.broker.redis.leases import Haul, Lease
+from carpool.broker.redis.records import Header, UnknownFormatError, decode_header, decode_value
+from carpool.core.errors import CarpoolError, DeadlineExceeded, QueueTimeout, UpstreamFailed
+from carpool.core.ports import DeadLetters
+from carpool.core.request import Request
+
+logger = logging.getLogger("carpool.broker")
+
+# The delivery at which an entry is sent alone; after that one it is given up.
+ALONE_AT_DELIVERY = 3
+HEADERS_KEPT_MAX = 4096
+
+
+class FedModel(Protocol):
+    """What the feed must know of a model."""
+
+    name: str
+
+    def free_slots(self) -> int:
+        """Slots that could take a batch now."""
+        ...
+
+    def largest_batch(self) -> int:
+        """The most requests in a batch."""
+        ...
+
+    def prepare(self, request: Request) -> None:
+        """Do for a request from Redis what the face does for a new one; raises an error of the tree."""
+        ...
+
+
+class Unpacker:
+    """Makes requests of entries. What entries have in common is understood once."""
+
+    def __init__(
+        self, models: Iterable[FedModel], answers: Answers, dead_letters: DeadLetters, tier_target_s: Sequence[float]
+    ) -> None:
+        self._models = {model.name: model for model in models}
+        self._answers = answers
+        self._dead_letters = dead_letters
+        self._tier_target_s = tier_target_s
+        self._headers: dict[bytes, Header] = {}
+        self._has_seen_foreign = False
+
+    def known(self, head: bytes) -> Header | None:
+        """A header that was understood before."""
+        return self._headers.get(head)
+
+    def unpack(
+        self, haul: Haul, entry_id: bytes, head: bytes, value: bytes, delivery: int, now: float, now_ms: int
+    ) -> tuple[Request, CarpoolError | None] | None:
+        """The request, and why it is not to be sent, if so; None for an entry that is for other batchers."""
+        header = self._headers.get(head) or self._understand(head)
+        if header is None:
+            return None
+        number, request_id, content = decode_value(value)
+        waited_ms = now_ms - int(entry_id.partition(b"-")[0])
+        arrived = now - waited_ms / 1000
+        request = Request(
+            request_id,
+            header.model,
+            header.parameters,
+            content,
+            len(content),
+            header.tier,
+            arrived,
+            arrived + self._tier_target_s[min(header.tier, len(self._tier_target_s) - 1)],
+            inf,  # a staged request does not wait here for a slot
+            arrived + header.total_ms / 1000,
+            self._answers,
+            Lease(haul, entry_id, header),
+            None,
+            header.lane,
+            haul,
+            number,
+            header.is_task,
+        )
+        fault = self._fault_of(request, header, waited_ms, delivery)
+        if delivery >= ALONE_AT_DELIVERY:
+            request.lane += b"\0alone" + entry_id
+        return request, fault
+
+    def _understand(self, head: bytes) -> Header | None:
+        try:
+            header = decode_header(head)
+        except UnknownFormatError as fault:
+            if not self._has_seen_foreign:
+                self._has_seen_foreign = True
+                logger.error("entries are left to other batchers: %s", fault)
+            return None
+        if header.model not in self._models:
+            return None
+        if len(self._headers) >= HEADERS_KEPT_MAX:
+            self._headers.clear()
+        self._headers[head] = header
+        return header
+
+    def _fault_of(self, request: Request, header: Header, waited_ms: int, delivery: int) -> CarpoolError | None:
+        """Why a request is not to be sent, if so."""
+        if waited_ms >= header.total_ms:
+            return DeadlineExceeded("the deadline passed before a slot was free")
+        # What is claimed had been taken in time; its batcher died.
+        if not header.is_task and delivery == 1 and waited_ms >= header.queue_ms:
+            return QueueTimeout("no slot was free in time; try again, or as a task", retry_after_s=1)
+        if delivery > ALONE_AT_DELIVERY:
+            error = UpstreamFailed(f"given up: {delivery - 1} batchers did not come back with an outcome")
+            request.sends = delivery - 1
+            self._dead_letters.bury(request, error, delivery - 1)
+            return error
+        try:
+            self._models[header.model].prepare(request)
+        except CarpoolError as error:
+            return error
+        return None
