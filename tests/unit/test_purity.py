@@ -17,6 +17,7 @@ PURE = [
     "broker/redis/address.py",
     "broker/redis/keys.py",
     "broker/redis/letters.py",
+    "broker/redis/queueing.py",
     "broker/redis/records.py",
     "broker/redis/shard_view.py",
     "upstream/bisection.py",

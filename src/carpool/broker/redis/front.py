@@ -19,14 +19,12 @@ import msgspec
 
 from carpool.broker.deadlines import Deadlines
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.redis.keys import Keys, Shard, lane_name, line_name
+from carpool.broker.redis.keys import Keys, Shard
 from carpool.broker.redis.link import pack_beginning, pack_rest
 from carpool.broker.redis.nodes import Lost, Nodes, RedisFailure, Refused
+from carpool.broker.redis.queueing import NO_LIMIT, REFUSALS, field_of, header_of, limit_for, parts_of
 from carpool.broker.redis.records import (
-    FORMAT_VERSION,
-    Header,
     Reply,
-    encode_header,
     encode_value,
     make_error,
     value_parts,
@@ -50,14 +48,10 @@ from carpool.core.tally import SECONDS_BOUNDS, Histogram
 logger = logging.getLogger("carpool.broker")
 
 Mode = Literal["redis", "direct", "down"]
-# A script holds up everybody else in Redis: no call carries more than this.
-ENTRIES_A_CALL_MAX = 256
-CALL_BYTES_MAX = 4 * 1024 * 1024
 CANCELS_A_CALL_MAX = 500
 # What a gateway remembers about lanes, and about entries that it must withdraw when Redis is back.
 LINES_KEPT_MAX = 4096
 STRAYS_KEPT_MAX = 100_000
-NO_LIMIT = 0
 MOVING = ("MOVED", "ASK")
 
 
@@ -296,25 +290,11 @@ class RedisFront:
     def _make_line(self, request: Request) -> Line:
         if len(self._lines) >= LINES_KEPT_MAX:
             self._lines = {key: line for key, line in self._lines.items() if line.requests}
-        total_ms = round((request.deadline - request.arrived) * 1000)
-        header = Header(
-            version=FORMAT_VERSION,
-            gateway=self._name,
-            model=request.model,
-            parameters=request.parameters,
-            lane=request.lane,
-            tier=request.tier,
-            # To batchers it is one for which a gateway waits; but nobody holds the line, so it may be queued for long.
-            is_task=False,
-            queue_ms=total_ms if request.is_task else round(request.queue_timeout_s * 1000),
-            total_ms=total_ms,
-        )
         return Line(
-            field=lane_name(request.model, request.lane_key) + b":" + line_name(request.tier, request.is_task),
+            field=field_of(request),
             model=request.model.encode(),
-            header=encode_header(header),
-            # What most clients send is never shut out by those who send many different parameters.
-            lanes_max=self._lanes_max if request.lane_key else NO_LIMIT,
+            header=header_of(request, self._name),
+            lanes_max=limit_for(request, self._lanes_max),
             requests=[],
         )
 
@@ -523,22 +503,6 @@ class RedisFront:
         self._flush_soon()
 
 
-def parts_of(requests: list[Request], values: list[bytes]) -> Iterable[tuple[list[Request], list[bytes]]]:
-    """Cut what is to be queued into calls of a bounded size."""
-    size = sum(map(len, values))
-    if len(values) <= ENTRIES_A_CALL_MAX and size <= CALL_BYTES_MAX:
-        return [(requests, values)]
-    parts: list[tuple[list[Request], list[bytes]]] = []
-    start = size = 0
-    for index, value in enumerate(values):
-        if index > start and (index - start >= ENTRIES_A_CALL_MAX or size + len(value) > CALL_BYTES_MAX):
-            parts.append((requests[start:index], values[start:index]))
-            start, size = index, 0
-        size += len(value)
-    parts.append((requests[start:], values[start:]))
-    return parts
-
-
 def entry_of(parcel: Parcel, request: Request) -> bytes | None:
     """The id of a request's entry, if it is known."""
     position = parcel.requests.index(request)
@@ -550,13 +514,3 @@ def queue_timeout(request: Request) -> QueueTimeout:
     """What is told to whoever waited too long for a slot."""
     waited = f"no slot was free within {request.queue_timeout_s:g} s; try again, or as a task"
     return QueueTimeout(waited, retry_after_s=1)
-
-
-# What the script, or Redis itself, refuses.
-REFUSALS: dict[str, Callable[[], CarpoolError]] = {
-    "QUEUEFULL": lambda: QueueFull("the queue is full; try again soon", retry_after_s=1),
-    "LANESFULL": lambda: QueueFull(
-        "too many different `parameters` are waiting; use fewer distinct ones or try again soon", retry_after_s=1
-    ),
-    "OOM": lambda: BrokerMemoryFull("the memory of Redis is full; try again soon", retry_after_s=1),
-}

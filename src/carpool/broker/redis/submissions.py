@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 
 from carpool.broker.journal_writer import no_such_letter
-from carpool.broker.redis.front import NO_LIMIT, REFUSALS, parts_of
-from carpool.broker.redis.keys import Keys, Shard, lane_name, line_name
+from carpool.broker.redis.keys import Keys, Shard
 from carpool.broker.redis.nodes import Lost, Nodes, RedisFailure, Refused
-from carpool.broker.redis.records import FORMAT_VERSION, Header, encode_header, encode_value
+from carpool.broker.redis.queueing import NOBODY, REFUSALS, field_of, header_of, limit_for, parts_of, total_ms_of
+from carpool.broker.redis.records import encode_value
 from carpool.broker.redis.removals import TaskRemovals
 from carpool.broker.redis.scripts import SUBMIT
 from carpool.core.clock import Clock, monotonic
@@ -156,10 +156,17 @@ class TaskSubmissions:
     def _send(self, nodes: Nodes, shard: Shard, requests: list[Request], flush: Flush | None) -> None:
         """Queue tasks of one lane, line and owner."""
         first = requests[0]
-        field = lane_name(first.model, first.lane_key) + b":" + line_name(first.tier, True)
-        # What most clients send is never shut out by those who send many different parameters.
-        lanes_max = self._lanes_max if first.lane_key else NO_LIMIT
-        about = (field, first.model.encode(), self._held_max, lanes_max, shard.bell, self._now_ms(), header_of(first))
+        field = field_of(first)
+        lanes_max = limit_for(first, self._lanes_max)
+        about = (
+            field,
+            first.model.encode(),
+            self._held_max,
+            lanes_max,
+            shard.bell,
+            self._now_ms(),
+            header_of(first, NOBODY),
+        )
         values = [encode_value(NO_TICKET, request.id, request.input) for request in requests]
         for part, part_values in parts_of(requests, values):
             keys = (
@@ -223,29 +230,6 @@ class TaskSubmissions:
         submission: Submission = request.ticket
         request.settle(error, self._clock())
         submission.accepted(error)
-
-
-def header_of(request: Request) -> bytes:
-    """The header of a task's entry."""
-    total_ms = total_ms_of(request)
-    return encode_header(
-        Header(
-            version=FORMAT_VERSION,
-            gateway=b"",
-            model=request.model,
-            parameters=request.parameters,
-            lane=request.lane,
-            tier=request.tier,
-            is_task=True,
-            queue_ms=total_ms,  # a task waits as long as it must
-            total_ms=total_ms,
-        )
-    )
-
-
-def total_ms_of(request: Request) -> int:
-    """How long after its submission a task must have its outcome."""
-    return round((request.deadline - request.arrived) * 1000)
 
 
 def out_of_reach() -> BrokerDown:

@@ -1,0 +1,74 @@
+"""How requests and tasks come into a shard: what is the same for both. Pure."""
+
+from collections.abc import Callable, Iterable
+
+from carpool.broker.redis.keys import lane_name, line_name
+from carpool.broker.redis.records import FORMAT_VERSION, Header, encode_header
+from carpool.core.errors import BrokerMemoryFull, CarpoolError, QueueFull
+from carpool.core.request import Request
+
+# A script holds up everybody else in Redis: no call carries more than this.
+ENTRIES_A_CALL_MAX = 256
+CALL_BYTES_MAX = 4 * 1024 * 1024
+NO_LIMIT = 0
+# The gateway of a task: its outcome is kept in Redis.
+NOBODY = b""
+
+# What the script, or Redis itself, refuses.
+REFUSALS: dict[str, Callable[[], CarpoolError]] = {
+    "QUEUEFULL": lambda: QueueFull("the queue is full; try again soon", retry_after_s=1),
+    "LANESFULL": lambda: QueueFull(
+        "too many different `parameters` are waiting; use fewer distinct ones or try again soon", retry_after_s=1
+    ),
+    "OOM": lambda: BrokerMemoryFull("the memory of Redis is full; try again soon", retry_after_s=1),
+}
+
+
+def field_of(request: Request) -> bytes:
+    """The stream of a request in any shard."""
+    return lane_name(request.model, request.lane_key) + b":" + line_name(request.tier, request.is_task)
+
+
+def limit_for(request: Request, lanes_max: int) -> int:
+    """What most clients send is never shut out by those who send many different parameters."""
+    return lanes_max if request.lane_key else NO_LIMIT
+
+
+def total_ms_of(request: Request) -> int:
+    """How long after its arrival a request must have its outcome."""
+    return round((request.deadline - request.arrived) * 1000)
+
+
+def header_of(request: Request, gateway: bytes) -> bytes:
+    """The header of an entry; `gateway` is where its outcome is waited for."""
+    total_ms = total_ms_of(request)
+    return encode_header(
+        Header(
+            version=FORMAT_VERSION,
+            gateway=gateway,
+            model=request.model,
+            parameters=request.parameters,
+            lane=request.lane,
+            tier=request.tier,
+            is_task=gateway == NOBODY,
+            # A task waits as long as it must.
+            queue_ms=total_ms if request.is_task else round(request.queue_timeout_s * 1000),
+            total_ms=total_ms,
+        )
+    )
+
+
+def parts_of(requests: list[Request], values: list[bytes]) -> Iterable[tuple[list[Request], list[bytes]]]:
+    """Cut what is to be queued into calls of a bounded size."""
+    size = sum(map(len, values))
+    if len(values) <= ENTRIES_A_CALL_MAX and size <= CALL_BYTES_MAX:
+        return [(requests, values)]
+    parts: list[tuple[list[Request], list[bytes]]] = []
+    start = size = 0
+    for index, value in enumerate(values):
+        if index > start and (index - start >= ENTRIES_A_CALL_MAX or size + len(value) > CALL_BYTES_MAX):
+            parts.append((requests[start:index], values[start:index]))
+            start, size = index, 0
+        size += len(value)
+    parts.append((requests[start:], values[start:]))
+    return parts
