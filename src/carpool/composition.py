@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from carpool.core.clock import monotonic
 from carpool.core.ports import DeadLetterDesk
 from carpool.core.request import Request
 from carpool.core.tally import Histogram
@@ -22,6 +23,7 @@ from carpool.service import ModelFace, ModelService, named_models
 from carpool.settings import Settings
 from carpool.telemetry.metrics import Exposition
 from carpool.upstream.client import make_session
+from carpool.upstream.offenders import Offenders
 
 logger = logging.getLogger("carpool")
 
@@ -50,6 +52,8 @@ class Process:
         # None for a process that serves no clients.
         self.server: HttpServer | None = None
         self.session = make_session()
+        # Owners whose inputs keep being refused.
+        self.offenders = Offenders()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._background: set[asyncio.Task[None]] = set()
         # How to give up what has been opened so far.
@@ -236,6 +240,7 @@ class Process:
         self._timers["measure"] = asyncio.get_running_loop().call_later(RATE_TICK_S, self._measure)
         for service in self.services:
             service.measure(RATE_TICK_S)
+        self.offenders.look(monotonic())
 
 
 def changed_for_the_next_start(old: Settings, new: Settings) -> list[str]:

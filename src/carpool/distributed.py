@@ -60,6 +60,12 @@ class FleetAvailability:
 
     def __init__(self) -> None:
         self.is_down = False
+        # Batchers answer for owners of their own.
+        self.is_shut_to_some = False
+
+    def is_shut_to(self, owner: str) -> bool:
+        """Nobody is, here."""
+        return False
 
     def retry_after_s(self) -> int:
         """While it is down: whole seconds until it is tried again."""
@@ -210,11 +216,12 @@ class DistributedProcess(Process):
             tiers=len(settings.tiers),
             strict_order=settings.broker.order == "strict",
             task_patience_s=settings.tasks.patience_ms / 1000,
+            offenders=self.offenders,
         )
         # A gateway's endpoints are the batchers' too: while Redis is gone, the gateways share them.
         sharers = None if self.is_batcher else self._gateways_last_seen
         self.services = [
-            ModelService(name, own, settings, self.session, self.local, self.dead_letters, sharers)
+            ModelService(name, own, settings, self.session, self.local, self.dead_letters, self.offenders, sharers)
             for name, own in named_models(settings).items()
         ]
 
@@ -244,6 +251,7 @@ class DistributedProcess(Process):
         )
         for service in self.services:
             service.pool.when_slot_frees(self.feed.ring)
+            service.waiting_elsewhere = self.feed.unread
 
     def _make_tasks(self) -> RedisTasks:
         broker = self.settings.broker

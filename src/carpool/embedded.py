@@ -38,6 +38,7 @@ class Gateway(Process):
             stored_bytes_max=settings.tasks.stored_bytes_max,
         )
         self._opened.push_async_callback(self.journal.close)
+        offenders = self.offenders
         self.broker = MemoryBroker(
             waiting_max=settings.broker.waiting_max,
             bytes_max=settings.broker.bytes_max,
@@ -45,11 +46,13 @@ class Gateway(Process):
             tiers=len(settings.tiers),
             strict_order=settings.broker.order == "strict",
             task_patience_s=settings.tasks.patience_ms / 1000,
+            offenders=offenders,
         )
         named = named_models(settings)
         dead_letters = DeadLetterBox(self.journal)
         self.services = [
-            ModelService(name, own, settings, self.session, self.broker, dead_letters) for name, own in named.items()
+            ModelService(name, own, settings, self.session, self.broker, dead_letters, offenders)
+            for name, own in named.items()
         ]
         self.start_fleets()
         self.tasks = Tasks(self.broker, self.journal, prepare=self._prepare, waiting_max=settings.tasks.waiting_max)

@@ -18,6 +18,7 @@ from carpool.batching.policy import PolicyName, make_policy
 from carpool.broker.memory import MemoryBroker
 from carpool.core.clock import monotonic
 from carpool.core.outcome import CallFacts, Outcome, Output
+from carpool.core.ports import LaneQueue
 from carpool.core.request import DONE, Request
 
 Item = TypeVar("Item")
@@ -56,6 +57,14 @@ class FunctionCalls:
     def free(self) -> int:
         """Calls that could start now."""
         return self._free
+
+    def free_apart(self) -> int:
+        """Nobody rides apart here."""
+        return self._free
+
+    def batch_max(self, lane: LaneQueue, max_batch: int) -> int:
+        """The function takes whatever the settings say."""
+        return max_batch
 
     def when_slot_frees(self, ring: Callable[[], None]) -> None:
         """Have `ring` called when a call has ended."""

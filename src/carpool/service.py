@@ -24,6 +24,7 @@ from carpool.upstream.fleet import Address, Fleet, MakeEndpoint
 from carpool.upstream.grpc_endpoint import GrpcEndpoint
 from carpool.upstream.health import HasPages, HealthWatch, LoadSource
 from carpool.upstream.load import LoadLimit
+from carpool.upstream.offenders import Offenders
 from carpool.upstream.pool import Pool
 from carpool.upstream.simulated import SimulatedEndpoint, parse_sim_url
 from carpool.upstream.tls import Credentials
@@ -88,6 +89,10 @@ class SharedSlots:
         """Slots of the share that could take a batch now."""
         return max(0, min(self._pool.free(), self.total() - self._pool.busy()))
 
+    def free_apart(self) -> int:
+        """Slots of the share that could take a batch of offenders now."""
+        return min(self.free(), self._pool.free_apart())
+
     def when_slot_frees(self, ring: Callable[[], None]) -> None:
         """Have `ring` called when a slot becomes free."""
         self._pool.when_slot_frees(ring)
@@ -104,6 +109,7 @@ class ModelService(ModelFace):
         session: aiohttp.ClientSession,
         broker: MemoryBroker,
         dead_letters: DeadLetters,
+        offenders: Offenders,
         sharers: Callable[[], int] | None = None,
     ) -> None:
         super().__init__(name, own, settings)
@@ -119,9 +125,16 @@ class ModelService(ModelFace):
             timeout_s=self.timeout_s,
             attempts=upstream.attempts,
             backoff_s=upstream.backoff_ms / 1000,
+            model=name,
             dead_letters=dead_letters,
+            offenders=offenders,
+            max_batch=self.largest_batch,
+            others_waiting=lambda: self.waiting_elsewhere() + broker.most_waiting(name),
             when_limit_is_learned=self._limit_batches,
         )
+        # Requests of this model that wait where this process takes them from (Redis), as far as it knows.
+        self.waiting_elsewhere: Callable[[], int] = lambda: 0
+        self.pool.others_wait = lambda: broker.others_wait(name) or self.waiting_elsewhere() > 0
         self._slots: Slots = self.pool if sharers is None else SharedSlots(self.pool, sharers)
         batching = settings.batching
         self.loop = BatchLoop(
@@ -289,6 +302,7 @@ def make_fleet(
         return Pool(
             endpoints,
             eject_share_max=upstream.eject_share_max,
+            isolation_share=upstream.isolation_share,
             make_breaker=lambda: Breaker(upstream.breaker_failures, pause_s, max(pause_s, BREAKER_PAUSE_S_MAX)),
             make_load=lambda slots: LoadLimit(slots, ratio),
         )

@@ -134,6 +134,13 @@ class UpstreamSettings(Section, frozen=True):
         Annotated[float, Meta(ge=0, le=60_000)],
         Meta(description="upper bound of the first pause between attempts; doubles each time, full jitter"),
     ] = 50.0
+    isolation_share: Annotated[
+        Share,
+        Meta(
+            description="share of the slots' time that the search for bad inputs, and batches of clients that keep "
+            "sending such, may have while others wait; slots that nobody wants are free for them"
+        ),
+    ] = 0.2
     answer_bytes_max: Annotated[Count, Meta(description="longest answer that is read")] = 64 * MIB
     breaker_failures: Annotated[
         Count, Meta(description="failed calls in a row after which an endpoint is left alone for a while")

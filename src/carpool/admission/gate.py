@@ -33,7 +33,7 @@ class Gate:
         if self.closed:
             return leaving()
         upstream = self._upstreams[request.model]
-        if upstream.is_down:
+        if upstream.is_down or (upstream.is_shut_to_some and upstream.is_shut_to(request.owner)):
             down = "the inference API is down; try again soon, or submit a task"
             return UpstreamDown(down, retry_after_s=upstream.retry_after_s())
         return self._broker.submit(request)

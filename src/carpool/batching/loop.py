@@ -117,6 +117,8 @@ class BatchLoop:
         # Each lane is planned once, and again when its turn has come: the slots may have gone to others meanwhile.
         ready: list[tuple[float, int, LaneQueue]] = []
         for number, lane in enumerate(self._broker.lanes(self.model)):
+            if lane.is_apart and self._slots.free_apart() <= 0:
+                continue  # whoever keeps the slots' time rings when there is some for them
             plan = self.policy.plan(self._view(lane, now), now)
             if isinstance(plan, Send):
                 ready.append((lane.place(), number, lane))
@@ -125,6 +127,8 @@ class BatchLoop:
         heapify(ready)
         while ready and self._slots.free() > 0:
             _, number, lane = heappop(ready)
+            if not lane.waiting or (lane.is_apart and self._slots.free_apart() <= 0):
+                continue
             plan = self.policy.plan(self._view(lane, now), now)
             if isinstance(plan, Send):
                 self._send(lane, plan, now)
@@ -136,13 +140,14 @@ class BatchLoop:
 
     def _send(self, lane: LaneQueue, send: Send, now: float) -> None:
         # Promise 4, whatever a policy says; and at least one, so that the lane gets shorter.
-        batch = self._broker.take(lane, min(max(send.count, 1), self.max_batch), now)
+        largest = self._dispatcher.batch_max(lane, self.max_batch)
+        batch = self._broker.take(lane, min(max(send.count, 1), largest), now)
         if not batch:
             return  # all of them had expired; the lane is shorter now
         self._dispatcher.dispatch(batch, self._batch_ended)  # first: nothing that fails may come between
         self.batches[send.reason] = self.batches.get(send.reason, 0) + 1
         self.batch_sizes.observe(len(batch))
-        self.policy.sent(len(batch), self.max_batch)
+        self.policy.sent(len(batch), largest)
 
     def _view(self, lane: LaneQueue, now: float) -> View:
         rate: ArrivalRate | None = lane.batching_notes
@@ -155,7 +160,7 @@ class BatchLoop:
             free=self._slots.free(),
             slots=self._slots.total(),
             service_s=self.service_s,
-            max_batch=self.max_batch,
+            max_batch=self._dispatcher.batch_max(lane, self.max_batch),
             max_wait_s=self.max_wait_s,
             draining=self.draining,
         )

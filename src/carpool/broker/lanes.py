@@ -10,7 +10,7 @@
 from collections import deque
 from typing import Any
 
-from carpool.core.request import DONE, QUEUED, RUNNING, Request
+from carpool.core.request import APART, DONE, QUEUED, RUNNING, Request
 
 REBUILD_DEAD_MIN = 64
 # With `strict`, what a tier adds to the place by which lanes are compared: more seconds than any clock counts.
@@ -20,11 +20,23 @@ STRICT_STEP_S = 1e9
 class Lane:
     """Requests of one model with the same lane key."""
 
-    __slots__ = ("_dead", "_strict", "_task_lines", "_tiers", "arrivals", "batching_notes", "key", "model", "waiting")
+    __slots__ = (
+        "_dead",
+        "_strict",
+        "_task_lines",
+        "_tiers",
+        "arrivals",
+        "batching_notes",
+        "is_apart",
+        "key",
+        "model",
+        "waiting",
+    )
 
     def __init__(self, model: str, key: bytes, tiers: int, strict: bool = False) -> None:
         self.model = model
         self.key = key
+        self.is_apart = key.endswith(APART)
         self.waiting = 0
         self.arrivals = 0
         self.batching_notes: Any = None
@@ -42,7 +54,18 @@ class Lane:
         request.phase = QUEUED
         self.waiting += 1
         self.arrivals += 1
-        self._tiers[request.tier + self._task_lines if request.is_task else request.tier].append(request)
+        self._tier_of(request).append(request)
+
+    def put_back(self, request: Request) -> None:
+        """Let a request that was taken wait again, before those behind it: it has waited already."""
+        request.phase = QUEUED
+        self.waiting += 1
+        tier = self._tier_of(request)
+        later: list[Request] = []
+        while tier and tier[0].place < request.place:  # a few at most: others that were put back
+            later.append(tier.popleft())
+        tier.appendleft(request)
+        tier.extendleft(reversed(later))
 
     def forget(self, request: Request) -> None:
         """Count out a waiting request that is about to be settled."""
@@ -110,6 +133,9 @@ class Lane:
                 else:
                     expired.append(request)
             tier.popleft()
+
+    def _tier_of(self, request: Request) -> deque[Request]:
+        return self._tiers[request.tier + self._task_lines if request.is_task else request.tier]
 
     def _live_tiers(self) -> list[deque[Request]]:
         """The tiers with somebody waiting, highest first, the dead removed from their heads."""

@@ -4,7 +4,7 @@ Bounded by count and bytes of everything admitted and not yet settled (waiting o
 lanes in which requests wait. All settling goes through `settle`, the one place that keeps those counts true.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from math import inf
 
 from carpool.broker.deadlines import Deadlines
@@ -13,7 +13,7 @@ from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull, QueueTimeout
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import LaneQueue
-from carpool.core.request import DONE, QUEUED, Request
+from carpool.core.request import DONE, QUEUED, RUNNING, Request
 from carpool.core.tally import SECONDS_BOUNDS, Histogram
 
 # Lanes without requests are kept for their arrival rate; beyond so many lanes the longest-unused go.
@@ -32,6 +32,7 @@ class MemoryBroker:
         tiers: int,
         strict_order: bool = False,
         task_patience_s: float = 0.0,
+        offenders: Container[tuple[str, str]] = (),
         clock: Clock = monotonic,
     ) -> None:
         self.waiting_max = waiting_max
@@ -41,6 +42,8 @@ class MemoryBroker:
         self._strict_order = strict_order
         # Added to a task's place in the order: nobody waits on the line for it.
         self._task_patience_s = task_patience_s
+        # Model and owner of those who ride with one another only. Empty is false.
+        self._offenders = offenders
         self._clock = clock
         # Requests admitted and not settled yet, and the bytes of their inputs.
         self.held = 0
@@ -66,6 +69,14 @@ class MemoryBroker:
     def depth_of(self, model: str) -> int:
         """Requests of one model that wait for a slot."""
         return sum(lane.waiting for lane in self._active[model].values())
+
+    def others_wait(self, model: str) -> bool:
+        """Whether a request waits whose owner is no offender."""
+        return any(not lane.is_apart for lane in self._active[model].values())
+
+    def most_waiting(self, model: str) -> int:
+        """Requests in the longest lane whose owners are no offenders."""
+        return max((lane.waiting for lane in self._active[model].values() if not lane.is_apart), default=0)
 
     def when_work_arrives(self, model: str, arrived: Callable[[LaneQueue], None]) -> None:
         """Have `arrived(lane)` called for each arrival. Models are known before the first request."""
@@ -104,7 +115,9 @@ class MemoryBroker:
         model = request.model
         if request.is_task:
             request.place += self._task_patience_s
-        key = request.lane_key if request.lane else request.parameters
+        if self._offenders:
+            request.is_apart = (model, request.owner) in self._offenders
+        key = request.lane_key if request.lane or request.is_apart else request.parameters
         lane = self._active[model].get(key)
         if lane is None:
             lane = self._activate(model, key)
@@ -141,6 +154,20 @@ class MemoryBroker:
                 request.settle(output, now)
         self.outcomes["ok"] = self.outcomes.get("ok", 0) + settled
 
+    def put_back(self, requests: Sequence[Request]) -> None:
+        """Let requests that were taken wait again, before those who came after them."""
+        lanes: dict[int, Lane] = {}
+        for request in requests:
+            if request.phase == RUNNING:
+                model = request.model
+                request.is_apart = bool(self._offenders) and (model, request.owner) in self._offenders
+                key = request.lane_key
+                lane = self._active[model].get(key) or self._activate(model, key)
+                lane.put_back(request)
+                lanes[id(lane)] = lane
+        for lane in lanes.values():
+            self._arrived[lane.model](lane)
+
     def withdraw(self, request: Request) -> None:
         """Take a waiting request out without an outcome: it stays with whoever keeps it for later."""
         if request.phase <= QUEUED:
@@ -159,6 +186,13 @@ class MemoryBroker:
         """Remove up to `count` requests, best place first, none of them past its deadline."""
         assert isinstance(lane, Lane)
         batch, expired = lane.take(count, now)
+        if self._offenders and not lane.is_apart:
+            # Their owners were found to be offenders while they waited.
+            model = lane.model
+            apart = [request for request in batch if (model, request.owner) in self._offenders]
+            if apart:
+                batch = [request for request in batch if request not in apart]
+                self.put_back(apart)
         if not lane.waiting:
             self._retire(lane)
         for request in expired:
@@ -172,7 +206,7 @@ class MemoryBroker:
         for request in self._deadlines.due(now):
             if request.deadline <= now:
                 self.settle(request, DeadlineExceeded("no result in time; the request was given up"))
-            elif request.phase == QUEUED:
+            elif request.phase == QUEUED and not request.taken:  # else it had its slot, and was put back
                 waited = f"no slot was free within {request.queue_timeout_s:g} s; try again, or as a task"
                 self.settle(request, QueueTimeout(waited, retry_after_s=1))
             else:

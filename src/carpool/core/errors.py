@@ -192,6 +192,14 @@ class UpstreamDown(OverloadError):
     title = "The inference API is down"
 
 
+class Unresolved(OverloadError):
+    """A batch with this request in it was refused, and there was no time to find out which input it was."""
+
+    code = "unresolved"
+    grpc_code = "UNAVAILABLE"
+    title = "The batch of this request failed"
+
+
 class BrokerMemoryFull(OverloadError):
     """The memory of the broker is nearly used up."""
 

@@ -22,6 +22,8 @@ class LaneQueue(Protocol):
     waiting: int
     # How many have ever arrived; batching derives the arrival rate from it.
     arrivals: int
+    # The lane of offenders, who share no batch with others.
+    is_apart: bool
     # What batching keeps about the lane (its arrival rate); None at first, lost when the lane is dropped.
     batching_notes: Any
 
@@ -58,7 +60,15 @@ class Intake(Protocol):
         ...
 
 
-class Broker(Intake, Outcomes, Protocol):
+class Returns(Outcomes, Protocol):
+    """Where outcomes go, and requests that are to be sent again in other company."""
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        """Let requests that were taken wait again, before those who came after them."""
+        ...
+
+
+class Broker(Intake, Returns, Protocol):
     """Keeps what was admitted until it has an outcome."""
 
     def lanes(self, model: str) -> Iterable[LaneQueue]:
@@ -79,6 +89,12 @@ class Availability(Protocol):
 
     # True while no endpoint may be called.
     is_down: bool
+    # True while some owner may call none; see `is_shut_to`.
+    is_shut_to_some: bool
+
+    def is_shut_to(self, owner: str) -> bool:
+        """Whether no endpoint may be called for this owner."""
+        ...
 
     def retry_after_s(self) -> int:
         """While it is down: whole seconds until it is tried again."""
@@ -96,6 +112,10 @@ class Slots(Protocol):
         """Slots that could take a batch now."""
         ...
 
+    def free_apart(self) -> int:
+        """Slots that could take a batch of offenders now."""
+        ...
+
     def when_slot_frees(self, ring: Callable[[], None]) -> None:
         """Have `ring` called when a slot becomes free."""
         ...
@@ -103,6 +123,10 @@ class Slots(Protocol):
 
 class Dispatcher(Protocol):
     """Sends one batch in a free slot and settles every member. Never raises."""
+
+    def batch_max(self, lane: LaneQueue, max_batch: int) -> int:
+        """The most requests of a lane that should be in a batch now, at most `max_batch`."""
+        ...
 
     def dispatch(self, batch: list[Request], ring: Callable[[float], None]) -> None:
         """Take a free slot (there is one), make the call in the background; `ring(seconds)` when it has ended."""

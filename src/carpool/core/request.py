@@ -19,6 +19,8 @@ from carpool.core.outcome import Outcome
 logger = logging.getLogger("carpool")
 
 ADMITTED, QUEUED, RUNNING, DONE = 0, 1, 2, 3
+# The end of the lane keys of offenders: no parameters, and no lane of a codec, end like this.
+APART = b"\0\0apart"
 
 
 class Waiter(Protocol):
@@ -61,6 +63,10 @@ class Request(msgspec.Struct, eq=False):
     number: int = 0
     # A task outlives its client and this process; a synchronous request does not.
     is_task: bool = False
+    # Whom it counts for: the client's address.
+    owner: str = ""
+    # Its owner is an offender: it rides with offenders only. Kept by the broker.
+    is_apart: bool = False
     phase: int = ADMITTED
     # When it was taken into a batch; 0.0 before.
     taken: float = 0.0
@@ -73,6 +79,11 @@ class Request(msgspec.Struct, eq=False):
     @property
     def lane_key(self) -> bytes:
         """Requests of one model with the same lane key may share a batch."""
+        return self.common_key + APART if self.is_apart else self.common_key
+
+    @property
+    def common_key(self) -> bytes:
+        """The lane key that it would have if nobody rode apart."""
         return self.parameters + b"\0" + self.lane if self.lane else self.parameters
 
     def settle(self, outcome: Outcome, now: float) -> bool:

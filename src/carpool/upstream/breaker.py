@@ -8,8 +8,11 @@
    that a success closes it. An endpoint that answers is well. What is known to have failed after the pause opens it
    again: a probe whose batch was refused as bad input tells nothing until the search for the bad input has ended.
 5. What is refused for its input is no failure: the endpoint answered.
+6. Where all that is known against the endpoint are inputs of one owner that failed, it is closed to that owner only: a
+   request of anybody else may probe at once. If that fails too, or more is known against it, it is closed to all.
 """
 
+from collections.abc import Collection
 from typing import Literal
 
 State = Literal["closed", "open", "half-open"]
@@ -18,7 +21,17 @@ State = Literal["closed", "open", "half-open"]
 class Breaker:
     """The circuit breaker of one endpoint."""
 
-    __slots__ = ("_failures", "_failures_max", "_pause_s", "_pause_s_first", "_pause_s_max", "_probe_until", "state")
+    __slots__ = (
+        "_failures",
+        "_failures_max",
+        "_is_for_all",
+        "_only_owner",
+        "_pause_s",
+        "_pause_s_first",
+        "_pause_s_max",
+        "_probe_until",
+        "state",
+    )
 
     def __init__(self, failures_max: int = 5, pause_s: float = 1.0, pause_s_max: float = 30.0) -> None:
         self.state: State = "closed"
@@ -31,6 +44,9 @@ class Breaker:
         self._pause_s = pause_s
         # While open: when a probe may go.
         self._probe_until = 0.0
+        # Rule 6, of the failures in a row: whose inputs they were, and whether they were more than that.
+        self._only_owner: str | None = None
+        self._is_for_all = False
 
     def __repr__(self) -> str:
         return f"<Breaker {self.state} failures={self._failures}>"
@@ -45,9 +61,18 @@ class Breaker:
         """Whether it would be open, had the pool been able to do without the endpoint."""
         return self._failures >= self._failures_max
 
+    @property
+    def blamed_owner(self) -> str | None:
+        """Whose inputs are all that is known against the endpoint; None if there is more, or nothing."""
+        return None if self._is_for_all else self._only_owner
+
     def allows(self, now: float) -> bool:
         """Whether a call may start now."""
         return self.state == "closed" or (self.state == "open" and now >= self._probe_until)
+
+    def allows_others(self) -> bool:
+        """Whether a call for anybody but `blamed_owner` may start now, as a probe."""
+        return self.state == "open" and self.blamed_owner is not None
 
     def probe_at(self) -> float:
         """While open: when the next probe may go."""
@@ -65,14 +90,30 @@ class Breaker:
         self.state = "closed"
         self._failures = 0
         self._pause_s = self._pause_s_first
+        self._only_owner, self._is_for_all = None, False
 
-    def failed(self, now: float, random_share: float, *, probe: bool = False, may_open: bool = True) -> bool:
-        """A call failed; says whether that opened the breaker. `may_open`: the pool can do without this endpoint."""
+    def failed(
+        self,
+        now: float,
+        random_share: float,
+        *,
+        probe: bool = False,
+        may_open: bool = True,
+        owners: Collection[str] = (),
+    ) -> bool:
+        """A call failed; says whether that opened the breaker. `may_open`: the pool can do without this endpoint.
+
+        `owners`: whose inputs failed, if nothing else is known against the endpoint.
+        """
         if self.state == "half-open" and not probe:
             return False
         if self.state == "open" and now < self._probe_until:
             return False
         self._failures += 1
+        if len(owners) != 1 or self._only_owner not in (None, *owners):
+            self.close_to_all()
+        else:
+            (self._only_owner,) = owners
         if self.state == "closed" and (self._failures < self._failures_max or not may_open):
             return False
         self.open(now, random_share)
@@ -84,6 +125,10 @@ class Breaker:
         # Half of the pause is certain, half is jitter.
         self._probe_until = now + self._pause_s * (0.5 + random_share / 2)
         self._pause_s = min(self._pause_s_max, self._pause_s * 2)
+
+    def close_to_all(self) -> None:
+        """More is known against the endpoint than inputs of one owner."""
+        self._is_for_all = True
 
     def probe_left(self) -> None:
         """A probe ended without an answer that says anything (cancelled): the next call may probe at once."""

@@ -10,12 +10,18 @@
    as well, it is the upstream that is down, and all of them open.
 5. The pool is down while no breaker is closed and no probe is offered. So the door opens for a moment when a probe is
    due: without a request there could be none.
+6. An endpoint that is closed to one owner only (breaker.py) has a probe on offer for all others at any time. Offenders,
+   retries and searches do not get it.
+7. Where there is a health page, it is asked before a probe is offered.
+8. Searches for bad inputs, and batches of offenders, have slots that nobody else wants, and a share of the time of the
+   others (slot_share.py). A search that has earned it gets a slot before it is offered to batching.
 """
 
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -23,9 +29,12 @@ from carpool.core.clock import Clock, monotonic
 from carpool.upstream.breaker import Breaker
 from carpool.upstream.endpoint import Endpoint
 from carpool.upstream.load import LoadLimit
+from carpool.upstream.slot_share import SlotShare
 
 # An endpoint that answered well within this is known to be well.
 WELL_S = 10.0
+# Lanes of which an endpoint's last answer is remembered.
+WELL_LANES_MAX = 256
 # The event loop's timers have millisecond steps.
 TIMER_S_MIN = 0.001
 # Weight of the newest measurement in an endpoint's utilisation.
@@ -54,6 +63,7 @@ class Member:
         "succeeded",
         "utilization",
         "well_at",
+        "well_lanes",
     )
 
     def __init__(self, endpoint: Endpoint, breaker: Breaker, load: LoadLimit, now: float) -> None:
@@ -68,8 +78,9 @@ class Member:
         self.offered = 0
         # The call it has is a probe.
         self.probing = False
-        # When it last answered well; and counts, for the fleet's page.
+        # When it last answered well, and in which lanes; and counts, for the fleet's page.
         self.well_at = -inf
+        self.well_lanes: dict[bytes, float] = {}
         self.succeeded = 0
         self.failed = 0
         # Kept by the watch over its health: when it last answered a probe, and those that failed since.
@@ -127,6 +138,7 @@ class Pool:
         eject_share_max: float = 0.5,
         make_breaker: Callable[[], Breaker] = Breaker,
         make_load: Callable[[int], LoadLimit] = LoadLimit,
+        isolation_share: float = 0.2,
         random_share: Callable[[], float] = random.random,
     ) -> None:
         self._clock = clock
@@ -151,6 +163,16 @@ class Pool:
         self._busy_s_gone = 0.0
         # True while no endpoint may be called: synchronous requests are refused at the door then.
         self.is_down = False
+        # True while an endpoint is closed to one owner only; see `is_shut_to`.
+        self.is_shut_to_some = False
+        # Rule 7: asks an endpoint's health page; None where there is none.
+        self.ask_health: Callable[[Member, Callable[[bool], None]], None] | None = None
+        # Rule 8: the account, whether anybody else waits for a slot, and a search that takes this slot before them.
+        self.isolation = SlotShare(isolation_share)
+        self.others_wait: Callable[[], bool] = lambda: True
+        # Whether a batch of offenders may take a slot.
+        self.apart_may_go: Callable[[], bool] = lambda: True
+        self.search_for: Callable[[Member], Callable[[], None] | None] = lambda member: None
 
     def __repr__(self) -> str:
         return f"<Pool slots={self.total()} free={self.free()} retries={len(self._retries)} down={self.is_down}>"
@@ -167,6 +189,16 @@ class Pool:
     def free(self) -> int:
         """Slots that could take a batch now."""
         return len(self._free)
+
+    def free_apart(self) -> int:
+        """Slots that could take a batch of offenders now."""
+        if not self._free or not self.apart_may_go():
+            return 0
+        return sum(not self._is_for_others(member) for member in self._free)
+
+    def isolation_allows(self) -> bool:
+        """Whether a search, or a batch of offenders, may take a slot that others want."""
+        return self.isolation.allows(self._clock(), self.total())
 
     def busy(self) -> int:
         """Calls under way."""
@@ -187,12 +219,36 @@ class Pool:
         """Have `ring` called when a slot becomes free."""
         self._rings.append(ring)
 
-    def take(self) -> Member:
-        """Take a free slot; there must be one."""
-        member = self._free.popleft()
+    def take(self, is_apart: bool = False) -> Member:
+        """Take a free slot; there must be one. `is_apart`: for a batch of offenders."""
+        if is_apart:
+            member = next(member for member in self._free if not self._is_for_others(member))
+            self._free.remove(member)
+        else:
+            member = self._free.popleft()
         member.offered -= 1
         self._start(member)
         return member
+
+    def ring(self) -> None:
+        """Tell batching that there may be a slot for it."""
+        for ring in self._rings:
+            ring()
+
+    def take_for_search(self, wish: "Wish") -> Member | None:
+        """A free slot of the endpoint that fits best; None if there is none now."""
+        return self._take_free(wish)
+
+    def fits(self, member: Member, wish: "Wish") -> bool:
+        """Whether none of the endpoints in use fits better."""
+        return self._may_retry_on(member, wish)
+
+    def is_shut_to(self, owner: str) -> bool:
+        """Whether no endpoint may be called for this owner, though others may have theirs."""
+        now = self._clock()
+        return self.is_shut_to_some and all(
+            not member.breaker.allows(now) and member.breaker.blamed_owner in (None, owner) for member in self.members
+        )
 
     def give_back(self, member: Member) -> None:
         """End the use of a slot. What the call showed of the endpoint is said by `went_well` or `went_badly`."""
@@ -206,24 +262,29 @@ class Pool:
             # A little later: what this call showed must not be taken for the word of the next probe.
             self._wait_for_probe(member)
 
-    def went_well(self, member: Member) -> None:
-        """A call was answered as it should be."""
+    def went_well(self, member: Member, lane: bytes = b"") -> None:
+        """A call of a lane was answered as it should be."""
         member.succeeded += 1
         member.well_at = self._clock()
+        if lane not in member.well_lanes and len(member.well_lanes) >= WELL_LANES_MAX:
+            member.well_lanes.clear()
+        member.well_lanes[lane] = member.well_at
         member.failed_probes = 0
         member.probing = False
         was_open = member.breaker.state != "closed"
         member.breaker.succeeded()
         if was_open and not member.is_leaving:
             self._cancel_probe(member)
-            self.is_down = False
             self._offer_what_may_be(member)
+            self._notice_if_down()
 
-    def went_badly(self, member: Member) -> None:
-        """A call failed through the endpoint's fault."""
+    def went_badly(self, member: Member, owners: Collection[str] = ()) -> None:
+        """A call failed, through the endpoint's fault or, as far as is known, on inputs of these owners."""
         member.failed += 1
         probe, member.probing = member.probing, False
-        if member.breaker.failed(self._clock(), self._random_share(), probe=probe, may_open=self._may_eject()):
+        if member.breaker.failed(
+            self._clock(), self._random_share(), probe=probe, may_open=self._may_eject(), owners=owners
+        ):
             self._withhold(member)
         if all(other.breaker.state != "closed" or other.breaker.is_failing for other in self.members):
             for other in self.members:  # rule 4: none of them answers
@@ -242,6 +303,18 @@ class Pool:
     def is_well(self, member: Member) -> bool:
         """Whether the endpoint answered a call well a short while ago."""
         return self._clock() - member.well_at <= WELL_S
+
+    def is_alive(self, since: float) -> bool:
+        """Whether any endpoint in use has answered a call well since then."""
+        return any(member.well_at >= since and member.breaker.state == "closed" for member in self.members)
+
+    def answered_lane(self, member: Member, lane: bytes, since: float) -> bool:
+        """Whether the endpoint has answered a call of this lane since then."""
+        return member.well_lanes.get(lane, -inf) >= since
+
+    def has_others(self, member: Member | None) -> bool:
+        """Whether another endpoint than this one is in use."""
+        return any(other is not member and other.breaker.state == "closed" for other in self.members)
 
     async def take_for_retry(
         self, failed: Member | None, timeout_s: float, *, known_well: bool = False
@@ -321,19 +394,19 @@ class Pool:
         if member.is_leaving:
             return
         breaker = member.breaker
-        most = member.limit if breaker.state == "closed" else int(breaker.allows(self._clock()))
+        most = member.limit if breaker.state == "closed" else int(self._may_probe(breaker))
         while member.offered + member.in_flight < most:
-            if not self._hand_to_retry(member):
-                self._offer(member)
-                if breaker.state != "closed":
-                    self._notice_if_down()
-                for ring in self._rings:
-                    ring()
+            if self._hand_to_retry(member) or self._hand_to_search(member):
+                continue
+            self._offer(member)
+            if breaker.state != "closed":
+                self._notice_if_down()
+            self.ring()
 
     def _take_free(self, wish: Wish) -> Member | None:
         """A free slot for a retry."""
         for member in self._free:
-            if self._may_retry_on(member, wish):
+            if self._may_retry_on(member, wish) and not self._is_for_others(member):
                 self._free.remove(member)
                 member.offered -= 1
                 self._start(member)
@@ -351,15 +424,34 @@ class Pool:
 
     def _notice_if_down(self) -> None:
         self.is_down = not self._free and all(member.breaker.state != "closed" for member in self.members)
+        self.is_shut_to_some = any(
+            member.breaker.state != "closed" and member.breaker.blamed_owner is not None for member in self.members
+        )
+
+    def _may_probe(self, breaker: Breaker) -> bool:
+        return breaker.allows(self._clock()) or breaker.allows_others()
+
+    def _is_for_others(self, member: Member) -> bool:
+        """Rule 6: whether what is offered of the endpoint is for all but one owner."""
+        breaker = member.breaker
+        return breaker.state != "closed" and not breaker.allows(self._clock())
 
     def _hand_to_retry(self, member: Member) -> bool:
         for index, (wish, future) in enumerate(self._retries):
-            if not future.done() and self._may_retry_on(member, wish):
+            if not future.done() and self._may_retry_on(member, wish) and not self._is_for_others(member):
                 del self._retries[index]
                 self._start(member)
                 future.set_result(member)
                 return True
         return False
+
+    def _hand_to_search(self, member: Member) -> bool:
+        start = self.search_for(member) if member.breaker.state == "closed" else None
+        if start is None:
+            return False
+        self._start(member)
+        start()
+        return True
 
     def _withhold(self, member: Member) -> None:
         """The breaker opened: offer nothing of it until a probe is due."""
@@ -369,15 +461,41 @@ class Pool:
     def _wait_for_probe(self, member: Member) -> None:
         self._cancel_probe(member)
         if not member.is_leaving:
-            delay_s = max(0.0, member.breaker.probe_at() - self._clock())
+            is_for_others = member.breaker.allows_others() and not member.offered
+            delay_s = 0.0 if is_for_others else max(0.0, member.breaker.probe_at() - self._clock())
             loop = asyncio.get_running_loop()
             self._probe_timers[member] = loop.call_later(delay_s + TIMER_S_MIN, self._probe_is_due, member)
 
     def _probe_is_due(self, member: Member) -> None:
-        if member.breaker.state == "open" and not member.breaker.allows(self._clock()):
+        breaker = member.breaker
+        if breaker.state == "open" and not self._may_probe(breaker):
             self._wait_for_probe(member)  # the event loop's clock ran ahead
+        elif breaker.state == "open" and not member.offered and self.ask_health is not None:
+            self.ask_health(member, partial(self._health_told, member))
         else:
-            self._offer_what_may_be(member)
+            self._offer_probe(member)
+
+    def _health_told(self, member: Member, is_well: bool) -> None:
+        """Rule 7: its health page was asked, before a client's input is risked."""
+        breaker = member.breaker
+        if breaker.state != "open" or member.in_flight or member not in self.members:
+            return  # things have changed meanwhile
+        if is_well:
+            self._offer_probe(member)
+            return
+        breaker.close_to_all()
+        if breaker.allows(self._clock()):
+            breaker.open(self._clock(), self._random_share())
+        self._notice_if_down()
+        self._wait_for_probe(member)
+
+    def _offer_probe(self, member: Member) -> None:
+        self._offer_what_may_be(member)
+        self._notice_if_down()
+        if self._is_for_others(member):
+            self._wait_for_probe(member)  # when its pause is over, it is for all
+        elif member.offered:
+            self.ring()
 
     def _withdraw(self, member: Member) -> None:
         if member.offered:

@@ -1,0 +1,206 @@
+"""One batch to an endpoint, and again if the endpoint failed: attempts. What a refusal means is for others to say.
+
+1. A slot is given back the moment the answer has been read, before it is decoded, so that the GPU gets its next batch
+   while this one is handed out.
+2. What an error means is the codec's word (`Refusal`): try elsewhere, split, bisect, fault, give up.
+3. Attempts are for the endpoint's faults, and are paid from the retry budget.
+4. Whoever has left, or whose deadline has passed, is dropped before every call.
+5. A connection that turned out dead before a byte of an answer came says nothing against the endpoint. The call is made
+   again at once; that costs an attempt, unless the other side had closed before the call was written.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import CarpoolError, DeadlineExceeded, UpstreamFailed, UpstreamProtocolFault, UpstreamRefused
+from carpool.core.outcome import CallFacts, Output
+from carpool.core.ports import Outcomes
+from carpool.core.request import DONE, Request
+from carpool.core.tally import SECONDS_BOUNDS, Histogram
+from carpool.upstream.codecs import Codec, ProtocolFaultError
+from carpool.upstream.codecs.base import Refusal
+from carpool.upstream.endpoint import Answer, AttemptFailedError
+from carpool.upstream.pool import Member, Pool
+from carpool.upstream.retry import RetryBudget, pause_before
+
+logger = logging.getLogger("carpool.upstream")
+
+# A timer of the event loop may fire so much before its time.
+TIMER_EARLY_S = 0.01
+# How long a call takes, until the first has been seen; and the weight of the newest.
+SERVICE_S_PRIOR = 0.2
+SERVICE_WEIGHT = 0.1
+
+BatchEnded = Callable[[float], None]
+
+
+class Failure(NamedTuple):
+    """Why a call brought no outputs, and what it means."""
+
+    refusal: Refusal
+    error: CarpoolError
+    # Who said so; None if nobody was reached.
+    member: Member | None = None
+    # How many were in the call, and when it began.
+    size: int = 0
+    started: float = 0.0
+    # The refusal blames the input, not the endpoint.
+    is_certain: bool = False
+
+
+class Attempts:
+    """Sends batches of one model."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        codec: Codec,
+        outcomes: Outcomes,
+        *,
+        timeout_s: float,
+        attempts: int,
+        backoff_s: float,
+        budget: RetryBudget,
+        when_limit_is_learned: Callable[[int], None],
+        when_answered: Callable[[list[Request]], None],
+        clock: Clock = monotonic,
+        random_share: Callable[[], float] = random.random,
+    ) -> None:
+        self._pool = pool
+        self._codec = codec
+        self._outcomes = outcomes
+        self.timeout_s = timeout_s
+        self._attempts = attempts
+        self._backoff_s = backoff_s
+        self._budget = budget
+        self._when_limit_is_learned = when_limit_is_learned
+        # Called with the members of each call that was answered, before they are settled.
+        self._when_answered = when_answered
+        self._clock = clock
+        self._random_share = random_share
+        # How long calls take, lately.
+        self.service_s = SERVICE_S_PRIOR
+        # For metrics: seconds of the calls that were answered, calls by result.
+        self.call_seconds = Histogram(SECONDS_BOUNDS)
+        self.calls: dict[str, int] = {"ok": 0, "failed": 0, "refused": 0, "protocol-fault": 0}
+
+    def live(self, batch: list[Request]) -> list[Request]:
+        """Those who still wait, and whose deadline has not passed."""
+        now = self._clock()
+        return [request for request in batch if request.phase != DONE and request.deadline > now]
+
+    async def send(self, batch: list[Request], member: Member | None, ended: BatchEnded) -> Failure | None:
+        """Call until an endpoint answers for the inputs; None if it answered, and the members were settled.
+
+        `member`: the slot for the first attempt; None to take one when it is free.
+        """
+        failure, failed = out_of_time(), None
+        for attempt in range(1, self._attempts + 1):
+            if member is None:
+                if attempt > 1:
+                    pause_s = pause_before(attempt, self._backoff_s, self._random_share())
+                    if pause_s >= self._time_left(batch) or not self._budget.take(self._clock()):
+                        return failure
+                    await asyncio.sleep(pause_s)
+                member = await self._pool.take_for_retry(failed, max(0.0, self._time_left(batch)))
+                if member is None:
+                    return failure
+            members = self.live(batch)
+            if not members:
+                self._pool.give_back(member)
+                self._pool.says_nothing(member)
+                return out_of_time()
+            latest = max(request.deadline for request in members)
+            limit_s = latest - self._clock()
+            outcome = await self._call(members, member, min(self.timeout_s, limit_s), ended)
+            if outcome is None:
+                return None
+            for request in members:
+                request.sends += 1
+            failure, failed, member = outcome, member, None
+            if failure.refusal.kind != "elsewhere":
+                return failure
+            if limit_s <= self.timeout_s and self._clock() > latest - TIMER_EARLY_S:
+                return out_of_time()  # it was their own deadline that ended the call
+            logger.warning(
+                "attempt %d of %d failed: %s",
+                attempt,
+                self._attempts,
+                failure.error.detail,
+                extra={"fields": {"endpoint": failed.name, "batch_size": len(members)}},
+            )
+        return failure
+
+    async def _call(
+        self, members: list[Request], member: Member, timeout_s: float, ended: BatchEnded
+    ) -> Failure | None:
+        """One call: settles the members and returns None, or returns what went wrong."""
+        started = self._clock()
+        try:
+            answer = await member.endpoint.post(self._codec.encode(members), timeout_s)
+        except AttemptFailedError as failure:
+            self.calls["failed"] += 1
+            self._pool.went_badly(member)
+            error = UpstreamFailed(f"the inference API could not be used: {failure}")
+            return Failure(Refusal("elsewhere"), error, member, len(members), started)
+        except BaseException:
+            self._pool.says_nothing(member)
+            raise
+        finally:
+            self._pool.give_back(member)
+        seconds = self._clock() - started
+        if answer.load is not None:
+            member.load.report(answer.load)
+        try:
+            if not 200 <= answer.status < 300:
+                return self._refused(answer, len(members), member, started)
+            parts = self._codec.decode(answer, members)
+        except ProtocolFaultError as fault:
+            self.calls["protocol-fault"] += 1
+            self._pool.went_badly(member)
+            logger.error("protocol fault: %s", fault, extra={"fields": {"endpoint": member.name}})
+            broken = UpstreamProtocolFault(f"the inference API broke its protocol: {fault}")
+            return Failure(Refusal("fault"), broken, member, len(members), started)
+        except Exception:  # a defect of the codec, which must not leave a probe without a verdict
+            self._pool.says_nothing(member)
+            raise
+        ended(seconds)
+        self.service_s += SERVICE_WEIGHT * (seconds - self.service_s)
+        self.call_seconds.observe(seconds)
+        member.load.answered(len(members), seconds, started)
+        self.calls["ok"] += 1
+        self._pool.went_well(member, members[0].common_key)
+        self._when_answered(members)
+        facts = CallFacts(len(members), seconds, parts[0].model_version)
+        self._outcomes.settle_batch(members, [Output(part.value, facts, part.tokens_used) for part in parts])
+        return None
+
+    def _refused(self, answer: Answer, size: int, member: Member, started: float) -> Failure:
+        """An answer with an error status. What the body says goes to a client that was alone in its call, at most."""
+        self.calls["refused"] += 1
+        refusal = self._codec.classify(answer, size)
+        says = f"the inference API answered with status {answer.status}"
+        if refusal.kind in ("elsewhere", "give-up"):
+            if answer.status == 429:
+                self._pool.says_nothing(member)  # busy, not broken
+                member.load.refused()
+            else:
+                self._pool.went_badly(member)
+            error = UpstreamFailed(says) if refusal.kind == "elsewhere" else UpstreamRefused(says)
+            return Failure(refusal, error, member, size, started)
+        self._pool.says_nothing(member)
+        return Failure(refusal, UpstreamFailed(says), member, size, started, answer.status in (400, 422))
+
+    def _time_left(self, members: list[Request]) -> float:
+        """Seconds until nobody of them waits any more."""
+        latest = max((request.deadline for request in members if request.phase != DONE), default=0.0)
+        return latest - self._clock()
+
+
+def out_of_time() -> Failure:
+    """No slot was free in time, or nobody was left who waits."""
+    return Failure(Refusal("elsewhere"), DeadlineExceeded("no result in time"))

@@ -1,0 +1,163 @@
+"""Owners whose inputs keep being refused: they ride with one another only, until their inputs pass again. Pure.
+
+1. Every refused input adds one to its owner's score, up to SCORE_MAX; every one that passes takes a small part away,
+   and so does time. From OFFENDS_FROM on the owner is set apart, below RETURNS_BELOW it is not any more. So at high
+   rates one bad input in some forty sets an owner apart, at low rates three within a few seconds.
+2. What others have found (other batchers of a fleet) is believed for as long as they repeat it.
+3. Memory is bounded: the longest unheard of are forgotten first.
+4. Where most batches are refused, searches take too long to find single inputs. If one owner is the reason, it is in
+   every call that was refused and in none that was answered; who alone is left by that is set apart (`CommonOwner`).
+"""
+
+from collections.abc import Iterable, Set
+from typing import NamedTuple
+
+SCORE_MAX = 8.0
+OFFENDS_FROM = 3.0
+SUSPECT_FROM = 1.5
+RETURNS_BELOW = 1.0
+PASSED_LEAVES = 1 - 1 / 128
+HALF_LIFE_S = 10.0
+TRACKED_MAX = 10_000
+# Rule 2. Heartbeats come twice a second.
+TOLD_S = 3.0
+TOLD_MAX = 64
+# Rule 4: so many batches must have been refused.
+BATCHES_MIN = 3
+
+
+class Rider(NamedTuple):
+    """An owner, at one model: what one model refuses another may take."""
+
+    model: str
+    owner: str
+
+
+class Offenders:
+    """Who rides apart. `in` asks, and an empty one is false: then nobody need ask."""
+
+    __slots__ = ("_apart", "_scores", "_told", "set_apart")
+
+    def __init__(self) -> None:
+        # Score, and when it was that; the longest untouched first.
+        self._scores: dict[Rider, tuple[float, float]] = {}
+        # By what was seen here; and until when by what others say.
+        self._apart: set[tuple[str, str]] = set()
+        self._told: dict[tuple[str, str], float] = {}
+        # For metrics: how often somebody was set apart.
+        self.set_apart = 0
+
+    def __repr__(self) -> str:
+        return f"<Offenders apart={len(self._apart)} told={len(self._told)} tracked={len(self._scores)}>"
+
+    def __bool__(self) -> bool:
+        return bool(self._apart or self._told)
+
+    def __contains__(self, rider: object) -> bool:
+        return rider in self._apart or rider in self._told
+
+    def is_suspect(self, model: str, owner: str, now: float) -> bool:
+        """Whether more than one input of this owner was refused just now."""
+        return bool(self._scores) and self._score(Rider(model, owner), now) >= SUSPECT_FROM
+
+    @property
+    def is_tracking(self) -> bool:
+        """Whether inputs that pass need be told at all."""
+        return bool(self._scores)
+
+    def refused(self, model: str, owner: str, now: float, count: float = 1.0) -> None:
+        """An input of this owner was refused."""
+        rider = Rider(model, owner)
+        score = min(SCORE_MAX, self._score(rider, now) + count)
+        self._scores.pop(rider, None)
+        if len(self._scores) >= TRACKED_MAX:
+            self._forget(next(iter(self._scores)))
+        self._scores[rider] = (score, now)
+        if score >= OFFENDS_FROM and rider not in self._apart:
+            self._apart.add(rider)
+            self.set_apart += 1
+
+    def passed(self, model: str, owner: str, now: float) -> None:
+        """An input of this owner was answered."""
+        rider = Rider(model, owner)
+        if rider in self._scores:
+            score = self._score(rider, now) * PASSED_LEAVES
+            self._scores[rider] = (score, now)
+            self._look(rider, score)
+
+    def look(self, now: float) -> None:
+        """Let time do its part; to be called once a second or so."""
+        for rider in list(self._scores):
+            self._look(rider, self._score(rider, now))
+        self._told = {rider: until for rider, until in self._told.items() if until > now}
+
+    def told(self, riders: Iterable[tuple[str, str]], now: float) -> None:
+        """Others have set these apart."""
+        for model, owner in riders:
+            if len(self._told) < TRACKED_MAX or (model, owner) in self._told:
+                self._told[Rider(model, owner)] = now + TOLD_S
+
+    def to_tell(self) -> list[tuple[str, str]]:
+        """What others should know: the newest, as many as fit into a heartbeat."""
+        apart = [rider for rider in self._scores if rider in self._apart]
+        return [(model, owner) for model, owner in apart[-TOLD_MAX:]]
+
+    def of_model(self, model: str) -> list[str]:
+        """The owners that ride apart at a model, by what was seen here or told."""
+        return sorted({owner for name, owner in (*self._apart, *self._told) if name == model})
+
+    def _score(self, rider: Rider, now: float) -> float:
+        score, then = self._scores.get(rider, (0.0, now))
+        return score * float(0.5 ** (max(0.0, now - then) / HALF_LIFE_S))
+
+    def _look(self, rider: Rider, score: float) -> None:
+        if score < RETURNS_BELOW:
+            self._apart.discard(rider)
+        if score < RETURNS_BELOW / 8:
+            self._forget(rider)
+
+    def _forget(self, rider: Rider) -> None:
+        del self._scores[rider]
+        self._apart.discard(rider)
+
+
+class CommonOwner:
+    """Rule 4: whom all refusals have in common."""
+
+    __slots__ = ("_batches", "_candidates")
+
+    def __init__(self) -> None:
+        # Empty: nothing was refused lately.
+        self._candidates: Set[str] = frozenset()
+        self._batches = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._candidates)
+
+    def __repr__(self) -> str:
+        return f"<CommonOwner of {len(self._candidates)}, {self._batches} batches>"
+
+    def refused(self, owners: Set[str], *, is_batch: bool) -> str | None:
+        """A call with inputs of these owners was refused; the one owner that explains all of it, if there is one."""
+        common = self._candidates & owners
+        if not common:  # nobody explains all: begin again with this one
+            common, self._batches = owners, 0
+        self._candidates = common
+        self._batches += is_batch
+        return self._found()
+
+    def answered(self, owners: Set[str]) -> str | None:
+        """A call with inputs of these owners was answered; the one owner that is left, if there is one."""
+        if self._candidates:
+            self._candidates = self._candidates - owners
+        return self._found()
+
+    def forget(self) -> None:
+        """Batches are answered again."""
+        self._candidates, self._batches = frozenset(), 0
+
+    def _found(self) -> str | None:
+        if len(self._candidates) != 1 or self._batches < BATCHES_MIN:
+            return None
+        (owner,) = self._candidates
+        return owner
