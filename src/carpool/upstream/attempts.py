@@ -93,8 +93,8 @@ class Attempts:
         now = self._clock()
         return [request for request in batch if request.phase != DONE and request.deadline > now]
 
-    async def send(self, batch: list[Request], member: Member | None, ended: BatchEnded) -> Failure | None:
-        """Call until an endpoint answers for the inputs; None if it answered, and the members were settled.
+    async def send(self, batch: list[Request], member: Member | None, ended: BatchEnded) -> Failure | Member:
+        """Call until an endpoint answers for the inputs: that one is returned, and the members are settled.
 
         `member`: the slot for the first attempt; None to take one when it is free.
         """
@@ -118,7 +118,7 @@ class Attempts:
             limit_s = latest - self._clock()
             outcome = await self._call(members, member, min(self.timeout_s, limit_s), ended)
             if outcome is None:
-                return None
+                return member
             for request in members:
                 request.sends += 1
             failure, failed, member = outcome, member, None

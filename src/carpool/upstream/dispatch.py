@@ -14,7 +14,7 @@ from carpool.core.errors import CarpoolError, DeadlineExceeded, Draining, Intern
 from carpool.core.ports import DeadLetters, LaneQueue, Returns
 from carpool.core.request import DONE, Request
 from carpool.core.tally import Histogram
-from carpool.upstream.attempts import Attempts, BatchEnded
+from carpool.upstream.attempts import Attempts, BatchEnded, Failure
 from carpool.upstream.codecs import Codec
 from carpool.upstream.isolation import Isolation
 from carpool.upstream.offenders import Offenders
@@ -95,6 +95,11 @@ class UpstreamDispatcher:
         return len(self._running) + self.isolation.running
 
     @property
+    def poisoned(self) -> int:
+        """Inputs that were found to be at fault."""
+        return self.isolation.poisoned
+
+    @property
     def call_seconds(self) -> Histogram:
         """Seconds of the calls that were answered."""
         return self.attempts.call_seconds
@@ -159,18 +164,19 @@ class UpstreamDispatcher:
                 self._pool.give_back(member)
                 self._pool.says_nothing(member)
                 return
-            refused = await self.attempts.send(batch, member, ended)
-            if not batch[0].is_apart:
-                self.isolation.batch_ended(batch, refused)
-            if refused is None:
+            result = await self.attempts.send(batch, member, ended)
+            failure = DeadlineExceeded("no result in time")  # for those who were dropped because it had passed
+            is_refused = isinstance(result, Failure) and result.refusal.kind == "bisect"
+            if not batch[0].is_apart and (is_refused or self._pool.isolation.refused_share):
+                self.isolation.batch_ended(batch, is_refused=is_refused)
+            if isinstance(result, Member):
                 return
-            if refused.refusal.kind in ("split", "bisect"):
-                self.isolation.add(batch, refused)
+            if result.refusal.kind in ("split", "bisect"):
+                self.isolation.add(batch, result)
                 batch = [request for request in batch if request.deadline <= self._clock()]
             else:
                 for request in self.attempts.live(batch):
-                    self._give_up(request, refused.error)
-            failure = DeadlineExceeded("no result in time")  # for those who were dropped because it had passed
+                    self._give_up(request, result.error)
         except asyncio.CancelledError:  # by `finish`: tasks are left to the next process
             failure = Draining("this gateway shut down before the result came; send the request again")
             raise

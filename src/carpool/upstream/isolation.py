@@ -45,6 +45,8 @@ STARVED_S, STARVED_APART_S = 0.5, 1.0
 MOSTLY_REFUSED = 0.4
 # A step is not begun that would end after the deadline; a call is not expected to take longer than this.
 STEP_S_MAX = 1.0
+# What a step shows of so few is worth something only if the endpoint is well.
+FEW = 3
 # How many endpoints are asked about one input alone.
 ASKED_ALONE_MAX = 2
 
@@ -55,6 +57,7 @@ class Case:
     """One batch that was refused, and what is known of its members."""
 
     __slots__ = (
+        "answered_by",
         "batch",
         "counted",
         "failure",
@@ -77,6 +80,8 @@ class Case:
         self.refused_by: dict[int, set[Member]] = {}
         self.refused_alone_by: dict[int, set[Member]] = {}
         self.last: dict[int, Failure] = {}
+        # Who answered a part of it.
+        self.answered_by: set[Member] = set()
         # Owners that have been counted as offenders for this case already.
         self.counted: set[str] = set()
         self.under_way = 0
@@ -150,15 +155,14 @@ class Isolation:
         """Searches under way."""
         return len(self._cases)
 
-    def batch_ended(self, batch: list[Request], failure: Failure | None) -> None:
-        """A batch of those who do not ride apart was answered, or failed."""
+    def batch_ended(self, batch: list[Request], *, is_refused: bool) -> None:
+        """A batch of those who do not ride apart was answered, or refused."""
         isolation = self._pool.isolation
-        is_refused = failure is not None and failure.refusal.kind == "bisect"
         isolation.batch_ended(is_refused)
-        if isolation.refused_share < MOSTLY_REFUSED:
-            self._common.forget()
-        elif failure is None or is_refused:
+        if isolation.refused_share >= MOSTLY_REFUSED:
             self._look_for_common(batch, is_refused=is_refused, is_batch=True)
+        elif self._common:
+            self._common.forget()
 
     def add(self, batch: list[Request], failure: Failure) -> None:
         """A batch was refused."""
@@ -184,9 +188,7 @@ class Isolation:
                 search.take_next(is_alive=True, singly=False)
                 search.refused(whole, clears=False)
         self._begin(case)
-        if failure.size == 1 and failure.refusal.kind == "bisect":
-            self._judge(case, 0)
-            self._look_at(case)
+        self._look_at(case)
 
     def add_known(self, requests: list[Request]) -> None:
         """These inputs are known to make batches fail: each is sent alone."""
@@ -245,7 +247,7 @@ class Isolation:
         if case.under_way or case not in self._cases:
             return
         is_left = any(case.batch[index].phase != DONE for index in case.search.waiting())
-        if not is_left or not case.search.has_next(is_alive=self._is_alive(case)):
+        if (not is_left or case.search.peek(is_alive=self._goes_on(case)) is None) and not self._judge_all(case):
             self._end(case)
 
     def _start_steps(self) -> None:
@@ -269,11 +271,12 @@ class Isolation:
         best: tuple[int, Case, Wish] | None = None
         for case in self._cases:
             is_alive = self._is_alive(case)
-            if not case.search.has_next(is_alive=is_alive):
+            group = case.search.peek(is_alive=self._goes_on(case))
+            if group is None:
                 continue
             if others_wait and is_alive and not (allows and self._goes_before(case)):
                 continue
-            wish = self._wish(case)
+            wish = self._wish(case, group)
             unresolved = case.search.unresolved
             if (best is None or unresolved > best[0]) and (member is None or self._pool.fits(member, wish)):
                 best = (unresolved, case, wish)
@@ -316,12 +319,15 @@ class Isolation:
         since = self._clock() - WELL_S if failure.is_certain else case.started
         return case.search.any_answered or self._pool.is_alive(since)
 
-    def _wish(self, case: Case) -> Wish:
-        """Rather not the endpoint that refused."""
-        for index in case.search.waiting_alone():
-            if index in case.refused_alone_by:  # asked again
-                return Wish(case.last[index].member, known_well=True)
-        return Wish(case.failure.member if case.failure is not None else None, known_well=False)
+    def _goes_on(self, case: Case) -> bool:
+        """Whether a search goes on though nothing was answered: a refusal that blames the input is an answer, too."""
+        return self._is_alive(case) or (case.failure is not None and case.failure.is_certain)
+
+    def _wish(self, case: Case, group: Group) -> Wish:
+        """Rather not the endpoint that refused; and for few, whose fate hangs on it, one that is known to be well."""
+        if group.first in case.refused_alone_by:  # asked again
+            return Wish(case.last[group.first].member, known_well=True)
+        return Wish(case.failure.member if case.failure is not None else None, known_well=group.size <= FEW)
 
     # Steps.
 
@@ -329,7 +335,7 @@ class Isolation:
         share = self._shares.share(case.batch[0].lane_key)
         search = case.search
         singly = is_singly(share, len(search.refused_alone), search.answered_members)
-        group = search.take_next(is_alive=self._is_alive(case), singly=singly)
+        group = search.take_next(is_alive=self._goes_on(case), singly=singly)
         assert group is not None  # `_choose` has asked
         is_paid = self._pool.others_wait()
         if is_paid:
@@ -343,7 +349,7 @@ class Isolation:
     async def _step(self, case: Case, group: Group, member: Member, is_paid: bool) -> None:
         members = case.batch[group.first : group.end]
         started, paid_s = self._clock(), self._attempts.service_s
-        result: Failure | None = None
+        result: Failure | Member | None = None
         try:
             result = await self._attempts.send(members, member, ignore)
         except Exception:
@@ -356,30 +362,38 @@ class Isolation:
                 self._pool.isolation.pay(self._clock() - started - paid_s)
         if case not in self._cases:
             return
-        self._tell(case, group, result)
+        if result is None:
+            case.search.left(group)
+        elif isinstance(result, Member):
+            self._answered(case, group, result)
+        else:
+            self._failed(case, group, result)
         self._look_at(case)
         self._start_steps()
 
-    def _tell(self, case: Case, group: Group, result: Failure | None) -> None:
-        """Tell the search what became of a group."""
-        search = case.search
-        indices = range(group.first, group.end)
-        if self._common and (result is None or result.refusal.kind == "bisect"):
-            members = case.batch[group.first : group.end]
-            self._look_for_common(members, is_refused=result is not None, is_batch=False)
-        if result is None:
-            search.answered(group)
-            for index in indices:
-                # An endpoint that refused alone what another one answers is at fault.
-                self._blame(case.refused_alone_by.pop(index, ()))
-        elif result.refusal.kind == "bisect":
+    def _answered(self, case: Case, group: Group, member: Member) -> None:
+        case.search.answered(group)
+        case.answered_by.add(member)
+        self._look_for_common(case.batch[group.first : group.end], is_refused=False, is_batch=False)
+        for index in range(group.first, group.end):
+            # An endpoint that refused alone what another one answers is at fault.
+            self._blame(case.refused_alone_by.pop(index, ()))
+
+    def _failed(self, case: Case, group: Group, result: Failure) -> None:
+        members = case.batch[group.first : group.end]
+        if result.refusal.kind == "bisect":
+            self._look_for_common(members, is_refused=True, is_batch=False)
             self._refused(case, group, result)
         elif result.refusal.kind == "split" and group.size > 1:
-            search.too_large(group)
+            case.search.too_large(group)
         else:
             is_late = isinstance(result.error, DeadlineExceeded)
-            self._settle(case.batch[group.first : group.end], unresolved() if is_late else result.error)
-            search.left(group)
+            for request in members:
+                if is_late:
+                    self._settle([request], unresolved())
+                else:
+                    self._give_up(request, result.error)
+            case.search.left(group)
 
     def _refused(self, case: Case, group: Group, result: Failure) -> None:
         is_alone = result.size == 1 and group.size == 1
@@ -399,20 +413,25 @@ class Isolation:
 
     # Verdicts.
 
-    def _judge(self, case: Case, index: int) -> None:
-        """A request was refused that was alone in its call."""
+    def _judge_all(self, case: Case) -> bool:
+        """Look again at those who were refused alone: whether somebody is asked about again."""
+        asked_again = [self._judge(case, index) for index in list(case.search.refused_alone)]
+        return any(asked_again)
+
+    def _judge(self, case: Case, index: int) -> bool:
+        """A request was refused that was alone in its call: whether another endpoint is asked about it."""
         request, failure = case.batch[index], case.last[index]
-        by_alone = case.refused_alone_by.get(index, set())
+        if request.phase == DONE:
+            return False
         if self._is_at_fault(case, index):
             self._convict(case, request, failure)
-        elif len(by_alone) < ASKED_ALONE_MAX and self._pool.has_others(failure.member):
+            return False
+        is_asked = len(case.refused_alone_by.get(index, ())) < ASKED_ALONE_MAX and self._pool.has_others(failure.member)
+        # While nothing at all is answered, that would be in vain. A request that came alone is asked about at any rate.
+        if is_asked and (self._goes_on(case) or len(case.batch) == 1):
             case.search.ask_again(index)
-        elif failure.is_certain:
-            self._blame(by_alone, [request.owner])
-            self._give_up(request, input_refused(failure))
-        else:
-            self._blame(by_alone, [request.owner])
-            self._give_up(request, failure.error)
+            return True
+        return False
 
     def _is_at_fault(self, case: Case, index: int) -> bool:
         """Rule 5."""
@@ -422,12 +441,17 @@ class Isolation:
         lately = self._clock() - WELL_S
         was_search = case.failure is not None and case.failure.size > 1
         since = case.started if was_search and not failure.is_certain else lately
-        is_right = any(self._pool.answered_lane(member, lane, since) for member in by_alone)
+        is_right = bool(by_alone & case.answered_by) or any(
+            self._pool.answered_lane(member, lane, since) for member in by_alone
+        )
         if not self._pool.has_others(failure.member):
             return is_right
         if len(by_alone) >= ASKED_ALONE_MAX:
             return failure.is_certain or is_right
-        return len(by) > 1 and any(self._pool.answered_lane(member, lane, case.started) for member in by_alone)
+        is_right_now = bool(by_alone & case.answered_by) or any(
+            self._pool.answered_lane(member, lane, case.started) for member in by_alone
+        )
+        return len(by) > 1 and is_right_now
 
     def _convict(self, case: Case, request: Request, failure: Failure) -> None:
         """The model refuses this input: tell its client, keep it for a person, and send it alone from now on."""
@@ -446,11 +470,10 @@ class Isolation:
         self._give_up(request, input_refused(failure))
 
     def _look_for_common(self, members: list[Request], *, is_refused: bool, is_batch: bool) -> None:
+        if not (self._common or is_batch):
+            return
         owners = {request.owner for request in members}
-        if is_refused:
-            found = self._common.refused(owners, is_batch=is_batch)
-        else:
-            found = self._common.answered(owners)
+        found = self._common.refused(owners, is_batch=is_batch) if is_refused else self._common.answered(owners)
         if found is not None:
             self._common.forget()
             self._pool.isolation.refused_share = 0.0  # the reason for it is gone
@@ -490,19 +513,25 @@ class Isolation:
     def _end(self, case: Case) -> None:
         """Nothing can be sent any more."""
         self._cases.remove(case)
-        search, failure = case.search, case.failure
-        left = [case.batch[index] for index in search.give_up()]
-        left = [request for request in left if request.phase != DONE]
-        if failure is None:
-            self._settle(left, unresolved())
-        elif left:
-            # Nothing at all was answered: it is not an input, but the endpoints; as far as these owners' inputs show.
-            sick = {failure.member, *(each.member for each in case.last.values())}
-            self._blame(sick, {request.owner for request in left})
-            for request in left:
-                self._give_up(request, failure.error)
-        elif is_answered_whole(case):
+        failure = case.failure
+        indices = [*case.search.give_up(), *case.search.refused_alone]
+        left = {index: case.batch[index] for index in indices if case.batch[index].phase != DONE}
+        if left:
+            # Nobody knows: it may be the inputs, or the endpoints. These are suspected, by these owners' inputs.
+            known = case.refused_alone_by if case.search.any_answered else case.refused_by
+            sick = {member for index in left for member in known.get(index, ())}
+            self._blame(sick, {request.owner for request in left.values()})
+        elif failure is not None and is_answered_whole(case):
             self._blame({failure.member})  # it failed a whole whose parts are good
+        for index, request in left.items():
+            last = case.last.get(index)
+            if last is None:
+                self._settle([request], unresolved())
+            elif last.is_certain and index in case.search.refused_alone:
+                self._shares.refused(request.lane_key)
+                self._give_up(request, input_refused(last))
+            else:
+                self._give_up(request, last.error)
         if not self._cases:
             self._is_idle.set()
 

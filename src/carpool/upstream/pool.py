@@ -306,11 +306,11 @@ class Pool:
 
     def is_alive(self, since: float) -> bool:
         """Whether any endpoint in use has answered a call well since then."""
-        return any(member.well_at >= since and member.breaker.state == "closed" for member in self.members)
+        return any(member.well_at > since and member.breaker.state == "closed" for member in self.members)
 
     def answered_lane(self, member: Member, lane: bytes, since: float) -> bool:
         """Whether the endpoint has answered a call of this lane since then."""
-        return member.well_lanes.get(lane, -inf) >= since
+        return member.well_lanes.get(lane, -inf) > since
 
     def has_others(self, member: Member | None) -> bool:
         """Whether another endpoint than this one is in use."""

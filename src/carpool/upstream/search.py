@@ -64,16 +64,16 @@ class Search:
         """Nothing is left to send, and nothing is under way."""
         return not (self._suspects or self._unknown or self._other_half)
 
-    def has_next(self, *, is_alive: bool) -> bool:
-        """Whether something can be sent now."""
-        return any(self._may_send(group, is_alive) for group in (*self._suspects, *self._unknown))
+    def peek(self, *, is_alive: bool) -> Group | None:
+        """The group of which something is sent next; None if nothing can be sent now."""
+        waiting = [group for group in (*self._unknown, *self._suspects) if self._may_send(group, is_alive)]
+        return max(waiting, key=lambda group: group.size, default=None)
 
     def take_next(self, *, is_alive: bool, singly: bool) -> Group | None:
         """What to send next; None if nothing can be sent now. Its fate is told by `answered`, `refused` or `left`."""
-        waiting = [group for group in (*self._unknown, *self._suspects) if self._may_send(group, is_alive)]
-        if not waiting:
+        group = self.peek(is_alive=is_alive)
+        if group is None:
             return None
-        group = max(waiting, key=lambda group: group.size)
         is_suspect = group in self._suspects
         (self._suspects if is_suspect else self._unknown).remove(group)
         if group.size > 1 and singly and (is_alive or self.any_answered):
@@ -133,10 +133,6 @@ class Search:
     def members(self) -> list[int]:
         """All of whom nothing is known yet, those in calls included."""
         return sorted([*self.waiting(), *(i for group in self._other_half for i in range(group.first, group.end))])
-
-    def waiting_alone(self) -> list[int]:
-        """Members that are to be sent alone."""
-        return [group.first for group in (*self._suspects, *self._unknown) if group.size == 1]
 
     def give_up(self) -> list[int]:
         """Send nothing more; returns those of whom nothing is known, and who are in no call now."""

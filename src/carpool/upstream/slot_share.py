@@ -50,6 +50,8 @@ class SlotShare:
     def batch_ended(self, is_refused: bool) -> None:
         """A batch of others was answered, or refused."""
         self.refused_share += REFUSED_WEIGHT * (is_refused - self.refused_share)
+        if self.refused_share < 0.001:
+            self.refused_share = 0.0  # nobody need tell any more
 
     def pay(self, seconds: float) -> None:
         """A call takes so long; negative to give back what it did not take."""
