@@ -17,6 +17,7 @@ import carpool.service
 from carpool.config import load_settings
 from carpool.core.clock import monotonic
 from carpool.core.outcome import CallFacts, Output
+from carpool.core.ports import LaneQueue
 from carpool.core.request import Request
 from carpool.core.tally import SECONDS_BOUNDS, Histogram
 from carpool.upstream.endpoint import Endpoint
@@ -47,6 +48,9 @@ class BareDispatcher:
         self.call_seconds = Histogram(SECONDS_BOUNDS)
         self.calls = {"ok": 0}
         self.poisoned = 0
+
+    def batch_max(self, lane: LaneQueue, max_batch: int) -> int:
+        return max_batch
 
     def dispatch(self, batch: list[Request], ended: Callable[[float], None]) -> None:
         task = asyncio.get_running_loop().create_task(self.deliver(batch, self.pool.bare.popleft(), ended))

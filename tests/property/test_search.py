@@ -1,4 +1,4 @@
-"""The search: any set of bad inputs in any batch is found, everybody else is answered or cleared, and calls are bounded."""
+"""The search finds any set of bad inputs in any batch; everybody else is answered or cleared; calls are bounded."""
 
 from math import ceil, log2
 
@@ -38,7 +38,7 @@ def run(size: int, bad: frozenset[int], *, clears: bool = True, singly: bool = F
 
 
 def run_all(size: int, bad: frozenset[int], **how: bool) -> tuple[list[int], list[int], int]:
-    """The same, and whoever is cleared rides again until nobody is left: who was answered, who refused, how many calls."""
+    """The same, and whoever is cleared rides again: who was answered, who refused, and how many calls that took."""
     answered: list[int] = []
     refused: list[int] = []
     calls = 0

@@ -16,6 +16,7 @@ from carpool.broker.memory import MemoryBroker
 from carpool.core.errors import CarpoolError, DeadlineExceeded, QueueTimeout, UpstreamDown
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import TaskBoard
+from carpool.core.ports import LaneQueue
 from carpool.core.request import QUEUED, Request
 from carpool.testing import Answer, AttemptFailedError, Call, FakeClock, FakeUpstream, Witness, echo, make_request
 from carpool.upstream.codecs import JsonCodec
@@ -40,6 +41,9 @@ class Sent:
         self.at.append(self._clock() - START)
         self.batches.append(list(batch))
         self._dispatcher.dispatch(batch, ring)
+
+    def batch_max(self, lane: LaneQueue, max_batch: int) -> int:
+        return self._dispatcher.batch_max(lane, max_batch)
 
     def names(self) -> list[list[str]]:
         return [[request.id for request in batch] for batch in self.batches]

@@ -490,11 +490,12 @@ class Pool:
         self._wait_for_probe(member)
 
     def _offer_probe(self, member: Member) -> None:
+        was_offered = member.offered
         self._offer_what_may_be(member)
         self._notice_if_down()
         if self._is_for_others(member):
             self._wait_for_probe(member)  # when its pause is over, it is for all
-        elif member.offered:
+        elif was_offered:  # for others; now it is for all
             self.ring()
 
     def _withdraw(self, member: Member) -> None:
