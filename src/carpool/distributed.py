@@ -140,7 +140,13 @@ class DistributedProcess(Process):
         self._refresh()
         if self.is_gateway:
             assert self.front is not None
-            self.gate = Gate(self.front, self.tasks, self.availability, lowest_tier=len(settings.tiers) - 1)
+            self.gate = Gate(
+                self.front,
+                self.tasks,
+                self.availability,
+                lowest_tier=len(settings.tiers) - 1,
+                trusted_proxies=gateway.trusted_proxies,
+            )
             self.routes = GatewayRoutes(
                 self.gate,
                 self.front,

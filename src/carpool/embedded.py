@@ -58,6 +58,7 @@ class Gateway(Process):
             self.tasks,
             {service.name: service.pool for service in self.services},
             lowest_tier=len(settings.tiers) - 1,
+            trusted_proxies=gateway.trusted_proxies,
         )
         targets = tuple(tier.target_ms / 1000 for tier in settings.tiers)
         restored = self.tasks.restore(frozenset(named), lambda tier, now: now + targets[min(tier, len(targets) - 1)])

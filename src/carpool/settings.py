@@ -61,6 +61,13 @@ class GatewaySettings(Section, frozen=True):
     ] = "sync"
     tls_cert: Annotated[str, Meta(description="PEM file with the certificate chain; turns TLS on")] = ""
     tls_key: Annotated[str, Meta(description="PEM file with the private key")] = ""
+    trusted_proxies: Annotated[
+        list[str],
+        Meta(
+            description="proxies that are believed when they say for whom they ask (`X-Forwarded-For`): addresses, or "
+            "networks like `10.0.0.0/8`; from anybody else that header is ignored"
+        ),
+    ] = []
     header_bytes_max: Annotated[Count, Meta(description="request line and headers together (431)")] = 16 * KIB
     header_count_max: Annotated[Count, Meta(description="number of headers (431)")] = 100
     body_bytes_max: Annotated[BodyBytes, Meta(description="body of one request (413); a model may set its own")] = MIB

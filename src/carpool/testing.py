@@ -201,6 +201,7 @@ def make_request(
     queue_timeout_s: float = 2.0,
     total_timeout_s: float = 4.0,
     is_task: bool = False,
+    owner: str = "",
 ) -> Request:
     """A request that arrives `now`, with the default timeouts."""
     return Request(
@@ -216,6 +217,7 @@ def make_request(
         now + total_timeout_s,
         waiter,
         is_task=is_task,
+        owner=owner,
     )
 
 

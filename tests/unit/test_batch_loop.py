@@ -363,7 +363,7 @@ class Board:
     def __init__(self, stand: Stand) -> None:
         self._stand = stand
 
-    def submit(self, request: Request, owner: str, accepted: Callable[[CarpoolError | None], None]) -> None:
+    def submit(self, request: Request, accepted: Callable[[CarpoolError | None], None]) -> None:
         accepted(self._stand.broker.submit(request))
 
     look = leave = delete = None
@@ -395,7 +395,7 @@ def test_while_the_upstream_is_down_nothing_is_burnt_and_a_probe_brings_it_back(
         assert (refusal.status, refusal.retry_after_s) == (503, 1)
         accepted: list[CarpoolError | None] = []
         task = make_request("task", stand.witness, now=stand.clock(), is_task=True, total_timeout_s=600.0)
-        gate.admit_task(task, gate.identify({}), accepted.append)
+        gate.admit_task(task, accepted.append)
         assert (accepted, task.phase) == ([None], QUEUED)
         await asyncio.sleep(0.6)
         assert len(stand.gpu.calls) == 5  # 0.75 s after it opened is the time for a probe

@@ -102,7 +102,7 @@ def test_only_what_a_person_should_look_at() -> None:
 
 async def test_a_synchronous_request_is_kept_as_it_was(office: Office) -> None:
     office.clock.advance(5.0)
-    await office.bury("r1", parameters=b'{"a":1}', tier=1)
+    await office.bury("r1", parameters=b'{"a":1}', tier=1, owner="192.0.2.1")
     (summary,) = await office.desk.page(0, 10)
     letter = await office.desk.show(summary.id)
     assert letter.summary == summary
@@ -114,7 +114,7 @@ async def test_a_synchronous_request_is_kept_as_it_was(office: Office) -> None:
         2,
         4 + 7,
     )
-    assert (letter.input, letter.parameters, letter.tier) == (b'"r1"', b'{"a":1}', 1)
+    assert (letter.owner, letter.input, letter.parameters, letter.tier) == ("192.0.2.1", b'"r1"', b'{"a":1}', 1)
     assert office.desk.total() == 1
 
 
@@ -133,11 +133,12 @@ async def test_neither_a_task_nor_a_settled_request_is_buried_by_hand(office: Of
 
 
 async def test_a_replay_is_a_new_task_that_comes_to_its_outcome(office: Office) -> None:
-    await office.bury("r1", parameters=b'{"a":1}', tier=1)
+    await office.bury("r1", parameters=b'{"a":1}', tier=1, owner="192.0.2.1")
     replayed = await office.desk.replay(1)
     assert replayed.id == 1
     (request,) = office.queued()
     assert (request.id, request.is_task, request.phase) == (replayed.task_id, True, QUEUED)
+    assert request.owner == "192.0.2.1"
     assert (request.input, request.parameters, request.tier) == (b'"r1"', b'{"a":1}', 1)
     assert (request.place, request.deadline) == (office.clock() + 0.5, office.clock() + 600.0)
     assert request.lane == b"prepared"
@@ -294,7 +295,7 @@ async def test_restored_tasks_are_prepared_too(tmp_path: Any) -> None:
         if restored == 0:
             for name in (b'"good"', b'"bad"'):
                 answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-                office.tasks.submit(office.request(name.decode(), name, is_task=True), "", answer.set_result)
+                office.tasks.submit(office.request(name.decode(), name, is_task=True), answer.set_result)
                 assert await answer is None
             office.tasks.drain()
             office.unacceptable = b"bad"

@@ -35,7 +35,7 @@ class DeadLetterBox:
         now = time.time()
         record = TaskRecord(
             id=request.id,
-            owner="",
+            owner=request.owner,
             model=request.model,
             parameters=request.parameters,
             input=request.input,
@@ -88,7 +88,7 @@ class DeadLetterDesk:
             raise not_served()
         request = replay_request(letter, self._tasks, self._clock(), self._tier_target_s, self._task_timeout_s)
         self._tasks.prepare(request)
-        await answer_of(lambda done: self._tasks.submit(request, letter.owner, done, letter_id))
+        await answer_of(lambda done: self._tasks.submit(request, done, letter_id))
         return Replayed(letter_id, request.id)
 
     async def replay_all(self, cause: str | None) -> ReplayReport:

@@ -155,7 +155,7 @@ class DeadLetterDesk(Protocol):
 class TaskBoard(Protocol):
     """Accepts tasks and tells what became of them."""
 
-    def submit(self, request: Request, owner: str, accepted: Callable[[CarpoolError | None], None]) -> None:
+    def submit(self, request: Request, accepted: Callable[[CarpoolError | None], None]) -> None:
         """Accept a task: `accepted(None)` once it is safe, or `accepted(error)`."""
         ...
 
@@ -184,17 +184,27 @@ class Caller(msgspec.Struct, frozen=True):
     tier: int
 
 
+class Peer(msgspec.Struct, eq=False):
+    """The other end of a connection: what is found out once for all requests that come over it."""
+
+    # Its address; "" for a Unix socket, or if it is not known.
+    address: str = ""
+    # What admission keeps about it: for whom it asks, None until that is known, and whether it may name another.
+    caller: Caller | None = None
+    is_trusted_proxy: bool = False
+
+
 class Admission(Protocol):
     """Who comes in. Nothing past it is refused for load."""
 
-    def identify(self, headers: dict[bytes, bytes]) -> Caller:
-        """The caller behind a request's headers."""
+    def identify(self, headers: dict[bytes, bytes], peer: Peer) -> Caller:
+        """The caller behind a request with these headers, which came over the connection to `peer`."""
         ...
 
     def admit(self, request: Request) -> CarpoolError | None:
         """Let a synchronous request in, or say why not."""
         ...
 
-    def admit_task(self, request: Request, caller: Caller, accepted: Callable[[CarpoolError | None], None]) -> None:
+    def admit_task(self, request: Request, accepted: Callable[[CarpoolError | None], None]) -> None:
         """Let a task in: `accepted(None)` once it is safe, or `accepted(error)`."""
         ...

@@ -61,6 +61,8 @@ class Request(msgspec.Struct, eq=False):
     number: int = 0
     # A task outlives its client and this process; a synchronous request does not.
     is_task: bool = False
+    # Whom it counts for, in at most 64 ASCII characters; "" if that is not known. Admission says so.
+    owner: str = ""
     phase: int = ADMITTED
     # When it was taken into a batch; 0.0 before.
     taken: float = 0.0

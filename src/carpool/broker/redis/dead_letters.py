@@ -88,7 +88,14 @@ class RedisDeadLetterBox:
             BURY,
             shard.slot,
             (shard.letters, shard.letter_bodies, shard.counts),
-            (self._now_ms(), shard.number, self._letters_max, encode_letter(request, error, sends), request.input),
+            (
+                self._now_ms(),
+                shard.number,
+                self._letters_max,
+                request.owner.encode(),
+                encode_letter(request, error, sends),
+                request.input,
+            ),
             partial(self._done, request.size),
         )
 
@@ -194,7 +201,7 @@ class RedisDeadLetterDesk:
         request = replay_request(letter, self._tasks, self._clock(), self._tier_target_s, self._task_timeout_s)
         request.id = f"{request.id[:-1]}{self._shard_of(letter_id).number:x}"
         self._prepare(request)
-        await answer_of(lambda done: self._tasks.submit(request, letter.owner, done, letter_id))
+        await answer_of(lambda done: self._tasks.submit(request, done, letter_id))
         return Replayed(letter_id, request.id)
 
     async def replay_all(self, cause: str | None) -> ReplayReport:

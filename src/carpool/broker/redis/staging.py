@@ -61,7 +61,7 @@ class Unpacker:
         header = self._headers.get(head) or self._understand(head)
         if header is None:
             return None
-        number, request_id, content = decode_value(value)
+        number, request_id, owner, content = decode_value(value)
         waited_ms = now_ms - int(entry_id.partition(b"-")[0])
         arrived = now - waited_ms / 1000
         request = Request(
@@ -82,6 +82,7 @@ class Unpacker:
             haul,
             number,
             header.is_task,
+            owner,
         )
         fault = self._fault_of(request, header, waited_ms, delivery)
         if delivery >= ALONE_AT_DELIVERY:
