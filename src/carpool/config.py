@@ -19,7 +19,15 @@ import msgspec
 from msgspec import NODEFAULT, Meta
 
 from carpool.admission.owners import parse_network
-from carpool.settings import BrokerSettings, ModelSettings, Section, Settings, TierSettings, UpstreamSettings
+from carpool.settings import (
+    BatchingSettings,
+    BrokerSettings,
+    ModelSettings,
+    Section,
+    Settings,
+    TierSettings,
+    UpstreamSettings,
+)
 from carpool.upstream.tls import UpstreamSecurity, read_file, read_header_value, read_token
 
 if TYPE_CHECKING:
@@ -195,6 +203,9 @@ def load_settings(flags: Mapping[str, Any], *, environ: Mapping[str, str], file:
     for name, model in settings.models.items():
         _check_endpoints(model.endpoints or [], f"models.{name}.endpoints ({file_name})")
         _check_load(model, settings.upstream, f"models.{name}.", lambda path: f"{path} ({file_name})")
+        _check_batch_bytes(
+            model.batch_bytes_max or 0, settings.batching, f"models.{name}.batch_bytes_max ({file_name})"
+        )
     _check_schemes(settings)
     _check_all_security(settings, sources, file_name)
     return settings
@@ -480,6 +491,7 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
         raise ConfigError(f"{where('gateway.admin_port')} must differ from gateway.port")
     if gateway.port == 65535 and gateway.admin_port is None:
         raise ConfigError(f"{where('gateway.port')} leaves no port after it: give gateway.admin_port too")
+    _check_batch_bytes(settings.batching.batch_bytes_max, settings.batching, where("batching.batch_bytes_max"))
     _check_proxies(gateway.trusted_proxies, where("gateway.trusted_proxies"))
     _check_tls(gateway.tls_cert, gateway.tls_key, where)
     _check_broker(settings.broker, where)
@@ -535,6 +547,11 @@ def _check_processes(settings: Settings, where: Callable[[str], str]) -> None:
     if first and first <= gateway.port < first + gateway.processes:
         last = first + gateway.processes - 1
         raise ConfigError(f"{where('gateway.port')} is one of the admin ports of the processes, {first} to {last}")
+
+
+def _check_batch_bytes(size: int, batching: BatchingSettings, where: str) -> None:
+    if size > batching.in_flight_bytes_max:
+        raise ConfigError(f"{where} must not be above batching.in_flight_bytes_max ({batching.in_flight_bytes_max})")
 
 
 def _check_proxies(proxies: list[str], where: str) -> None:

@@ -106,6 +106,13 @@ class BatchingSettings(Section, frozen=True):
     """When a batch is sent."""
 
     max_batch: Annotated[Annotated[int, Meta(ge=1, le=4096)], Meta(description="most requests in one batch")] = 64
+    batch_bytes_max: Annotated[
+        Count, Meta(description="bytes of the inputs in one batch; a request with more is sent alone")
+    ] = 32 * MIB
+    in_flight_bytes_max: Annotated[
+        Count,
+        Meta(description="bytes of all inputs of one model that are at its endpoints; one batch is always sent"),
+    ] = 512 * MIB
     max_wait_ms: Annotated[
         Annotated[float, Meta(ge=0, le=100)],
         Meta(description="longest wait for company while a slot is free"),
@@ -338,6 +345,7 @@ class ModelSettings(Section, frozen=True):
     tensor_binary: Annotated[bool | None, Meta(description="as `upstream.tensor_binary`")] = None
     timeout_s: Annotated[Seconds | None, Meta(description="as `upstream.timeout_s`")] = None
     max_batch: Annotated[Annotated[int, Meta(ge=1, le=4096)] | None, Meta(description="as `batching.max_batch`")] = None
+    batch_bytes_max: Annotated[Count | None, Meta(description="as `batching.batch_bytes_max`")] = None
     body_bytes_max: Annotated[BodyBytes | None, Meta(description="as `gateway.body_bytes_max`")] = None
     load_header: Annotated[str | None, Meta(description='as `upstream.load_header`; `""`: none')] = None
     load_metrics_url: Annotated[

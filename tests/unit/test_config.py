@@ -56,6 +56,24 @@ def refusal(
     return text
 
 
+class TestBatchBytes:
+    def test_the_defaults(self) -> None:
+        assert (load().batching.batch_bytes_max, load().batching.in_flight_bytes_max) == (32 << 20, 512 << 20)
+
+    def test_a_model_may_have_its_own(self) -> None:
+        settings = load(toml="[models.a]\nbatch_bytes_max = 1000\n[models.b]\n")
+        assert [settings.models[name].batch_bytes_max for name in "ab"] == [1000, None]
+
+    def test_one_batch_fits_among_those_that_run(self) -> None:
+        assert refusal(toml="[batching]\nin_flight_bytes_max = 1000").startswith(
+            "batching.batch_bytes_max must not be above batching.in_flight_bytes_max (1000)"
+        )
+        told = refusal(
+            toml="[batching]\nbatch_bytes_max = 9\nin_flight_bytes_max = 9\n[models.a]\nbatch_bytes_max = 10"
+        )
+        assert told.startswith("models.a.batch_bytes_max (carpool.toml) must not be above")
+
+
 class TestTrustedProxies:
     def test_nobody_is_trusted_unless_named(self) -> None:
         assert load().gateway.trusted_proxies == []

@@ -1,6 +1,7 @@
 """The Protocols between the stages. A stage knows its neighbours by these alone; `app.py` plugs them together."""
 
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from typing import Any, Protocol
 
 import msgspec
@@ -18,8 +19,9 @@ class LaneQueue(Protocol):
     model: str
     # What its requests have in common: their parameters, and what their protocol adds.
     key: bytes
-    # Requests waiting now.
+    # Requests waiting now, and the bytes of their inputs.
     waiting: int
+    waiting_bytes: int
     # How many have ever arrived; batching derives the arrival rate from it.
     arrivals: int
     # What batching keeps about the lane (its arrival rate); None at first, lost when the lane is dropped.
@@ -65,8 +67,22 @@ class Broker(Intake, Outcomes, Protocol):
         """The lanes of one model in which requests wait."""
         ...
 
-    def take(self, lane: LaneQueue, count: int, now: float) -> list[Request]:
-        """Remove up to `count` requests, best place first, none of them past its deadline."""
+    def take(
+        self, lane: LaneQueue, count: int, now: float, bytes_max: float = inf, room_bytes: float = inf
+    ) -> list[Request]:
+        """Remove up to `count` requests, best place first, none of them past its deadline.
+
+        Together they have at most `bytes_max` bytes, but for a first one that is larger: it comes alone. One with more
+        than `room_bytes` stays where it is, and so do those behind it.
+        """
+        ...
+
+    def bytes_running(self, model: str) -> int:
+        """Bytes of the inputs of one model that were taken and have no outcome yet."""
+        ...
+
+    def when_bytes_free(self, model: str, ring: Callable[[], None]) -> None:
+        """Have `ring` called when `bytes_running` of `model` has become less."""
         ...
 
     def when_work_arrives(self, model: str, arrived: Callable[[LaneQueue], None]) -> None:
