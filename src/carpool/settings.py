@@ -143,7 +143,7 @@ class UpstreamSettings(Section, frozen=True):
     timeout_s: Annotated[Seconds, Meta(description="longest time for one attempt")] = 3.0
     attempts: Annotated[
         Annotated[int, Meta(ge=1, le=10)], Meta(description="attempts for one batch, the first included")
-    ] = 3
+    ] = 4
     backoff_ms: Annotated[
         Annotated[float, Meta(ge=0, le=60_000)],
         Meta(description="upper bound of the first pause between attempts; doubles each time, full jitter"),

@@ -103,6 +103,7 @@ class TestTrustedProxies:
 class TestPrecedence:
     def test_nothing_given_gives_the_defaults(self) -> None:
         assert load() == Settings()
+        assert load().upstream.attempts == 4  # the first, and three retries
 
     def test_flags_over_environment_over_file_over_defaults(self) -> None:
         toml = "[gateway]\nport = 1001\nhost = 'file'\npipeline_max = 4\n[batching]\nmax_batch = 7"
