@@ -47,7 +47,7 @@ class Gateway(Process):
             task_patience_s=settings.tasks.patience_ms / 1000,
         )
         named = named_models(settings)
-        dead_letters = DeadLetterBox(self.journal)
+        dead_letters = DeadLetterBox(self.journal, settings.dead_letters.synchronous)
         self.services = [
             ModelService(name, own, settings, self.session, self.broker, dead_letters) for name, own in named.items()
         ]

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from carpool.core.dead_letter import SynchronousKept
+
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -310,6 +312,18 @@ class TaskSettings(Section, frozen=True):
     wait_ms_max: Annotated[Count, Meta(description="longest long poll")] = 30_000
 
 
+class DeadLetterSettings(Section, frozen=True):
+    """Dead letters: requests that were given up on. Tasks always become one."""
+
+    synchronous: Annotated[
+        SynchronousKept,
+        Meta(
+            description="which synchronous requests are kept too: `poison`, whose input the model refuses; `all`, also "
+            "those that the upstream failed; or `none`"
+        ),
+    ] = "poison"
+
+
 class LogSettings(Section, frozen=True):
     """What is logged; never payloads or credentials."""
 
@@ -389,6 +403,7 @@ class Settings(Section, frozen=True):
     upstream: UpstreamSettings = UpstreamSettings()
     broker: BrokerSettings = BrokerSettings()
     tasks: TaskSettings = TaskSettings()
+    dead_letters: DeadLetterSettings = DeadLetterSettings()
     log: LogSettings = LogSettings()
     tiers: tuple[TierSettings, ...] = DEFAULT_TIERS
     models: dict[str, ModelSettings] = {}

@@ -15,7 +15,7 @@ from carpool.broker.redis.dead_letters import RedisDeadLetterBox, RedisDeadLette
 from carpool.broker.redis.letters import IDS_A_MS
 from carpool.broker.redis.scripts import BURY
 from carpool.broker.redis.tasks import RedisTasks, TaskResults
-from carpool.core.dead_letter import DeadLetterSummary, dead_letter_causes
+from carpool.core.dead_letter import DeadLetterSummary, SynchronousKept, dead_letter_causes
 from carpool.core.errors import (
     BrokerDown,
     CarpoolError,
@@ -42,7 +42,7 @@ class LetterOffice:
 
     def __init__(self, office: Office, *, letters_max: int = LETTERS_MAX, **gateway: Any) -> None:
         self.office = office
-        self.box = RedisDeadLetterBox(office.nodes, office.keys, letters_max_per_shard=letters_max)
+        self.box = RedisDeadLetterBox(office.nodes, office.keys, letters_max_per_shard=letters_max, kept="all")
         self.tasks: RedisTasks = office.gateway(**gateway)
         self.desk = RedisDeadLetterDesk(
             office.nodes,
@@ -117,6 +117,23 @@ async def test_counts_are_by_cause(letters: LetterOffice) -> None:
         "upstream-failed": 1,
         "upstream-refused": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("kept", "causes"), [("poison", ["input-refused"]), ("all", ["input-refused", "upstream-failed"]), ("none", [])]
+)
+async def test_which_synchronous_requests_are_kept(
+    letters: LetterOffice, kept: SynchronousKept, causes: list[str]
+) -> None:
+    letters.box = RedisDeadLetterBox(letters.office.nodes, letters.office.keys, letters_max_per_shard=9, kept=kept)
+    await letters.bury("a", error=REFUSED)
+    await letters.bury("b", error=UpstreamFailed("down"))
+    await letters.bury("c", error=DeadlineExceeded("late"))
+    assert [letter.cause for letter in await letters.desk.page(0, 10)] == causes
+    assert sum(letters.box.buried.values()) == len(causes)
+    letters.box.bury_suspect(letters.request("suspect"), UpstreamFailed("given up: 3 batchers did not come back"), 3)
+    await until(lambda: letters.box._burying == 0)
+    assert ("suspect" in await letters.names()) == (kept != "none")
 
 
 async def test_tasks_and_those_who_left_are_not_buried_by_the_box(letters: LetterOffice) -> None:

@@ -11,7 +11,7 @@ from carpool.broker.dead_letters import DeadLetterBox, DeadLetterDesk
 from carpool.broker.journal import Journal
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.tasks import Tasks
-from carpool.core.dead_letter import dead_letter_causes, is_dead_letter
+from carpool.core.dead_letter import SynchronousKept, dead_letter_causes, is_dead_letter
 from carpool.core.errors import (
     CarpoolError,
     ClientLeft,
@@ -23,6 +23,7 @@ from carpool.core.errors import (
     QueueTimeout,
     UnknownModel,
     UpstreamFailed,
+    UpstreamProtocolFault,
     all_errors,
 )
 from carpool.core.request import QUEUED, Request
@@ -30,12 +31,13 @@ from carpool.testing import FakeClock, Witness, make_output, make_request
 
 TARGETS_S = (0.05, 0.5)
 REFUSED = InputRefused("the model refused this input: too long")
+CAUSES = dead_letter_causes()
 
 
 class Office:
     """Broker, journal, tasks, and both sides of the dead letters."""
 
-    def __init__(self, waiting_max: int = 1000) -> None:
+    def __init__(self, waiting_max: int = 1000, kept: SynchronousKept = "all") -> None:
         self.clock = FakeClock()
         self.broker = MemoryBroker(waiting_max=waiting_max, bytes_max=10**9, lanes_max=9, tiers=2, clock=self.clock)
         self.broker.when_work_arrives("m", lambda lane: None)
@@ -48,7 +50,7 @@ class Office:
             clock=self.clock,
         )
         self.tasks = Tasks(self.broker, self.journal, prepare=self.prepare, clock=self.clock)
-        self.box = DeadLetterBox(self.journal, clock=self.clock)
+        self.box = DeadLetterBox(self.journal, kept, clock=self.clock)
         self.desk = DeadLetterDesk(
             self.journal, self.tasks, {"m"}, tier_target_s=TARGETS_S, task_timeout_s=600.0, clock=self.clock
         )
@@ -116,6 +118,28 @@ async def test_a_synchronous_request_is_kept_as_it_was(office: Office) -> None:
     )
     assert (letter.owner, letter.input, letter.parameters, letter.tier) == ("192.0.2.1", b'"r1"', b'{"a":1}', 1)
     assert office.desk.total() == 1
+
+
+PROTOCOL_FAULT = UpstreamProtocolFault("one output for two inputs")
+
+
+@pytest.mark.parametrize(
+    ("kept", "causes"),
+    [
+        ("poison", ["input-refused"]),
+        ("all", ["input-refused", "upstream-failed", "upstream-protocol-fault"]),
+        ("none", []),
+    ],
+)
+async def test_which_synchronous_requests_are_kept(kept: SynchronousKept, causes: list[str]) -> None:
+    office = Office(kept=kept)
+    for error in (REFUSED, UpstreamFailed("down"), PROTOCOL_FAULT, DeadlineExceeded("late"), QueueFull("full")):
+        office.box.bury(office.request(error.code), error, 4)
+    await until(lambda: office.journal.dead_letters == len(causes))
+    letters = await office.desk.page(0, 10)
+    assert [(letter.cause, letter.request_id, letter.sends) for letter in letters] == [(c, c, 4) for c in causes]
+    assert [cause for cause, number in office.journal.buried.items() if number] == sorted(causes, key=CAUSES.index)
+    await office.journal.close()
 
 
 async def test_neither_a_task_nor_a_settled_request_is_buried_by_hand(office: Office) -> None:

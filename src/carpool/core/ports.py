@@ -129,9 +129,10 @@ class DeadLetters(Protocol):
     """Where requests go that were given up on and are worth a look."""
 
     def bury(self, request: Request, error: CarpoolError, sends: int) -> None:
-        """Keep a synchronous request with its error, if there is room. To be called before it is settled.
+        """Keep a synchronous request with its error, if such ones are kept and there is room.
 
-        A task needs no call: it becomes a dead letter together with its outcome.
+        To be called before it is settled, whatever the error: which ones are kept is a setting. A task needs no call:
+        it becomes a dead letter together with its outcome.
         """
         ...
 
