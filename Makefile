@@ -4,7 +4,7 @@ BIN := .venv/bin
 INTEROP := triton kserve infinity
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis demo test lint format docs bench chaos interop clean
+.PHONY: help setup redis promtool demo test lint format docs bench chaos interop clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -20,16 +20,22 @@ help: ## list the targets
 
 setup: .venv/.ready ## make .venv with .venv/bin/carpool in it
 
-# Tests start servers of their own: the package's service stays off (policy-rc.d is how Debian is told so).
+# A command and Debian's package that has it. Tests start servers of their own: the package's service stays off
+# (policy-rc.d is how Debian is told so), and what the package only recommends stays away.
+install = command -v $(1) >/dev/null || { echo "installing $(2) ..."; policy=/usr/sbin/policy-rc.d; \
+	test -e $$policy || { trap "rm -f $$policy" EXIT; printf '\#!/bin/sh\nexit 101\n' >$$policy; chmod +x $$policy; }; \
+	apt-get update -qq && apt-get install -y -qq --no-install-recommends $(2); }
+
 redis: ## install Debian's redis-server if there is none
-	@command -v redis-server >/dev/null || { echo "installing redis-server ..."; policy=/usr/sbin/policy-rc.d; \
-		test -e $$policy || { trap "rm -f $$policy" EXIT; printf '#!/bin/sh\nexit 101\n' >$$policy; chmod +x $$policy; }; \
-		apt-get update -qq && apt-get install -y -qq redis-server; }
+	@$(call install,redis-server,redis-server)
+
+promtool: ## install Debian's prometheus, which has promtool, if there is none
+	@$(call install,promtool,prometheus)
 
 demo: setup ## start a gateway and 32 simulated GPUs; shows the first curl to try
 	@$(BIN)/carpool demo
 
-test: setup lint redis ## every check: ruff, mypy, import-linter, pytest
+test: setup lint redis promtool ## every check: ruff, mypy, import-linter, pytest
 	@$(BIN)/python -m pytest
 
 lint: setup ## ruff, mypy strict, import-linter

@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, 
 import msgspec
 from msgspec import NODEFAULT, Meta
 
-from carpool.settings import BrokerSettings, ModelSettings, Section, Settings, TierSettings, UpstreamSettings
+from carpool.admission.owners import parse_network
+from carpool.settings import (
+    BatchingSettings,
+    BrokerSettings,
+    ModelSettings,
+    Section,
+    Settings,
+    TierSettings,
+    UpstreamSettings,
+)
 from carpool.upstream.tls import UpstreamSecurity, read_file, read_header_value, read_token
 
 if TYPE_CHECKING:
@@ -194,6 +203,9 @@ def load_settings(flags: Mapping[str, Any], *, environ: Mapping[str, str], file:
     for name, model in settings.models.items():
         _check_endpoints(model.endpoints or [], f"models.{name}.endpoints ({file_name})")
         _check_load(model, settings.upstream, f"models.{name}.", lambda path: f"{path} ({file_name})")
+        _check_batch_bytes(
+            model.batch_bytes_max or 0, settings.batching, f"models.{name}.batch_bytes_max ({file_name})"
+        )
     _check_schemes(settings)
     _check_all_security(settings, sources, file_name)
     return settings
@@ -479,6 +491,8 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
         raise ConfigError(f"{where('gateway.admin_port')} must differ from gateway.port")
     if gateway.port == 65535 and gateway.admin_port is None:
         raise ConfigError(f"{where('gateway.port')} leaves no port after it: give gateway.admin_port too")
+    _check_batch_bytes(settings.batching.batch_bytes_max, settings.batching, where("batching.batch_bytes_max"))
+    _check_proxies(gateway.trusted_proxies, where("gateway.trusted_proxies"))
     _check_tls(gateway.tls_cert, gateway.tls_key, where)
     _check_broker(settings.broker, where)
     _check_processes(settings, where)
@@ -533,6 +547,24 @@ def _check_processes(settings: Settings, where: Callable[[str], str]) -> None:
     if first and first <= gateway.port < first + gateway.processes:
         last = first + gateway.processes - 1
         raise ConfigError(f"{where('gateway.port')} is one of the admin ports of the processes, {first} to {last}")
+
+
+def _check_batch_bytes(size: int, batching: BatchingSettings, where: str) -> None:
+    if size > batching.in_flight_bytes_max:
+        raise ConfigError(f"{where} must not be above batching.in_flight_bytes_max ({batching.in_flight_bytes_max})")
+
+
+def _check_proxies(proxies: list[str], where: str) -> None:
+    for text in proxies:
+        try:
+            network = parse_network(text)
+        except ValueError as fault:
+            hint = ": the address goes on behind the network's bits" if "host bits" in str(fault) else ""
+            raise ConfigError(
+                f"{where} must have addresses or networks like 10.1.2.3 or 10.0.0.0/8, not {_shown(text)}{hint}"
+            ) from None
+        if network.prefixlen == 0:
+            raise ConfigError(f"{where} has {_shown(text)}: if everybody is a proxy, nobody is a client")
 
 
 def _check_name(name: str, where: str) -> None:

@@ -100,7 +100,12 @@ class DistributedProcess(Process):
         self.nodes = self._connect()
         self.memory = MemoryWatch(self.nodes, memory_max=broker.memory_max)
         self.depth = DepthWatch(self.nodes, self.keys)
-        self.dead_letters = RedisDeadLetterBox(self.nodes, self.keys, letters_max_per_shard=LETTERS_A_SHARD_MAX)
+        self.dead_letters = RedisDeadLetterBox(
+            self.nodes,
+            self.keys,
+            letters_max_per_shard=LETTERS_A_SHARD_MAX,
+            kept=settings.dead_letters.synchronous,
+        )
         if has_upstream(settings):  # a gateway may have none
             self._make_models()
         faces: Sequence[ModelFace] = self.services or [ModelFace(name, own, settings) for name, own in named.items()]
@@ -146,7 +151,13 @@ class DistributedProcess(Process):
         self._refresh()
         if self.is_gateway:
             assert self.front is not None
-            self.gate = Gate(self.front, self.tasks, self.availability, lowest_tier=len(settings.tiers) - 1)
+            self.gate = Gate(
+                self.front,
+                self.tasks,
+                self.availability,
+                lowest_tier=len(settings.tiers) - 1,
+                trusted_proxies=gateway.trusted_proxies,
+            )
             self.routes = GatewayRoutes(
                 self.gate,
                 self.front,

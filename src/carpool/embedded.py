@@ -49,7 +49,7 @@ class Gateway(Process):
             offenders=offenders,
         )
         named = named_models(settings)
-        dead_letters = DeadLetterBox(self.journal)
+        dead_letters = DeadLetterBox(self.journal, settings.dead_letters.synchronous)
         self.services = [
             ModelService(name, own, settings, self.session, self.broker, dead_letters, offenders)
             for name, own in named.items()
@@ -61,6 +61,7 @@ class Gateway(Process):
             self.tasks,
             {service.name: service.pool for service in self.services},
             lowest_tier=len(settings.tiers) - 1,
+            trusted_proxies=gateway.trusted_proxies,
         )
         targets = tuple(tier.target_ms / 1000 for tier in settings.tiers)
         restored = self.tasks.restore(frozenset(named), lambda tier, now: now + targets[min(tier, len(targets) - 1)])

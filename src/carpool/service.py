@@ -145,6 +145,8 @@ class ModelService(ModelFace):
             make_policy(batching.policy, busy_share=batching.busy_share, fill_target=batching.fill_target),
             max_batch=own.max_batch or batching.max_batch,
             max_wait_s=batching.max_wait_ms / 1000,
+            batch_bytes_max=own.batch_bytes_max or batching.batch_bytes_max,
+            in_flight_bytes_max=batching.in_flight_bytes_max,
         )
         self._broker = broker
         # Kept by `measure`, once a second.
@@ -155,7 +157,7 @@ class ModelService(ModelFace):
 
     def free_slots(self) -> int:
         """Slots that could take a batch now."""
-        return self._slots.free()
+        return self.loop.free_slots()
 
     def largest_batch(self) -> int:
         """The most requests in a batch."""

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from carpool.core.dead_letter import SynchronousKept
+
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -61,6 +63,13 @@ class GatewaySettings(Section, frozen=True):
     ] = "sync"
     tls_cert: Annotated[str, Meta(description="PEM file with the certificate chain; turns TLS on")] = ""
     tls_key: Annotated[str, Meta(description="PEM file with the private key")] = ""
+    trusted_proxies: Annotated[
+        list[str],
+        Meta(
+            description="proxies that are believed when they say for whom they ask (`X-Forwarded-For`): addresses, or "
+            "networks like `10.0.0.0/8`; from anybody else that header is ignored"
+        ),
+    ] = []
     header_bytes_max: Annotated[Count, Meta(description="request line and headers together (431)")] = 16 * KIB
     header_count_max: Annotated[Count, Meta(description="number of headers (431)")] = 100
     body_bytes_max: Annotated[BodyBytes, Meta(description="body of one request (413); a model may set its own")] = MIB
@@ -99,6 +108,13 @@ class BatchingSettings(Section, frozen=True):
     """When a batch is sent."""
 
     max_batch: Annotated[Annotated[int, Meta(ge=1, le=4096)], Meta(description="most requests in one batch")] = 64
+    batch_bytes_max: Annotated[
+        Count, Meta(description="bytes of the inputs in one batch; a request with more is sent alone")
+    ] = 32 * MIB
+    in_flight_bytes_max: Annotated[
+        Count,
+        Meta(description="bytes of all inputs of one model that are at its endpoints; one batch is always sent"),
+    ] = 512 * MIB
     max_wait_ms: Annotated[
         Annotated[float, Meta(ge=0, le=100)],
         Meta(description="longest wait for company while a slot is free"),
@@ -129,7 +145,7 @@ class UpstreamSettings(Section, frozen=True):
     timeout_s: Annotated[Seconds, Meta(description="longest time for one attempt")] = 3.0
     attempts: Annotated[
         Annotated[int, Meta(ge=1, le=10)], Meta(description="attempts for one batch, the first included")
-    ] = 3
+    ] = 4
     backoff_ms: Annotated[
         Annotated[float, Meta(ge=0, le=60_000)],
         Meta(description="upper bound of the first pause between attempts; doubles each time, full jitter"),
@@ -303,6 +319,18 @@ class TaskSettings(Section, frozen=True):
     wait_ms_max: Annotated[Count, Meta(description="longest long poll")] = 30_000
 
 
+class DeadLetterSettings(Section, frozen=True):
+    """Dead letters: requests that were given up on. Tasks always become one."""
+
+    synchronous: Annotated[
+        SynchronousKept,
+        Meta(
+            description="which synchronous requests are kept too: `poison`, whose input the model refuses; `all`, also "
+            "those that the upstream failed; or `none`"
+        ),
+    ] = "poison"
+
+
 class LogSettings(Section, frozen=True):
     """What is logged; never payloads or credentials."""
 
@@ -338,6 +366,7 @@ class ModelSettings(Section, frozen=True):
     tensor_binary: Annotated[bool | None, Meta(description="as `upstream.tensor_binary`")] = None
     timeout_s: Annotated[Seconds | None, Meta(description="as `upstream.timeout_s`")] = None
     max_batch: Annotated[Annotated[int, Meta(ge=1, le=4096)] | None, Meta(description="as `batching.max_batch`")] = None
+    batch_bytes_max: Annotated[Count | None, Meta(description="as `batching.batch_bytes_max`")] = None
     body_bytes_max: Annotated[BodyBytes | None, Meta(description="as `gateway.body_bytes_max`")] = None
     load_header: Annotated[str | None, Meta(description='as `upstream.load_header`; `""`: none')] = None
     load_metrics_url: Annotated[
@@ -381,6 +410,7 @@ class Settings(Section, frozen=True):
     upstream: UpstreamSettings = UpstreamSettings()
     broker: BrokerSettings = BrokerSettings()
     tasks: TaskSettings = TaskSettings()
+    dead_letters: DeadLetterSettings = DeadLetterSettings()
     log: LogSettings = LogSettings()
     tiers: tuple[TierSettings, ...] = DEFAULT_TIERS
     models: dict[str, ModelSettings] = {}

@@ -6,6 +6,7 @@ import pytest
 
 from support.checker import Checker
 from support.scenarios.bad_upstream import (
+    ATTEMPTS,
     FAILED_ATTEMPTS,
     FAULTS_OF_THE_PROTOCOL,
     GROWTH_BYTES_MAX,
@@ -43,7 +44,7 @@ async def test_failed_attempts_are_repeated_and_end_in_time(tmp_path: Path, beha
         verdict.is_clean
         and status in (502, 504)
         and statuses.keys() <= {502, 504}
-        and attempts == 3
+        and attempts == ATTEMPTS
         and seconds < TOTAL_TIMEOUT_S + SLACK_S
     )
     what = f"{behaviour}: {status} after {attempts} attempts and {seconds:.2f} s, then {dict(statuses)}"

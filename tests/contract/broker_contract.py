@@ -106,6 +106,23 @@ class BrokerContract(ABC):
     def held(self) -> tuple[int, int]:
         return self.adapter.held(self.broker)
 
+    def test_bytes_run_from_the_take_to_the_outcome(self) -> None:
+        rings: list[int] = []
+        self.broker.when_bytes_free("m", lambda: rings.append(self.broker.bytes_running("m")))
+        for name in "abcde":
+            self.queued(name)  # of three bytes each
+        assert self.broker.bytes_running("m") == 0
+        first, second, third = self.take(3)
+        assert (self.broker.bytes_running("m"), self.broker.bytes_running("n"), rings) == (9, 0, [])
+        self.broker.settle(first, UpstreamFailed("down"))
+        self.broker.settle_batch([second], [make_output(b"1")])
+        assert (self.broker.bytes_running("m"), rings) == (3, [6, 3])
+        self.broker.settle(third, DeadlineExceeded("late"))
+        assert (self.broker.bytes_running("m"), rings) == (0, [6, 3, 0])
+        assert self.broker.settle(first, UpstreamFailed("again")) is False
+        assert (self.broker.bytes_running("m"), rings) == (0, [6, 3, 0])
+        assert [request.id for request in self.take()] == ["d", "e"]
+
     # Waiting and leaving the queue.
 
     def test_a_request_waits_is_taken_and_settled(self) -> None:
@@ -418,7 +435,8 @@ class BrokerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(count=st.integers(1, 4))
     def answer(self, count: int) -> None:
-        batch, self.running = self.running[:count], self.running[count:]
+        batch = [request for request in self.running if request.model == self.running[0].model][:count]
+        self.running = [request for request in self.running if request not in batch]
         before = set(self.witness.told)
         self.broker.settle_batch(batch, [make_output(request.id) for request in batch])
         for request in batch:

@@ -86,6 +86,7 @@ class WaitingLane:
         self.model = model
         self.key = key
         self.waiting = 0
+        self.waiting_bytes = 0  # not known here
         self.arrivals = 0
         self.batching_notes: Any = None
         self.first_arrival = inf
@@ -291,15 +292,23 @@ class RedisBroker:
         self._let_run()
         return [lane for lane in self._lanes.values() if lane.model == model and lane.waiting]
 
-    def take(self, lane: LaneQueue, count: int, now: float) -> list[Request]:
+    def take(
+        self, lane: LaneQueue, count: int, now: float, bytes_max: float = inf, room_bytes: float = inf
+    ) -> list[Request]:
         assert isinstance(lane, WaitingLane)
         self._feed.look_for(lane, count)
         self._let_run()
         (*staged,) = self._local.lanes(lane.model)
         assert [each.key for each in staged] in ([], [lane.key]), "another lane was taken"
-        twins = self._local.take(staged[0], count, now) if staged else []
+        twins = self._local.take(staged[0], count, now, bytes_max, room_bytes) if staged else []
         self._twins.update((twin.number, twin) for twin in twins)
         return [self._submitted[twin.number] for twin in twins]
+
+    def bytes_running(self, model: str) -> int:
+        return self._local.bytes_running(model)
+
+    def when_bytes_free(self, model: str, ring: Callable[[], None]) -> None:
+        self._local.when_bytes_free(model, ring)
 
     # For the adapter.
 

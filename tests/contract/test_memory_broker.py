@@ -3,8 +3,9 @@
 from typing import cast
 
 import pytest
-from broker_contract import Adapter, BrokerContract, BrokerMachine
+from broker_contract import MODELS, Adapter, BrokerContract, BrokerMachine
 from hypothesis import settings
+from hypothesis.stateful import invariant
 
 from carpool.broker.memory import IDLE_LANES_KEPT, MemoryBroker
 from carpool.core.errors import ClientLeft, UpstreamFailed
@@ -47,6 +48,15 @@ class TestMemoryBroker(BrokerContract):
 class MemoryBrokerMachine(BrokerMachine):
     adapter = MemoryAdapter()
 
+    @invariant()
+    def bytes_are_true(self) -> None:
+        for model in MODELS:
+            held = [(request, size) for request, size in self.unsettled() if request.model == model]
+            running = sum(size for request, size in held if request in self.running)
+            assert self.broker.bytes_running(model) == running
+            waiting = sum(lane.waiting_bytes for lane in self.broker.lanes(model))
+            assert waiting == sum(size for _, size in held) - running
+
 
 TestAnyOrderOfEvents = MemoryBrokerMachine.TestCase
 TestAnyOrderOfEvents.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -76,6 +86,27 @@ def test_withdrawn_requests_are_neither_taken_nor_told(broker: MemoryBroker) -> 
     broker.expire(9e9)
     assert list(witness.told) == ["0", "2"]
     assert repr(broker) == "<MemoryBroker held=0 bytes=0 waiting=0>"
+
+
+def test_a_batch_is_bounded_in_bytes_and_the_rest_comes_next(broker: MemoryBroker) -> None:
+    requests = [make_request(str(number), Witness(), now=1000.0, value=b"x" * 10) for number in range(5)]
+    for request in requests:
+        broker.submit(request)
+    (lane,) = broker.lanes("m")
+    assert broker.take(lane, 64, 1000.0, bytes_max=25) == requests[:2]
+    assert broker.take(lane, 64, 1000.0, bytes_max=5, room_bytes=9) == []
+    assert (lane.waiting, broker.bytes_running("m")) == (3, 20)
+    assert broker.take(lane, 64, 1000.0, bytes_max=5, room_bytes=10) == requests[2:3]
+    assert broker.take(lane, 64, 1000.0, bytes_max=20) == requests[3:]
+    assert (list(broker.lanes("m")), broker.bytes_running("m")) == ([], 50)
+
+
+def test_the_expired_do_not_run(broker: MemoryBroker) -> None:
+    for total_timeout_s in (1.0, 9.0):
+        broker.submit(make_request("r", Witness(), now=1000.0, value=b"x" * 10, total_timeout_s=total_timeout_s))
+    (lane,) = broker.lanes("m")
+    assert len(broker.take(lane, 64, 1002.0)) == 1
+    assert broker.bytes_running("m") == 10
 
 
 def test_a_reserved_request_counts_until_it_is_settled(broker: MemoryBroker) -> None:

@@ -259,3 +259,24 @@ async def test_something_else_there() -> None:
         server.close()
     assert (done.returncode, done.stdout) == (1, "")
     assert "is not the admin port of a gateway" in done.stderr
+
+
+@pytest.mark.parametrize(("kept", "letters"), [("poison", ["sync", "task"]), ("none", ["task"])])
+async def test_which_synchronous_requests_are_kept(
+    tmp_path: Path, upstream: ScriptedUpstream, kept: str, letters: list[str]
+) -> None:
+    settings = {"dead_letters.synchronous": kept}
+    async with running_gateway(tmp_path, upstream.url, "--max-batch", "1", settings=settings) as gateway:
+        assert (await ask_once(gateway.port, "POST", "/v1/inference", inference_body("sync"), JSON)).status == 422
+        await fail_tasks(gateway, "task")
+
+        async def kept_inputs() -> list[str]:
+            listed = (await admin(gateway, "GET", "/internal/dead-letters")).json["dead_letters"]
+            shown = [await admin(gateway, "GET", f"/internal/dead-letters/{letter['id']}") for letter in listed]
+            return sorted(each.json["input"] for each in shown)
+
+        async def are_kept() -> bool:
+            return await kept_inputs() == letters
+
+        await until(are_kept, within_s=10)
+        assert await gateway.metric("carpool_dead_letters_total") == len(letters)

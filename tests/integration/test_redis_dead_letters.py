@@ -15,7 +15,7 @@ from carpool.broker.redis.dead_letters import RedisDeadLetterBox, RedisDeadLette
 from carpool.broker.redis.letters import IDS_A_MS
 from carpool.broker.redis.scripts import BURY
 from carpool.broker.redis.tasks import RedisTasks, TaskResults
-from carpool.core.dead_letter import DeadLetterSummary, dead_letter_causes
+from carpool.core.dead_letter import DeadLetterSummary, SynchronousKept, dead_letter_causes
 from carpool.core.errors import (
     BrokerDown,
     CarpoolError,
@@ -42,7 +42,7 @@ class LetterOffice:
 
     def __init__(self, office: Office, *, letters_max: int = LETTERS_MAX, **gateway: Any) -> None:
         self.office = office
-        self.box = RedisDeadLetterBox(office.nodes, office.keys, letters_max_per_shard=letters_max)
+        self.box = RedisDeadLetterBox(office.nodes, office.keys, letters_max_per_shard=letters_max, kept="all")
         self.tasks: RedisTasks = office.gateway(**gateway)
         self.desk = RedisDeadLetterDesk(
             office.nodes,
@@ -89,7 +89,7 @@ async def letters(redis_server: RedisServer) -> AsyncIterator[LetterOffice]:
 
 
 async def test_a_synchronous_request_is_kept_as_it_was(letters: LetterOffice) -> None:
-    await letters.bury("r1", parameters=b'{"a":1}', tier=1)
+    await letters.bury("r1", parameters=b'{"a":1}', tier=1, owner="192.0.2.1")
     summary = await letters.only()
     letter = await letters.desk.show(summary.id)
     assert letter.summary == summary
@@ -102,7 +102,7 @@ async def test_a_synchronous_request_is_kept_as_it_was(letters: LetterOffice) ->
         4 + 7,
     )
     assert abs(summary.buried_wall - time.time()) < 5.0
-    assert (letter.owner, letter.input, letter.parameters, letter.tier) == ("", b'"r1"', b'{"a":1}', 1)
+    assert (letter.owner, letter.input, letter.parameters, letter.tier) == ("192.0.2.1", b'"r1"', b'{"a":1}', 1)
     assert letters.desk.total() == 1
     assert summary.id < 2**53
 
@@ -117,6 +117,23 @@ async def test_counts_are_by_cause(letters: LetterOffice) -> None:
         "upstream-failed": 1,
         "upstream-refused": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("kept", "causes"), [("poison", ["input-refused"]), ("all", ["input-refused", "upstream-failed"]), ("none", [])]
+)
+async def test_which_synchronous_requests_are_kept(
+    letters: LetterOffice, kept: SynchronousKept, causes: list[str]
+) -> None:
+    letters.box = RedisDeadLetterBox(letters.office.nodes, letters.office.keys, letters_max_per_shard=9, kept=kept)
+    await letters.bury("a", error=REFUSED)
+    await letters.bury("b", error=UpstreamFailed("down"))
+    await letters.bury("c", error=DeadlineExceeded("late"))
+    assert [letter.cause for letter in await letters.desk.page(0, 10)] == causes
+    assert sum(letters.box.buried.values()) == len(causes)
+    letters.box.bury_suspect(letters.request("suspect"), UpstreamFailed("given up: 3 batchers did not come back"), 3)
+    await until(lambda: letters.box._burying == 0)
+    assert ("suspect" in await letters.names()) == (kept != "none")
 
 
 async def test_tasks_and_those_who_left_are_not_buried_by_the_box(letters: LetterOffice) -> None:
@@ -240,7 +257,7 @@ async def test_a_letter_of_another_version_can_be_seen_and_dropped(letters: Lett
     head = msgspec.msgpack.encode([99, "r", "m", 0, "new-cause", "new", 1])
     letter = len(head).to_bytes(4, "big") + bytes(4) + head
     names = (shard.letters, shard.letter_bodies, shard.counts)
-    await letters.office.nodes.ask_script(BURY, shard.slot, names, (b"", 3, 10, letter, b'"x"'))
+    await letters.office.nodes.ask_script(BURY, shard.slot, names, (b"", 3, 10, b"owner", letter, b'"x"'))
     summary = await letters.only()
     assert (summary.cause, summary.size) == ("unknown", 3)
     with pytest.raises(Malformed):
@@ -299,6 +316,7 @@ async def test_a_replayed_task_keeps_its_owner(letters: LetterOffice) -> None:
     await office.finish(taken, REFUSED)
     replayed = await letters.desk.replay((await letters.only()).id)
     assert (await office.hash_of(replayed.task_id))[b"o"] == b"somebody"
+    assert [entry.owner for entry in await office.take()] == ["somebody"]
 
 
 async def test_one_of_many_replays_wins(letters: LetterOffice) -> None:
@@ -417,7 +435,7 @@ async def test_a_replay_whose_answer_was_lost_loses_no_letter(tmp_path: Path) ->
         request = office.request(b'"r1"')
         request.id = f"{request.id[:-1]}{letter_id % IDS_A_MS:x}"
         server.stop()
-        error = await told(lambda done: letters.tasks.submit(request, "", done, letter_id))
+        error = await told(lambda done: letters.tasks.submit(request, done, letter_id))
         assert isinstance(error, BrokerDown)
         server.go_on()
         await until(lambda: office.nodes.is_up(0))

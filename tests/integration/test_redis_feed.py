@@ -59,7 +59,7 @@ async def submit_tasks(halves: Halves, batcher: Batcher, names: list[str], value
     gateway = await halves.gateway()
     for name in names:
         request = gateway.request(name, is_task=True, total_timeout_s=600.0, value=value)
-        assert await told(partial(tasks.submit, request, "owner")) is None
+        assert await told(partial(tasks.submit, request)) is None
     return tasks
 
 

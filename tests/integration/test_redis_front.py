@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from carpool.broker.redis.records import FORMAT_VERSION, CallRecord, Reply, encode_reply
+from carpool.broker.redis.records import REPLY_FORMAT, CallRecord, Reply, encode_reply
 from carpool.core.errors import BrokerDown, QueueFull
 from carpool.core.outcome import Output
 from support.processes import until
@@ -37,7 +37,7 @@ async def own_halves(tmp_path: Path) -> AsyncIterator[Halves]:
 
 
 def reply_to(number: int, value: bytes = b'"out"') -> Reply:
-    return Reply(FORMAT_VERSION, [CallRecord(1, 0.1, None)], [(number, 0, 0.0, value, None)], [], [])
+    return Reply(REPLY_FORMAT, [CallRecord(1, 0.1, None)], [(number, 0, 0.0, value, None)], [], [])
 
 
 async def queued(halves: Halves, gateway: Gateway, *names: str, **options: Any) -> None:
@@ -141,6 +141,21 @@ class TestConnections:
 
 
 class TestQueueing:
+    @pytest.mark.parametrize("parameters", [b"", b'{"by":"script"}'])
+    async def test_a_batcher_knows_whose_a_request_is(self, halves: Halves, parameters: bytes) -> None:
+        gateway, batcher = await halves.gateway(), await halves.batcher()
+        for owner in ("", "192.0.2.1", "x" * 64):
+            gateway.submit(f"of-{owner}", owner=owner, parameters=parameters)
+        await batcher.until_staged(3)
+        batch = batcher.start_batch()
+        assert sorted((request.id, request.owner) for request in batch) == [
+            ("of-", ""),
+            ("of-192.0.2.1", "192.0.2.1"),
+            (f"of-{'x' * 64}", "x" * 64),
+        ]
+        batcher.answer(batch)
+        assert len(await gateway.until_told(3)) == 3
+
     async def test_an_outcome_that_comes_while_it_is_queued_again(
         self, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -209,7 +224,7 @@ class TestReplies:
         await queued(halves, gateway, "r")
         (request,) = gateway.front._parked.values()
         stream = halves.keys.replies(b"g1")
-        finished = Reply(FORMAT_VERSION, [], [], [], ["task"])
+        finished = Reply(REPLY_FORMAT, [], [], [], ["task"])
         async with halves.client.pipeline() as together:  # both are read at once
             for reply in (finished, reply_to(request.number)):
                 together.xadd(stream, {"r": encode_reply(reply)})

@@ -62,7 +62,7 @@ async def is_awaited(office: Office, task_id: str, gateways: int) -> bool:
 async def submit_all(office: Office, tasks: RedisTasks, number: int, **options: Any) -> list[CarpoolError | None]:
     """What the submitters of one turn are told, in their order."""
     requests = [office.request(b"%d" % index, **options) for index in range(number)]
-    return list(await asyncio.gather(*(told(partial(tasks.submit, request, "o")) for request in requests)))
+    return list(await asyncio.gather(*(told(partial(tasks.submit, request)) for request in requests)))
 
 
 # Accepting.
@@ -70,13 +70,13 @@ async def submit_all(office: Office, tasks: RedisTasks, number: int, **options: 
 
 async def test_a_task_is_in_the_queue_as_it_came(office: Office) -> None:
     tasks = office.gateway()
-    request = office.request(b'{"secret": 1}', parameters=b'{"a":1}', total_timeout_s=600.0)
+    request = office.request(b'{"secret": 1}', parameters=b'{"a":1}', total_timeout_s=600.0, owner="somebody")
     request.lane = b"shape"
-    assert await told(lambda done: tasks.submit(request, "somebody", done)) is None
+    assert await told(lambda done: tasks.submit(request, done)) is None
     assert (request.phase, request.input) == (QUEUED, b"")  # Redis has it: this process keeps nothing
     assert await office.counts() == (1, 1)
     (taken,) = await office.take()
-    assert (taken.task_id, taken.input) == (request.id, b'{"secret": 1}')
+    assert (taken.task_id, taken.owner, taken.input) == (request.id, "somebody", b'{"secret": 1}')
     header = taken.header
     assert (header.gateway, header.is_task, header.model, header.parameters, header.lane, header.tier) == (
         b"",
@@ -118,9 +118,10 @@ async def test_tasks_of_many_owners_lanes_and_tiers_keep_what_is_theirs(office: 
         )
     )
     taken = {entry.task_id: entry for entry in await office.take()}
+    assert len({entry.shard.number for entry in taken.values()}) == 1
     for task_id, kind in zip(ids, kinds, strict=True):
         entry = taken[task_id]
-        assert entry.input == json.dumps(str(kind)).encode()
+        assert (entry.owner, entry.input) == (kind[0], json.dumps(str(kind)).encode())
         assert (entry.header.tier, entry.header.parameters) == kind[1:]
         assert (await look(tasks, task_id)).owner == kind[0]
 
@@ -140,11 +141,11 @@ async def test_another_shard_takes_the_task_of_one_that_is_down(
     only = office.keys.shards[5]
     monkeypatch.setattr(office.nodes, "is_up", lambda slot: slot == only.slot)
     before = request.id
-    assert await told(lambda done: tasks.submit(request, "o", done)) is None
+    assert await told(lambda done: tasks.submit(request, done)) is None
     assert request.id == before[:-1] + "5"
     assert (await look(tasks, request.id)).status == "PENDING"
     monkeypatch.setattr(office.nodes, "is_up", lambda slot: False)
-    assert isinstance(await told(lambda done: tasks.submit(office.request(), "o", done)), BrokerDown)
+    assert isinstance(await told(lambda done: tasks.submit(office.request(), done)), BrokerDown)
     monkeypatch.undo()
 
 
@@ -161,7 +162,7 @@ async def test_lanes_are_bounded_but_not_for_those_without_parameters(redis_serv
         tasks = office.gateway(lanes_max=1)
         await office.submit(tasks, parameters=b'{"a":1}')
         refused = office.request(parameters=b'{"a":2}')
-        error = await told(lambda done: tasks.submit(refused, "o", done))
+        error = await told(lambda done: tasks.submit(refused, done))
         assert isinstance(error, QueueFull)
         assert "different `parameters`" in error.detail
         assert (refused.phase, refused.input) == (DONE, b"")
@@ -410,7 +411,7 @@ async def test_without_memory_nothing_is_accepted_and_what_was_is_finished(tmp_p
         (taken,) = await office.take()
         await office.nodes.ask(0, b"CONFIG", b"SET", b"maxmemory", b"1")
         before = await office.nodes.ask(0, b"DBSIZE")
-        error = await told(lambda done: tasks.submit(office.request(), "o", done))
+        error = await told(lambda done: tasks.submit(office.request(), done))
         assert isinstance(error, BrokerMemoryFull)
         assert error.retry_after_s == 1
         assert await office.nodes.ask(0, b"DBSIZE") == before

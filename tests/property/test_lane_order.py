@@ -1,6 +1,8 @@
 """A lane against a model of it, for any mix of arrivals, departures and takes."""
 
-from hypothesis import given
+from math import inf
+
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from carpool.broker.lanes import REBUILD_DEAD_MIN, Lane
@@ -36,11 +38,18 @@ class Model:
         heads = [tier[0] for tier in self.tiers if tier]
         return min(heads, key=lambda head: (head.tier if self.strict else head.place, head.tier))
 
-    def take(self, count: int, now: float) -> tuple[list[Request], list[Request]]:
+    def take(
+        self, count: int, now: float, bytes_max: float = inf, room_bytes: float = inf
+    ) -> tuple[list[Request], list[Request]]:
         batch: list[Request] = []
         expired: list[Request] = []
-        while len(batch) < count and self.waiting():
+        size, size_max = 0, min(bytes_max, room_bytes)
+        while len(batch) < count and self.waiting() and size <= size_max:
             request = self.next()
+            if request.deadline > now:
+                size += request.size
+                if size > (size_max if batch else room_bytes):
+                    break
             self.tiers[request.tier].remove(request)
             (batch if request.deadline > now else expired).append(request)
         return batch, expired
@@ -69,12 +78,51 @@ def test_a_lane_does_what_its_rules_say(
             expected = model.take(which, now)
             assert lane.take(which, now) == expected
         assert lane.waiting == len(model.waiting())
+        assert lane.waiting_bytes == sum(request.size for request in model.waiting())
         assert lane.requests() == model.waiting()
         if model.waiting():
             assert lane.oldest() == min(request.arrived for request in model.waiting())
             best = model.next()
             same_rank = [head for head in model.waiting() if not strict or head.tier == best.tier]
             assert best.place == min(head.place for head in same_rank)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, TIERS - 1), st.integers(0, 9), st.floats(0.0, 3.0)), max_size=40),
+    st.lists(st.tuples(st.integers(1, 8), st.integers(1, 20), st.integers(0, 30) | st.just(inf)), max_size=30),
+    targets,
+    st.booleans(),
+)
+@example([(0, 9, 3.0), (0, 1, 3.0)], [(8, 4, inf), (8, 4, inf)], [0.0, 0.1, 0.2], False)  # too large, so alone
+@example([(0, 9, 3.0), (1, 1, 3.0)], [(8, 4, 8), (8, 4, 9)], [0.0, 0.1, 0.2], False)  # nobody overtakes it
+def test_batches_are_bounded_in_bytes_and_the_order_is_kept(
+    arrivals: list[tuple[int, int, float]],
+    takes: list[tuple[int, int, float]],
+    targets_s: list[float],
+    strict: bool,
+) -> None:
+    lane, model, now = Lane("m", b"", TIERS, strict), Model(strict), 0.0
+    for number, (tier, size, timeout_s) in enumerate(arrivals):
+        now += 0.1
+        request = make_request(
+            str(number),
+            Witness(),
+            now=now,
+            tier=tier,
+            value=b"x" * size,
+            target_s=targets_s[tier],
+            total_timeout_s=timeout_s,
+        )
+        lane.append(request)
+        model.tiers[tier].append(request)
+    for count, bytes_max, room_bytes in takes:
+        batch, expired = lane.take(count, now, bytes_max, room_bytes)
+        assert (batch, expired) == model.take(count, now, bytes_max, room_bytes)
+        size = sum(request.size for request in batch)
+        assert size <= bytes_max or len(batch) == 1
+        assert size <= room_bytes
+        assert batch or not lane.waiting or room_bytes < inf
+        assert (lane.waiting, lane.waiting_bytes) == (len(model.waiting()), sum(r.size for r in model.waiting()))
 
 
 @given(st.lists(st.floats(0.01, 0.2), min_size=1, max_size=40), st.integers(1, 8), st.floats(0.0, 1.0))

@@ -367,5 +367,5 @@ async def held_by(client: redis.asyncio.Redis, consumer: str, keys: Keys) -> set
 
 def input_of(value: bytes) -> str:
     """The input in an entry's value."""
-    text: str = json.loads(decode_value(value)[2])
+    text: str = json.loads(decode_value(value)[3])
     return text

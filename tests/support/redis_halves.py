@@ -248,7 +248,7 @@ class Halves:
             async for stream in self.client.scan_iter(match=shard.stream(b"*"), count=1000):
                 leases = await self._leases(stream)
                 for entry_id, fields in await self.client.xrange(stream):
-                    _, request_id, value = decode_value(next(iter(fields.values())))
+                    _, request_id, _, value = decode_value(next(iter(fields.values())))
                     field = stream.removeprefix(shard.stream(b""))
                     lease = leases.get(entry_id, (b"", 0, 0))
                     found.append(QueueEntry(shard, field, entry_id, request_id, value, *lease))

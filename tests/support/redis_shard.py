@@ -9,6 +9,7 @@ import msgspec
 import redis
 
 from carpool.broker.redis.keys import Keys
+from carpool.broker.redis.records import encode_value
 from carpool.broker.redis.scripts import CANCEL, DONE, PEEK, RELEASE, RENEW, SUBMIT, SWEEP, TAKE, Script
 from support.redis_servers import HOST
 
@@ -75,18 +76,20 @@ class ShardBench:
         held_max: int = 100_000,
         lanes_max: int = 0,
         header: bytes = b"header",
-        tasks: Iterable[str] = (),
+        tasks: Sequence[str] = (),
         owner: str = "",
         letter: str = "",
     ) -> list[str]:
         """Queue entries; their ids, which the first one's tells."""
         if isinstance(values, int):
             values = [b"%d" % next(self._numbers) for _ in range(values)]
+        if tasks:  # of these the script reads the owner
+            values = [encode_value(0, task, owner, value) for task, value in zip(tasks, values, strict=True)]
         shard = self.shard
         keys = [shard.lanes, shard.counts, self.stream(field), shard.letters, shard.letter_bodies]
         keys += [shard.task(task) for task in tasks]
         limits = (held_max, lanes_max, shard.bell, self._now())
-        first, number, _, _ = self.run(SUBMIT, keys, field, model, *limits, header, owner, letter, *values)
+        first, number, _, _ = self.run(SUBMIT, keys, field, model, *limits, header, letter, *values)
         milliseconds, sequence = first.decode().split("-")
         return [f"{milliseconds}-{int(sequence) + position}" for position in range(number)]
 

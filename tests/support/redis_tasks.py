@@ -36,6 +36,7 @@ class Taken(msgspec.Struct, frozen=True):
     entry_id: bytes
     header: Header
     task_id: str
+    owner: str
     input: bytes
 
 
@@ -80,8 +81,8 @@ class Office:
         return make_request(secrets.token_hex(16), Witness(), now=time.perf_counter(), value=value, **given)
 
     async def submit(self, tasks: RedisTasks, value: bytes = b'"x"', owner: str = "owner", **options: Any) -> str:
-        request = self.request(value, **options)
-        assert await told(lambda done: tasks.submit(request, owner, done)) is None
+        request = self.request(value, owner=owner, **options)
+        assert await told(lambda done: tasks.submit(request, done)) is None
         return request.id
 
     async def take(self, *models: str) -> list[Taken]:
@@ -95,9 +96,9 @@ class Office:
             reply = await self.nodes.ask_script(TAKE, shard.slot, (shard.lanes, shard.counts), arguments)
             for field, entries in zip(reply[2::2], reply[3::2], strict=True):
                 for entry_id, (header, value) in entries:
-                    ticket, task_id, given = decode_value(value)
+                    ticket, task_id, owner, given = decode_value(value)
                     assert ticket == 0
-                    taken.append(Taken(shard, field, entry_id, decode_header(header), task_id, given))
+                    taken.append(Taken(shard, field, entry_id, decode_header(header), task_id, owner, given))
         return taken
 
     async def finish(self, taken: Taken, outcome: Output | CarpoolError, sends: int = 0) -> bool:

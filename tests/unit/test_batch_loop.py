@@ -15,8 +15,7 @@ from carpool.batching.policy import Fixed, Plan, Policy, PolicyName, Send, View,
 from carpool.broker.memory import MemoryBroker
 from carpool.core.errors import CarpoolError, DeadlineExceeded, QueueTimeout, UpstreamDown
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import TaskBoard
-from carpool.core.ports import LaneQueue
+from carpool.core.ports import LaneQueue, TaskBoard
 from carpool.core.request import QUEUED, Request
 from carpool.testing import Answer, AttemptFailedError, Call, FakeClock, FakeUpstream, Witness, echo, make_request
 from carpool.upstream.codecs import JsonCodec
@@ -50,11 +49,13 @@ class Sent:
 
 
 class Stand:
-    def __init__(self, *, slots: int = 1, policy: Policy | None = None, max_batch: int = MAX_BATCH) -> None:
+    def __init__(
+        self, *, slots: int = 1, policy: Policy | None = None, max_batch: int = MAX_BATCH, **bounds: float
+    ) -> None:
         self.clock = FakeClock(START)
         self.witness = Witness()
         self.gpu = FakeUpstream(slots=slots).then(echo, delay_s=SERVICE_S, times=1000)
-        self._slots, self._policy, self._max_batch = slots, policy or Fixed(), max_batch
+        self._slots, self._policy, self._max_batch, self._bounds = slots, policy or Fixed(), max_batch, bounds
         self._serial = count()
 
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -81,6 +82,7 @@ class Stand:
                 max_batch=self._max_batch,
                 max_wait_s=MAX_WAIT_S,
                 clock=self.clock,
+                **self._bounds,
             )
             await main()
 
@@ -361,13 +363,125 @@ def test_limits_only_fall_and_not_below_one() -> None:
     stand.run(main)
 
 
+# Bytes.
+
+
+class Counting(Fixed):
+    """Says how often it was asked, and what it was told."""
+
+    def __init__(self) -> None:
+        self.plans = 0
+        self.told: list[int] = []
+
+    def plan(self, view: View, now: float) -> Plan:
+        self.plans += 1
+        return super().plan(view, now)
+
+    def sent(self, size: int, max_batch: int) -> None:
+        self.told.append(size)
+
+
+def test_a_batch_has_no_more_bytes_than_it_may_and_waits_for_no_company_that_could_not_come_along() -> None:
+    policy = Counting()
+    stand = Stand(slots=9, policy=policy, max_batch=8, batch_bytes_max=30)
+
+    async def main() -> None:
+        stand.arrive(7, value=b'"12345678"')  # of ten bytes each
+        await asyncio.sleep(0)
+        assert [len(batch) for batch in stand.sent.batches] == [3, 3]
+        assert policy.told == [8, 8]  # they are full
+        assert stand.loop.batches == {"full": 2}
+        await asyncio.sleep(1.0)
+        assert stand.sent.names()[2:] == [["6"]]
+        assert policy.told == [8, 8, 1]
+
+    stand.run(main)
+
+
+def test_one_that_is_larger_than_a_batch_goes_alone_in_its_turn() -> None:
+    stand = Stand(slots=9, batch_bytes_max=30)
+
+    async def main() -> None:
+        for size in (1, 50, 1, 1):
+            stand.arrive(value=b'"%b"' % (b"x" * size))
+        await asyncio.sleep(1.0)
+        assert stand.sent.names() == [["0"], ["1"], ["2", "3"]]
+
+    stand.run(main)
+
+
+def test_while_too_many_bytes_run_nothing_is_sent_and_nothing_spins() -> None:
+    policy = Counting()
+    stand = Stand(slots=9, policy=policy, max_batch=8, batch_bytes_max=30, in_flight_bytes_max=70)
+
+    async def main() -> None:
+        stand.arrive(12, value=b'"12345678"')
+        await asyncio.sleep(0)
+        assert ([len(batch) for batch in stand.sent.batches], stand.broker.bytes_running("m")) == ([3, 3], 60)
+        assert (stand.loop.free_slots(), stand.pool.free()) == (0, 7)
+        planned = policy.plans
+        stand.arrive(2)
+        await asyncio.sleep(SERVICE_S - 0.001)
+        assert policy.plans == planned  # slots are free all the time
+        await asyncio.sleep(0.002)
+        assert [len(batch) for batch in stand.sent.batches] == [3, 3, 3, 3]  # the outcomes made room
+        await asyncio.sleep(1.0)
+        assert [name for batch in stand.sent.names() for name in batch] == [str(number) for number in range(14)]
+
+    stand.run(main)
+    assert stand.broker.held == 0
+
+
+def test_one_that_is_larger_than_all_bounds_is_sent_when_nothing_else_runs_and_nobody_overtakes_it() -> None:
+    stand = Stand(slots=9, max_batch=8, batch_bytes_max=30, in_flight_bytes_max=70)
+
+    async def main() -> None:
+        stand.arrive(value=b'"12345678"')
+        await asyncio.sleep(MAX_WAIT_S + 0.001)
+        stand.arrive(value=b'"%b"' % (b"x" * 100))
+        stand.arrive(parameters=b"{}")
+        await asyncio.sleep(MAX_WAIT_S + 0.001)
+        assert stand.sent.names() == [["0"]]
+        await asyncio.sleep(SERVICE_S)
+        assert stand.sent.names() == [["0"], ["1"]]
+        await asyncio.sleep(SERVICE_S)
+        assert stand.sent.names() == [["0"], ["1"], ["2"]]
+
+    stand.run(main)
+
+
+@pytest.mark.parametrize("how", ["fails", "leaves"])
+def test_any_outcome_makes_room(how: str) -> None:
+    """Also one for which no slot becomes free: else those who wait would wait for the next arrival."""
+    stand = Stand(slots=9, max_batch=8, batch_bytes_max=30, in_flight_bytes_max=40)
+
+    async def main() -> None:
+        stand.gpu.hold()
+        first = stand.arrive(3, value=b'"12345678"')
+        stand.arrive(3, value=b'"12345678"')
+        await asyncio.sleep(1.0)
+        assert stand.sent.names() == [["0", "1", "2"]]
+        for request in first:
+            if how == "fails":
+                stand.broker.settle(request, DeadlineExceeded("late"))
+            else:
+                stand.broker.cancel(request)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert stand.sent.names()[1:] == [["3", "4", "5"]]
+        stand.gpu.release()
+        await asyncio.sleep(1.0)
+
+    stand.run(main)
+
+
 class Board:
     """Accepts tasks into the broker, and nothing else."""
 
     def __init__(self, stand: Stand) -> None:
         self._stand = stand
 
-    def submit(self, request: Request, owner: str, accepted: Callable[[CarpoolError | None], None]) -> None:
+    def submit(self, request: Request, accepted: Callable[[CarpoolError | None], None]) -> None:
         accepted(self._stand.broker.submit(request))
 
     look = leave = delete = None
@@ -399,7 +513,7 @@ def test_while_the_upstream_is_down_nothing_is_burnt_and_a_probe_brings_it_back(
         assert (refusal.status, refusal.retry_after_s) == (503, 1)
         accepted: list[CarpoolError | None] = []
         task = make_request("task", stand.witness, now=stand.clock(), is_task=True, total_timeout_s=600.0)
-        gate.admit_task(task, gate.identify({}), accepted.append)
+        gate.admit_task(task, accepted.append)
         assert (accepted, task.phase) == ([None], QUEUED)
         await asyncio.sleep(0.6)
         assert len(stand.gpu.calls) == 5  # 0.75 s after it opened is the time for a probe
@@ -496,3 +610,53 @@ def test_the_promises_hold_for_any_traffic(
         assert waited_s <= MAX_WAIT_S + 0.0011  # promise 3, with the step of the timer
         busy_until[busy_until.index(free_since)] = at + SERVICE_S
     assert sum(stand.loop.batches.values()) == len(stand.sent.batches)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=40, deadline=None)
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 120)), min_size=1, max_size=60),
+    slots=st.integers(1, 5),
+    lanes=st.integers(1, 3),
+    leaves=st.sets(st.integers(0, 59)),
+)
+def test_bytes_are_bounded_for_any_traffic(
+    name: PolicyName, arrivals: list[tuple[int, int]], slots: int, lanes: int, leaves: set[int]
+) -> None:
+    batch_bytes_max, in_flight_bytes_max = 50, 110
+    stand = Stand(
+        slots=slots,
+        policy=make_policy(name, busy_share=0.75, fill_target=0.8),
+        batch_bytes_max=batch_bytes_max,
+        in_flight_bytes_max=in_flight_bytes_max,
+    )
+    everybody: list[Request] = []
+    sizes: list[int] = []
+    most_at_once: list[tuple[int, int]] = []
+
+    async def main() -> None:
+        dispatch = stand.sent.dispatch
+
+        def measured(batch: list[Request], ring: Callable[[float], None]) -> None:
+            sizes.append(sum(request.size for request in batch))
+            most_at_once.append((stand.broker.bytes_running("m"), len(batch)))
+            dispatch(batch, ring)
+
+        stand.sent.dispatch = measured  # type: ignore[method-assign]
+        for number, (gap_ms, size) in enumerate(arrivals):
+            value = b'"%b"' % (b"x" * size)
+            everybody.extend(stand.arrive(parameters=b"%d" % (number % lanes), value=value, total_timeout_s=60.0))
+            if number in leaves:
+                stand.broker.cancel(everybody[number // 2])
+            await asyncio.sleep(gap_ms / 1000)
+        await asyncio.sleep(30.0)
+
+    stand.run(main)
+    assert stand.broker.held == stand.broker.bytes_running("m") == 0
+    assert all(stand.witness.outcome(request) is not None for request in everybody)
+    for size, (at_once, requests) in zip(sizes, most_at_once, strict=True):
+        assert size <= batch_bytes_max or requests == 1
+        assert at_once <= in_flight_bytes_max or at_once == size
+    for parameters in {request.parameters for request in everybody}:
+        sent = [int(r.id) for batch in stand.sent.batches for r in batch if r.parameters == parameters]
+        assert sent == sorted(sent)

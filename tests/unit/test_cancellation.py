@@ -315,7 +315,7 @@ class TaskStand(Stand):
     async def submit(self, name: str) -> Request:
         request = self.request(name, is_task=True, total_timeout_s=600.0)
         accepted: asyncio.Future[CarpoolError | None] = asyncio.get_running_loop().create_future()
-        self.tasks.submit(request, "owner", accepted.set_result)
+        self.tasks.submit(request, accepted.set_result)
         assert await accepted is None
         return request
 
@@ -383,7 +383,7 @@ async def test_deleted_after_the_answer(stand: TaskStand) -> None:
 async def test_the_client_of_a_task_leaves_before_it_is_accepted(stand: TaskStand) -> None:
     """Nobody hears the 202, but what was handed over is kept: it may have been."""
     request = stand.request("t", is_task=True, total_timeout_s=600.0)
-    stand.tasks.submit(request, "owner", lambda error: None)
+    stand.tasks.submit(request, lambda error: None)
     assert request.phase == ADMITTED
     stand.send_now()
     async with asyncio.timeout(5.0):

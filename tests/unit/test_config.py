@@ -56,9 +56,54 @@ def refusal(
     return text
 
 
+class TestBatchBytes:
+    def test_the_defaults(self) -> None:
+        assert (load().batching.batch_bytes_max, load().batching.in_flight_bytes_max) == (32 << 20, 512 << 20)
+
+    def test_a_model_may_have_its_own(self) -> None:
+        settings = load(toml="[models.a]\nbatch_bytes_max = 1000\n[models.b]\n")
+        assert [settings.models[name].batch_bytes_max for name in "ab"] == [1000, None]
+
+    def test_one_batch_fits_among_those_that_run(self) -> None:
+        assert refusal(toml="[batching]\nin_flight_bytes_max = 1000").startswith(
+            "batching.batch_bytes_max must not be above batching.in_flight_bytes_max (1000)"
+        )
+        told = refusal(
+            toml="[batching]\nbatch_bytes_max = 9\nin_flight_bytes_max = 9\n[models.a]\nbatch_bytes_max = 10"
+        )
+        assert told.startswith("models.a.batch_bytes_max (carpool.toml) must not be above")
+
+
+class TestTrustedProxies:
+    def test_nobody_is_trusted_unless_named(self) -> None:
+        assert load().gateway.trusted_proxies == []
+
+    def test_addresses_and_networks(self) -> None:
+        named = ["10.1.2.3", "10.0.0.0/8", "2001:db8::/32", "::1", "::ffff:10.0.0.0/104"]
+        assert load(env={"CARPOOL_GATEWAY_TRUSTED_PROXIES": ",".join(named)}).gateway.trusted_proxies == named
+
+    @pytest.mark.parametrize(
+        "text", ["proxy.example", "10.0.0.0/33", "10.0.0", "10.0.0.1:80", "", "10.0.0.0/255.0.0.1"]
+    )
+    def test_anything_else_is_refused(self, text: str) -> None:
+        told = refusal(toml=f'[gateway]\ntrusted_proxies = ["10.0.0.1", "{text}"]')
+        assert told.startswith("gateway.trusted_proxies (carpool.toml) must have addresses or networks like")
+        assert told.endswith(f"not '{text}'")
+
+    def test_an_address_with_the_bits_of_a_network(self) -> None:
+        """It may be meant as the one or the other, and the one trusts 16 million more."""
+        told = refusal(toml='[gateway]\ntrusted_proxies = ["10.1.2.3/8"]')
+        assert "not '10.1.2.3/8': the address goes on behind" in told
+
+    @pytest.mark.parametrize("text", ["0.0.0.0/0", "::/0", "::ffff:0.0.0.0/96"])
+    def test_not_everybody_can_be_a_proxy(self, text: str) -> None:
+        assert "nobody is a client" in refusal(toml=f'[gateway]\ntrusted_proxies = ["{text}"]')
+
+
 class TestPrecedence:
     def test_nothing_given_gives_the_defaults(self) -> None:
         assert load() == Settings()
+        assert load().upstream.attempts == 4  # the first, and three retries
 
     def test_flags_over_environment_over_file_over_defaults(self) -> None:
         toml = "[gateway]\nport = 1001\nhost = 'file'\npipeline_max = 4\n[batching]\nmax_batch = 7"

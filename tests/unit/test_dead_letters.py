@@ -11,7 +11,7 @@ from carpool.broker.dead_letters import DeadLetterBox, DeadLetterDesk
 from carpool.broker.journal import Journal
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.tasks import Tasks
-from carpool.core.dead_letter import dead_letter_causes, is_dead_letter
+from carpool.core.dead_letter import SynchronousKept, dead_letter_causes, is_dead_letter
 from carpool.core.errors import (
     CarpoolError,
     ClientLeft,
@@ -23,6 +23,7 @@ from carpool.core.errors import (
     QueueTimeout,
     UnknownModel,
     UpstreamFailed,
+    UpstreamProtocolFault,
     all_errors,
 )
 from carpool.core.request import QUEUED, Request
@@ -30,12 +31,13 @@ from carpool.testing import FakeClock, Witness, make_output, make_request
 
 TARGETS_S = (0.05, 0.5)
 REFUSED = InputRefused("the model refused this input: too long")
+CAUSES = dead_letter_causes()
 
 
 class Office:
     """Broker, journal, tasks, and both sides of the dead letters."""
 
-    def __init__(self, waiting_max: int = 1000) -> None:
+    def __init__(self, waiting_max: int = 1000, kept: SynchronousKept = "all") -> None:
         self.clock = FakeClock()
         self.broker = MemoryBroker(waiting_max=waiting_max, bytes_max=10**9, lanes_max=9, tiers=2, clock=self.clock)
         self.broker.when_work_arrives("m", lambda lane: None)
@@ -48,7 +50,7 @@ class Office:
             clock=self.clock,
         )
         self.tasks = Tasks(self.broker, self.journal, prepare=self.prepare, clock=self.clock)
-        self.box = DeadLetterBox(self.journal, clock=self.clock)
+        self.box = DeadLetterBox(self.journal, kept, clock=self.clock)
         self.desk = DeadLetterDesk(
             self.journal, self.tasks, {"m"}, tier_target_s=TARGETS_S, task_timeout_s=600.0, clock=self.clock
         )
@@ -102,7 +104,7 @@ def test_only_what_a_person_should_look_at() -> None:
 
 async def test_a_synchronous_request_is_kept_as_it_was(office: Office) -> None:
     office.clock.advance(5.0)
-    await office.bury("r1", parameters=b'{"a":1}', tier=1)
+    await office.bury("r1", parameters=b'{"a":1}', tier=1, owner="192.0.2.1")
     (summary,) = await office.desk.page(0, 10)
     letter = await office.desk.show(summary.id)
     assert letter.summary == summary
@@ -114,8 +116,30 @@ async def test_a_synchronous_request_is_kept_as_it_was(office: Office) -> None:
         2,
         4 + 7,
     )
-    assert (letter.input, letter.parameters, letter.tier) == (b'"r1"', b'{"a":1}', 1)
+    assert (letter.owner, letter.input, letter.parameters, letter.tier) == ("192.0.2.1", b'"r1"', b'{"a":1}', 1)
     assert office.desk.total() == 1
+
+
+PROTOCOL_FAULT = UpstreamProtocolFault("one output for two inputs")
+
+
+@pytest.mark.parametrize(
+    ("kept", "causes"),
+    [
+        ("poison", ["input-refused"]),
+        ("all", ["input-refused", "upstream-failed", "upstream-protocol-fault"]),
+        ("none", []),
+    ],
+)
+async def test_which_synchronous_requests_are_kept(kept: SynchronousKept, causes: list[str]) -> None:
+    office = Office(kept=kept)
+    for error in (REFUSED, UpstreamFailed("down"), PROTOCOL_FAULT, DeadlineExceeded("late"), QueueFull("full")):
+        office.box.bury(office.request(error.code), error, 4)
+    await until(lambda: office.journal.dead_letters == len(causes))
+    letters = await office.desk.page(0, 10)
+    assert [(letter.cause, letter.request_id, letter.sends) for letter in letters] == [(c, c, 4) for c in causes]
+    assert [cause for cause, number in office.journal.buried.items() if number] == sorted(causes, key=CAUSES.index)
+    await office.journal.close()
 
 
 async def test_neither_a_task_nor_a_settled_request_is_buried_by_hand(office: Office) -> None:
@@ -133,11 +157,12 @@ async def test_neither_a_task_nor_a_settled_request_is_buried_by_hand(office: Of
 
 
 async def test_a_replay_is_a_new_task_that_comes_to_its_outcome(office: Office) -> None:
-    await office.bury("r1", parameters=b'{"a":1}', tier=1)
+    await office.bury("r1", parameters=b'{"a":1}', tier=1, owner="192.0.2.1")
     replayed = await office.desk.replay(1)
     assert replayed.id == 1
     (request,) = office.queued()
     assert (request.id, request.is_task, request.phase) == (replayed.task_id, True, QUEUED)
+    assert request.owner == "192.0.2.1"
     assert (request.input, request.parameters, request.tier) == (b'"r1"', b'{"a":1}', 1)
     assert (request.place, request.deadline) == (office.clock() + 0.5, office.clock() + 600.0)
     assert request.lane == b"prepared"
@@ -294,7 +319,7 @@ async def test_restored_tasks_are_prepared_too(tmp_path: Any) -> None:
         if restored == 0:
             for name in (b'"good"', b'"bad"'):
                 answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-                office.tasks.submit(office.request(name.decode(), name, is_task=True), "", answer.set_result)
+                office.tasks.submit(office.request(name.decode(), name, is_task=True), answer.set_result)
                 assert await answer is None
             office.tasks.drain()
             office.unacceptable = b"bad"

@@ -32,8 +32,8 @@ ROOMY = msgspec.structs.replace(LIMITS, receiving_bytes_max=5_000_000)
 class FakeTransport(asyncio.Transport):
     """Takes notes. Like uvloop's, it refuses to write after the end of its side was sent."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, peername: object = None) -> None:
+        super().__init__({"peername": peername})
         self.written = b""
         self.reading = True
         self.eof = self.closed = self.aborted = False
@@ -848,3 +848,19 @@ def test_an_error_of_the_tree_keeps_its_headers() -> None:
     assert answer.headers["retry-after"] == "7"
     assert answer.headers["x-request-id"] == "mine"
     assert json.loads(answer.body)["request_id"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("peername", "address"),
+    [
+        (("192.0.2.1", 1234), "192.0.2.1"),
+        (("2001:db8::1", 1234, 0, 0), "2001:db8::1"),
+        ("/run/client.sock", ""),
+        ("", ""),
+        (None, ""),
+    ],
+)
+def test_whose_connection_it_is(peername: object, address: str) -> None:
+    connection = Connection(Face().server)
+    connection.connection_made(FakeTransport(peername))
+    assert connection.peer.address == address

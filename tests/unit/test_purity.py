@@ -10,6 +10,7 @@ import carpool
 ROOT = Path(carpool.__file__).parent
 IMPURE = {"asyncio", "random", "secrets", "selectors", "socket", "ssl", "subprocess", "threading", "time", "uvloop"}
 PURE = [
+    "admission/owners.py",
     "batching/policy.py",
     "batching/rate.py",
     "broker/lanes.py",

@@ -48,7 +48,7 @@ class Office:
         self.tasks = Tasks(self.broker, self.journal, clock=self.clock)
 
     def request(self, name: str = "t1", **options: Any) -> Request:
-        given = {"is_task": True, "total_timeout_s": 600.0, "tier": 2, **options}
+        given = {"is_task": True, "total_timeout_s": 600.0, "tier": 2, "owner": "owner", **options}
         return make_request(name, Witness(), now=self.clock(), **given)
 
     def restore(self, models: str = "m") -> int:
@@ -56,7 +56,7 @@ class Office:
 
     async def submit(self, name: str = "t1", **options: Any) -> Request:
         request = self.request(name, **options)
-        assert await told(lambda done: self.tasks.submit(request, "owner", done)) is None
+        assert await told(lambda done: self.tasks.submit(request, done)) is None
         return request
 
     async def look(self, name: str = "t1", wait_s: float = 0.0, *, forget: bool = False) -> Any:
@@ -102,7 +102,7 @@ async def office() -> AsyncIterator[Office]:
 async def test_a_task_is_accepted_and_queued_only_when_it_is_safe(office: Office) -> None:
     request = office.request()
     answers: list[CarpoolError | None] = []
-    office.tasks.submit(request, "owner", answers.append)
+    office.tasks.submit(request, answers.append)
     assert (answers, office.broker.depth, office.broker.held) == ([], 0, 1)
     await until(lambda: bool(answers))
     assert answers == [None]
@@ -113,13 +113,13 @@ async def test_a_task_is_accepted_and_queued_only_when_it_is_safe(office: Office
 
 async def test_a_full_broker_accepts_no_task(office: Office) -> None:
     request = office.request(value=b"x" * 1001)
-    assert isinstance(await told(lambda done: office.tasks.submit(request, "o", done)), QueueFull)
+    assert isinstance(await told(lambda done: office.tasks.submit(request, done)), QueueFull)
     assert (office.broker.held, office.journal.tasks_pending) == (0, 0)
 
 
 async def test_a_full_journal_accepts_no_task(office: Office) -> None:
     request = office.request(parameters=b"x" * 10_001)
-    assert isinstance(await told(lambda done: office.tasks.submit(request, "o", done)), QueueFull)
+    assert isinstance(await told(lambda done: office.tasks.submit(request, done)), QueueFull)
     assert (request.phase, office.broker.held) == (DONE, 0)
     assert isinstance(await office.look(request.id), UnknownTask)
 
@@ -128,7 +128,7 @@ async def test_a_journal_that_fails_accepts_no_task() -> None:
     office = Office()
     await office.journal.close()
     request = office.request()
-    assert isinstance(await told(lambda done: office.tasks.submit(request, "o", done)), JournalFailed)
+    assert isinstance(await told(lambda done: office.tasks.submit(request, done)), JournalFailed)
     assert (office.broker.held, request.phase, repr(office.tasks)) == (0, DONE, "<Tasks live=0>")
 
 
@@ -243,7 +243,7 @@ async def test_a_result_that_nobody_was_there_to_read_is_not_forgotten(office: O
 async def test_tasks_leave_room_for_those_who_wait_on_the_line(office: Office) -> None:
     office.tasks._waiting_max = 1
     await office.submit()
-    refusal = await told(lambda done: office.tasks.submit(office.request("t2"), "owner", done))
+    refusal = await told(lambda done: office.tasks.submit(office.request("t2"), done))
     assert isinstance(refusal, QueueFull)
 
 
@@ -392,6 +392,7 @@ async def test_restored_tasks_run_in_order_and_downtime_does_not_count(tmp_path:
     first, second = office.take()
     assert (first.id, second.id) == ("a", "b")
     assert (first.input, first.parameters, first.is_task, first.size) == (b'"in"', b"{}", True, 4)
+    assert (first.owner, (await office.look("a")).owner) == ("owner", "owner")
     assert first.deadline - clock() == pytest.approx(600.0, abs=1.0)
     for request in (first, second):
         office.broker.settle(request, make_output(b"1"))

@@ -1,12 +1,14 @@
 """Who comes in: credential → rate limit → shed → permit. Nothing past the gate is refused for load.
 
-For now there are no credentials: everybody is anonymous, of the lowest tier. The permit is the broker's bound.
+For now there are no credentials: a caller is its address (owners.py), of the lowest tier. The permit is the broker's
+bound.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
+from carpool.admission.owners import Owners
 from carpool.core.errors import CarpoolError, Draining, UpstreamDown
-from carpool.core.ports import Availability, Caller, Intake, TaskBoard
+from carpool.core.ports import Availability, Caller, Intake, Peer, TaskBoard
 from carpool.core.request import Request
 
 
@@ -14,19 +16,31 @@ class Gate:
     """Admits requests to the broker, or says why not."""
 
     def __init__(
-        self, broker: Intake, tasks: TaskBoard, upstreams: Mapping[str, Availability], lowest_tier: int
+        self,
+        broker: Intake,
+        tasks: TaskBoard,
+        upstreams: Mapping[str, Availability],
+        lowest_tier: int,
+        trusted_proxies: Iterable[str] = (),
     ) -> None:
         self._broker = broker
         self._tasks = tasks
         # By model.
         self._upstreams = upstreams
-        self._anonymous = Caller(owner="", tier=lowest_tier)
+        self._lowest_tier = lowest_tier
+        self._owners = Owners(trusted_proxies)
         # Closed at the end of a drain, when nothing could be finished any more.
         self.closed = False
 
-    def identify(self, headers: dict[bytes, bytes]) -> Caller:
-        """The caller behind a request's headers."""
-        return self._anonymous
+    def identify(self, headers: dict[bytes, bytes], peer: Peer) -> Caller:
+        """The caller behind a request with these headers, which came over the connection to `peer`."""
+        caller = peer.caller
+        if caller is None:  # the first request of this connection
+            peer.is_trusted_proxy = self._owners.is_trusted(peer.address)
+            caller = peer.caller = Caller(self._owners.of_peer(peer.address), self._lowest_tier)
+        if peer.is_trusted_proxy and (owner := self._owners.behind(headers.get(b"x-forwarded-for", b""))):
+            return Caller(owner, self._lowest_tier)
+        return caller
 
     def admit(self, request: Request) -> CarpoolError | None:
         """Let a synchronous request in, or say why not."""
@@ -38,12 +52,12 @@ class Gate:
             return UpstreamDown(down, retry_after_s=upstream.retry_after_s())
         return self._broker.submit(request)
 
-    def admit_task(self, request: Request, caller: Caller, accepted: Callable[[CarpoolError | None], None]) -> None:
+    def admit_task(self, request: Request, accepted: Callable[[CarpoolError | None], None]) -> None:
         """Let a task in: `accepted(None)` once it is safe, or `accepted(error)`."""
         if self.closed:
             accepted(leaving())
         else:
-            self._tasks.submit(request, caller.owner, accepted)
+            self._tasks.submit(request, accepted)
 
 
 def leaving() -> Draining:

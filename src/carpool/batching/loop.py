@@ -3,6 +3,9 @@
 One loop per model. It is woken by an arrival, a freed slot or its timer, and runs when a batch is full and once for
 all else that happened in one turn of the event loop: its cost is per batch and not per request. It cannot raise: a
 failure is logged and the loop wakes again a moment later.
+
+Bytes are bounded too: those of a batch, and those of all batches that run. While there is no room for one more batch,
+no slot counts as free; an outcome makes room, and rings.
 """
 
 import asyncio
@@ -40,11 +43,15 @@ class BatchLoop:
         *,
         max_batch: int,
         max_wait_s: float,
+        batch_bytes_max: float = inf,
+        in_flight_bytes_max: float = inf,
         clock: Clock = monotonic,
     ) -> None:
         self.model = model
         self.max_batch = max_batch
         self.max_wait_s = max_wait_s
+        self.batch_bytes_max = batch_bytes_max
+        self.in_flight_bytes_max = in_flight_bytes_max
         self.policy = policy
         self.service_s = SERVICE_S_PRIOR
         self._service_known = False
@@ -65,6 +72,7 @@ class BatchLoop:
         self._is_running = False
         self._timer: asyncio.TimerHandle | None = None
         broker.when_work_arrives(model, self.arrived)
+        broker.when_bytes_free(model, self.ring)
         slots.when_slot_frees(self.ring)
 
     def arrived(self, lane: LaneQueue) -> None:
@@ -86,6 +94,11 @@ class BatchLoop:
     def limit_batches(self, batch_max: int) -> None:
         """The upstream takes no more than this at once: never send more from now on."""
         self.max_batch = max(1, min(self.max_batch, batch_max))
+
+    def free_slots(self) -> int:
+        """Slots that could take a batch now."""
+        # Room for less than a whole batch would be spent on small ones, one after the other.
+        return self._slots.free() if self._room_bytes() >= self.batch_bytes_max else 0
 
     def drain(self) -> None:
         """Wait for no more company."""
@@ -111,8 +124,8 @@ class BatchLoop:
 
     def _send_what_is_ready(self, now: float) -> float:
         """Fill free slots, best lane first; returns when to look again."""
-        if self._slots.free() <= 0:
-            return inf  # a freed slot will ring
+        if self.free_slots() <= 0:
+            return inf  # a freed slot, or an outcome that makes room, will ring
         wake = inf
         # Each lane is planned once, and again when its turn has come: the slots may have gone to others meanwhile.
         ready: list[tuple[float, int, LaneQueue]] = []
@@ -125,39 +138,53 @@ class BatchLoop:
             elif isinstance(plan, WaitUntil):
                 wake = min(wake, plan.at)
         heapify(ready)
-        while ready and self._slots.free() > 0:
+        while ready and self.free_slots() > 0:
             _, number, lane = heappop(ready)
             if not lane.waiting or (lane.is_apart and self._slots.free_apart() <= 0):
                 continue
             plan = self.policy.plan(self._view(lane, now), now)
             if isinstance(plan, Send):
-                self._send(lane, plan, now)
+                if not self._send(lane, plan, now):
+                    return inf  # nobody overtakes it: an outcome will make room for it, and ring
                 if lane.waiting:
                     heappush(ready, (lane.place(), number, lane))
             elif isinstance(plan, WaitUntil):
                 wake = min(wake, plan.at)
-        return wake if self._slots.free() > 0 else inf
+        return wake if self.free_slots() > 0 else inf
 
-    def _send(self, lane: LaneQueue, send: Send, now: float) -> None:
+    def _send(self, lane: LaneQueue, send: Send, now: float) -> bool:
+        """Send a batch; false if too many bytes are under way for the one whose turn it is."""
         # Promise 4, whatever a policy says; and at least one, so that the lane gets shorter.
         largest = self._dispatcher.batch_max(lane, self.max_batch)
-        batch = self._broker.take(lane, min(max(send.count, 1), largest), now)
+        count = min(max(send.count, 1), largest)
+        is_full = self._is_full_of_bytes(lane)
+        batch = self._broker.take(lane, count, now, self.batch_bytes_max, self._room_bytes())
         if not batch:
-            return  # all of them had expired; the lane is shorter now
+            return not lane.waiting  # all of them had expired, or the first one is too large for now
         self._dispatcher.dispatch(batch, self._batch_ended)  # first: nothing that fails may come between
         self.batches[send.reason] = self.batches.get(send.reason, 0) + 1
         self.batch_sizes.observe(len(batch))
-        self.policy.sent(len(batch), largest)
+        self.policy.sent(largest if is_full else len(batch), largest)
+        return True
+
+    def _is_full_of_bytes(self, lane: LaneQueue) -> bool:
+        """To the policy this is as good as `max_batch` requests: no company could come along."""
+        return lane.waiting_bytes >= self.batch_bytes_max
+
+    def _room_bytes(self) -> float:
+        """What may be sent beside what runs; anything, if nothing does."""
+        running = self._broker.bytes_running(self.model)
+        return self.in_flight_bytes_max - running if running else inf
 
     def _view(self, lane: LaneQueue, now: float) -> View:
         rate: ArrivalRate | None = lane.batching_notes
         if rate is None:
             rate = lane.batching_notes = ArrivalRate()
         return View(
-            waiting=lane.waiting,
+            waiting=max(lane.waiting, self.max_batch) if self._is_full_of_bytes(lane) else lane.waiting,
             oldest=lane.oldest(),
             rate=rate.update(lane.arrivals, now),
-            free=self._slots.free(),
+            free=self.free_slots(),
             slots=self._slots.total(),
             service_s=self.service_s,
             max_batch=self._dispatcher.batch_max(lane, self.max_batch),

@@ -1,6 +1,7 @@
 """Dead letters in the journal: how they come in, and what a person does with them.
 
-1. A task becomes one together with its result (tasks.py); a synchronous request by `DeadLetterBox.bury`.
+1. A task becomes one together with its result (tasks.py); a synchronous request by `DeadLetterBox.bury`, if such ones
+   are kept.
 2. A replay is a new task with an id of its own: the old one has its outcome already. The letter goes in the transaction
    that accepts the task, so it is never lost, and never replayed twice.
 3. `replay_all` ends (replays.py): letters that its own tasks come back as are younger than where it stops.
@@ -16,7 +17,14 @@ from carpool.broker.journal_writer import no_such_letter
 from carpool.broker.replays import PAGE_BYTES_MAX, PAGE_MAX, ReplayRun, answer_of, not_served, replay_request
 from carpool.broker.tasks import Tasks
 from carpool.core.clock import Clock, monotonic
-from carpool.core.dead_letter import DeadLetterSummary, Replayed, ReplayReport, StoredDeadLetter
+from carpool.core.dead_letter import (
+    DeadLetterSummary,
+    Replayed,
+    ReplayReport,
+    StoredDeadLetter,
+    SynchronousKept,
+    is_kept,
+)
 from carpool.core.errors import CarpoolError
 from carpool.core.request import DONE, Request
 
@@ -24,18 +32,21 @@ from carpool.core.request import DONE, Request
 class DeadLetterBox:
     """Keeps synchronous requests that were given up on (core.ports.DeadLetters)."""
 
-    def __init__(self, journal: Journal, clock: Clock = monotonic) -> None:
+    def __init__(self, journal: Journal, kept: SynchronousKept = "poison", clock: Clock = monotonic) -> None:
         self._journal = journal
+        self._kept = kept
         self._clock = clock
 
     def bury(self, request: Request, error: CarpoolError, sends: int) -> None:
-        """Keep a request with its error, if there is room; to be called before it is settled."""
+        """Keep a request with its error, if such ones are kept and there is room; before it is settled."""
         if request.is_task or request.phase == DONE:  # a task's result buries it; who has left, left no input
+            return
+        if not is_kept(self._kept, error):
             return
         now = time.time()
         record = TaskRecord(
             id=request.id,
-            owner="",
+            owner=request.owner,
             model=request.model,
             parameters=request.parameters,
             input=request.input,
@@ -88,7 +99,7 @@ class DeadLetterDesk:
             raise not_served()
         request = replay_request(letter, self._tasks, self._clock(), self._tier_target_s, self._task_timeout_s)
         self._tasks.prepare(request)
-        await answer_of(lambda done: self._tasks.submit(request, letter.owner, done, letter_id))
+        await answer_of(lambda done: self._tasks.submit(request, done, letter_id))
         return Replayed(letter_id, request.id)
 
     async def replay_all(self, cause: str | None) -> ReplayReport:

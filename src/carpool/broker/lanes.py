@@ -5,9 +5,12 @@
    arrivals' places grow. With `strict`, a higher tier always goes first.
 2. A request that was settled while it waited (client left, queue timeout) stays in its deque until it comes to the
    head, but counts no longer. When the dead outnumber the living the deques are rebuilt, so memory follows the living.
+3. A batch is bounded in bytes too: it ends before the request with which it would have too many. Nobody overtakes that
+   one. The first is taken however large it is, so that the lane gets shorter, unless there is no room for it at all.
 """
 
 from collections import deque
+from math import inf
 from typing import Any
 
 from carpool.core.request import APART, DONE, QUEUED, RUNNING, Request
@@ -31,6 +34,7 @@ class Lane:
         "key",
         "model",
         "waiting",
+        "waiting_bytes",
     )
 
     def __init__(self, model: str, key: bytes, tiers: int, strict: bool = False) -> None:
@@ -38,6 +42,7 @@ class Lane:
         self.key = key
         self.is_apart = key.endswith(APART)
         self.waiting = 0
+        self.waiting_bytes = 0
         self.arrivals = 0
         self.batching_notes: Any = None
         self._strict = strict
@@ -53,6 +58,7 @@ class Lane:
         """Let a request wait."""
         request.phase = QUEUED
         self.waiting += 1
+        self.waiting_bytes += request.size
         self.arrivals += 1
         self._tier_of(request).append(request)
 
@@ -60,6 +66,7 @@ class Lane:
         """Let a request that was taken wait again, before those behind it: it has waited already."""
         request.phase = QUEUED
         self.waiting += 1
+        self.waiting_bytes += request.size
         tier = self._tier_of(request)
         later: list[Request] = []
         while tier and tier[0].place < request.place:  # a few at most: others that were put back
@@ -70,6 +77,7 @@ class Lane:
     def forget(self, request: Request) -> None:
         """Count out a waiting request that is about to be settled."""
         self.waiting -= 1
+        self.waiting_bytes -= request.size
         self._dead += 1
         if self._dead > REBUILD_DEAD_MIN and self._dead > self.waiting:
             self._tiers = [deque(r for r in tier if r.phase == QUEUED and r is not request) for tier in self._tiers]
@@ -91,11 +99,17 @@ class Lane:
         """All that wait, tier by tier."""
         return [request for tier in self._tiers for request in tier if request.phase == QUEUED]
 
-    def take(self, count: int, now: float) -> tuple[list[Request], list[Request]]:
-        """Remove up to `count` in order, and with them those whose deadline has passed, which do not count."""
+    def take(
+        self, count: int, now: float, bytes_max: float = inf, room_bytes: float = inf
+    ) -> tuple[list[Request], list[Request]]:
+        """Remove up to `count` in order, and with them those whose deadline has passed, which do not count.
+
+        At most `bytes_max` bytes together; a larger one comes alone, if it has not more than `room_bytes`.
+        """
         batch: list[Request] = []
         expired: list[Request] = []
-        while len(batch) < count and self.waiting:
+        bytes_left = min(bytes_max, room_bytes)
+        while len(batch) < count and self.waiting and bytes_left >= 0:
             tiers = self._live_tiers()
             if len(tiers) == 1:
                 tier, bound = tiers[0], None
@@ -104,7 +118,7 @@ class Lane:
                     tiers.sort(key=_head_place)
                 tier = tiers[0]
                 bound = None if self._strict else tiers[1][0].place
-            self._take_from(tier, bound, count - len(batch), now, batch, expired)
+            bytes_left = self._take_from(tier, bound, count, now, bytes_left, room_bytes, batch, expired)
         return batch, expired
 
     def _take_from(
@@ -113,26 +127,36 @@ class Lane:
         bound: float | None,
         count: int,
         now: float,
+        bytes_left: float,
+        room_bytes: float,
         batch: list[Request],
         expired: list[Request],
-    ) -> None:
-        """Move requests from one tier while its head is still the best (its place not after `bound`)."""
-        while tier and count:
+    ) -> float:
+        """Move requests from one tier while its head is still the best (its place not after `bound`) and there is room.
+
+        Returns the bytes left; below 0 if there is no room for the next one.
+        """
+        while tier and len(batch) < count and bytes_left >= 0:
             request = tier[0]
             if request.phase == DONE:
                 self._dead -= 1
             elif bound is not None and request.place > bound:
-                return
+                return bytes_left
             else:
+                is_live = request.deadline > now
+                if is_live and request.size > bytes_left and (batch or request.size > room_bytes):
+                    return -1.0
                 self.waiting -= 1
+                self.waiting_bytes -= request.size
                 request.phase = RUNNING
                 request.taken = now
-                if request.deadline > now:
+                if is_live:
+                    bytes_left -= request.size
                     batch.append(request)
-                    count -= 1
                 else:
                     expired.append(request)
             tier.popleft()
+        return bytes_left
 
     def _tier_of(self, request: Request) -> deque[Request]:
         return self._tiers[request.tier + self._task_lines if request.is_task else request.tier]

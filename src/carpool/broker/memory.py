@@ -51,6 +51,9 @@ class MemoryBroker:
         # Per model, by lane key: the lanes in which requests wait, and those that are empty now.
         self._active: dict[str, dict[bytes, Lane]] = {}
         self._idle: dict[tuple[str, bytes], Lane] = {}
+        # By model: bytes of the inputs that were taken and have no outcome yet; whom to tell that they became fewer.
+        self._running_bytes: dict[str, int] = {}
+        self._bytes_freed: dict[str, Callable[[], None]] = {}
         self._arrived: dict[str, Callable[[LaneQueue], None]] = {}
         self._deadlines = Deadlines()
         # For metrics: arrivals by model, outcomes by code, and how long requests waited for a slot.
@@ -82,7 +85,16 @@ class MemoryBroker:
         """Have `arrived(lane)` called for each arrival. Models are known before the first request."""
         self._arrived[model] = arrived
         self._active.setdefault(model, {})
+        self._running_bytes.setdefault(model, 0)
         self.arrivals.setdefault(model, 0)
+
+    def when_bytes_free(self, model: str, ring: Callable[[], None]) -> None:
+        """Have `ring` called when fewer bytes are under way than before."""
+        self._bytes_freed[model] = ring
+
+    def bytes_running(self, model: str) -> int:
+        """Bytes of the inputs of one model that were taken and have no outcome yet."""
+        return self._running_bytes[model]
 
     def submit(self, request: Request) -> CarpoolError | None:
         """Queue the request, or say why not."""
@@ -144,15 +156,18 @@ class MemoryBroker:
         if len(batch) != len(outputs):  # before anybody could get another's output
             raise ValueError(f"{len(outputs)} outputs for {len(batch)} requests")
         now = self._clock()
-        settled = 0
+        settled = settled_bytes = 0
         for request, output in zip(batch, outputs, strict=True):
             if request.phase != DONE:  # the client may have left meanwhile
                 settled += 1
+                settled_bytes += request.size
                 # Before it is told: the next request of the same client may come from there.
                 self.held -= 1
                 self.held_bytes -= request.size
                 request.settle(output, now)
         self.outcomes["ok"] = self.outcomes.get("ok", 0) + settled
+        if settled:
+            self._runs_no_more(batch[0].model, settled_bytes)
 
     def put_back(self, requests: Sequence[Request]) -> None:
         """Let requests that were taken wait again, before those who came after them."""
@@ -165,6 +180,7 @@ class MemoryBroker:
                 lane = self._active[model].get(key) or self._activate(model, key)
                 lane.put_back(request)
                 lanes[id(lane)] = lane
+                self._runs_no_more(model, request.size)
         for lane in lanes.values():
             self._arrived[lane.model](lane)
 
@@ -182,10 +198,17 @@ class MemoryBroker:
         """The lanes of one model in which requests wait."""
         return list(self._active[model].values())
 
-    def take(self, lane: LaneQueue, count: int, now: float) -> list[Request]:
-        """Remove up to `count` requests, best place first, none of them past its deadline."""
+    def take(
+        self, lane: LaneQueue, count: int, now: float, bytes_max: float = inf, room_bytes: float = inf
+    ) -> list[Request]:
+        """Remove up to `count` requests with up to `bytes_max` bytes, best place first, none of them past its deadline.
+
+        One that is larger comes alone, and only if it has not more than `room_bytes`.
+        """
         assert isinstance(lane, Lane)
-        batch, expired = lane.take(count, now)
+        waiting_bytes = lane.waiting_bytes
+        batch, expired = lane.take(count, now, bytes_max, room_bytes)
+        self._running_bytes[lane.model] += waiting_bytes - lane.waiting_bytes
         if self._offenders and not lane.is_apart:
             # Their owners were found to be offenders while they waited.
             model = lane.model
@@ -229,6 +252,14 @@ class MemoryBroker:
             lane.forget(request)
             if not lane.waiting:
                 self._retire(lane)
+        elif request.phase == RUNNING:
+            self._runs_no_more(request.model, request.size)
+
+    def _runs_no_more(self, model: str, size: int) -> None:
+        """So many bytes fewer are under way: the batching loop may wait for that."""
+        self._running_bytes[model] -= size
+        if (ring := self._bytes_freed.get(model)) is not None:
+            ring()
 
     def _activate(self, model: str, key: bytes) -> Lane:
         """The lane for a first request: the one that was emptied, with its history, or a new one."""

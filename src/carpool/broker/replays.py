@@ -83,6 +83,7 @@ def replay_request(
         deadline=now + timeout_s,
         waiter=waiter,
         is_task=True,
+        owner=letter.owner,
     )
 
 

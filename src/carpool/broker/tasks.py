@@ -89,6 +89,7 @@ class Tasks:
                 deadline=now + record.deadline - uptime,
                 waiter=self,
                 is_task=True,
+                owner=record.owner,
             )
             self._live[record.id] = LiveTask(request, record.submitted_wall)
             fault: CarpoolError | None = None
@@ -108,7 +109,6 @@ class Tasks:
     def submit(
         self,
         request: Request,
-        owner: str,
         accepted: Callable[[CarpoolError | None], None],
         letter_id: int | None = None,
     ) -> None:
@@ -125,7 +125,7 @@ class Tasks:
         task = LiveTask(request, time.time())
         record = TaskRecord(
             id=request.id,
-            owner=owner,
+            owner=request.owner,
             model=request.model,
             parameters=request.parameters,
             input=request.input,
@@ -251,7 +251,7 @@ class Tasks:
         return polls
 
     def _pending(self, task: LiveTask) -> StoredTask:
-        return StoredTask(task.request.id, "", "PENDING", None, None, task.submitted_wall)
+        return StoredTask(task.request.id, task.request.owner, "PENDING", None, None, task.submitted_wall)
 
 
 def no_such_task() -> UnknownTask:

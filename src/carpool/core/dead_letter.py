@@ -1,8 +1,13 @@
 """Dead letters: requests given up on, kept with their error for a person to replay or drop."""
 
+from typing import Literal
+
 import msgspec
 
 from carpool.core.errors import CarpoolError, DeadlineExceeded, InputRefused, UpstreamError, all_errors
+
+# Which synchronous requests are kept: those that are poison, all that are worth a look, or none.
+SynchronousKept = Literal["poison", "all", "none"]
 
 
 class DeadLetterSummary(msgspec.Struct, frozen=True, gc=False):
@@ -53,6 +58,13 @@ class ReplayReport(msgspec.Struct, frozen=True):
 def is_dead_letter(error: CarpoolError) -> bool:
     """Whether a request that failed so is worth a look: the upstream failed it, or the model refused it."""
     return isinstance(error, UpstreamError | InputRefused) and not isinstance(error, DeadlineExceeded)
+
+
+def is_kept(kept: SynchronousKept, error: CarpoolError) -> bool:
+    """Whether a synchronous request that failed so is kept: its client was told, and can send it again."""
+    if kept == "poison":
+        return isinstance(error, InputRefused)
+    return kept == "all" and is_dead_letter(error)
 
 
 def dead_letter_causes() -> list[str]:

@@ -1,6 +1,7 @@
 """The Protocols between the stages. A stage knows its neighbours by these alone; `app.py` plugs them together."""
 
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from typing import Any, Protocol
 
 import msgspec
@@ -18,8 +19,9 @@ class LaneQueue(Protocol):
     model: str
     # What its requests have in common: their parameters, and what their protocol adds.
     key: bytes
-    # Requests waiting now.
+    # Requests waiting now, and the bytes of their inputs.
     waiting: int
+    waiting_bytes: int
     # How many have ever arrived; batching derives the arrival rate from it.
     arrivals: int
     # The lane of offenders, who share no batch with others.
@@ -75,8 +77,22 @@ class Broker(Intake, Returns, Protocol):
         """The lanes of one model in which requests wait."""
         ...
 
-    def take(self, lane: LaneQueue, count: int, now: float) -> list[Request]:
-        """Remove up to `count` requests, best place first, none of them past its deadline."""
+    def take(
+        self, lane: LaneQueue, count: int, now: float, bytes_max: float = inf, room_bytes: float = inf
+    ) -> list[Request]:
+        """Remove up to `count` requests, best place first, none of them past its deadline.
+
+        Together they have at most `bytes_max` bytes, but for a first one that is larger: it comes alone. One with more
+        than `room_bytes` stays where it is, and so do those behind it.
+        """
+        ...
+
+    def bytes_running(self, model: str) -> int:
+        """Bytes of the inputs of one model that were taken and have no outcome yet."""
+        ...
+
+    def when_bytes_free(self, model: str, ring: Callable[[], None]) -> None:
+        """Have `ring` called when `bytes_running` of `model` has become less."""
         ...
 
     def when_work_arrives(self, model: str, arrived: Callable[[LaneQueue], None]) -> None:
@@ -137,9 +153,10 @@ class DeadLetters(Protocol):
     """Where requests go that were given up on and are worth a look."""
 
     def bury(self, request: Request, error: CarpoolError, sends: int) -> None:
-        """Keep a synchronous request with its error, if there is room. To be called before it is settled.
+        """Keep a synchronous request with its error, if such ones are kept and there is room.
 
-        A task needs no call: it becomes a dead letter together with its outcome.
+        To be called before it is settled, whatever the error: which ones are kept is a setting. A task needs no call:
+        it becomes a dead letter together with its outcome.
         """
         ...
 
@@ -179,7 +196,7 @@ class DeadLetterDesk(Protocol):
 class TaskBoard(Protocol):
     """Accepts tasks and tells what became of them."""
 
-    def submit(self, request: Request, owner: str, accepted: Callable[[CarpoolError | None], None]) -> None:
+    def submit(self, request: Request, accepted: Callable[[CarpoolError | None], None]) -> None:
         """Accept a task: `accepted(None)` once it is safe, or `accepted(error)`."""
         ...
 
@@ -208,17 +225,27 @@ class Caller(msgspec.Struct, frozen=True):
     tier: int
 
 
+class Peer(msgspec.Struct, eq=False):
+    """The other end of a connection: what is found out once for all requests that come over it."""
+
+    # Its address; "" for a Unix socket, or if it is not known.
+    address: str = ""
+    # What admission keeps about it: for whom it asks, None until that is known, and whether it may name another.
+    caller: Caller | None = None
+    is_trusted_proxy: bool = False
+
+
 class Admission(Protocol):
     """Who comes in. Nothing past it is refused for load."""
 
-    def identify(self, headers: dict[bytes, bytes]) -> Caller:
-        """The caller behind a request's headers."""
+    def identify(self, headers: dict[bytes, bytes], peer: Peer) -> Caller:
+        """The caller behind a request with these headers, which came over the connection to `peer`."""
         ...
 
     def admit(self, request: Request) -> CarpoolError | None:
         """Let a synchronous request in, or say why not."""
         ...
 
-    def admit_task(self, request: Request, caller: Caller, accepted: Callable[[CarpoolError | None], None]) -> None:
+    def admit_task(self, request: Request, accepted: Callable[[CarpoolError | None], None]) -> None:
         """Let a task in: `accepted(None)` once it is safe, or `accepted(error)`."""
         ...

@@ -63,7 +63,7 @@ class Request(msgspec.Struct, eq=False):
     number: int = 0
     # A task outlives its client and this process; a synchronous request does not.
     is_task: bool = False
-    # Whom it counts for: the client's address.
+    # Whom it counts for, in at most 64 ASCII characters; "" if that is not known. Admission says so.
     owner: str = ""
     # Its owner is an offender: it rides with offenders only. Kept by the broker.
     is_apart: bool = False

@@ -18,13 +18,15 @@ from support.upstreams import MIB, WRONG_BODIES, ScriptedUpstream, scripted_upst
 TOTAL_TIMEOUT_S = 2.0
 # What is reached faster than by default, so that a test of twenty faults takes seconds.
 QUICK = {
-    "upstream.timeout_s": 0.6,
+    "upstream.timeout_s": 0.4,
     "upstream.backoff_ms": 10,
     # What each fault does by itself is looked at here; resilience.py looks at what the breaker makes of many.
     "upstream.breaker_failures": 1000,
     "broker.queue_timeout_s": 1.5,
     "broker.total_timeout_s": TOTAL_TIMEOUT_S,
 }
+# For one batch, by default.
+ATTEMPTS = 4
 # Beyond the deadline, for the way back on a busy machine.
 SLACK_S = 1.5
 # One attempt reads up to 64 MiB; an answer of 100 MB, read whole and joined, would be 190 MiB.

@@ -19,7 +19,7 @@ from carpool.broker.redis.keys import Keys, Shard
 from carpool.broker.redis.leases import Lease, by_stream, parts_of
 from carpool.broker.redis.link import ignore
 from carpool.broker.redis.nodes import Nodes, RedisFailure, Refused
-from carpool.broker.redis.records import FORMAT_VERSION, CallRecord, Reply, encode_reply
+from carpool.broker.redis.records import REPLY_FORMAT, CallRecord, Reply, encode_reply
 from carpool.broker.redis.scripts import DONE, RELEASE, REPLY
 from carpool.broker.redis.tasks import TaskResults
 from carpool.core.clock import Clock, monotonic
@@ -154,12 +154,12 @@ class Answers:
 
     def _send(self, gateway: bytes, outbox: Outbox) -> None:
         try:
-            reply = encode_reply(Reply(FORMAT_VERSION, outbox.calls, outbox.outputs, outbox.errors, []))
+            reply = encode_reply(Reply(REPLY_FORMAT, outbox.calls, outbox.outputs, outbox.errors, []))
         except Exception:  # a value that cannot be written must not cost others their outcomes
             logger.exception("outcomes could not be written")
             tickets = [output[0] for output in outbox.outputs] + [error[0] for error in outbox.errors]
             sorry = InternalError.code, "the outcome could not be written", None
-            reply = encode_reply(Reply(FORMAT_VERSION, [], [], [(ticket, *sorry) for ticket in tickets], []))
+            reply = encode_reply(Reply(REPLY_FORMAT, [], [], [(ticket, *sorry) for ticket in tickets], []))
         self._write(gateway, reply, outbox.leases, outbox.useless_at)
 
     def _write(self, gateway: bytes, reply: bytes, leases: list[Lease], useless_at: float) -> None:

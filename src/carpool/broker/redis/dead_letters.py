@@ -1,7 +1,7 @@
 """Dead letters in Redis: how they come in, and what a person does with them.
 
 1. A task becomes one in the step that writes its result (`letter_of`, tasks.py); a synchronous request by
-   `RedisDeadLetterBox.bury`.
+   `RedisDeadLetterBox.bury`, if such ones are kept.
 2. Every shard keeps letters, at most so many; the oldest go first. The id of a letter tells its shard, and rises.
 3. A replay is a new task in the letter's shard; the letter goes in the step that accepts it, so it is never lost, and
    never replayed twice.
@@ -29,8 +29,10 @@ from carpool.core.dead_letter import (
     Replayed,
     ReplayReport,
     StoredDeadLetter,
+    SynchronousKept,
     dead_letter_causes,
     is_dead_letter,
+    is_kept,
 )
 from carpool.core.errors import CarpoolError, Malformed
 from carpool.core.request import DONE, Request
@@ -59,10 +61,12 @@ class RedisDeadLetterBox:
         keys: Keys,
         *,
         letters_max_per_shard: int,
+        kept: SynchronousKept = "poison",
         now_ms: Callable[[], bytes] = lambda: b"",
     ) -> None:
         self._nodes = nodes
         self._keys = keys
+        self._kept = kept
         self._letters_max = letters_max_per_shard
         self._now_ms = now_ms
         self._next_shard = 0
@@ -74,7 +78,20 @@ class RedisDeadLetterBox:
         self.failures = 0
 
     def bury(self, request: Request, error: CarpoolError, sends: int) -> None:
-        """Keep a request with its error, if there is room; to be called before it is settled."""
+        """Keep a request with its error, if such ones are kept and there is room; before it is settled."""
+        if is_kept(self._kept, error):
+            self._bury(request, error, sends)
+
+    def bury_suspect(self, request: Request, error: CarpoolError, sends: int) -> None:
+        """Keep a request that batchers did not survive: it is poison, whatever its error says."""
+        if self._kept != "none":
+            self._bury(request, error, sends)
+
+    def count(self, cause: str) -> None:
+        """A request was given up on; also for tasks (TaskResults tells of them)."""
+        self.buried[cause] = self.buried.get(cause, 0) + 1
+
+    def _bury(self, request: Request, error: CarpoolError, sends: int) -> None:
         if request.is_task or request.phase == DONE:  # a task's result buries it; who has left, left no input
             return
         self.count(error.code)
@@ -88,13 +105,16 @@ class RedisDeadLetterBox:
             BURY,
             shard.slot,
             (shard.letters, shard.letter_bodies, shard.counts),
-            (self._now_ms(), shard.number, self._letters_max, encode_letter(request, error, sends), request.input),
+            (
+                self._now_ms(),
+                shard.number,
+                self._letters_max,
+                request.owner.encode(),
+                encode_letter(request, error, sends),
+                request.input,
+            ),
             partial(self._done, request.size),
         )
-
-    def count(self, cause: str) -> None:
-        """A request was given up on; also for tasks (TaskResults tells of them)."""
-        self.buried[cause] = self.buried.get(cause, 0) + 1
 
     def _done(self, size: int, reply: Any) -> None:
         self._burying -= 1
@@ -194,7 +214,7 @@ class RedisDeadLetterDesk:
         request = replay_request(letter, self._tasks, self._clock(), self._tier_target_s, self._task_timeout_s)
         request.id = f"{request.id[:-1]}{self._shard_of(letter_id).number:x}"
         self._prepare(request)
-        await answer_of(lambda done: self._tasks.submit(request, letter.owner, done, letter_id))
+        await answer_of(lambda done: self._tasks.submit(request, done, letter_id))
         return Replayed(letter_id, request.id)
 
     async def replay_all(self, cause: str | None) -> ReplayReport:

@@ -27,9 +27,8 @@ from carpool.broker.redis.link import Link, ignore
 from carpool.broker.redis.nodes import Nodes, Reader, RedisFailure
 from carpool.broker.redis.scripts import LEVEL, PEEK, SWEEP, TAKE
 from carpool.broker.redis.shard_view import Budget, ShardView, is_scarce, plan_reads
-from carpool.broker.redis.staging import ALONE_AT_DELIVERY, FedModel, Unpacker
+from carpool.broker.redis.staging import ALONE_AT_DELIVERY, FedModel, SuspectLetters, Unpacker
 from carpool.core.clock import Clock, monotonic
-from carpool.core.ports import DeadLetters
 from carpool.core.request import QUEUED, Request
 
 logger = logging.getLogger("carpool.broker")
@@ -59,7 +58,7 @@ class Feed:
         consumer: bytes,
         broker: MemoryBroker,
         answers: Answers,
-        dead_letters: DeadLetters,
+        dead_letters: SuspectLetters,
         models: Sequence[FedModel],
         *,
         # What each line (`line_name`) adds to an entry's time for its place in the order, in ms.

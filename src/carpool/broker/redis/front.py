@@ -332,13 +332,13 @@ class RedisFront:
         if line.lanes_max == NO_LIMIT and not is_near_bound and not self._now_ms():
             self._add(parcel)
             return
-        values = [encode_value(request.number, request.id, request.input) for request in requests]
+        values = [encode_value(request.number, request.id, request.owner, request.input) for request in requests]
         limits = (self._shard_max, line.lanes_max, shard.bell, self._now_ms())
         self._nodes.run(
             SUBMIT,
             shard.slot,
             (shard.lanes, shard.counts, shard.stream(line.field), shard.letters, shard.letter_bodies),
-            (line.field, line.model, *limits, line.header, b"", b"", *values),
+            (line.field, line.model, *limits, line.header, b"", *values),
             partial(self._queued, parcel),
         )
 
@@ -355,7 +355,7 @@ class RedisFront:
             shard.slot,
             added.append,
             [
-                pack_rest(beginning, *value_parts(request.number, request.id, request.input))
+                pack_rest(beginning, *value_parts(request.number, request.id, request.owner, request.input))
                 for request in parcel.requests
             ],
         )

@@ -8,11 +8,12 @@ from struct import Struct
 
 import msgspec
 
-from carpool.broker.redis.records import FORMAT_VERSION, UnknownFormatError
+from carpool.broker.redis.records import UnknownFormatError
 from carpool.core.dead_letter import DeadLetterSummary, StoredDeadLetter
 from carpool.core.errors import CarpoolError
 from carpool.core.request import Request
 
+LETTER_FORMAT = 1
 # An id is at least the ms of the burial times this, plus the number of the shard.
 IDS_A_MS = 16
 _OWNER = Struct(">H")
@@ -37,7 +38,7 @@ _decode = msgspec.msgpack.Decoder(LetterHead).decode
 
 def encode_letter(request: Request, error: CarpoolError, sends: int) -> bytes:
     """A letter without its owner and its input."""
-    head = _encode(LetterHead(FORMAT_VERSION, request.id, request.model, request.tier, error.code, error.detail, sends))
+    head = _encode(LetterHead(LETTER_FORMAT, request.id, request.model, request.tier, error.code, error.detail, sends))
     return b"".join((_LENGTHS.pack(len(head), len(request.parameters)), head, request.parameters))
 
 
@@ -47,8 +48,8 @@ def decode_head(data: bytes) -> LetterHead:
         head = _decode(data)
     except msgspec.MsgspecError as failure:
         raise UnknownFormatError("the head of a dead letter cannot be read") from failure
-    if head.version != FORMAT_VERSION:
-        raise UnknownFormatError(f"the letter has format {head.version}, this program reads {FORMAT_VERSION}")
+    if head.version != LETTER_FORMAT:
+        raise UnknownFormatError(f"the letter has format {head.version}, this program reads {LETTER_FORMAT}")
     return head
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from carpool.broker.redis.keys import lane_name, line_name
-from carpool.broker.redis.records import FORMAT_VERSION, Header, encode_header
+from carpool.broker.redis.records import ENTRY_FORMAT, Header, encode_header
 from carpool.core.errors import BrokerMemoryFull, CarpoolError, QueueFull
 from carpool.core.request import Request
 
@@ -44,7 +44,7 @@ def header_of(request: Request, gateway: bytes) -> bytes:
     total_ms = total_ms_of(request)
     return encode_header(
         Header(
-            version=FORMAT_VERSION,
+            version=ENTRY_FORMAT,
             gateway=gateway,
             model=request.model,
             parameters=request.parameters,

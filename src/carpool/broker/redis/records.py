@@ -1,8 +1,9 @@
 """What is written into Redis, and how it reads: queue entries, replies, errors. Pure.
 
 An entry of a queue stream has one field. Its name is the header, the same bytes for all requests of a lane, a tier and
-a gateway, so that it is made once and understood once. Its value is a ticket, the request's id and the client's own
-bytes, untouched. The ticket is the gateway's number for a parked request: clients choose ids, and may repeat them.
+a gateway, so that it is made once and understood once. Its value is a ticket, the request's id, its owner and the
+client's own bytes, untouched; `scripts/common.lua` reads it too. The ticket is the gateway's number for a parked
+request: clients choose ids, and may repeat them.
 """
 
 from struct import Struct
@@ -13,8 +14,11 @@ import msgspec
 from carpool.core.errors import CarpoolError, InternalError, all_errors
 from carpool.core.outcome import CallFacts
 
-FORMAT_VERSION = 1
-_PREFIX = Struct(">QB")
+# Each has a number of its own: a program leaves entries of another format to others.
+ENTRY_FORMAT = 2
+REPLY_FORMAT = 1
+# The ticket, and the lengths of id and owner.
+_PREFIX = Struct(">QBB")
 PREFIX_BYTES = _PREFIX.size
 
 
@@ -81,28 +85,30 @@ def decode_header(data: bytes) -> Header:
         header = _decode_header(data)
     except msgspec.MsgspecError as failure:
         raise UnknownFormatError("the header of an entry cannot be read") from failure
-    if header.version != FORMAT_VERSION:
-        raise UnknownFormatError(f"the entry has format {header.version}, this program reads {FORMAT_VERSION}")
+    if header.version != ENTRY_FORMAT:
+        raise UnknownFormatError(f"the entry has format {header.version}, this program reads {ENTRY_FORMAT}")
     return header
 
 
-def encode_value(ticket: int, request_id: str, value: Any) -> bytes:
-    """An entry's value. Ids are at most 255 ASCII characters: the face sees to that."""
-    name = request_id.encode()
-    return b"".join((_PREFIX.pack(ticket, len(name)), name, value))
+def encode_value(ticket: int, request_id: str, owner: str, value: Any) -> bytes:
+    """An entry's value. Ids and owners are at most 255 ASCII characters: the face and admission see to that."""
+    names = (request_id + owner).encode()
+    return b"".join((_PREFIX.pack(ticket, len(request_id), len(owner)), names, value))
 
 
-def value_parts(ticket: int, request_id: str, value: bytes) -> tuple[int, bytes, bytes, bytes]:
+def value_parts(ticket: int, request_id: str, owner: str, value: bytes) -> tuple[int, bytes, bytes, bytes]:
     """The length of an entry's value, and what it is made of."""
-    name = request_id.encode()
-    return PREFIX_BYTES + len(name) + len(value), _PREFIX.pack(ticket, len(name)), name, value
+    names = (request_id + owner).encode()
+    prefix = _PREFIX.pack(ticket, len(request_id), len(owner))
+    return PREFIX_BYTES + len(names) + len(value), prefix, names, value
 
 
-def decode_value(data: bytes) -> tuple[int, str, bytes]:
-    """Ticket, request id, the client's bytes."""
-    ticket, length = _PREFIX.unpack_from(data)
-    end = PREFIX_BYTES + length
-    return ticket, data[PREFIX_BYTES:end].decode(), data[end:]
+def decode_value(data: bytes) -> tuple[int, str, str, bytes]:
+    """Ticket, request id, owner, the client's bytes."""
+    ticket, id_length, owner_length = _PREFIX.unpack_from(data)
+    end = PREFIX_BYTES + id_length + owner_length
+    names = data[PREFIX_BYTES:end].decode()
+    return ticket, names[:id_length], names[id_length:], data[end:]
 
 
 def encode_reply(reply: Reply) -> bytes:
@@ -116,8 +122,8 @@ def decode_reply(data: bytes) -> Reply:
         reply = _decode_reply(data)
     except msgspec.MsgspecError as failure:
         raise UnknownFormatError("a reply cannot be read") from failure
-    if reply.version != FORMAT_VERSION:
-        raise UnknownFormatError(f"the reply has format {reply.version}, this program reads {FORMAT_VERSION}")
+    if reply.version != REPLY_FORMAT:
+        raise UnknownFormatError(f"the reply has format {reply.version}, this program reads {REPLY_FORMAT}")
     return reply
 
 

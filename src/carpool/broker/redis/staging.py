@@ -9,7 +9,6 @@ from carpool.broker.redis.answers import Answers
 from carpool.broker.redis.leases import Haul, Lease
 from carpool.broker.redis.records import Header, UnknownFormatError, decode_header, decode_value
 from carpool.core.errors import CarpoolError, DeadlineExceeded, QueueTimeout, UpstreamFailed
-from carpool.core.ports import DeadLetters
 from carpool.core.request import Request
 
 logger = logging.getLogger("carpool.broker")
@@ -37,11 +36,19 @@ class FedModel(Protocol):
         ...
 
 
+class SuspectLetters(Protocol):
+    """Where requests go that batchers did not survive."""
+
+    def bury_suspect(self, request: Request, error: CarpoolError, sends: int) -> None:
+        """Keep a synchronous request with its error, if there is room; before it is settled."""
+        ...
+
+
 class Unpacker:
     """Makes requests of entries. What entries have in common is understood once."""
 
     def __init__(
-        self, models: Iterable[FedModel], answers: Answers, dead_letters: DeadLetters, tier_target_s: Sequence[float]
+        self, models: Iterable[FedModel], answers: Answers, dead_letters: SuspectLetters, tier_target_s: Sequence[float]
     ) -> None:
         self._models = {model.name: model for model in models}
         self._answers = answers
@@ -61,7 +68,7 @@ class Unpacker:
         header = self._headers.get(head) or self._understand(head)
         if header is None:
             return None
-        number, request_id, content = decode_value(value)
+        number, request_id, owner, content = decode_value(value)
         waited_ms = now_ms - int(entry_id.partition(b"-")[0])
         arrived = now - waited_ms / 1000
         request = Request(
@@ -82,6 +89,7 @@ class Unpacker:
             haul,
             number,
             header.is_task,
+            owner,
         )
         fault = self._fault_of(request, header, waited_ms, delivery)
         if delivery >= ALONE_AT_DELIVERY:
@@ -113,7 +121,7 @@ class Unpacker:
         if delivery > ALONE_AT_DELIVERY:
             error = UpstreamFailed(f"given up: {delivery - 1} batchers did not come back with an outcome")
             request.sends = delivery - 1
-            self._dead_letters.bury(request, error, delivery - 1)
+            self._dead_letters.bury_suspect(request, error, delivery - 1)
             return error
         try:
             self._models[header.model].prepare(request)

@@ -42,7 +42,6 @@ Accepted = Callable[[CarpoolError | None], None]
 class Submission(msgspec.Struct, eq=False):
     """The ticket of a request on its way into Redis."""
 
-    owner: bytes
     accepted: Accepted
     # The dead letter that becomes this task; empty for none.
     letter: bytes
@@ -92,12 +91,12 @@ class TaskSubmissions:
         self._is_flush_due = False
         self._is_confirming = False
 
-    def submit(self, request: Request, owner: str, accepted: Accepted, letter_id: int | None = None) -> None:
+    def submit(self, request: Request, accepted: Accepted, letter_id: int | None = None) -> None:
         """Accept a task: `accepted(None)` once it is safe, or `accepted(error)`. With `letter_id`, in place of that
         dead letter, whose shard the request's id must name.
         """
         letter = b"" if letter_id is None else b"%d" % letter_id
-        request.ticket = Submission(owner.encode(), accepted, letter)
+        request.ticket = Submission(accepted, letter)
         if self._is_memory_full():
             self._refuse(request, REFUSALS["OOM"]())
         elif letter:
@@ -141,10 +140,7 @@ class TaskSubmissions:
         for request in requests:
             if self._keys.shard_of_task(request.id) is not shard:
                 request.id = f"{request.id[:-1]}{shard.number:x}"
-            owner = request.ticket.owner
-            lines[request.model, request.parameters, request.lane, request.tier, owner, total_ms_of(request)].append(
-                request
-            )
+            lines[request.model, request.parameters, request.lane, request.tier, total_ms_of(request)].append(request)
         flush = Flush([]) if self._replicas else None
         for line in lines.values():
             self._send(self._task_nodes, shard, line, flush)
@@ -154,7 +150,7 @@ class TaskSubmissions:
             self._task_nodes.send(shard.slot, confirmed, b"WAIT", self._replicas, self._replicas_timeout_ms)
 
     def _send(self, nodes: Nodes, shard: Shard, requests: list[Request], flush: Flush | None) -> None:
-        """Queue tasks of one lane, line and owner."""
+        """Queue tasks of one lane and line."""
         first = requests[0]
         field = field_of(first)
         lanes_max = limit_for(first, self._lanes_max)
@@ -167,13 +163,13 @@ class TaskSubmissions:
             self._now_ms(),
             header_of(first, NOBODY),
         )
-        values = [encode_value(NO_TICKET, request.id, request.input) for request in requests]
+        values = [encode_value(NO_TICKET, request.id, request.owner, request.input) for request in requests]
         for part, part_values in parts_of(requests, values):
             keys = (
                 *(shard.lanes, shard.counts, shard.stream(field), shard.letters, shard.letter_bodies),
                 *(shard.task(request.id) for request in part),
             )
-            arguments = (*about, first.ticket.owner, first.ticket.letter, *part_values)
+            arguments = (*about, first.ticket.letter, *part_values)
             queued = partial(self._queued, part, flush)
             if flush is None:
                 nodes.run(SUBMIT, shard.slot, keys, arguments, queued)

@@ -87,13 +87,13 @@ class RedisTasks:
     def __repr__(self) -> str:
         return f"<RedisTasks polls={sum(map(len, self._polls.values()))}>"
 
-    def submit(self, request: Request, owner: str, accepted: Accepted, letter_id: int | None = None) -> None:
+    def submit(self, request: Request, accepted: Accepted, letter_id: int | None = None) -> None:
         """Accept a task: `accepted(None)` once it is safe, or `accepted(error)`. Its id may be another one then.
 
         With `letter_id`, in place of that dead letter, whose shard the request's id must name.
         """
         request.waiter = self
-        self._submissions.submit(request, owner, accepted, letter_id)
+        self._submissions.submit(request, accepted, letter_id)
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Nothing to do: who submitted it is told by `accepted`, and its outcome is in Redis."""

@@ -8,7 +8,7 @@ import asyncio
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.link import ignore
 from carpool.broker.redis.nodes import Nodes
-from carpool.broker.redis.records import FORMAT_VERSION, Reply, encode_reply
+from carpool.broker.redis.records import REPLY_FORMAT, Reply, encode_reply
 
 TASKS_A_TELLING_MAX = 1000
 
@@ -35,5 +35,5 @@ class Tellings:
             stream = self._keys.replies(gateway)
             slot = self._keys.slot_of(stream)
             for start in range(0, len(task_ids), TASKS_A_TELLING_MAX):
-                reply = encode_reply(Reply(FORMAT_VERSION, [], [], [], task_ids[start : start + TASKS_A_TELLING_MAX]))
+                reply = encode_reply(Reply(REPLY_FORMAT, [], [], [], task_ids[start : start + TASKS_A_TELLING_MAX]))
                 self._nodes.send(slot, ignore, b"XADD", stream, b"NOMKSTREAM", b"*", b"r", reply)

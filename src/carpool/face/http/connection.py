@@ -39,6 +39,7 @@ from carpool.core.errors import (
     ReceiveTimeout,
     TooLarge,
 )
+from carpool.core.ports import Peer
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.problem import respond_problem
 
@@ -89,6 +90,7 @@ class Connection(asyncio.Protocol):
         "messages",
         "pairs",
         "parser",
+        "peer",
         "pending",
         "pumping",
         "read_size",
@@ -107,6 +109,7 @@ class Connection(asyncio.Protocol):
         self.limits = server.limits
         self.known_heads = server.known_heads
         self.transport: asyncio.Transport | None = None
+        self.peer = Peer()
         self.parser = httptools.HttpRequestParser(self)
         # Exchanges with the routes, oldest first, and complete requests that wait for a place among them.
         self.pending: deque[Exchange] = deque()
@@ -150,6 +153,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the place of one connection, or be refused for want of places."""
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are of no asyncio class
+        self.peer.address = address_of(transport)
         if not self.server.add(self):
             self.refuse(QueueFull("too many connections are open; try again soon", retry_after_s=1))
 
@@ -558,6 +562,12 @@ class Connection(asyncio.Protocol):
         if reason in ("Invalid HTTP version", "Pause on PRI/Upgrade"):
             return version_not_supported()
         return Malformed(f"not a valid HTTP/1.1 request: {reason}" if reason else "not a valid HTTP/1.1 request")
+
+
+def address_of(transport: asyncio.BaseTransport) -> str:
+    """The address of the other end; "" if it has none (a Unix socket), or has left already."""
+    name = transport.get_extra_info("peername")
+    return str(name[0]) if isinstance(name, tuple) else ""
 
 
 def version_not_supported() -> CarpoolError:

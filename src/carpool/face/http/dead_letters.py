@@ -56,6 +56,7 @@ class DeadLetterRoutes:
         """`GET /internal/dead-letters/{id}`: one, with its input."""
         letter = await self._desk.show(known_form(letter_id))
         shown = summary_of(letter.summary)
+        shown["owner"] = letter.owner
         shown["input"] = msgspec.Raw(letter.input)
         shown["parameters"] = msgspec.Raw(letter.parameters or b"null")
         return 200, msgspec.json.encode(shown)

@@ -213,7 +213,8 @@ class GatewayRoutes:
     ) -> None:
         """Admit a synchronous request; its exchange waits for the outcome."""
         settings = self._settings
-        tier = self._gate.identify(exchange.headers).tier
+        caller = self._gate.identify(exchange.headers, exchange.connection.peer)
+        tier = caller.tier
         now = self._clock()
         request = Request(
             request_id(exchange.headers),
@@ -228,6 +229,7 @@ class GatewayRoutes:
             now + settings.total_timeout_s,
             replies,
             exchange,
+            owner=caller.owner,
         )
         if model.prepare is not None:
             model.prepare(request)
@@ -245,7 +247,7 @@ class GatewayRoutes:
     def _submit(self, exchange: Exchange, model: ServedModel, parameters: bytes, value: bytes) -> None:
         """Admit a task; the exchange waits until it is safe."""
         settings = self._settings
-        caller = self._gate.identify(exchange.headers)
+        caller = self._gate.identify(exchange.headers, exchange.connection.peer)
         now = self._clock()
         request = Request(
             secrets.token_hex(16),  # unguessable: knowing the id is what lets a client read the result
@@ -260,6 +262,7 @@ class GatewayRoutes:
             now + settings.task_timeout_s,
             self._inference_replies,
             is_task=True,
+            owner=caller.owner,
         )
         if model.prepare is not None:
             model.prepare(request)
@@ -273,7 +276,7 @@ class GatewayRoutes:
             location = b"Location: /v1/result/%b\r\n" % request.id.encode()
             exchange.respond(202, body, JSON, location + echo_line(exchange.headers))
 
-        self._gate.admit_task(request, caller, accepted)
+        self._gate.admit_task(request, accepted)
 
     def _client_left(self, exchange: Exchange) -> None:
         request: Request | None = exchange.context

@@ -234,7 +234,11 @@ def dead_letter_paths() -> Json:
         "buried_at": {"type": "string", "format": "date-time"},
         "size": {"type": "integer", "description": "bytes of input and parameters"},
     }
-    whole: Json = {**summary, "input": {}, "parameters": {"type": ["object", "null"]}}
+    owner: Json = {
+        "type": "string",
+        "description": "whom it counts for: the client's address; empty if that is not known",
+    }
+    whole: Json = {**summary, "owner": owner, "input": {}, "parameters": {"type": ["object", "null"]}}
     replayed = strict_object({"id": number, "task_id": {"type": "string"}})
     report = strict_object({"tasks": {"type": "array", "items": replayed}, "reason": {"type": ["string", "null"]}})
     listed = strict_object(

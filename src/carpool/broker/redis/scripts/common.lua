@@ -65,6 +65,18 @@ local function write_also_without_memory(hash)
   redis.call('HDEL', hash, '')
 end
 
+-- An entry's value (records.py) is: the ticket (8 bytes), a byte each for the lengths of id and owner, the id, the owner,
+-- the client's own bytes.
+local function owner_of(value)
+  local id_length, owner_length = string.byte(value, 9, 10)
+  return string.sub(value, 11 + id_length, 10 + id_length + owner_length)
+end
+
+local function input_of(value)
+  local id_length, owner_length = string.byte(value, 9, 10)
+  return string.sub(value, 11 + id_length + owner_length)
+end
+
 local function ms_of(id)
   return tonumber(ms_text_of(id))
 end

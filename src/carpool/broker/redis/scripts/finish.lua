@@ -6,19 +6,18 @@
 local task, counts, stream = KEYS[1], KEYS[2], KEYS[3]
 local entry_id, letter = ARGV[1], ARGV[6]
 local now = clock(ARGV[5])
-local state = redis.call('HMGET', task, 's', 'w', 'o')
+local state = redis.call('HMGET', task, 's', 'w')
 local is_first = state[1] == 'P'
 -- The result takes the place of the input, so there is always memory for it.
 write_also_without_memory(counts)
 if is_first then
   redis.call('HSET', task, 's', ARGV[2], 'r', ARGV[3], 't', now)
   if letter ~= '' then
-    -- The input is in the entry: the ticket (8 bytes), the length of the id, the id, the client's own bytes.
     local entry = redis.call('XRANGE', stream, entry_id, entry_id)[1]
     if entry then
       local value = entry[2][2]
-      local input = string.sub(value, 10 + string.byte(value, 9))
-      bury(KEYS[4], KEYS[5], counts, body_of(state[3], letter, input), now, tonumber(ARGV[7]), tonumber(ARGV[8]))
+      local body = body_of(owner_of(value), letter, input_of(value))
+      bury(KEYS[4], KEYS[5], counts, body, now, tonumber(ARGV[7]), tonumber(ARGV[8]))
     end
   end
   redis.call('HDEL', task, 'f', 'e', 'w')

@@ -1,14 +1,14 @@
 -- Queue requests of one lane, line and gateway: as many as there is room for, in order. With task keys: tasks.
 -- KEYS: lanes, counts, stream, letters, letter bodies, then a task key for each value (tasks only)
--- ARGV: field, model, most entries held, most lanes (0: this lane is never refused), bell, now, header, owner,
+-- ARGV: field, model, most entries held, most lanes (0: this lane is never refused), bell, now, header,
 --       id of the dead letter that becomes a task ('' for none), values
 -- Returns: id of the first entry (the others follow it without a gap), how many were queued, now, entries held
 local lanes, counts, stream = KEYS[1], KEYS[2], KEYS[3]
 local field, held_max, lanes_max = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
 local now = clock(ARGV[6])
 local entry_id = ARGV[6] == '' and '*' or ARGV[6] .. '-*'
-local header, owner, letter = ARGV[7], ARGV[8], ARGV[9]
-local VALUES = 9
+local header, letter = ARGV[7], ARGV[8]
+local VALUES = 8
 
 local room = held_max - count_of(counts, 'held')
 local wanted = math.min(#ARGV - VALUES, room)
@@ -48,7 +48,7 @@ for i = 1, wanted do
     entry_id = ms_text_of(id) .. '-*'
   end
   if KEYS[5 + i] then
-    redis.call('HSET', KEYS[5 + i], 's', 'P', 'o', owner, 't', now, 'f', field, 'e', id)
+    redis.call('HSET', KEYS[5 + i], 's', 'P', 'o', owner_of(ARGV[VALUES + i]), 't', now, 'f', field, 'e', id)
   end
 end
 if letter ~= '' then
