@@ -7,6 +7,8 @@
    are not attempts, and say nothing against an endpoint. A bisection goes on elsewhere if it can, so that an endpoint
    that refuses everything harms nobody.
 4. Whoever has left, or whose deadline has passed, is dropped before every call.
+   A call whose connection was dead is sent again at once, in the same slot. That says nothing against the endpoint the
+   first time. It is an attempt, and paid for, unless the call surely was not received.
 5. Poison gets a 422 and becomes a dead letter. The same input is sent alone from then on, for a while.
 """
 
@@ -35,13 +37,15 @@ from carpool.core.tally import SECONDS_BOUNDS, Histogram
 from carpool.upstream.bisection import Bisection, Group
 from carpool.upstream.codecs import Codec, ProtocolFaultError
 from carpool.upstream.codecs.base import Refusal
-from carpool.upstream.endpoint import Answer, AttemptFailedError
+from carpool.upstream.endpoint import Answer, AttemptFailedError, ConnectionWasDeadError
 from carpool.upstream.poison import KnownPoison
 from carpool.upstream.pool import Member, Pool
 from carpool.upstream.retry import RetryBudget, pause_before
 
 logger = logging.getLogger("carpool.upstream")
 
+# Dead connections that a batch may meet one after the other before they count as a failure of the endpoint.
+DEAD_IN_A_ROW_MAX = 3
 # A timer of the event loop may fire so much before its time.
 TIMER_EARLY_S = 0.01
 
@@ -60,6 +64,8 @@ class Failure(NamedTuple):
     size: int = 0
     # The refusal blames the input, not the endpoint.
     is_certain: bool = False
+    # The connection was dead. The slot is still held.
+    dead: ConnectionWasDeadError | None = None
 
 
 class UpstreamDispatcher:
@@ -303,7 +309,9 @@ class UpstreamDispatcher:
         `member`: the slot for the first attempt; None to take one when it is free, not of `avoid` if there is another.
         """
         failure, failed = out_of_time(), avoid
-        for attempt in range(1, self._attempts + 1):
+        attempt = dead_in_a_row = 0
+        while attempt < self._attempts:
+            attempt += 1
             if member is None:
                 if attempt > 1:
                     pause_s = pause_before(attempt, self._backoff_s, self._random_share())
@@ -326,8 +334,16 @@ class UpstreamDispatcher:
             outcome = await self._call(members, member, min(self._timeout_s, limit_s), ended)
             if outcome is None:
                 return None
+            was_received = outcome.dead is None or not outcome.dead.closed_before_sent
             for request in members:
-                request.sends += 1
+                request.sends += was_received
+            if outcome.dead is not None:
+                dead_in_a_row += 1
+                if self._may_send_again(outcome.dead, attempt, dead_in_a_row):
+                    attempt -= not was_received
+                    continue
+                self._give_up_dead(member, dead_in_a_row)
+            dead_in_a_row = 0
             failure, failed, member = outcome, member, None
             if failure.refusal.kind != "elsewhere":
                 return failure
@@ -342,23 +358,45 @@ class UpstreamDispatcher:
             )
         return failure
 
+    def _may_send_again(self, dead: ConnectionWasDeadError, attempt: int, dead_in_a_row: int) -> bool:
+        """Whether a call whose connection was dead is sent again at once; pays for it."""
+        if dead_in_a_row > DEAD_IN_A_ROW_MAX:
+            return False
+        return dead.closed_before_sent or (attempt < self._attempts and self._budget.take(self._clock()))
+
+    def _give_up_dead(self, member: Member, dead_in_a_row: int) -> None:
+        """Give back the slot that was held; more than one dead connection in a row is the endpoint's fault."""
+        if dead_in_a_row > 1:
+            self._pool.went_badly(member)
+        else:
+            self._pool.says_nothing(member)
+        self._pool.give_back(member)
+
     async def _call(
         self, members: list[Request], member: Member, timeout_s: float, ended: BatchEnded
     ) -> Failure | None:
-        """One call: settles the members and returns None, or returns what went wrong."""
+        """One call: settles the members and returns None, or returns what went wrong.
+
+        Gives the slot back, unless the connection was dead (`Failure.dead`).
+        """
         started = self._clock()
+        is_slot_held = False
         try:
             answer = await member.endpoint.post(self._codec.encode(members), timeout_s)
         except AttemptFailedError as failure:
             self.calls["failed"] += 1
-            self._pool.went_badly(member)
             error = UpstreamFailed(f"the inference API could not be used: {failure}")
-            return Failure(Refusal("elsewhere"), error, member, len(members))
+            dead = failure if isinstance(failure, ConnectionWasDeadError) else None
+            is_slot_held = dead is not None
+            if dead is None:
+                self._pool.went_badly(member)
+            return Failure(Refusal("elsewhere"), error, member, len(members), dead=dead)
         except BaseException:
             self._pool.says_nothing(member)
             raise
         finally:
-            self._pool.give_back(member)
+            if not is_slot_held:
+                self._pool.give_back(member)
         seconds = self._clock() - started
         if answer.load is not None:
             member.load.report(answer.load)
