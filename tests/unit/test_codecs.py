@@ -18,6 +18,7 @@ from carpool.core.request import Request
 from carpool.settings import DatatypeName
 from carpool.settings import ProtocolName as ConfiguredName
 from carpool.testing import Witness, make_request
+from carpool.upstream.call_ids import CallIds, is_for_another_call
 from carpool.upstream.codecs import Codec, JsonCodec, KServeV1Codec, ProtocolFaultError, ProtocolName, make_codec
 from carpool.upstream.codecs.base import TOKENS_MAX, Refusal, apportion, error_message, nulls_for_not_a_number
 from carpool.upstream.codecs.tensors import DATATYPES
@@ -596,6 +597,52 @@ def test_a_v2_fault_quotes_nothing_of_the_answer() -> None:
         assert "canary" not in str(fault.value)
 
 
+# An answer belongs to its call.
+
+MINE, OTHERS = "carpool-5a17-7", ["carpool-5a17-6", "carpool-5a17-77", "carpool-0ther-7", "carpool-"]
+
+
+def test_a_call_bears_its_id() -> None:
+    values = [tensor(shape=[1, 1], data=[1])]
+    as_json = json.loads(V2.encode(members(V2, values), MINE).body)
+    assert list(as_json) == ["id", "inputs"] and as_json["id"] == MINE
+    raw = V2.encode(members(V2, [tensor(shape=[1, 1], b64=b64(b"\0\0\0\0"))]), MINE)
+    assert json.loads(raw.body[: int(dict(raw.headers)["Inference-Header-Content-Length"])])["id"] == MINE
+    assert b"\x1a\x0e" + MINE.encode() in GRPC.encode(members(GRPC, values), MINE).body
+
+
+@pytest.mark.parametrize("answered", [MINE, None, "", 7, {}, "0b9d2f1e-5c1f-4a40-9d6b-0a8f3a3b8f0e", "7"])
+def test_an_answer_with_its_id_or_without_one_of_ours_is_trusted(answered: object) -> None:
+    """Not every server repeats the id, and some make up their own."""
+    body = json.loads(v2_answer(1, data=[1, 2])) | {"id": answered}
+    [part] = V2.decode(Answer(200, json.dumps(body).encode()), members(JsonCodec(), [b"0"]), MINE)
+    assert part.model_version == "3"
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_an_answer_for_another_call_is_a_fault(other: str) -> None:
+    body = json.loads(v2_answer(1, data=[1, 2])) | {"id": other}
+    with pytest.raises(ProtocolFaultError, match="for another call") as fault:
+        V2.decode(Answer(200, json.dumps(body).encode()), members(JsonCodec(), [b"0"]), MINE)
+    assert other not in str(fault.value)
+    message = RESPONSE_BYTES.replace(b"\x1a\x03abc", b"\x1a" + bytes([len(other)]) + other.encode())
+    with pytest.raises(ProtocolFaultError, match="for another call"):
+        GRPC.decode(Answer(200, message), members(JsonCodec(), [b"0"] * 2), MINE)
+
+
+def test_over_grpc_too_an_answer_may_bear_its_id_or_none() -> None:
+    for found in (b"\x1a\x0e" + MINE.encode(), b""):
+        message = RESPONSE_BYTES.replace(b"\x1a\x03abc", found)
+        assert len(GRPC.decode(Answer(200, message), members(JsonCodec(), [b"0"] * 2), MINE)) == 2
+
+
+def test_no_two_calls_have_the_same_id() -> None:
+    ids = CallIds("5a17")
+    found = [ids.next() for _ in range(3)]
+    assert found == ["carpool-5a17-1", "carpool-5a17-2", "carpool-5a17-3"]
+    assert all(is_for_another_call(one, other) == (one != other) for one in found for other in found)
+
+
 # what errors mean
 
 
@@ -723,10 +770,11 @@ CONTENTS_BYTES = bytes.fromhex(
 )
 
 
-def request_message() -> bytes:
+def request_message(call_id: str = "") -> bytes:
     return encode_request(
         "mödel",
         "2",
+        call_id,
         {"b": True, "i": -5, "s": "text", "z": 0.25},
         [("x", "FP32", (3, 2)), ("y", "BYTES", (3, 1))],
         [[b"\x01" * 8, b"\x02" * 8, b"\x03" * 8], [b"\x01\0\0\0a", b"\0\0\0\0", b"\x02\0\0\0bc" + b"\0" * 200]],
@@ -735,11 +783,13 @@ def request_message() -> bytes:
 
 def test_a_request_is_what_protobuf_writes() -> None:
     assert request_message() == REQUEST_BYTES
+    version = REQUEST_BYTES.index(b"\x12\x012") + 3
+    assert request_message("abc") == REQUEST_BYTES[:version] + b"\x1a\x03abc" + REQUEST_BYTES[version:]
 
 
 def test_a_response_of_protobuf_is_read() -> None:
     response = decode_response(RESPONSE_BYTES)
-    assert response.model_version == "7"
+    assert (response.model_version, response.id) == ("7", "abc")
     assert [(o.name, o.datatype, list(o.shape), o.data) for o in response.outputs] == [
         ("y", "FP32", [2, 1], struct.pack("<2f", 1.5, 2.5)),
         ("z", "INT64", [2], struct.pack("<2q", -1, 300)),

@@ -334,7 +334,7 @@ def test_a_protocol_fault_is_everybody_s(body: bytes) -> None:
 
 
 class LyingCodec(JsonCodec):
-    def decode(self, answer: Answer, batch: Sequence[Request]) -> Sequence[Decoded]:
+    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         return super().decode(answer, batch)[:-1]
 
 
@@ -343,7 +343,7 @@ def test_even_a_codec_that_loses_an_output_mixes_nobody_up() -> None:
 
 
 class BrokenCodec(JsonCodec):
-    def encode(self, batch: Sequence[Request]) -> Call:
+    def encode(self, batch: Sequence[Request], call_id: str = "") -> Call:
         raise RuntimeError("a defect")
 
 
@@ -812,7 +812,7 @@ def test_one_that_alone_is_too_large_is_told() -> None:
 class ConfusedCodec(JsonCodec):
     """Takes for the limit what is none."""
 
-    def classify(self, answer: Answer, size: int) -> Refusal:
+    def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
         return Refusal("split", batch_max=2 * size)
 
 
@@ -955,7 +955,7 @@ class DefectiveCodec(JsonCodec):
 
     is_defective = False
 
-    def decode(self, answer: Answer, batch: Sequence[Request]) -> Sequence[Decoded]:
+    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         if self.is_defective:
             raise ZeroDivisionError
         return super().decode(answer, batch)

@@ -22,6 +22,7 @@ PURE = [
     "broker/redis/shard_view.py",
     "upstream/bisection.py",
     "upstream/breaker.py",
+    "upstream/call_ids.py",
     "upstream/load.py",
     "upstream/retry.py",
     "face/http/strict_json.py",

@@ -17,6 +17,7 @@ import logging
 import random
 from collections.abc import Callable, Coroutine, Iterable
 from math import inf
+from secrets import token_hex
 from typing import Any, NamedTuple, TypeVar
 
 from carpool.core.clock import Clock, monotonic
@@ -35,6 +36,7 @@ from carpool.core.ports import DeadLetters, Outcomes
 from carpool.core.request import DONE, Request
 from carpool.core.tally import SECONDS_BOUNDS, Histogram
 from carpool.upstream.bisection import Bisection, Group
+from carpool.upstream.call_ids import CallIds
 from carpool.upstream.codecs import Codec, ProtocolFaultError
 from carpool.upstream.codecs.base import Refusal
 from carpool.upstream.endpoint import Answer, AttemptFailedError, ConnectionWasDeadError
@@ -98,6 +100,7 @@ class UpstreamDispatcher:
         self._clock = clock
         self._random_share = random_share
         self._known_poison = KnownPoison()
+        self._call_ids = CallIds(token_hex(4))
         # The most inputs that the API says it takes at once.
         self._batch_max: float = inf
         # The event loop holds its tasks only weakly.
@@ -380,9 +383,10 @@ class UpstreamDispatcher:
         Gives the slot back, unless the connection was dead (`Failure.dead`).
         """
         started = self._clock()
+        call_id = self._call_ids.next()
         is_slot_held = False
         try:
-            answer = await member.endpoint.post(self._codec.encode(members), timeout_s)
+            answer = await member.endpoint.post(self._codec.encode(members, call_id), timeout_s)
         except AttemptFailedError as failure:
             self.calls["failed"] += 1
             error = UpstreamFailed(f"the inference API could not be used: {failure}")
@@ -402,8 +406,8 @@ class UpstreamDispatcher:
             member.load.report(answer.load)
         try:
             if not 200 <= answer.status < 300:
-                return self._refused(answer, len(members), member)
-            parts = self._codec.decode(answer, members)
+                return self._refused(answer, len(members), member, call_id)
+            parts = self._codec.decode(answer, members, call_id)
         except ProtocolFaultError as fault:
             self.calls["protocol-fault"] += 1
             self._pool.went_badly(member)
@@ -422,10 +426,10 @@ class UpstreamDispatcher:
         self._outcomes.settle_batch(members, [Output(part.value, facts, part.tokens_used) for part in parts])
         return None
 
-    def _refused(self, answer: Answer, size: int, member: Member) -> Failure:
+    def _refused(self, answer: Answer, size: int, member: Member, call_id: str) -> Failure:
         """An answer with an error status. What the body says goes to a client that was alone in its call, at most."""
         self.calls["refused"] += 1
-        refusal = self._codec.classify(answer, size)
+        refusal = self._codec.classify(answer, size, call_id)
         if refusal.batch_max is not None and refusal.batch_max < self._batch_max:
             self._batch_max = max(1, refusal.batch_max)
             self._when_limit_is_learned(self._batch_max)

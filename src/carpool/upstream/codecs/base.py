@@ -17,6 +17,7 @@ import msgspec
 
 from carpool.core.errors import Malformed
 from carpool.core.request import Request
+from carpool.upstream.call_ids import is_for_another_call
 from carpool.upstream.endpoint import Answer, Call
 
 # What to do with a batch that was refused:
@@ -76,7 +77,8 @@ class Decoded(msgspec.Struct, frozen=True, gc=False):
 class Codec(Protocol):
     """Turns a batch into a call, and its answer into one part for each member.
 
-    Codecs name it as their base, for the methods that have a body here: what most protocols do.
+    Codecs name it as their base, for the methods that have a body here: what most protocols do. `call_id` is the same
+    in all steps of a call, and another for each call; it matters to protocols that repeat it in the answer.
     """
 
     # Where False, `prepare` need not be called.
@@ -90,15 +92,18 @@ class Codec(Protocol):
         """Look at canonical parameters before a request with them is admitted; raises core.errors.Malformed."""
         return
 
-    def encode(self, batch: Sequence[Request]) -> Call:
+    def encode(self, batch: Sequence[Request], call_id: str = "") -> Call:
         """One call for a batch, in its order. All members have the same model, parameters and lane."""
         ...
 
-    def decode(self, answer: Answer, batch: Sequence[Request]) -> Sequence[Decoded]:
-        """One part for each member, in their order; raises ProtocolFaultError, also when their number differs."""
+    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
+        """One part for each member, in their order; raises ProtocolFaultError, also when their number differs.
+
+        So does an answer that bears the id of another call.
+        """
         ...
 
-    def classify(self, answer: Answer, size: int) -> Refusal:
+    def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
         """What an answer with an error status means for a batch of `size`."""
         return classify_status(answer, size)
 
@@ -123,6 +128,12 @@ def check_count(found: int, count: int) -> None:
     """Outputs and inputs must be as many."""
     if found != count:
         raise ProtocolFaultError(f"{found} outputs came for {count} inputs")
+
+
+def check_id(answered: object, sent: str) -> None:
+    """An answer must not be for another call."""
+    if is_for_another_call(answered, sent):
+        raise ProtocolFaultError("the answer is for another call")
 
 
 def check_text(body: bytes) -> None:

@@ -36,13 +36,13 @@ class JsonCodec(Codec):
         )
         self._decode: Callable[[bytes], Any] = msgspec.json.Decoder(answer).decode
 
-    def encode(self, batch: Sequence[Request]) -> Call:
+    def encode(self, batch: Sequence[Request], call_id: str = "") -> Call:
         """The inputs' own bytes, joined by commas."""
         parameters = batch[0].parameters
         end = self._parameters + parameters + b"}" if parameters else b"]}"
         return Call(b"".join((self._start, b",".join([request.input for request in batch]), end)))
 
-    def decode(self, answer: Answer, batch: Sequence[Request]) -> Sequence[Decoded]:
+    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         """Slices of the answer."""
         body = answer.body
         outputs: list[msgspec.Raw] | None = parse_answer(self._decode, body).outputs
