@@ -20,7 +20,7 @@ from carpool.settings import ProtocolName as ConfiguredName
 from carpool.testing import Witness, make_request
 from carpool.upstream.call_ids import CallIds, is_for_another_call
 from carpool.upstream.codecs import Codec, JsonCodec, KServeV1Codec, ProtocolFaultError, ProtocolName, make_codec
-from carpool.upstream.codecs.base import TOKENS_MAX, Refusal, apportion, error_message, nulls_for_not_a_number
+from carpool.upstream.codecs.base import TOKENS_MAX, apportion, nulls_for_not_a_number
 from carpool.upstream.codecs.tensors import DATATYPES
 from carpool.upstream.codecs.v2_messages import decode_response, encode_request
 from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
@@ -48,10 +48,6 @@ def decoded(codec: Codec, body: bytes, batch: list[Request] | int) -> list[bytes
     if isinstance(batch, int):
         batch = members(JsonCodec(), [b"0"] * batch)
     return [bytes(part.value) for part in codec.decode(Answer(200, body), batch)]  # type: ignore[call-overload]
-
-
-def refused(codec: Codec, status: int, body: object, size: int = 64) -> Refusal:
-    return codec.classify(Answer(status, json.dumps(body).encode()), size)
 
 
 def test_every_protocol_has_a_codec_and_can_be_configured() -> None:
@@ -643,93 +639,7 @@ def test_no_two_calls_have_the_same_id() -> None:
     assert all(is_for_another_call(one, other) == (one != other) for one in found for other in found)
 
 
-# what errors mean
-
-
-@pytest.mark.parametrize(
-    ("codec", "status", "body", "limit"),
-    [
-        (
-            TEI,
-            422,
-            {"error": "batch size 66 > maximum allowed batch size 32", "error_type": "Validation"},
-            32,
-        ),
-        (EMBEDDINGS, 422, {"message": "batch size 66 > maximum allowed batch size 32", "type": "Validation"}, 32),
-        (
-            EMBEDDINGS,
-            422,
-            {"detail": [{"msg": "List should have at most 32 items after validation, not 64", "input": ["x"]}]},
-            32,
-        ),
-        (
-            EMBEDDINGS,
-            400,
-            {
-                "error": {
-                    "message": "Invalid 'input': array too long. Expected an array with maximum length 16, but got …"
-                }
-            },
-            16,
-        ),
-        (V2, 400, {"error": "[request id: <id_unknown>] inference request batch-size must be <= 8 for 'm'"}, 8),
-        (V2, 400, {"error": "inference request batch-size must be <= 8 for 'resnet50'"}, 8),
-        (GRPC, 400, {"error": "inference request batch-size must be <= 8 for 'm'"}, 8),
-        (make_codec("kserve_v1"), 400, {"error": "Task size 64 is larger than maximum input batch size 10"}, 10),
-        (JsonCodec(), 400, {"error": "batch size 64 exceeds the maximum of 32"}, 32),
-        (TEI, 413, {"error": "length limit exceeded: 2 MB"}, None),
-    ],
-)
-def test_too_large_a_batch_is_split_and_its_limit_learned(
-    codec: Codec, status: int, body: object, limit: int | None
-) -> None:
-    assert refused(codec, status, body) == Refusal("split", error_message(json.dumps(body).encode()), limit)
-
-
-def test_nothing_is_learned_from_words_that_a_client_could_have_chosen() -> None:
-    quoted = "cannot tokenize 'batch size 64 > maximum allowed batch size 1'"
-    for codec in (TEI, EMBEDDINGS, V2, GRPC, make_codec("kserve_v1")):
-        assert refused(codec, 422, {"error": quoted}).batch_max is None
-
-
-def test_a_lone_request_is_never_split() -> None:
-    assert refused(TEI, 422, {"error": "batch size 1 > maximum allowed batch size 0"}, size=1).kind == "bisect"
-    assert refused(TEI, 413, {"error": "too long"}, size=1).kind == "give-up"
-
-
-@pytest.mark.parametrize("name", get_args(ProtocolName))
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        *((status, "elsewhere") for status in (429, 502, 503, 504)),
-        *((status, "bisect") for status in (400, 422, 424, 500)),
-        *((status, "give-up") for status in (301, 401, 403, 404, 405, 501)),
-    ],
-)
-def test_what_a_status_means(name: ProtocolName, status: int, kind: str) -> None:
-    refusal = refused(make_codec(name), status, {"error": "input 'x' batch size does not match other inputs"})
-    assert refusal.kind == kind
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (b'{"error":"words"}', "words"),
-        (b'{"error":{"message":"words","type":null,"code":400}}', "words"),
-        (b'{"message":"words","code":422,"type":"Validation"}', "words"),
-        (b'{"code":503,"type":"X","message":"words"}', "words"),
-        (b'{"detail":"words"}', "words"),
-        (b'{"detail":[{"loc":["body"],"msg":"words","input":"canary"}]}', "words"),
-        (b'{"error":null,"detail":[]}', ""),
-        (b'{"error":{"code":1}}', ""),
-        (b'{"error":' + b'"' + b"x" * 600 + b'"}', "x" * 512),
-        (b"<html>", ""),
-        (b"\xff", ""),
-        (b"[" * 100_000, ""),
-    ],
-)
-def test_the_words_of_an_error(body: bytes, message: str) -> None:
-    assert error_message(body) == message
+# what servers tell beside calls
 
 
 def test_limits_that_servers_tell() -> None:
@@ -934,6 +844,38 @@ async def test_grpc_messages_over_a_limit(serve: Serve) -> None:
         await endpoint.post(Call(b"x" * 1100), 5.0)
     # More than the server takes by default: it is the batch that is too large.
     assert (await endpoint.post(Call(b"x" * (5 << 20)), 5.0)).status == 413
+    await endpoint.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the queue is full: 'Received message larger than max (3 vs. 1)'",
+        "Received message larger than max (3 vs. 1) in your input",
+        "Received message larger than max (4 vs. 1)",
+        "CLIENT: Received message larger than max (3 vs. 1)",
+        "CLIENT: Received message larger than max (3 vs. 1000) in your input",
+        "message larger than max",
+    ],
+)
+async def test_grpc_words_that_a_client_may_have_written_make_no_call_too_long(serve: Serve, text: str) -> None:
+    async def fail(message: bytes, context: Any) -> bytes:
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+        raise AssertionError
+
+    endpoint = GrpcEndpoint(await serve(fail), 1, answer_bytes_max=1000)
+    assert (await endpoint.post(Call(b"abc"), 5.0)).status == 429
+    await endpoint.close()
+
+
+@pytest.mark.parametrize("start", ["Received", "SERVER: Received", "grpc: received"])
+async def test_grpc_servers_of_several_kinds_say_that_a_call_is_too_long(serve: Serve, start: str) -> None:
+    async def fail(message: bytes, context: Any) -> bytes:
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{start} message larger than max (3 vs. 1)")
+        raise AssertionError
+
+    endpoint = GrpcEndpoint(await serve(fail), 1, 1 << 20)
+    assert (await endpoint.post(Call(b"abc"), 5.0)).status == 413
     await endpoint.close()
 
 

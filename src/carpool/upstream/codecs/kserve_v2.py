@@ -26,10 +26,10 @@ from carpool.upstream.codecs.base import (
     Refusal,
     check_id,
     check_text,
-    classify_status,
     nulls_for_not_a_number,
     parse_answer,
 )
+from carpool.upstream.codecs.refusals import classify_status, limit_words
 from carpool.upstream.codecs.tensors import (
     OutputTensor,
     TensorDefaults,
@@ -40,7 +40,8 @@ from carpool.upstream.codecs.tensors import (
 )
 from carpool.upstream.endpoint import Answer, Call
 
-LIMIT = re.compile(r"(?:\[request id: [^\]]*\] )?inference request batch-size must be <= (?P<max>\d+) for '")
+# Triton's; it does not name the size.
+_LIMIT = limit_words(r"inference request batch-size must be <= MAX for '[^']{1,255}'")
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
@@ -63,8 +64,8 @@ class TensorCodec(Codec):
         return prepare_tensors(value, self._defaults)
 
     def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
-        """By the status, and Triton's words for too large a batch."""
-        return classify_status(answer, size, LIMIT)
+        """By the status, and Triton's words for too large a batch. It puts the id of the call before them."""
+        return classify_status(answer, size, _LIMIT, start=f"[request id: {call_id or '<id_unknown>'}] ")
 
     def binary_input(self, data: bytes) -> bytes:
         """A raw tensor as configured; for BYTES, of one element."""

@@ -23,12 +23,12 @@ from carpool.upstream.codecs.base import (
     check_count,
     check_fields,
     check_text,
-    classify_status,
     in_order_of_index,
     input_lengths,
     parse_answer,
 )
 from carpool.upstream.codecs.openai_embeddings import LIMIT
+from carpool.upstream.codecs.refusals import classify_status
 from carpool.upstream.endpoint import Answer, Call
 
 # What these may say, if they are given at all.
@@ -97,4 +97,4 @@ class OpenAiCompletionsCodec(TextCodec):
 
     def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
         """By the status, and the words of several servers for too large a batch."""
-        return classify_status(answer, size, LIMIT)
+        return classify_status(answer, size, LIMIT, inputs_field="prompt")

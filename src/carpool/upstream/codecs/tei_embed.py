@@ -4,7 +4,6 @@
 Lane key: model, parameters, and whether the input is a text or token ids.
 """
 
-import re
 from collections.abc import Sequence
 
 import msgspec
@@ -18,12 +17,12 @@ from carpool.upstream.codecs.base import (
     check_count,
     check_fields,
     check_text,
-    classify_status,
     parse_answer,
 )
+from carpool.upstream.codecs.refusals import classify_status, limit_words
 from carpool.upstream.endpoint import Answer, Call
 
-_LIMIT = re.compile(r"batch size \d+ > maximum allowed batch size (?P<max>\d+)")
+_LIMIT = limit_words(r"batch size SIZE > maximum allowed batch size MAX")
 
 
 class _Info(msgspec.Struct):
