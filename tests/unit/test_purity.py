@@ -23,6 +23,7 @@ PURE = [
     "upstream/bisection.py",
     "upstream/breaker.py",
     "upstream/call_ids.py",
+    "upstream/limits.py",
     "upstream/load.py",
     "upstream/retry.py",
     "face/http/strict_json.py",
