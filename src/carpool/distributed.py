@@ -19,7 +19,7 @@ from carpool.broker.redis.answers import Answers
 from carpool.broker.redis.dead_letters import RedisDeadLetterBox, RedisDeadLetterDesk
 from carpool.broker.redis.depth import DepthWatch
 from carpool.broker.redis.feed import Feed
-from carpool.broker.redis.fleet_view import fleet_page, health_numbers
+from carpool.broker.redis.fleet_view import FleetView, fleet_page, health_numbers
 from carpool.broker.redis.front import Mode, RedisFront
 from carpool.broker.redis.keys import Keys, line_name
 from carpool.broker.redis.memory_watch import MemoryWatch
@@ -123,6 +123,7 @@ class DistributedProcess(Process):
             role="both" if self.role == "serve" else self.role,
             describe=self.heartbeat,
             changed=self._fleet_changed,
+            heard=self._heard_of_offenders,
         )
         self.start_fleets()
         self.start_timers()
@@ -341,6 +342,11 @@ class DistributedProcess(Process):
                 availability.is_down = self.registry.is_fresh() and view.healthy_slots(name) == 0
             else:
                 availability.is_down = now - self._batchers_seen > BATCHERS_GONE_S
+
+    def _heard_of_offenders(self, view: FleetView) -> None:
+        """What one batcher has found out about an owner, all of them act upon."""
+        found = [(service.name, owner) for service in self.services for owner in view.offenders(service.name)]
+        self.offenders.told(found, monotonic())
 
     def _watch(self) -> None:
         self._timers["watch"] = asyncio.get_running_loop().call_later(WATCH_S, self._watch)

@@ -6,10 +6,13 @@ from typing import Any
 
 import aiohttp
 
+from carpool.admission.gate import upstream_down
 from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import make_policy
 from carpool.broker.memory import MemoryBroker
 from carpool.config import expand_endpoints, upstream_security
+from carpool.core.clock import monotonic
+from carpool.core.errors import CarpoolError, QueueFull
 from carpool.core.ports import DeadLetters, Slots
 from carpool.core.request import Request
 from carpool.core.tally import Histogram
@@ -25,7 +28,7 @@ from carpool.upstream.grpc_endpoint import GrpcEndpoint
 from carpool.upstream.health import HasPages, HealthWatch, LoadSource
 from carpool.upstream.load import LoadLimit
 from carpool.upstream.offenders import Offenders
-from carpool.upstream.pool import Pool
+from carpool.upstream.pool import Member, Pool
 from carpool.upstream.simulated import SimulatedEndpoint, parse_sim_url
 from carpool.upstream.tls import Credentials
 
@@ -37,6 +40,9 @@ RATE_WEIGHT = 0.5
 BREAKER_PAUSE_S_MAX = 30.0
 # How long a page that tells limits is waited for.
 INFO_TIMEOUT_S = 2.0
+OFFENDERS_SHOWN_MAX = 64
+# Over Redis: how much of offenders may wait in a batcher, in batches.
+APART_BATCHES_MAX = 2
 
 
 class ModelFace:
@@ -130,7 +136,7 @@ class ModelService(ModelFace):
             offenders=offenders,
             max_batch=self.largest_batch,
             others_waiting=lambda: self.waiting_elsewhere() + broker.most_waiting(name),
-            when_limit_is_learned=self._limit_batches,
+            when_limit_is_learned=self._limit_is_learned,
         )
         # Requests of this model that wait where this process takes them from (Redis), as far as it knows.
         self.waiting_elsewhere: Callable[[], int] = lambda: 0
@@ -149,6 +155,7 @@ class ModelService(ModelFace):
             in_flight_bytes_max=batching.in_flight_bytes_max,
         )
         self._broker = broker
+        self.offenders = offenders
         # Kept by `measure`, once a second.
         self.rate = 0.0
         self.utilization = 0.0
@@ -161,11 +168,26 @@ class ModelService(ModelFace):
 
     def largest_batch(self) -> int:
         """The most requests in a batch."""
-        return self.loop.max_batch
+        return self.pool.batch_max(self.loop.max_batch)
 
-    def _limit_batches(self, batch_max: int) -> None:
-        logger.warning("the upstream of %s takes %d inputs at once; no more are sent from now on", self.name, batch_max)
-        self.loop.limit_batches(batch_max)
+    def _limit_is_learned(self, member: Member) -> None:
+        logger.warning(
+            "an endpoint takes %s inputs at once; no more are sent for a while",
+            member.batch_limit.learned,
+            extra={"fields": {"model": self.name, "endpoint": member.name}},
+        )
+
+    def refusal_of(self, request: Request) -> CarpoolError | None:
+        """Why a request that another process admitted is not taken up now; None if it is."""
+        if self.pool.is_shut_to_some and self.pool.is_shut_to(request.owner):
+            return upstream_down(self.pool)
+        if self.offenders and (self.name, request.owner) in self.offenders:
+            apart_max = APART_BATCHES_MAX * self.largest_batch()
+            if self._broker.waiting_apart(self.name) >= apart_max:
+                return QueueFull(
+                    "the model refused many of your inputs, and more wait; try again soon", retry_after_s=1
+                )
+        return None
 
     def change(self, own: ModelSettings, settings: Settings, session: aiohttp.ClientSession) -> tuple[int, int]:
         """Use other endpoints, slots and timeouts from now on; returns how many endpoints came and go."""
@@ -179,20 +201,25 @@ class ModelService(ModelFace):
         path = self.codec.info_path(self.name)
         if path is None:
             return
-        for endpoint in self.pool.endpoints:
-            if not isinstance(endpoint, HasPages):
+        for member in list(self.pool.members):
+            if not isinstance(member.endpoint, HasPages):
                 continue
             try:
-                answer = await endpoint.get(path, INFO_TIMEOUT_S)
+                answer = await member.endpoint.get(path, INFO_TIMEOUT_S)
             except AttemptFailedError:
                 continue  # then the first answer that speaks of a limit will teach it
             limit = self.codec.batch_max_from_info(answer.body) if answer.status == 200 else None
-            if limit is not None and limit < self.loop.max_batch:
-                self._limit_batches(limit)
+            if limit is not None and member.batch_limit.said(limit, self.loop.max_batch, monotonic()):
+                self.pool.has_batch_limits = True
+                self._limit_is_learned(member)
 
     def describe(self) -> dict[str, Any]:
         """What `/internal/fleet` shows of this model."""
-        return {**self.fleet.describe(), "capacity_rps": round(self.capacity_rps(), 2)}
+        return {
+            **self.fleet.describe(),
+            "capacity_rps": round(self.capacity_rps(), 2),
+            "offenders": self.offenders.of_model(self.name)[:OFFENDERS_SHOWN_MAX],
+        }
 
     def heartbeat(self) -> dict[str, Any]:
         """What other processes are told of this model."""
@@ -203,6 +230,7 @@ class ModelService(ModelFace):
             "current_utilization": self.utilization,
             "rate": self.rate,
             "mean_batch_size": sizes.total / max(1, sum(sizes.counts)),
+            "offenders": self.offenders.seen_at(self.name)[-OFFENDERS_SHOWN_MAX:],
         }
 
     def measure(self, seconds: float) -> None:

@@ -17,12 +17,13 @@ import msgspec
 
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.request import Request, Waiter
-from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
+from carpool.upstream.endpoint import Answer, AttemptFailedError, Call, ConnectionWasDeadError
 
 __all__ = [
     "Answer",
     "AttemptFailedError",
     "Call",
+    "ConnectionWasDeadError",
     "FakeClock",
     "FakeUpstream",
     "ReceivedCall",

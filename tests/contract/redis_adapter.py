@@ -87,6 +87,7 @@ class WaitingLane:
         self.key = key
         self.waiting = 0
         self.waiting_bytes = 0  # not known here
+        self.is_apart = False
         self.arrivals = 0
         self.batching_notes: Any = None
         self.first_arrival = inf
@@ -104,6 +105,9 @@ class SuiteModel:
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+    def refusal_of(self, request: Request) -> None:
+        return None
 
     def free_slots(self) -> int:
         return 0

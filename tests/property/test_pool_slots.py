@@ -1,6 +1,7 @@
 """The pool under any sequence of calls, ends of calls, retries and limits, in virtual time."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import given, settings
@@ -38,7 +39,12 @@ class Play:
     def end(self, member: Member, how: str, gives_back_first: bool) -> None:
         """As the dispatcher does: the slot before the verdict, or after it if there was no answer."""
         pool = self.pool
-        verdict = {"well": pool.went_well, "badly": pool.went_badly, "nothing": pool.says_nothing}[how]
+        verdicts: dict[str, Callable[[Member], None]] = {
+            "well": pool.went_well,
+            "badly": pool.went_badly,
+            "nothing": pool.says_nothing,
+        }
+        verdict = verdicts[how]
         was_closed = {other for other in pool.members if other.breaker.state == "closed"}
         if gives_back_first:
             pool.give_back(member)

@@ -92,6 +92,9 @@ class SlotsModel:
         self.free = free
         self.largest = largest
 
+    def refusal_of(self, request: Request) -> None:
+        return None
+
     def free_slots(self) -> int:
         return self.free
 

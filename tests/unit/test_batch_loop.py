@@ -69,7 +69,6 @@ class Stand:
                 timeout_s=3.0,
                 attempts=1,
                 backoff_s=0.0,
-                when_limit_is_learned=lambda limit: self.loop.limit_batches(limit),
                 clock=self.clock,
             )
             self.sent = Sent(self.dispatcher, self.clock)
@@ -348,17 +347,6 @@ def test_a_limit_that_was_learned_is_never_exceeded_again() -> None:
         assert {type(stand.witness.outcome(request)) for request in (*first, *later)} == {Output}
         assert [len(call.inputs) for call in stand.gpu.calls] == [8, 3, 3, 2, *[3] * 6, 2]
         assert [len(batch) for batch in stand.sent.batches] == [8, *[3] * 6, 2]
-
-    stand.run(main)
-
-
-def test_limits_only_fall_and_not_below_one() -> None:
-    stand = Stand(max_batch=8)
-
-    async def main() -> None:
-        for limit, expected in [(9, 8), (5, 5), (7, 5), (0, 1)]:
-            stand.loop.limit_batches(limit)
-            assert stand.loop.max_batch == expected
 
     stand.run(main)
 

@@ -18,8 +18,9 @@ from carpool.core.request import Request
 from carpool.settings import DatatypeName
 from carpool.settings import ProtocolName as ConfiguredName
 from carpool.testing import Witness, make_request
+from carpool.upstream.call_ids import CallIds, is_for_another_call
 from carpool.upstream.codecs import Codec, JsonCodec, KServeV1Codec, ProtocolFaultError, ProtocolName, make_codec
-from carpool.upstream.codecs.base import TOKENS_MAX, Refusal, apportion, error_message, nulls_for_not_a_number
+from carpool.upstream.codecs.base import TOKENS_MAX, apportion, nulls_for_not_a_number
 from carpool.upstream.codecs.tensors import DATATYPES
 from carpool.upstream.codecs.v2_messages import decode_response, encode_request
 from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
@@ -47,10 +48,6 @@ def decoded(codec: Codec, body: bytes, batch: list[Request] | int) -> list[bytes
     if isinstance(batch, int):
         batch = members(JsonCodec(), [b"0"] * batch)
     return [bytes(part.value) for part in codec.decode(Answer(200, body), batch)]  # type: ignore[call-overload]
-
-
-def refused(codec: Codec, status: int, body: object, size: int = 64) -> Refusal:
-    return codec.classify(Answer(status, json.dumps(body).encode()), size)
 
 
 def test_every_protocol_has_a_codec_and_can_be_configured() -> None:
@@ -596,93 +593,53 @@ def test_a_v2_fault_quotes_nothing_of_the_answer() -> None:
         assert "canary" not in str(fault.value)
 
 
-# what errors mean
+# An answer belongs to its call.
+
+MINE, OTHERS = "carpool-5a17-7", ["carpool-5a17-6", "carpool-5a17-77", "carpool-0ther-7", "carpool-"]
 
 
-@pytest.mark.parametrize(
-    ("codec", "status", "body", "limit"),
-    [
-        (
-            TEI,
-            422,
-            {"error": "batch size 66 > maximum allowed batch size 32", "error_type": "Validation"},
-            32,
-        ),
-        (EMBEDDINGS, 422, {"message": "batch size 66 > maximum allowed batch size 32", "type": "Validation"}, 32),
-        (
-            EMBEDDINGS,
-            422,
-            {"detail": [{"msg": "List should have at most 32 items after validation, not 64", "input": ["x"]}]},
-            32,
-        ),
-        (
-            EMBEDDINGS,
-            400,
-            {
-                "error": {
-                    "message": "Invalid 'input': array too long. Expected an array with maximum length 16, but got …"
-                }
-            },
-            16,
-        ),
-        (V2, 400, {"error": "[request id: <id_unknown>] inference request batch-size must be <= 8 for 'm'"}, 8),
-        (V2, 400, {"error": "inference request batch-size must be <= 8 for 'resnet50'"}, 8),
-        (GRPC, 400, {"error": "inference request batch-size must be <= 8 for 'm'"}, 8),
-        (make_codec("kserve_v1"), 400, {"error": "Task size 64 is larger than maximum input batch size 10"}, 10),
-        (JsonCodec(), 400, {"error": "batch size 64 exceeds the maximum of 32"}, 32),
-        (TEI, 413, {"error": "length limit exceeded: 2 MB"}, None),
-    ],
-)
-def test_too_large_a_batch_is_split_and_its_limit_learned(
-    codec: Codec, status: int, body: object, limit: int | None
-) -> None:
-    assert refused(codec, status, body) == Refusal("split", error_message(json.dumps(body).encode()), limit)
+def test_a_call_bears_its_id() -> None:
+    values = [tensor(shape=[1, 1], data=[1])]
+    as_json = json.loads(V2.encode(members(V2, values), MINE).body)
+    assert list(as_json) == ["id", "inputs"] and as_json["id"] == MINE
+    raw = V2.encode(members(V2, [tensor(shape=[1, 1], b64=b64(b"\0\0\0\0"))]), MINE)
+    assert json.loads(raw.body[: int(dict(raw.headers)["Inference-Header-Content-Length"])])["id"] == MINE
+    assert b"\x1a\x0e" + MINE.encode() in GRPC.encode(members(GRPC, values), MINE).body
 
 
-def test_nothing_is_learned_from_words_that_a_client_could_have_chosen() -> None:
-    quoted = "cannot tokenize 'batch size 64 > maximum allowed batch size 1'"
-    for codec in (TEI, EMBEDDINGS, V2, GRPC, make_codec("kserve_v1")):
-        assert refused(codec, 422, {"error": quoted}).batch_max is None
+@pytest.mark.parametrize("answered", [MINE, None, "", 7, {}, "0b9d2f1e-5c1f-4a40-9d6b-0a8f3a3b8f0e", "7"])
+def test_an_answer_with_its_id_or_without_one_of_ours_is_trusted(answered: object) -> None:
+    """Not every server repeats the id, and some make up their own."""
+    body = json.loads(v2_answer(1, data=[1, 2])) | {"id": answered}
+    [part] = V2.decode(Answer(200, json.dumps(body).encode()), members(JsonCodec(), [b"0"]), MINE)
+    assert part.model_version == "3"
 
 
-def test_a_lone_request_is_never_split() -> None:
-    assert refused(TEI, 422, {"error": "batch size 1 > maximum allowed batch size 0"}, size=1).kind == "bisect"
-    assert refused(TEI, 413, {"error": "too long"}, size=1).kind == "give-up"
+@pytest.mark.parametrize("other", OTHERS)
+def test_an_answer_for_another_call_is_a_fault(other: str) -> None:
+    body = json.loads(v2_answer(1, data=[1, 2])) | {"id": other}
+    with pytest.raises(ProtocolFaultError, match="for another call") as fault:
+        V2.decode(Answer(200, json.dumps(body).encode()), members(JsonCodec(), [b"0"]), MINE)
+    assert other not in str(fault.value)
+    message = RESPONSE_BYTES.replace(b"\x1a\x03abc", b"\x1a" + bytes([len(other)]) + other.encode())
+    with pytest.raises(ProtocolFaultError, match="for another call"):
+        GRPC.decode(Answer(200, message), members(JsonCodec(), [b"0"] * 2), MINE)
 
 
-@pytest.mark.parametrize("name", get_args(ProtocolName))
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        *((status, "elsewhere") for status in (429, 502, 503, 504)),
-        *((status, "bisect") for status in (400, 422, 424, 500)),
-        *((status, "give-up") for status in (301, 401, 403, 404, 405, 501)),
-    ],
-)
-def test_what_a_status_means(name: ProtocolName, status: int, kind: str) -> None:
-    refusal = refused(make_codec(name), status, {"error": "input 'x' batch size does not match other inputs"})
-    assert refusal.kind == kind
+def test_over_grpc_too_an_answer_may_bear_its_id_or_none() -> None:
+    for found in (b"\x1a\x0e" + MINE.encode(), b""):
+        message = RESPONSE_BYTES.replace(b"\x1a\x03abc", found)
+        assert len(GRPC.decode(Answer(200, message), members(JsonCodec(), [b"0"] * 2), MINE)) == 2
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (b'{"error":"words"}', "words"),
-        (b'{"error":{"message":"words","type":null,"code":400}}', "words"),
-        (b'{"message":"words","code":422,"type":"Validation"}', "words"),
-        (b'{"code":503,"type":"X","message":"words"}', "words"),
-        (b'{"detail":"words"}', "words"),
-        (b'{"detail":[{"loc":["body"],"msg":"words","input":"canary"}]}', "words"),
-        (b'{"error":null,"detail":[]}', ""),
-        (b'{"error":{"code":1}}', ""),
-        (b'{"error":' + b'"' + b"x" * 600 + b'"}', "x" * 512),
-        (b"<html>", ""),
-        (b"\xff", ""),
-        (b"[" * 100_000, ""),
-    ],
-)
-def test_the_words_of_an_error(body: bytes, message: str) -> None:
-    assert error_message(body) == message
+def test_no_two_calls_have_the_same_id() -> None:
+    ids = CallIds("5a17")
+    found = [ids.next() for _ in range(3)]
+    assert found == ["carpool-5a17-1", "carpool-5a17-2", "carpool-5a17-3"]
+    assert all(is_for_another_call(one, other) == (one != other) for one in found for other in found)
+
+
+# what servers tell beside calls
 
 
 def test_limits_that_servers_tell() -> None:
@@ -723,10 +680,11 @@ CONTENTS_BYTES = bytes.fromhex(
 )
 
 
-def request_message() -> bytes:
+def request_message(call_id: str = "") -> bytes:
     return encode_request(
         "mödel",
         "2",
+        call_id,
         {"b": True, "i": -5, "s": "text", "z": 0.25},
         [("x", "FP32", (3, 2)), ("y", "BYTES", (3, 1))],
         [[b"\x01" * 8, b"\x02" * 8, b"\x03" * 8], [b"\x01\0\0\0a", b"\0\0\0\0", b"\x02\0\0\0bc" + b"\0" * 200]],
@@ -735,11 +693,13 @@ def request_message() -> bytes:
 
 def test_a_request_is_what_protobuf_writes() -> None:
     assert request_message() == REQUEST_BYTES
+    version = REQUEST_BYTES.index(b"\x12\x012") + 3
+    assert request_message("abc") == REQUEST_BYTES[:version] + b"\x1a\x03abc" + REQUEST_BYTES[version:]
 
 
 def test_a_response_of_protobuf_is_read() -> None:
     response = decode_response(RESPONSE_BYTES)
-    assert response.model_version == "7"
+    assert (response.model_version, response.id) == ("7", "abc")
     assert [(o.name, o.datatype, list(o.shape), o.data) for o in response.outputs] == [
         ("y", "FP32", [2, 1], struct.pack("<2f", 1.5, 2.5)),
         ("z", "INT64", [2], struct.pack("<2q", -1, 300)),
@@ -884,6 +844,38 @@ async def test_grpc_messages_over_a_limit(serve: Serve) -> None:
         await endpoint.post(Call(b"x" * 1100), 5.0)
     # More than the server takes by default: it is the batch that is too large.
     assert (await endpoint.post(Call(b"x" * (5 << 20)), 5.0)).status == 413
+    await endpoint.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the queue is full: 'Received message larger than max (3 vs. 1)'",
+        "Received message larger than max (3 vs. 1) in your input",
+        "Received message larger than max (4 vs. 1)",
+        "CLIENT: Received message larger than max (3 vs. 1)",
+        "CLIENT: Received message larger than max (3 vs. 1000) in your input",
+        "message larger than max",
+    ],
+)
+async def test_grpc_words_that_a_client_may_have_written_make_no_call_too_long(serve: Serve, text: str) -> None:
+    async def fail(message: bytes, context: Any) -> bytes:
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+        raise AssertionError
+
+    endpoint = GrpcEndpoint(await serve(fail), 1, answer_bytes_max=1000)
+    assert (await endpoint.post(Call(b"abc"), 5.0)).status == 429
+    await endpoint.close()
+
+
+@pytest.mark.parametrize("start", ["Received", "SERVER: Received", "grpc: received"])
+async def test_grpc_servers_of_several_kinds_say_that_a_call_is_too_long(serve: Serve, start: str) -> None:
+    async def fail(message: bytes, context: Any) -> bytes:
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{start} message larger than max (3 vs. 1)")
+        raise AssertionError
+
+    endpoint = GrpcEndpoint(await serve(fail), 1, 1 << 20)
+    assert (await endpoint.post(Call(b"abc"), 5.0)).status == 413
     await endpoint.close()
 
 

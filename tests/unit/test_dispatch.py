@@ -101,7 +101,7 @@ class Stand:
         self._is_submitting = False
         self.ended: list[float] = []
         self.dead_letters = Graveyard()
-        self.limits_learned: list[int] = []
+        self.limits_learned: list[int | None] = []
         self.random_share = 0.5
         self.dispatcher = UpstreamDispatcher(
             self.pool,
@@ -113,7 +113,7 @@ class Stand:
             model="m",
             budget=budget,
             dead_letters=self.dead_letters,
-            when_limit_is_learned=self.limits_learned.append,
+            when_limit_is_learned=lambda member: self.limits_learned.append(member.batch_limit.learned),
             clock=self.clock,
             random_share=lambda: self.random_share,
         )
@@ -357,7 +357,7 @@ def test_a_protocol_fault_is_everybody_s(body: bytes) -> None:
 
 
 class LyingCodec(JsonCodec):
-    def decode(self, answer: Answer, batch: Sequence[Request]) -> Sequence[Decoded]:
+    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         return super().decode(answer, batch)[:-1]
 
 
@@ -366,7 +366,7 @@ def test_even_a_codec_that_loses_an_output_mixes_nobody_up() -> None:
 
 
 class BrokenCodec(JsonCodec):
-    def encode(self, batch: Sequence[Request]) -> Call:
+    def encode(self, batch: Sequence[Request], call_id: str = "") -> Call:
         raise RuntimeError("a defect")
 
 
@@ -831,7 +831,7 @@ def test_one_that_alone_is_too_large_is_told() -> None:
 class ConfusedCodec(JsonCodec):
     """Takes for the limit what is none."""
 
-    def classify(self, answer: Answer, size: int) -> Refusal:
+    def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
         return Refusal("split", batch_max=2 * size)
 
 
@@ -974,7 +974,7 @@ class DefectiveCodec(JsonCodec):
 
     is_defective = False
 
-    def decode(self, answer: Answer, batch: Sequence[Request]) -> Sequence[Decoded]:
+    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         if self.is_defective:
             raise ZeroDivisionError
         return super().decode(answer, batch)

@@ -26,6 +26,8 @@ PURE = [
     "upstream/search.py",
     "upstream/slot_share.py",
     "upstream/breaker.py",
+    "upstream/call_ids.py",
+    "upstream/limits.py",
     "upstream/load.py",
     "upstream/retry.py",
     "face/http/strict_json.py",

@@ -48,8 +48,7 @@ class Gate:
             return leaving()
         upstream = self._upstreams[request.model]
         if upstream.is_down or (upstream.is_shut_to_some and upstream.is_shut_to(request.owner)):
-            down = "the inference API is down; try again soon, or submit a task"
-            return UpstreamDown(down, retry_after_s=upstream.retry_after_s())
+            return upstream_down(upstream)
         return self._broker.submit(request)
 
     def admit_task(self, request: Request, accepted: Callable[[CarpoolError | None], None]) -> None:
@@ -58,6 +57,12 @@ class Gate:
             accepted(leaving())
         else:
             self._tasks.submit(request, accepted)
+
+
+def upstream_down(upstream: Availability) -> UpstreamDown:
+    """What is told while no endpoint may be called."""
+    down = "the inference API is down; try again soon, or submit a task"
+    return UpstreamDown(down, retry_after_s=upstream.retry_after_s())
 
 
 def leaving() -> Draining:

@@ -91,10 +91,6 @@ class BatchLoop:
             self._rung = True
             self._loop.call_soon(self._run)
 
-    def limit_batches(self, batch_max: int) -> None:
-        """The upstream takes no more than this at once: never send more from now on."""
-        self.max_batch = max(1, min(self.max_batch, batch_max))
-
     def free_slots(self) -> int:
         """Slots that could take a batch now."""
         # Room for less than a whole batch would be spent on small ones, one after the other.

@@ -77,6 +77,10 @@ class MemoryBroker:
         """Whether a request waits whose owner is no offender."""
         return any(not lane.is_apart for lane in self._active[model].values())
 
+    def waiting_apart(self, model: str) -> int:
+        """Requests of offenders that wait."""
+        return sum(lane.waiting for lane in self._active[model].values() if lane.is_apart)
+
     def most_waiting(self, model: str) -> int:
         """Requests in the longest lane whose owners are no offenders."""
         return max((lane.waiting for lane in self._active[model].values() if not lane.is_apart), default=0)

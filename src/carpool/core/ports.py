@@ -70,7 +70,7 @@ class Returns(Outcomes, Protocol):
         ...
 
 
-class Broker(Intake, Returns, Protocol):
+class Broker(Intake, Outcomes, Protocol):
     """Keeps what was admitted until it has an outcome."""
 
     def lanes(self, model: str) -> Iterable[LaneQueue]:

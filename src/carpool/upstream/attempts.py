@@ -5,14 +5,16 @@
 2. What an error means is the codec's word (`Refusal`): try elsewhere, split, bisect, fault, give up.
 3. Attempts are for the endpoint's faults, and are paid from the retry budget.
 4. Whoever has left, or whose deadline has passed, is dropped before every call.
-5. A connection that turned out dead before a byte of an answer came says nothing against the endpoint. The call is made
-   again at once; that costs an attempt, unless the other side had closed before the call was written.
+5. A call whose connection was dead is sent again at once, in the same slot. That says nothing against the endpoint the
+   first time. It is an attempt, and paid for, unless the call surely was not received.
+6. No endpoint gets more inputs than it is known to take (limits.py), but for the one batch that tests that.
 """
 
 import asyncio
 import logging
 import random
 from collections.abc import Callable
+from secrets import token_hex
 from typing import NamedTuple
 
 from carpool.core.clock import Clock, monotonic
@@ -21,14 +23,17 @@ from carpool.core.outcome import CallFacts, Output
 from carpool.core.ports import Outcomes
 from carpool.core.request import DONE, Request
 from carpool.core.tally import SECONDS_BOUNDS, Histogram
+from carpool.upstream.call_ids import CallIds
 from carpool.upstream.codecs import Codec, ProtocolFaultError
 from carpool.upstream.codecs.base import Refusal
-from carpool.upstream.endpoint import Answer, AttemptFailedError
+from carpool.upstream.endpoint import Answer, AttemptFailedError, ConnectionWasDeadError
 from carpool.upstream.pool import Member, Pool
 from carpool.upstream.retry import RetryBudget, pause_before
 
 logger = logging.getLogger("carpool.upstream")
 
+# Dead connections that a batch may meet one after the other before they count as a failure of the endpoint.
+DEAD_IN_A_ROW_MAX = 3
 # A timer of the event loop may fire so much before its time.
 TIMER_EARLY_S = 0.01
 # How long a call takes, until the first has been seen; and the weight of the newest.
@@ -50,6 +55,8 @@ class Failure(NamedTuple):
     started: float = 0.0
     # The refusal blames the input, not the endpoint.
     is_certain: bool = False
+    # The connection was dead. The slot is still held.
+    dead: ConnectionWasDeadError | None = None
 
 
 class Attempts:
@@ -65,7 +72,7 @@ class Attempts:
         attempts: int,
         backoff_s: float,
         budget: RetryBudget,
-        when_limit_is_learned: Callable[[int], None],
+        when_limit_is_learned: Callable[[Member], None],
         when_answered: Callable[[list[Request]], None],
         clock: Clock = monotonic,
         random_share: Callable[[], float] = random.random,
@@ -82,6 +89,7 @@ class Attempts:
         self._when_answered = when_answered
         self._clock = clock
         self._random_share = random_share
+        self._call_ids = CallIds(token_hex(4))
         # How long calls take, lately.
         self.service_s = SERVICE_S_PRIOR
         # For metrics: seconds of the calls that were answered, calls by result.
@@ -99,7 +107,9 @@ class Attempts:
         `member`: the slot for the first attempt; None to take one when it is free.
         """
         failure, failed = out_of_time(), None
-        for attempt in range(1, self._attempts + 1):
+        attempt = dead_in_a_row = 0
+        while attempt < self._attempts:
+            attempt += 1
             if member is None:
                 if attempt > 1:
                     pause_s = pause_before(attempt, self._backoff_s, self._random_share())
@@ -110,17 +120,26 @@ class Attempts:
                 if member is None:
                     return failure
             members = self.live(batch)
-            if not members:
+            most = member.batch_limit.largest(self._clock(), len(members))
+            if not 0 < len(members) <= most:
                 self._pool.give_back(member)
                 self._pool.says_nothing(member)
-                return out_of_time()
+                return too_many(len(members), most) if members else out_of_time()
             latest = max(request.deadline for request in members)
             limit_s = latest - self._clock()
             outcome = await self._call(members, member, min(self.timeout_s, limit_s), ended)
             if outcome is None:
                 return member
+            was_received = outcome.dead is None or not outcome.dead.closed_before_sent
             for request in members:
-                request.sends += 1
+                request.sends += was_received
+            if outcome.dead is not None:
+                dead_in_a_row += 1
+                if self._may_send_again(outcome.dead, attempt, dead_in_a_row):
+                    attempt -= not was_received
+                    continue
+                self._give_up_dead(member, dead_in_a_row)
+            dead_in_a_row = 0
             failure, failed, member = outcome, member, None
             if failure.refusal.kind != "elsewhere":
                 return failure
@@ -135,30 +154,53 @@ class Attempts:
             )
         return failure
 
+    def _may_send_again(self, dead: ConnectionWasDeadError, attempt: int, dead_in_a_row: int) -> bool:
+        """Whether a call whose connection was dead is sent again at once; pays for it."""
+        if dead_in_a_row > DEAD_IN_A_ROW_MAX:
+            return False
+        return dead.closed_before_sent or (attempt < self._attempts and self._budget.take(self._clock()))
+
+    def _give_up_dead(self, member: Member, dead_in_a_row: int) -> None:
+        """Give back the slot that was held; more than one dead connection in a row is the endpoint's fault."""
+        if dead_in_a_row > 1:
+            self._pool.went_badly(member)
+        else:
+            self._pool.says_nothing(member)
+        self._pool.give_back(member)
+
     async def _call(
         self, members: list[Request], member: Member, timeout_s: float, ended: BatchEnded
     ) -> Failure | None:
-        """One call: settles the members and returns None, or returns what went wrong."""
+        """One call: settles the members and returns None, or returns what went wrong.
+
+        Gives the slot back, unless the connection was dead (`Failure.dead`).
+        """
         started = self._clock()
+        call_id = self._call_ids.next()
+        is_slot_held = False
         try:
-            answer = await member.endpoint.post(self._codec.encode(members), timeout_s)
+            answer = await member.endpoint.post(self._codec.encode(members, call_id), timeout_s)
         except AttemptFailedError as failure:
             self.calls["failed"] += 1
-            self._pool.went_badly(member)
             error = UpstreamFailed(f"the inference API could not be used: {failure}")
-            return Failure(Refusal("elsewhere"), error, member, len(members), started)
+            dead = failure if isinstance(failure, ConnectionWasDeadError) else None
+            is_slot_held = dead is not None
+            if dead is None:
+                self._pool.went_badly(member)
+            return Failure(Refusal("elsewhere"), error, member, len(members), started, dead=dead)
         except BaseException:
             self._pool.says_nothing(member)
             raise
         finally:
-            self._pool.give_back(member)
+            if not is_slot_held:
+                self._pool.give_back(member)
         seconds = self._clock() - started
         if answer.load is not None:
             member.load.report(answer.load)
         try:
             if not 200 <= answer.status < 300:
-                return self._refused(answer, len(members), member, started)
-            parts = self._codec.decode(answer, members)
+                return self._refused(answer, len(members), member, started, call_id)
+            parts = self._codec.decode(answer, members, call_id)
         except ProtocolFaultError as fault:
             self.calls["protocol-fault"] += 1
             self._pool.went_badly(member)
@@ -172,6 +214,7 @@ class Attempts:
         self.service_s += SERVICE_WEIGHT * (seconds - self.service_s)
         self.call_seconds.observe(seconds)
         member.load.answered(len(members), seconds, started)
+        member.batch_limit.answered(len(members), started)
         self.calls["ok"] += 1
         self._pool.went_well(member, members[0].common_key)
         self._when_answered(members)
@@ -179,10 +222,12 @@ class Attempts:
         self._outcomes.settle_batch(members, [Output(part.value, facts, part.tokens_used) for part in parts])
         return None
 
-    def _refused(self, answer: Answer, size: int, member: Member, started: float) -> Failure:
+    def _refused(self, answer: Answer, size: int, member: Member, started: float, call_id: str) -> Failure:
         """An answer with an error status. What the body says goes to a client that was alone in its call, at most."""
         self.calls["refused"] += 1
-        refusal = self._codec.classify(answer, size)
+        refusal = self._codec.classify(answer, size, call_id)
+        if refusal.batch_max is not None and member.batch_limit.said(refusal.batch_max, size, self._clock()):
+            self._when_limit_is_learned(member)
         says = f"the inference API answered with status {answer.status}"
         if refusal.kind in ("elsewhere", "give-up"):
             if answer.status == 429:
@@ -199,6 +244,12 @@ class Attempts:
         """Seconds until nobody of them waits any more."""
         latest = max((request.deadline for request in members if request.phase != DONE), default=0.0)
         return latest - self._clock()
+
+
+def too_many(size: int, most: int) -> Failure:
+    """The limit of the endpoint was learned after the batch was formed."""
+    error = UpstreamFailed("the inference API does not take so many inputs")
+    return Failure(Refusal("split", batch_max=most), error, size=size)
 
 
 def out_of_time() -> Failure:

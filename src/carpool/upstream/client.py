@@ -5,12 +5,12 @@ import json
 import ssl
 from collections.abc import Mapping
 from io import BytesIO
-from types import SimpleNamespace
 
 import aiohttp
 from yarl import URL
 
-from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
+from carpool.upstream.connections import EarlyAnswerError, Line, Trip, make_trace, trip_now, watched
+from carpool.upstream.endpoint import Answer, AttemptFailedError, Call, ConnectionWasDeadError
 from carpool.upstream.load import parse_load
 from carpool.upstream.tls import Credentials, UpstreamSecurity
 
@@ -28,28 +28,17 @@ SECRET_CHARS_MIN = 8
 _OTHER_NAME = (62, 64)
 
 
-class _Trip:
-    """What is known of the way that one call took."""
-
-    is_reused = False
-
-
-async def _note_reuse(session: aiohttp.ClientSession, context: SimpleNamespace, _: object) -> None:
-    if isinstance(context.trace_request_ctx, _Trip):
-        context.trace_request_ctx.is_reused = True
-
-
 def make_session(unix_socket: str = "") -> aiohttp.ClientSession:
     """The one session that all endpoints share, but for Unix sockets, which need one each.
 
     The pool's slots bound the connections, not the connector.
     """
-    trace = aiohttp.TraceConfig()
-    trace.on_connection_reuseconn.append(_note_reuse)
     return aiohttp.ClientSession(
-        connector=aiohttp.UnixConnector(unix_socket, limit=0, keepalive_timeout=KEEPALIVE_S)
-        if unix_socket
-        else aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+        connector=watched(
+            aiohttp.UnixConnector(unix_socket, limit=0, keepalive_timeout=KEEPALIVE_S)
+            if unix_socket
+            else aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        ),
         cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(total=None),
         # A compressed answer could be a bomb; none is asked for, and none is unpacked.
@@ -57,7 +46,7 @@ def make_session(unix_socket: str = "") -> aiohttp.ClientSession:
         headers={"Accept-Encoding": "identity", "User-Agent": "carpool"},
         read_bufsize=READ_BUFFER_BYTES,
         trust_env=False,
-        trace_configs=[trace],
+        trace_configs=[make_trace()],
     )
 
 
@@ -88,37 +77,41 @@ class HttpEndpoint:
         self._credentials = credentials or Credentials(UpstreamSecurity())
         # "": answers are not looked at for a load.
         self._load_header = load_header
+        self._line = Line(self.name)
         self._by_path: dict[str, URL] = {}
 
+    @property
+    def stray_answers(self) -> int:
+        """How often it sent bytes that were no answer to a call, for metrics."""
+        return self._line.stray
+
     async def post(self, call: Call, timeout_s: float) -> Answer:
-        """Send one call and read its answer; raises AttemptFailedError, or is cancelled."""
+        """Send one call, once, and read its answer; raises AttemptFailedError, or is cancelled."""
+        trip = Trip(self._line, len(call.body))
         try:
             secrets = self._credentials.headers()
-            trip = _Trip()
             async with asyncio.timeout(timeout_s):
-                try:
-                    response, body = await self._send(call, secrets, trip)
-                except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
-                    if not trip.is_reused:
-                        raise
-                    # A server may close an idle connection just when it is used again; many do after a 500, without
-                    # saying so. That is no failure of the endpoint.
-                    response, body = await self._send(call, secrets, _Trip())
+                response, body = await self._send(call, secrets, trip)
         except TimeoutError:
             raise AttemptFailedError(f"no answer within {timeout_s:.2f} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as failure:
+            is_cut = isinstance(failure, aiohttp.ClientConnectionError | OSError)
+            if is_cut and trip.is_reused and not trip.is_heard:
+                # A server may close a connection that rests just when it is used again; many do after a 500, unasked.
+                self._line.found_dead(asyncio.get_running_loop().time())
+                raise ConnectionWasDeadError(_reason(failure), closed_before_sent=not trip.is_sent) from None
             raise AttemptFailedError(_reason(failure)) from None
         load = parse_load(response.headers.get(self._load_header, "")) if self._load_header else None
         return Answer(response.status, body if response.status < 400 else _without(secrets, body), load)
 
-    async def _send(self, call: Call, secrets: Mapping[str, str], trip: _Trip) -> tuple[aiohttp.ClientResponse, bytes]:
+    async def _send(self, call: Call, secrets: Mapping[str, str], trip: Trip) -> tuple[aiohttp.ClientResponse, bytes]:
+        trip_now.set(trip)
         async with self._session.post(
             self._target(call.path),
             data=call.body if len(call.body) <= PLAIN_BODY_BYTES_MAX else BytesIO(call.body),
             headers={"Content-Type": call.content_type, **dict(call.headers), **secrets},
             allow_redirects=False,
             ssl=self._tls() or True,
-            trace_request_ctx=trip,
         ) as response:
             return response, await self._read(response, self._answer_bytes_max)
 
@@ -126,9 +119,11 @@ class HttpEndpoint:
         """Read a page beside the calls: a path, `:PORT/PATH` on the same host, or a URL. Raises AttemptFailedError."""
         try:
             url = self._page(where)
+            is_own = url.origin() == self.url.origin()
             # The secrets are for the endpoint itself, and for nobody else.
-            secrets = self._credentials.headers() if url.origin() == self.url.origin() else {}
+            secrets = self._credentials.headers() if is_own else {}
             tls = self._credentials.ssl_context() if url.scheme == "https" else None
+            trip_now.set(Trip(self._line if is_own else Line(str(url.origin())), body_bytes=0))
             async with asyncio.timeout(timeout_s):
                 async with self._session.get(url, headers=secrets, allow_redirects=False, ssl=tls or True) as response:
                     body = await self._read(response, PAGE_BYTES_MAX)
@@ -201,6 +196,8 @@ def _reason(failure: Exception) -> str:
             return f"its certificate is refused: {'it is for another name' if other_name else fault.verify_message}"
     if isinstance(failure, aiohttp.ClientOSError) and isinstance(failure.__cause__, ssl.SSLError):
         return f"TLS failed ({failure.__cause__.reason})"
+    if isinstance(failure, EarlyAnswerError):
+        return "an answer came before the call was sent"
     return f"the call broke off ({type(failure).__name__})"
 
 

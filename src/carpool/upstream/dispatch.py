@@ -44,7 +44,7 @@ class UpstreamDispatcher:
         offenders: Offenders | None = None,
         max_batch: Callable[[], int] = lambda: 64,
         others_waiting: Callable[[], int] = lambda: 0,
-        when_limit_is_learned: Callable[[int], None] = lambda limit: None,
+        when_limit_is_learned: Callable[[Member], None] = lambda member: None,
         clock: Clock = monotonic,
         random_share: Callable[[], float] = random.random,
     ) -> None:
@@ -53,6 +53,7 @@ class UpstreamDispatcher:
         self._model = model
         self._budget = budget or RetryBudget()
         self._dead_letters = dead_letters
+        self._when_limit_is_learned = when_limit_is_learned
         self._clock = clock
         self.offenders = offenders if offenders is not None else Offenders()
         self._shares = RefusedShares()
@@ -65,7 +66,7 @@ class UpstreamDispatcher:
             attempts=attempts,
             backoff_s=backoff_s,
             budget=self._budget,
-            when_limit_is_learned=when_limit_is_learned,
+            when_limit_is_learned=self._limit_is_learned,
             when_answered=self._answered,
             clock=clock,
             random_share=random_share,
@@ -80,6 +81,7 @@ class UpstreamDispatcher:
             known_poison=self._known_poison,
             give_up=self._give_up,
             max_batch=max_batch,
+            when_limit_is_learned=self._limit_is_learned,
             others_waiting=others_waiting,
             clock=clock,
         )
@@ -111,6 +113,8 @@ class UpstreamDispatcher:
 
     def batch_max(self, lane: LaneQueue, max_batch: int) -> int:
         """The most requests of a lane that should be in a batch now: fewer where bad inputs are common."""
+        if self._pool.has_batch_limits:
+            max_batch = self._pool.batch_max(max_batch)
         return self._shares.best_size(lane.key, max_batch) if self._shares else max_batch
 
     def dispatch(self, batch: list[Request], ended: BatchEnded) -> None:
@@ -186,6 +190,10 @@ class UpstreamDispatcher:
             for request in batch:
                 if request.phase != DONE:
                     self._broker.settle(request, failure)
+
+    def _limit_is_learned(self, member: Member) -> None:
+        self._pool.has_batch_limits = True
+        self._when_limit_is_learned(member)
 
     def _answered(self, members: list[Request]) -> None:
         """Learn from a call that was answered; costs nothing while nothing was ever refused."""

@@ -29,6 +29,19 @@ class AttemptFailedError(Exception):
     """No answer: refused, reset, timed out, broken off, too long. The text names no payload."""
 
 
+class ConnectionWasDeadError(AttemptFailedError):
+    """A connection that had been used before broke off, and no byte of an answer had come.
+
+    That says little against the endpoint: servers close idle connections, and may do so just when one is used again.
+    Whether the call is sent once more is for the caller to say.
+    """
+
+    def __init__(self, text: str, *, closed_before_sent: bool) -> None:
+        super().__init__(text)
+        # Nothing of the call was written: it surely was not received.
+        self.closed_before_sent = closed_before_sent
+
+
 class Endpoint(Protocol):
     """One endpoint of the fixed API."""
 
@@ -38,7 +51,7 @@ class Endpoint(Protocol):
     slots: int
 
     async def post(self, call: Call, timeout_s: float) -> Answer:
-        """Send one call and read its answer; raises AttemptFailedError, or is cancelled."""
+        """Send one call, once, and read its answer; raises AttemptFailedError, or is cancelled."""
         ...
 
     async def accepts_connections(self) -> bool:

@@ -3,7 +3,7 @@
 1. An endpoint that answered a call well within the interval needs no probe. Any other is asked for the health page of
    its protocol, or for a connection where the protocol has none.
 2. Probes only tell: who gets calls is decided by what becomes of calls. A server may have no health page, or a page
-   that is well while the model is not.
+   that is well while the model is not. But an endpoint that failed is asked for it before a client's input is risked.
 3. Once a second: the load is read from the metrics page, if one is configured, and every limit makes its step.
 """
 
@@ -19,7 +19,7 @@ import msgspec
 
 from carpool.core.clock import Clock, monotonic
 from carpool.upstream.breaker import Breaker
-from carpool.upstream.endpoint import Answer, AttemptFailedError
+from carpool.upstream.endpoint import Answer, AttemptFailedError, Endpoint
 from carpool.upstream.load import metric_value
 from carpool.upstream.pool import Member, Pool
 
@@ -77,6 +77,8 @@ class HealthWatch:
         self._random_share = random_share
         self._at_once = asyncio.Semaphore(PROBES_AT_ONCE_MAX)
         self._running: list[asyncio.Task[None]] = []
+        # Questions for the pool. The event loop holds its tasks only weakly.
+        self._asking: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Begin to probe and to read loads."""
@@ -85,12 +87,15 @@ class HealthWatch:
             loop.create_task(self._repeat(self.probe_quiet_ones, self._interval_s)),
             loop.create_task(self._repeat(self.adjust_limits, LOAD_INTERVAL_S)),
         ]
+        if self._health_path is not None:
+            self._pool.ask_health = self._ask
 
     async def close(self) -> None:
         """Stop."""
-        for task in self._running:
+        tasks = [*self._running, *self._asking]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def probe_quiet_ones(self) -> None:
         """Probe every endpoint that has not answered a call well for an interval."""
@@ -125,17 +130,27 @@ class HealthWatch:
 
         await asyncio.gather(*(one(member) for member in members))
 
+    def _ask(self, member: Member, tell: Callable[[bool], None]) -> None:
+        """For the pool: how an endpoint is, by its health page. A page that was never well says nothing."""
+
+        async def ask() -> None:
+            tell(await self._is_alive(member.endpoint) or member.alive_at == -inf)
+
+        task = asyncio.get_running_loop().create_task(ask())
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
+    async def _is_alive(self, endpoint: Endpoint) -> bool:
+        if self._health_path is None or not isinstance(endpoint, HasPages):
+            return await endpoint.accepts_connections()
+        try:
+            status = (await endpoint.get(self._health_path, PROBE_TIMEOUT_S)).status
+        except AttemptFailedError:
+            return False
+        return 200 <= status < 300 or status in _NO_PAGE
+
     async def _probe(self, member: Member) -> None:
-        endpoint = member.endpoint
-        if self._health_path is not None and isinstance(endpoint, HasPages):
-            try:
-                status = (await endpoint.get(self._health_path, PROBE_TIMEOUT_S)).status
-            except AttemptFailedError:
-                status = 0
-            is_alive = 200 <= status < 300 or status in _NO_PAGE
-        else:
-            is_alive = await endpoint.accepts_connections()
-        if is_alive:
+        if await self._is_alive(member.endpoint):
             member.failed_probes = 0
             member.alive_at = self._clock()
             return
@@ -158,7 +173,8 @@ class HealthWatch:
 
 def breaker_shown(breaker: Breaker, now: float) -> str:
     """The breaker's state; one that waits for a call to try the endpoint with counts as half-open."""
-    return "half-open" if breaker.state == "open" and breaker.allows(now) else breaker.state
+    is_waiting = breaker.state == "open" and (breaker.allows(now) or breaker.allows_others())
+    return "half-open" if is_waiting else breaker.state
 
 
 def state_of(member: Member, now: float) -> State:
@@ -173,9 +189,11 @@ def state_of(member: Member, now: float) -> State:
 
 def healthy_slots(members: Sequence[Member], now: float) -> int:
     """Calls that the endpoints that work may have at once."""
-    return sum(
+    in_use = sum(
         member.limit for member in members if member.breaker.state == "closed" and state_of(member, now) != "offline"
     )
+    # One that is closed to a single owner has a call for the others.
+    return in_use + sum(member.breaker.allows_others() for member in members)
 
 
 def describe_member(member: Member, now: float, wall: datetime) -> dict[str, Any]:

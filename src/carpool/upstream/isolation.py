@@ -61,6 +61,7 @@ class Case:
         "batch",
         "counted",
         "failure",
+        "largest_answered",
         "last",
         "refused_alone_by",
         "refused_by",
@@ -82,6 +83,7 @@ class Case:
         self.last: dict[int, Failure] = {}
         # Who answered a part of it.
         self.answered_by: set[Member] = set()
+        self.largest_answered = 0
         # Owners that have been counted as offenders for this case already.
         self.counted: set[str] = set()
         self.under_way = 0
@@ -113,6 +115,7 @@ class Isolation:
         known_poison: KnownPoison,
         give_up: GiveUp,
         max_batch: Callable[[], int],
+        when_limit_is_learned: Callable[[Member], None],
         others_waiting: Callable[[], int],
         clock: Clock,
     ) -> None:
@@ -126,6 +129,7 @@ class Isolation:
         # Settles a request with an error, and keeps it as a dead letter if that is wanted.
         self._give_up = give_up
         self._max_batch = max_batch
+        self._when_limit_is_learned = when_limit_is_learned
         # How many others wait that could share a batch, as far as is known.
         self._others_waiting = others_waiting
         self._clock = clock
@@ -374,6 +378,7 @@ class Isolation:
     def _answered(self, case: Case, group: Group, member: Member) -> None:
         case.search.answered(group)
         case.answered_by.add(member)
+        case.largest_answered = max(case.largest_answered, group.size)
         self._look_for_common(case.batch[group.first : group.end], is_refused=False, is_batch=False)
         for index in range(group.first, group.end):
             # An endpoint that refused alone what another one answers is at fault.
@@ -522,7 +527,7 @@ class Isolation:
             sick = {member for index in left for member in known.get(index, ())}
             self._blame(sick, {request.owner for request in left.values()})
         elif failure is not None and is_answered_whole(case):
-            self._blame({failure.member})  # it failed a whole whose parts are good
+            self._refused_a_good_whole(case, failure)
         for index, request in left.items():
             last = case.last.get(index)
             if last is None:
@@ -534,6 +539,15 @@ class Isolation:
                 self._give_up(request, last.error)
         if not self._cases:
             self._is_idle.set()
+
+    def _refused_a_good_whole(self, case: Case, failure: Failure) -> None:
+        """An endpoint refused a whole whose parts are good. If it answered those itself, it may have a limit."""
+        member = failure.member
+        if member is not None and case.answered_by == {member}:
+            if member.batch_limit.split(failure.size, case.largest_answered, self._clock()):
+                self._when_limit_is_learned(member)
+        else:
+            self._blame({member})
 
     def _settle(self, requests: Iterable[Request], error: CarpoolError) -> None:
         for request in requests:

@@ -21,7 +21,6 @@ HALF_LIFE_S = 10.0
 TRACKED_MAX = 10_000
 # Rule 2. Heartbeats come twice a second.
 TOLD_S = 3.0
-TOLD_MAX = 64
 # Rule 4: so many batches must have been refused.
 BATCHES_MIN = 3
 
@@ -97,10 +96,12 @@ class Offenders:
             if len(self._told) < TRACKED_MAX or (model, owner) in self._told:
                 self._told[Rider(model, owner)] = now + TOLD_S
 
-    def to_tell(self) -> list[tuple[str, str]]:
-        """What others should know: the newest, as many as fit into a heartbeat."""
-        apart = [rider for rider in self._scores if rider in self._apart]
-        return [(model, owner) for model, owner in apart[-TOLD_MAX:]]
+    def seen_at(self, model: str) -> list[str]:
+        """The owners that ride apart at a model by what was seen here, the newest last: what others should know.
+
+        What was told is not told on: two that tell each other would never forget.
+        """
+        return [rider.owner for rider in self._scores if rider.model == model and rider in self._apart]
 
     def of_model(self, model: str) -> list[str]:
         """The owners that ride apart at a model, by what was seen here or told."""

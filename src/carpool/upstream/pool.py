@@ -28,6 +28,7 @@ from typing import NamedTuple
 from carpool.core.clock import Clock, monotonic
 from carpool.upstream.breaker import Breaker
 from carpool.upstream.endpoint import Endpoint
+from carpool.upstream.limits import BatchLimit
 from carpool.upstream.load import LoadLimit
 from carpool.upstream.slot_share import SlotShare
 
@@ -50,6 +51,7 @@ class Member:
         "_counted_until",
         "_measured",
         "alive_at",
+        "batch_limit",
         "breaker",
         "endpoint",
         "failed",
@@ -71,6 +73,8 @@ class Member:
         self.breaker = breaker
         # What it says of its load, from which its limit is worked out.
         self.load = load
+        # How many inputs it takes in a call, as far as is known.
+        self.batch_limit = BatchLimit()
         # Calls it may have at once: its slots, or fewer while it is overloaded.
         self.limit = endpoint.slots
         # Calls it has now, and slots of it in the pool's list of free ones.
@@ -165,6 +169,8 @@ class Pool:
         self.is_down = False
         # True while an endpoint is closed to one owner only; see `is_shut_to`.
         self.is_shut_to_some = False
+        # True while a limit of some endpoint is known; see `batch_max`.
+        self.has_batch_limits = False
         # Rule 7: asks an endpoint's health page; None where there is none.
         self.ask_health: Callable[[Member, Callable[[bool], None]], None] | None = None
         # Rule 8: the account, whether anybody else waits for a slot, and a search that takes this slot before them.
@@ -242,6 +248,15 @@ class Pool:
     def fits(self, member: Member, wish: "Wish") -> bool:
         """Whether none of the endpoints in use fits better."""
         return self._may_retry_on(member, wish)
+
+    def batch_max(self, wanted: int) -> int:
+        """How many of `wanted` inputs any endpoint in use takes in a call."""
+        if not self.has_batch_limits:
+            return wanted
+        now = self._clock()
+        in_use = [member.batch_limit for member in self.members if member.breaker.state == "closed"]
+        self.has_batch_limits = any(member.batch_limit.learned is not None for member in self.members)
+        return min((limit.allows(now, wanted) for limit in in_use), default=wanted)
 
     def is_shut_to(self, owner: str) -> bool:
         """Whether no endpoint may be called for this owner, though others may have theirs."""

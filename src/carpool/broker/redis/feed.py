@@ -44,6 +44,8 @@ SWEEP_EVERY_S = 5.0
 ASK_AGAIN_S = 0.25
 # What was taken waits no longer than this for company from other shards.
 COMPANY_S_MAX = 0.005
+# For so long a request that was sent once waits for a slot here before others may have it.
+STUCK_AGAIN_S = 10.0
 LANE_NAMES_KEPT_MAX = 4096
 CONSUMER_GONE_MS = 600_000
 
@@ -209,7 +211,10 @@ class Feed:
         long_ago = self._clock() - self._look_every_s
         for request in self._broker.waiting_requests() if stuck & self._stuck else ():
             haul = request.held_by
-            if request.model in stuck & self._stuck and isinstance(haul, Haul) and haul.taken < long_ago:
+            # One that was sent, and is to be sent again in other company, or of an offender, waits for a slot here.
+            patience_s = STUCK_AGAIN_S if request.taken or request.is_apart else 0.0
+            since = long_ago - patience_s
+            if request.model in stuck & self._stuck and isinstance(haul, Haul) and haul.taken < since:
                 lease: Lease = request.ticket
                 self._broker.withdraw(request)
                 self._answers.release(lease)
@@ -287,7 +292,8 @@ class Feed:
 
     def _staged(self, model: str) -> dict[bytes, int]:
         """How many are here and not sent yet, by lane."""
-        staged = {lane.key: lane.waiting for lane in self._broker.lanes(model)}
+        # Offenders wait until there is time for them, and must not keep slots from others meanwhile.
+        staged = {lane.key: lane.waiting for lane in self._broker.lanes(model) if not lane.is_apart}
         for request in self._landed:
             if request.model == model:
                 staged[request.lane_key] = staged.get(request.lane_key, 0) + 1
@@ -556,6 +562,11 @@ class Feed:
                 self._answers.release(Lease(haul, entry_id, NO_HEADER))
                 continue
             request, fault = unpacked
+            if fault is None:
+                fault = self._models[request.model].refusal_of(request)
+                if fault is not None and request.is_task:  # nobody waits on the line: it is for later, or for others
+                    self._answers.release(Lease(haul, entry_id, NO_HEADER))
+                    continue
             haul.open[entry_id] = request
             self._broker.hold(request)
             if fault is None:

@@ -18,12 +18,14 @@ MODELS_MAX = 256
 # Of all models of a batcher together. Its slots count even where its endpoints are too many to be shown.
 ENDPOINTS_MAX = 1024
 NAME_LENGTH_MAX = 256
+OWNERS_MAX = 64
 OFFLINE = "offline"
 # The end of year 9999, the last that can be written.
 _STAMP_MS_MAX = 253_402_300_799_000
 
 Name = Annotated[str, Meta(max_length=NAME_LENGTH_MAX)]
 Word = Annotated[str, Meta(max_length=32)]
+Owner = Annotated[str, Meta(max_length=64)]
 Count = Annotated[int, Meta(ge=0, le=10**9)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Rate = Annotated[float, Meta(ge=0, le=1e9)]
@@ -53,6 +55,8 @@ class ModelBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     mean_batch_size: Rate = 0.0
     capacity_rps: Rate = 0.0
     endpoints: Annotated[tuple[EndpointBeat, ...], Meta(max_length=ENDPOINTS_MAX)] = ()
+    # Owners whose inputs this batcher saw refused again and again.
+    offenders: Annotated[tuple[Owner, ...], Meta(max_length=OWNERS_MAX)] = ()
 
 
 class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -114,6 +118,10 @@ class FleetView(msgspec.Struct, frozen=True):
     def endpoints(self, model: str) -> list[tuple[Member, EndpointBeat]]:
         """The endpoints of a model, each with the live batcher that calls it."""
         return [(member, endpoint) for member, beat in self._serving(model) for endpoint in beat.endpoints]
+
+    def offenders(self, model: str) -> list[str]:
+        """Owners that some live batcher has set apart."""
+        return sorted({owner for _, beat in self._serving(model) for owner in beat.offenders})
 
     def models(self) -> list[str]:
         """Every model that a live batcher serves."""
@@ -234,6 +242,7 @@ def _models(description: Mapping[str, Any]) -> dict[str, ModelBeat]:
             mean_batch_size=_rate(facts.get("mean_batch_size", 0.0)),
             capacity_rps=_rate(facts.get("capacity_rps", 0.0)),
             endpoints=endpoints,
+            offenders=tuple(owner[:64] for owner in facts.get("offenders", ())[:OWNERS_MAX]),
         )
     return models
 
@@ -291,6 +300,7 @@ def _model_page(view: FleetView, model: str) -> dict[str, Any]:
             for member, endpoint in view.endpoints(model)
         ],
         "capacity_rps": round(sum(beat.capacity_rps for beat in beats), 2),
+        "offenders": view.offenders(model),
     }
 
 

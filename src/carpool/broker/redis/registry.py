@@ -41,6 +41,7 @@ class Registry:
         stale_s: float = 1.5,
         clock: Clock = monotonic,
         changed: Callable[[], None] = lambda: None,
+        heard: Callable[[FleetView], None] = lambda view: None,
     ) -> None:
         self._nodes = nodes
         self._keys = keys
@@ -53,6 +54,8 @@ class Registry:
         self._clock = clock
         # Called when somebody came, went, or has more or less that works.
         self._changed = changed
+        # Called with each view.
+        self._heard_view = heard
         # The last that Redis told. Empty and long out of date before the first time.
         self.view = FleetView(float("-inf"), stale_s, (), (), 0)
         self.failures = 0
@@ -137,6 +140,7 @@ class Registry:
         if self._again:
             self.beat()
         before, self.view = self.view, view
+        self._heard_view(view)
         if before.outline() != view.outline():
             self._changed()
 

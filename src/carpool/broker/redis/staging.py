@@ -31,6 +31,10 @@ class FedModel(Protocol):
         """The most requests in a batch."""
         ...
 
+    def refusal_of(self, request: Request) -> CarpoolError | None:
+        """Why a request is not taken up now; None if it is."""
+        ...
+
     def prepare(self, request: Request) -> None:
         """Do for a request from Redis what the face does for a new one; raises an error of the tree."""
         ...

@@ -1,11 +1,10 @@
-"""What every codec does, and what they share: splicing of bytes, and what an error status means for a batch.
+"""What every codec does, and what they share.
 
 1. A codec is pure: no clock, no socket, no state that a batch could leave behind.
 2. Outputs are trusted only when they are as many as the inputs. Where a protocol has an index, that decides, and
    not the order.
 3. Nothing of a payload stands in the text of a ProtocolFaultError.
-4. Where a protocol has words of its own for its batch limit, the limit is learned from these alone: an error that
-   quotes a client's input must not be able to make batches small.
+4. What an error means is worked out in `refusals.py`.
 """
 
 import re
@@ -17,27 +16,18 @@ import msgspec
 
 from carpool.core.errors import Malformed
 from carpool.core.request import Request
+from carpool.upstream.call_ids import is_for_another_call
 from carpool.upstream.endpoint import Answer, Call
 
 # What to do with a batch that was refused:
 # elsewhere  the answer says nothing about the inputs: try another endpoint
-# split      the batch was too large: send it in parts, and never so many again
+# split      the batch was too large: send it in parts
 # bisect     one of the inputs may be bad: find it
 # fault      the answer is not what the protocol says: nobody's output can be trusted
 # give-up    another attempt would only repeat it
 RefusalKind = Literal["elsewhere", "split", "bisect", "fault", "give-up"]
 
 MESSAGE_CHARS_MAX = 512
-
-_ELSEWHERE = frozenset({429, 502, 503, 504})
-_BISECT = frozenset({400, 422, 424, 500})
-# A refusal for the number of inputs, in the words that servers of many kinds have for it.
-_TOO_MANY = re.compile(
-    r"batch[ _-]?size.{0,40}?(?:<=|>|max|exceed|larger|limit|too)|max(?:imum)?[ _-](?:\w+[ _-]){0,3}batch"
-    r"|too many (?:inputs|instances|items)|batch.{0,20}too large|at most \d+ (?:inputs|instances|items)",
-    re.IGNORECASE,
-)
-_NUMBER = re.compile(r"\d+")
 
 
 class ProtocolFaultError(Exception):
@@ -50,7 +40,7 @@ class Refusal(msgspec.Struct, frozen=True):
     kind: RefusalKind
     # The API's own words, at most MESSAGE_CHARS_MAX; shown only to a client that was alone in its call.
     message: str = ""
-    # With "split": the most inputs it takes, if it says so.
+    # With "split": the most inputs it takes, if it says so in a form that can be believed.
     batch_max: int | None = None
 
 
@@ -76,7 +66,8 @@ class Decoded(msgspec.Struct, frozen=True, gc=False):
 class Codec(Protocol):
     """Turns a batch into a call, and its answer into one part for each member.
 
-    Codecs name it as their base, for the methods that have a body here: what most protocols do.
+    Codecs name it as their base, for the methods that have a body here: what most protocols do. `call_id` is the same
+    in all steps of a call, and another for each call; it matters to protocols that repeat it in the answer.
     """
 
     # Where False, `prepare` need not be called.
@@ -90,17 +81,20 @@ class Codec(Protocol):
         """Look at canonical parameters before a request with them is admitted; raises core.errors.Malformed."""
         return
 
-    def encode(self, batch: Sequence[Request]) -> Call:
+    def encode(self, batch: Sequence[Request], call_id: str = "") -> Call:
         """One call for a batch, in its order. All members have the same model, parameters and lane."""
         ...
 
-    def decode(self, answer: Answer, batch: Sequence[Request]) -> Sequence[Decoded]:
-        """One part for each member, in their order; raises ProtocolFaultError, also when their number differs."""
+    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
+        """One part for each member, in their order; raises ProtocolFaultError, also when their number differs.
+
+        So does an answer that bears the id of another call.
+        """
         ...
 
-    def classify(self, answer: Answer, size: int) -> Refusal:
+    def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
         """What an answer with an error status means for a batch of `size`."""
-        return classify_status(answer, size)
+        ...
 
     def binary_input(self, data: bytes) -> bytes:
         """Binary input as the JSON value that this protocol has for it; raises core.errors.Malformed if it has none."""
@@ -125,6 +119,12 @@ def check_count(found: int, count: int) -> None:
         raise ProtocolFaultError(f"{found} outputs came for {count} inputs")
 
 
+def check_id(answered: object, sent: str) -> None:
+    """An answer must not be for another call."""
+    if is_for_another_call(answered, sent):
+        raise ProtocolFaultError("the answer is for another call")
+
+
 def check_text(body: bytes) -> None:
     """A JSON answer must be UTF-8; msgspec.Raw does not look."""
     if not body.isascii():
@@ -132,58 +132,6 @@ def check_text(body: bytes) -> None:
             body.decode()
         except UnicodeDecodeError:
             raise ProtocolFaultError("the answer is not valid UTF-8") from None
-
-
-def classify_status(answer: Answer, size: int, own_words: re.Pattern[str] | None = None) -> Refusal:
-    """What a status means. `own_words`: how the protocol states its limit, `max` in a group, from the text's start.
-
-    Other words for too large a batch split it too; with `own_words` given, nothing is learned from them.
-    """
-    message = error_message(answer.body)
-    status = answer.status
-    if status in _ELSEWHERE:
-        return Refusal("elsewhere", message)
-    if size > 1 and status in (400, 413, 422):
-        stated = own_words.match(message) if own_words else None
-        if stated:
-            return Refusal("split", message, batch_limit(stated["max"], size))
-        if _TOO_MANY.search(message):
-            return Refusal("split", message, None if own_words else batch_limit(message, size))
-        if status == 413:  # of bytes, as far as one can tell
-            return Refusal("split", message)
-    if status in _BISECT:
-        return Refusal("bisect", message)
-    return Refusal("give-up", message)
-
-
-def batch_limit(message: str, size: int) -> int | None:
-    """The limit in a text like "batch size 66 > maximum allowed batch size 64": the largest number below `size`."""
-    numbers = [int(number) for number in _NUMBER.findall(message) if len(number) < 7]
-    return max((number for number in numbers if 0 < number < size), default=None)
-
-
-class _ErrorBody(msgspec.Struct):
-    error: object = None
-    message: object = None
-    # FastAPI's: a text, or a list of faults of which `msg` is the text and the rest quotes the input.
-    detail: object = None
-
-
-_decode_error = msgspec.json.Decoder(_ErrorBody).decode
-
-
-def error_message(body: bytes) -> str:
-    """The words in an error answer, wherever its protocol puts them; "" if there are none."""
-    try:
-        parsed = _decode_error(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
-    for said in (parsed.error, parsed.message, parsed.detail):
-        first = said[0] if isinstance(said, list) and said else said
-        text = (first.get("message") or first.get("msg")) if isinstance(first, dict) else first
-        if isinstance(text, str) and text:
-            return text[:MESSAGE_CHARS_MAX]
-    return ""
 
 
 Parsed = TypeVar("Parsed")

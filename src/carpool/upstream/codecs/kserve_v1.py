@@ -5,7 +5,6 @@ model's name. `signature_name` among the parameters is sent beside `instances`, 
 as `parameters`. Lane key: model and parameters.
 """
 
-import re
 from collections.abc import Sequence
 
 import msgspec
@@ -18,14 +17,15 @@ from carpool.upstream.codecs.base import (
     Refusal,
     check_count,
     check_text,
-    classify_status,
     nulls_for_not_a_number,
     parse_answer,
 )
+from carpool.upstream.codecs.refusals import classify_status, limit_words
 from carpool.upstream.endpoint import Answer, Call
 
 _SIGNATURE = "signature_name"
-_LIMIT = re.compile(r"Task size \d+ is larger than maximum input batch size (?P<max>\d+)")
+# TF Serving's.
+_LIMIT = limit_words(r"Task size SIZE is larger than maximum input batch size MAX")
 
 
 class _Predictions(msgspec.Struct):
@@ -48,7 +48,7 @@ class KServeV1Codec(Codec):
         """The model's own page."""
         return f"/v1/models/{model}{self._version}"
 
-    def encode(self, batch: Sequence[Request]) -> Call:
+    def encode(self, batch: Sequence[Request], call_id: str = "") -> Call:
         """The inputs' own bytes as `instances`, and the path that names the model."""
         first = batch[0]
         fields = b'{"instances":[' + b",".join([request.input for request in batch]) + b"]"
@@ -61,7 +61,7 @@ class KServeV1Codec(Codec):
                 fields += b',"parameters":' + msgspec.json.encode(parameters)
         return Call(fields + b"}", path=f"/v1/models/{first.model}{self._version}:predict")
 
-    def decode(self, answer: Answer, batch: Sequence[Request]) -> Sequence[Decoded]:
+    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         """Slices of the answer, with null for numbers that JSON does not have."""
         body = answer.body
         try:
@@ -80,9 +80,9 @@ class KServeV1Codec(Codec):
         check_text(body)
         return [Decoded(prediction) for prediction in parsed.predictions]
 
-    def classify(self, answer: Answer, size: int) -> Refusal:
+    def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
         """By the status, and TF Serving's words for too large a batch."""
-        return classify_status(answer, size, _LIMIT)
+        return classify_status(answer, size, _LIMIT, inputs_field="instances")
 
     def binary_input(self, data: bytes) -> bytes:
         """TF Serving's object for binary values."""

@@ -24,11 +24,12 @@ from carpool.upstream.codecs.base import (
     Prepared,
     ProtocolFaultError,
     Refusal,
+    check_id,
     check_text,
-    classify_status,
     nulls_for_not_a_number,
     parse_answer,
 )
+from carpool.upstream.codecs.refusals import classify_status, limit_words
 from carpool.upstream.codecs.tensors import (
     OutputTensor,
     TensorDefaults,
@@ -39,7 +40,8 @@ from carpool.upstream.codecs.tensors import (
 )
 from carpool.upstream.endpoint import Answer, Call
 
-LIMIT = re.compile(r"(?:\[request id: [^\]]*\] )?inference request batch-size must be <= (?P<max>\d+) for '")
+# Triton's; it does not name the size.
+_LIMIT = limit_words(r"inference request batch-size must be <= MAX for '[^']{1,255}'")
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
@@ -61,9 +63,9 @@ class TensorCodec(Codec):
         """Decode and check the tensors."""
         return prepare_tensors(value, self._defaults)
 
-    def classify(self, answer: Answer, size: int) -> Refusal:
-        """By the status, and Triton's words for too large a batch."""
-        return classify_status(answer, size, LIMIT)
+    def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
+        """By the status, and Triton's words for too large a batch. It puts the id of the call before them."""
+        return classify_status(answer, size, _LIMIT, start=f"[request id: {call_id or '<id_unknown>'}] ")
 
     def binary_input(self, data: bytes) -> bytes:
         """A raw tensor as configured; for BYTES, of one element."""
@@ -98,6 +100,8 @@ class _Output(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     outputs: list[_Output]
+    # A text where the server keeps to the protocol.
+    id: object = None
     model_version: str | int | None = None
 
 
@@ -114,7 +118,7 @@ _BRACE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|\{|\}', re.DOTALL)
 class KServeV2Codec(TensorCodec):
     """Tensors in, tensors out, by the batch dimension."""
 
-    def encode(self, batch: Sequence[Request]) -> Call:
+    def encode(self, batch: Sequence[Request], call_id: str = "") -> Call:
         """The members' tensors, joined: JSON, or a JSON head with the raw bytes behind it."""
         inputs = self._inputs_of(batch)
         first = inputs[0]
@@ -123,8 +127,8 @@ class KServeV2Codec(TensorCodec):
         heads: list[bytes] = []
         tail: list[bytes] = []
         for index, tensor in enumerate(first.tensors):
-            named = {"name": tensor.name, "shape": [len(batch), *tensor.shape], "datatype": tensor.datatype}
-            start = msgspec.json.encode(named)[:-1]
+            described = {"name": tensor.name, "shape": [len(batch), *tensor.shape], "datatype": tensor.datatype}
+            start = msgspec.json.encode(described)[:-1]
             data = [member.tensors[index].data for member in inputs]
             if first.is_raw:
                 tail += data
@@ -132,7 +136,8 @@ class KServeV2Codec(TensorCodec):
             else:
                 # Of a tensor without elements there is nothing to join.
                 heads.append(start + b',"data":[' + b",".join([part for part in data if part]) + b"]}")
-        head = b'{"inputs":[' + b",".join(heads) + b"]"
+        named = b'"id":' + msgspec.json.encode(call_id) + b"," if call_id else b""
+        head = b"{" + named + b'"inputs":[' + b",".join(heads) + b"]"
         parameters = batch[0].parameters
         if first.is_raw:
             # Last, so that it wins over what a client may have written.
@@ -144,9 +149,10 @@ class KServeV2Codec(TensorCodec):
             head += b',"parameters":' + parameters
         return Call(head + b"}", path)
 
-    def decode(self, answer: Answer, batch: Sequence[Request]) -> Sequence[Decoded]:
+    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         """Each output cut along its first dimension."""
         parsed, tail = _parse(answer.body)
+        check_id(parsed.id, call_id)
         outputs: list[OutputTensor] = []
         place = 0
         for output in parsed.outputs:

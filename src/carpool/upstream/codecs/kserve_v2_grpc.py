@@ -12,7 +12,7 @@ import msgspec
 
 from carpool.core.errors import Malformed
 from carpool.core.request import Request
-from carpool.upstream.codecs.base import Decoded
+from carpool.upstream.codecs.base import Decoded, check_id
 from carpool.upstream.codecs.kserve_v2 import TensorCodec, wants_b64
 from carpool.upstream.codecs.tensors import TensorDefaults, cut_outputs
 from carpool.upstream.codecs.v2_messages import decode_response, encode_request
@@ -31,22 +31,24 @@ class KServeV2GrpcCodec(TensorCodec):
         """What the message has a form for."""
         _parse_parameters(parameters)
 
-    def encode(self, batch: Sequence[Request]) -> Call:
+    def encode(self, batch: Sequence[Request], call_id: str = "") -> Call:
         """A ModelInferRequest."""
         inputs = self._inputs_of(batch)
         tensors = inputs[0].tensors
         message = encode_request(
             batch[0].model,
             self._model_version,
+            call_id,
             _parse_parameters(batch[0].parameters),
             [(tensor.name, tensor.datatype, (len(batch), *tensor.shape)) for tensor in tensors],
             [[member.tensors[index].data for member in inputs] for index in range(len(tensors))],
         )
         return Call(message, content_type="application/grpc")
 
-    def decode(self, answer: Answer, batch: Sequence[Request]) -> Sequence[Decoded]:
+    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         """A ModelInferResponse, each output cut along its first dimension."""
         response = decode_response(answer.body)
+        check_id(response.id, call_id)
         parts = cut_outputs(response.outputs, wants_b64(batch))
         return [Decoded(part, model_version=response.model_version) for part in parts]
 

@@ -23,12 +23,12 @@ from carpool.upstream.codecs.base import (
     check_count,
     check_fields,
     check_text,
-    classify_status,
     in_order_of_index,
     input_lengths,
     parse_answer,
 )
 from carpool.upstream.codecs.openai_embeddings import LIMIT
+from carpool.upstream.codecs.refusals import classify_status
 from carpool.upstream.endpoint import Answer, Call
 
 # What these may say, if they are given at all.
@@ -63,7 +63,7 @@ class OpenAiCompletionsCodec(TextCodec):
         """The list of models."""
         return "/v1/models"
 
-    def encode(self, batch: Sequence[Request]) -> Call:
+    def encode(self, batch: Sequence[Request], call_id: str = "") -> Call:
         """The prompts' own bytes."""
         first = batch[0]
         self.check_parameters(first.parameters)
@@ -71,7 +71,7 @@ class OpenAiCompletionsCodec(TextCodec):
         prompts = b",".join([request.input for request in batch])
         return Call(start + prompts + b"]" + as_fields(first.parameters) + b"}", path="/v1/completions")
 
-    def decode(self, answer: Answer, batch: Sequence[Request]) -> Sequence[Decoded]:
+    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         """Each choice by its index."""
         parsed = parse_answer(_decode_choices, answer.body)
         choices = parsed.choices
@@ -95,6 +95,6 @@ class OpenAiCompletionsCodec(TextCodec):
         written = apportion(usage.completion_tokens or 0, [len(bytes(choice["text"])) for choice in choices])
         return [prompt + completion for prompt, completion in zip(read, written, strict=True)]
 
-    def classify(self, answer: Answer, size: int) -> Refusal:
+    def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
         """By the status, and the words of several servers for too large a batch."""
-        return classify_status(answer, size, LIMIT)
+        return classify_status(answer, size, LIMIT, inputs_field="prompt")

@@ -5,7 +5,6 @@
 Lane key: model, parameters, and whether the input is a text or token ids.
 """
 
-import re
 from collections.abc import Sequence
 
 import msgspec
@@ -21,17 +20,18 @@ from carpool.upstream.codecs.base import (
     check_count,
     check_fields,
     check_text,
-    classify_status,
     in_order_of_index,
     input_lengths,
     parse_answer,
 )
+from carpool.upstream.codecs.refusals import classify_status, limit_words
 from carpool.upstream.endpoint import Answer, Call
 
-# OpenAI's words, those of pydantic (infinity, vLLM), and those of TEI's OpenAI route.
-LIMIT = re.compile(
-    r"(?:.{0,80}array too long\. Expected an array with maximum length"
-    r"|List should have at most|batch size \d+ > maximum allowed batch size) (?P<max>\d+)"
+# OpenAI's words, and those of TEI's OpenAI route.
+LIMIT = limit_words(
+    r"Invalid '(?:input|prompt)': array too long\. Expected an array with maximum length MAX, "
+    r"but got an array with length SIZE instead\.",
+    r"batch size SIZE > maximum allowed batch size MAX",
 )
 
 
@@ -64,7 +64,7 @@ class OpenAiEmbeddingsCodec(TextCodec):
         """The list of models."""
         return "/v1/models"
 
-    def encode(self, batch: Sequence[Request]) -> Call:
+    def encode(self, batch: Sequence[Request], call_id: str = "") -> Call:
         """The inputs' own bytes."""
         first = batch[0]
         self.check_parameters(first.parameters)
@@ -72,7 +72,7 @@ class OpenAiEmbeddingsCodec(TextCodec):
         inputs = b",".join([request.input for request in batch])
         return Call(start + inputs + b"]" + as_fields(first.parameters) + b"}", path="/v1/embeddings")
 
-    def decode(self, answer: Answer, batch: Sequence[Request]) -> Sequence[Decoded]:
+    def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         """Each embedding by its index; the tokens of the call are shared out by the length of the inputs."""
         parsed = parse_answer(_decode_embeddings, answer.body)
         data = parsed.data
@@ -85,6 +85,6 @@ class OpenAiEmbeddingsCodec(TextCodec):
         tokens = apportion(total, input_lengths(batch))
         return [Decoded(data[place].embedding, used) for place, used in zip(places, tokens, strict=True)]
 
-    def classify(self, answer: Answer, size: int) -> Refusal:
+    def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
         """By the status, and the words of several servers for too large a batch."""
-        return classify_status(answer, size, LIMIT)
+        return classify_status(answer, size, LIMIT, inputs_field="input")

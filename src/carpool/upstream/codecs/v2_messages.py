@@ -22,8 +22,8 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _DOUBLE = struct.Struct("<d")
 
 # ModelInferRequest
-_MODEL_NAME, _MODEL_VERSION, _PARAMETERS, _INPUTS, _RAW_INPUTS = 1, 2, 4, 5, 7
-# ModelInferResponse; its model version has the same number
+_MODEL_NAME, _MODEL_VERSION, _ID, _PARAMETERS, _INPUTS, _RAW_INPUTS = 1, 2, 3, 4, 5, 7
+# ModelInferResponse; its model version and id have the same numbers
 _OUTPUTS, _RAW_OUTPUTS = 5, 6
 # InferInputTensor, InferOutputTensor
 _NAME, _DATATYPE, _SHAPE, _CONTENTS = 1, 2, 3, 5
@@ -47,11 +47,14 @@ class InferResponse(msgspec.Struct, frozen=True):
 
     outputs: Sequence[OutputTensor]
     model_version: str | None
+    # "": the server does not repeat it.
+    id: str
 
 
 def encode_request(
     model: str,
     version: str,
+    call_id: str,
     parameters: Mapping[str, bool | int | float | str],
     inputs: Sequence[tuple[str, str, Sequence[int]]],
     raw: Sequence[Sequence[bytes]],
@@ -60,6 +63,8 @@ def encode_request(
     parts = [_field(_MODEL_NAME, model.encode())]
     if version:
         parts.append(_field(_MODEL_VERSION, version.encode()))
+    if call_id:
+        parts.append(_field(_ID, call_id.encode()))
     for key, value in parameters.items():
         parts.append(_field(_PARAMETERS, _field(1, key.encode()) + _field(2, _parameter(value))))
     for name, datatype, shape in inputs:
@@ -73,12 +78,14 @@ def encode_request(
 
 def decode_response(body: bytes) -> InferResponse:
     """A ModelInferResponse; raises ProtocolFaultError."""
-    version = ""
+    version = call_id = ""
     tensors: list[bytes] = []
     raw: list[bytes] = []
     for number, value in _fields(body):
         if number == _MODEL_VERSION:
             version = _text(value)
+        elif number == _ID:
+            call_id = _text(value)
         elif number == _OUTPUTS:
             tensors.append(_bytes(value))
         elif number == _RAW_OUTPUTS:
@@ -87,7 +94,7 @@ def decode_response(body: bytes) -> InferResponse:
         raise ProtocolFaultError(f"{len(raw)} raw contents came for {len(tensors)} outputs")
     contents: Sequence[bytes | None] = raw or [None] * len(tensors)
     outputs = [_output(tensor, content) for tensor, content in zip(tensors, contents, strict=True)]
-    return InferResponse(outputs, version or None)
+    return InferResponse(outputs, version or None, call_id)
 
 
 def _output(tensor: bytes, raw: bytes | None) -> OutputTensor:

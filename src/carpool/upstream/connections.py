@@ -1,0 +1,219 @@
+"""HTTP connections to endpoints: what comes in on one is the answer to the call under way on it, or nobody's.
+
+An answer of HTTP/1.1 bears no name: it belongs to whoever asked last. Left alone, aiohttp keeps what comes between two
+calls, and hands it to the next as its answer. So:
+
+1. A connection rests, is taken by a call, or has been asked. Only then may an answer come. Bytes that come before are
+   stray: the connection is cut off, never used again, and counted. Empty lines are no bytes (RFC 9112, 9.2).
+2. An answer ends where its length says. It is good even if something follows; what follows, in the same read or later,
+   is stray.
+3. Right before a request is written the socket is looked at. What lies there unread is read first: stray bytes fall
+   under rule 1, and on a connection that the other side has closed nothing is written.
+4. Outputs cannot come before the inputs were sent. An answer that begins before the request has been written whole is
+   stray, unless it is an error: servers may refuse a long request early.
+5. An endpoint that was caught gets a connection of its own for each call, for `CAUGHT_S`. A repeated answer that comes
+   while the next call is under way looks like that call's, so one that is known to repeat gets no next call.
+6. After a connection was found dead, those that have rested since before that moment are not used either.
+
+aiohttp offers no place for this but its protocol class. All that is aiohttp's own business stands in this file:
+`_factory` and `_parser`, and the order in which it calls. `tests/integration/test_stray_answers.py` holds it.
+"""
+
+import asyncio
+import functools
+import logging
+import select
+from contextvars import ContextVar
+from math import inf
+from typing import Any
+
+import aiohttp
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.http import RawResponseMessage
+from aiohttp.streams import StreamReader
+
+logger = logging.getLogger("carpool.upstream")
+
+CAUGHT_S = 600.0
+# Turns that the event loop gets to read what lies in a socket; it needs two.
+TURNS_MAX = 8
+_EMPTY_LINES = b"\r\n"
+
+
+class EarlyAnswerError(aiohttp.ClientError):
+    """An answer came before the request had been written (rule 4)."""
+
+
+class Line:
+    """What is known of all connections to one endpoint."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        # Connections that were cut off because of bytes that nobody had asked for.
+        self.stray = 0
+        # On the event loop's clock: a connection that came to rest before this is not used again.
+        self.reuse_from = -inf
+
+    def caught(self, now: float) -> None:
+        """Stray bytes came (rule 5)."""
+        self.stray += 1
+        if now >= self.reuse_from - CAUGHT_S / 2:  # not with every one
+            fields = {"endpoint": self.name, "stray_answers": self.stray}
+            logger.error("an endpoint sent bytes that were no answer to a call", extra={"fields": fields})
+        self.reuse_from = now + CAUGHT_S
+
+    def found_dead(self, now: float) -> None:
+        """A connection that had rested was closed by the other side (rule 6)."""
+        self.reuse_from = max(self.reuse_from, now)
+
+
+class Trip:
+    """What is known of the way that one call takes. aiohttp makes it on one connection, or on none."""
+
+    __slots__ = ("connection", "is_heard", "is_reused", "is_sent", "line", "unwritten_bytes")
+
+    def __init__(self, line: Line, body_bytes: int) -> None:
+        self.line = line
+        self.connection: UpstreamConnection | None = None
+        # The connection had been used before.
+        self.is_reused = False
+        # The first byte of the request is given to a connection that is open. Until then nobody can have received it.
+        self.is_sent = False
+        # A byte of an answer came.
+        self.is_heard = False
+        self.unwritten_bytes = body_bytes
+
+
+# The call that the running task makes: aiohttp takes no argument as far as its connections.
+trip_now: ContextVar[Trip] = ContextVar("trip_now")
+
+
+class UpstreamConnection(ResponseHandler):
+    """One connection, in the pool of aiohttp's connector or in use."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        # "resting", "taken" or "asked" (rule 1).
+        self._state: str = "resting"
+        self._rests_since = inf
+        self._is_cut_off = False
+        # Its call, or while it rests its last one; None before the first.
+        self._trip: Trip | None = None
+        # Whom stray bytes count for, also before the first call.
+        self._line = trip_now.get().line
+
+    def set_response_params(self, **params: Any) -> None:
+        """Called by aiohttp when a call has the connection, before it writes."""
+        trip = trip_now.get()
+        trip.connection, trip.is_reused = self, self._trip is not None
+        self._trip, self._line, self._state = trip, trip.line, "taken"
+        super().set_response_params(**params)
+
+    def is_connected(self) -> bool:
+        """Asked by aiohttp's connector: False makes it throw a resting connection away."""
+        is_trusted = self._state != "resting" or self._rests_since >= self._line.reuse_from
+        return super().is_connected() and is_trusted
+
+    async def before_writing(self) -> None:
+        """The next thing that happens is the first write of a request (rule 3)."""
+        turns = 0
+        while self._has_unread_bytes():
+            if turns == TURNS_MAX:
+                self.abort()  # the loop does not read it; whatever it is, it came before the request
+                return
+            turns += 1
+            await asyncio.sleep(0)
+        if self._trip is not None and self.transport is not None and not self.transport.is_closing():
+            self._state = "asked"
+            self._trip.is_sent = True
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of an answer, or stray ones; none at all when aiohttp goes on with those it has."""
+        if self._state == "asked" and self._trip is not None:
+            self._trip.is_heard = self._trip.is_heard or bool(data)
+            super().data_received(data)
+            if self._state == "resting" and self._further_message_has_begun():  # rule 2
+                self._cut_off()
+        elif data.strip(_EMPTY_LINES):
+            self._cut_off()
+
+    def feed_data(self, data: tuple[RawResponseMessage, StreamReader], size: int = 0) -> None:
+        """The head of a message was read, in `data_received`."""
+        message, payload = data
+        if self._state != "asked":  # rule 2: the one before it was whole
+            self._cut_off()
+            return
+        if message.code >= 200 or message.code == 101:  # any other is followed by the real one
+            if message.code < 300 and self._is_unwritten():
+                self._state = "resting"  # nothing that follows counts either
+                self._cut_off()
+                self.set_exception(EarlyAnswerError("an answer came before the call was sent"))
+                return
+            # Before aiohttp does, which gives the connection back then.
+            payload.on_eof(self._answer_ended)
+        super().feed_data(data, size)
+
+    def _answer_ended(self) -> None:
+        self._state = "resting"
+        self._rests_since = self._loop.time()
+        if self._rests_since < self._line.reuse_from:
+            self.force_close()
+
+    def _further_message_has_begun(self) -> bool:
+        """Whether the parser has read anything behind the answer. It is not used any more: each call has its own."""
+        try:
+            return self._parser is not None and self._parser.feed_eof() is not None
+        except Exception:  # something has begun that is no message either
+            return True
+
+    def _is_unwritten(self) -> bool:
+        transport = self.transport
+        is_buffered = transport is not None and transport.get_write_buffer_size() > 0
+        return is_buffered or (self._trip is not None and self._trip.unwritten_bytes > 0)
+
+    def _has_unread_bytes(self) -> bool:
+        """Whether the kernel has something for this connection, be it its end."""
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            return False
+        poll = select.poll()
+        poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _cut_off(self) -> None:
+        if not self._is_cut_off:  # one read may have several messages behind the answer
+            self._is_cut_off = True
+            self._line.caught(self._loop.time())
+        self.abort()
+
+
+def watched(connector: aiohttp.BaseConnector) -> aiohttp.BaseConnector:
+    """Have a connector make connections that keep these rules."""
+    connector._factory = functools.partial(_make_connection, asyncio.get_running_loop())
+    return connector
+
+
+def _make_connection(loop: asyncio.AbstractEventLoop) -> ResponseHandler:
+    return UpstreamConnection(loop)
+
+
+def make_trace() -> aiohttp.TraceConfig:
+    """aiohttp says when it writes, right before it does."""
+    trace = aiohttp.TraceConfig()
+    trace.on_request_headers_sent.append(_before_head)
+    trace.on_request_chunk_sent.append(_before_chunk)
+    return trace
+
+
+async def _before_head(session: object, context: object, params: object) -> None:
+    """The head is written now, unless a body follows: then with that."""
+    trip = trip_now.get()
+    if trip.connection is not None and not trip.unwritten_bytes:
+        await trip.connection.before_writing()
+
+
+async def _before_chunk(session: object, context: object, params: aiohttp.TraceRequestChunkSentParams) -> None:
+    trip = trip_now.get()
+    if trip.connection is not None and not trip.is_sent:
+        await trip.connection.before_writing()
+    trip.unwritten_bytes -= len(params.chunk)

@@ -1,0 +1,220 @@
+"""U9 of FAULTS.md: what an error means for a batch, and that no client's text can say so."""
+
+import json
+from typing import Any, get_args
+
+import pytest
+
+from carpool.upstream.codecs import Codec, JsonCodec, ProtocolName, make_codec
+from carpool.upstream.codecs.base import Refusal
+from carpool.upstream.codecs.refusals import classify_status, error_message, limit_words
+from carpool.upstream.endpoint import Answer
+
+JSON, V1, V2, GRPC, EMBEDDINGS, COMPLETIONS, TEI = (make_codec(name) for name in get_args(ProtocolName))
+EVERY = {name: make_codec(name) for name in get_args(ProtocolName)}
+each_codec = pytest.mark.parametrize("codec", EVERY.values(), ids=list(EVERY))
+CALL_ID = "carpool-5a17-7"
+SIZE = 64
+
+
+def refused(codec: Codec, status: int, body: object, size: int = SIZE) -> Refusal:
+    return codec.classify(Answer(status, json.dumps(body).encode()), size, CALL_ID)
+
+
+def too_long(field: str, most: int = 32, size: int = SIZE, **other: Any) -> dict[str, Any]:
+    """What FastAPI answers when a list is too long; it quotes the list."""
+    fault = {
+        "type": "too_long",
+        "loc": ["body", field],
+        "msg": f"List should have at most {most} items after validation, not {size}",
+        "input": ["x"] * size,
+        "ctx": {"field_type": "List", "max_length": most, "actual_length": size},
+    }
+    return {"detail": [fault | other]}
+
+
+OPENAI = (
+    "Invalid '%s': array too long. Expected an array with maximum length %d, but got an array with length %d instead."
+)
+TRITON = "inference request batch-size must be <= 8 for 'resnet50'"
+# The codec, its status, its body, and the limit that it states for a batch of 64.
+STATED: list[tuple[Codec, int, Any, int]] = [
+    (TEI, 422, {"error": "batch size 64 > maximum allowed batch size 32", "error_type": "Validation"}, 32),
+    (TEI, 413, {"error": "batch size 64 > maximum allowed batch size 32", "error_type": "Validation"}, 32),
+    (EMBEDDINGS, 422, {"message": "batch size 64 > maximum allowed batch size 32", "type": "Validation"}, 32),
+    (EMBEDDINGS, 422, too_long("input"), 32),
+    (EMBEDDINGS, 422, too_long("input", 1, msg="List should have at most 1 item after validation, not 64"), 1),
+    (EMBEDDINGS, 422, too_long("input", loc=["body", "input", "list[str]"]), 32),
+    (EMBEDDINGS, 400, {"error": {"message": OPENAI % ("input", 16, 64), "code": "array_above_max_length"}}, 16),
+    (COMPLETIONS, 400, {"error": {"message": OPENAI % ("prompt", 16, 64), "param": "prompt"}}, 16),
+    (COMPLETIONS, 422, too_long("prompt"), 32),
+    (V2, 400, {"error": f"[request id: {CALL_ID}] {TRITON}"}, 8),
+    (V2, 400, {"error": TRITON}, 8),
+    (GRPC, 400, {"error": f"[request id: {CALL_ID}] {TRITON}"}, 8),
+    (V1, 400, {"error": "Task size 64 is larger than maximum input batch size 10"}, 10),
+    (V1, 422, too_long("instances"), 32),
+    (JSON, 400, {"error": "batch size 64 > maximum 32"}, 32),
+    (JSON, 422, {"error": "batch size 64 > maximum allowed batch size 32"}, 32),
+    (JSON, 400, {"detail": "Batch size 64 exceeds the maximum of 32."}, 32),
+    (JSON, 400, {"message": "batch size 64 exceeds limit 32"}, 32),
+    (JSON, 400, {"error": "Too many inputs: 64, the maximum is 32"}, 32),
+    (JSON, 422, too_long("inputs"), 32),
+    (JsonCodec("texts"), 422, too_long("texts"), 32),
+    (
+        JSON,
+        422,
+        too_long("inputs", type="value_error.list.max_items", msg="ensure this value has at most 32 items"),
+        32,
+    ),
+]
+
+
+@pytest.mark.parametrize(("codec", "status", "body", "limit"), STATED)
+def test_a_limit_stated_in_the_server_s_own_words_is_learned(codec: Codec, status: int, body: Any, limit: int) -> None:
+    refusal = refused(codec, status, body)
+    assert (refusal.kind, refusal.batch_max) == ("split", limit)
+
+
+@pytest.mark.parametrize(("codec", "status", "body", "limit"), STATED)
+def test_words_for_a_batch_of_another_size_say_nothing(codec: Codec, status: int, body: Any, limit: int) -> None:
+    if str(SIZE) not in error_message(json.dumps(body).encode()):
+        return  # these words do not name it
+    for size in (SIZE - 1, SIZE + 1, 2):
+        assert refused(codec, status, body, size).batch_max is None
+    assert refused(codec, status, body, size=1).kind != "split"
+
+
+@pytest.mark.parametrize(("codec", "status", "body", "limit"), STATED)
+@pytest.mark.parametrize(
+    "form",
+    [
+        "%s!",
+        "%s\n",
+        " %s",
+        "'%s'",
+        "could not convert string to float: '%s'",
+        "invalid literal for int() with base 10: '%s'",
+        "[request id: carpool-5a17-6] %s",
+        "[request id: <id_unknown>] %s",
+        "%s\n%s",
+        "Value error, %s",
+    ],
+)
+def test_the_same_words_inside_of_others_teach_nothing(
+    codec: Codec, status: int, body: Any, limit: int, form: str
+) -> None:
+    words = error_message(json.dumps(body).encode())
+    quoted = form.replace("%s", words)
+    refusals = [refused(codec, status, {"error": quoted})]
+    if "detail" in body and isinstance(body["detail"], list):
+        refusals.append(refused(codec, status, {"detail": [body["detail"][0] | {"msg": quoted}]}))
+    for refusal in refusals:
+        assert (refusal.kind, refusal.batch_max) == ("split" if status == 413 else "bisect", None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loc": ["body", "input", 3]},
+        {"loc": ["body", "input", "list[list[int]]", 3]},
+        {"loc": ["body", "parameters", "input"]},
+        {"loc": ["body", "user"]},
+        {"loc": ["query", "input"]},
+        {"loc": ["body"]},
+        {"loc": "body"},
+        {"loc": None},
+        {"type": "value_error"},
+        {"type": ["too_long"]},
+        {"msg": None},
+        {"msg": "List should have at most 0 items after validation, not 64"},
+        {"msg": "List should have at most 64 items after validation, not 64"},
+        {"msg": "List should have at most 65 items after validation, not 64"},
+        {"msg": "List should have at most 99999999999999999999 items after validation, not 64"},
+        {"msg": "List should have at most \u0663\u0662 items after validation, not 64"},
+    ],
+    ids=str,
+)
+def test_a_fault_of_anything_but_the_array_of_inputs_teaches_nothing(change: dict[str, Any]) -> None:
+    """One client's own input may be a list of 64 tokens, and parameters have the names that a client gave them."""
+    refusal = refused(EMBEDDINGS, 422, too_long("input", **change))
+    assert (refusal.kind, refusal.batch_max) == ("bisect", None)
+
+
+def test_the_fault_of_the_array_is_found_among_others() -> None:
+    """A field of several types has a fault for each of them."""
+    other = {"type": "string_type", "loc": ["body", "input", "str"], "msg": "Input should be a valid string"}
+    body = {"detail": [other, "words", 7, *too_long("input", loc=["body", "input", "list[str]"])["detail"]]}
+    assert refused(EMBEDDINGS, 422, body).batch_max == 32
+
+
+@each_codec
+@pytest.mark.parametrize(
+    "text",
+    [
+        "too many items: 1",
+        "could not convert string to float: 'too many items: 1'",
+        "at most 1 inputs",
+        "batch size 64 > maximum allowed batch size 1 is what the client wrote",
+        "max batch size is 1",
+        "batch too large",
+        "List should have at most 1 items after validation, not 64",
+    ],
+)
+def test_what_a_client_may_have_written_neither_teaches_nor_splits(codec: Codec, text: str) -> None:
+    for body in ({"error": text}, {"error": {"message": text}}, {"message": text}, {"detail": text}):
+        for status in (400, 422):
+            assert refused(codec, status, body) == Refusal("bisect", text)
+        assert refused(codec, 413, body) == Refusal("split", text)
+
+
+def test_a_message_is_looked_at_whole_also_where_it_is_cut_for_a_client() -> None:
+    words = limit_words("a*b <= MAX")
+    body = json.dumps({"error": "a" * 505 + "b <= 7" + "1" * 5 + " and more"}).encode()
+    assert len(error_message(body)) == 512
+    assert classify_status(Answer(400, body), SIZE, words).batch_max is None
+
+
+def test_the_id_of_the_call_is_not_shown_to_clients() -> None:
+    assert refused(V2, 500, {"error": f"[request id: {CALL_ID}] out of memory"}).message == "out of memory"
+
+
+@each_codec
+def test_a_lone_request_is_never_split(codec: Codec) -> None:
+    assert refused(codec, 422, {"error": "batch size 1 > maximum allowed batch size 0"}, size=1).kind == "bisect"
+    assert refused(codec, 413, {"error": "too long"}, size=1).kind == "give-up"
+
+
+@each_codec
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        *((status, "elsewhere") for status in (429, 502, 503, 504)),
+        *((status, "bisect") for status in (400, 422, 424, 500)),
+        *((status, "give-up") for status in (301, 401, 403, 404, 405, 501)),
+        (413, "split"),
+    ],
+)
+def test_what_a_status_means(codec: Codec, status: int, kind: str) -> None:
+    refusal = refused(codec, status, {"error": "input 'x' batch size does not match other inputs"})
+    assert (refusal.kind, refusal.batch_max) == (kind, None)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"error":"words"}', "words"),
+        (b'{"error":{"message":"words","type":null,"code":400}}', "words"),
+        (b'{"message":"words","code":422,"type":"Validation"}', "words"),
+        (b'{"code":503,"type":"X","message":"words"}', "words"),
+        (b'{"detail":"words"}', "words"),
+        (b'{"detail":[{"loc":["body"],"msg":"words","input":"canary"}]}', "words"),
+        (b'{"error":null,"detail":[]}', ""),
+        (b'{"error":{"code":1}}', ""),
+        (b'{"error":' + b'"' + b"x" * 600 + b'"}', "x" * 512),
+        (b"<html>", ""),
+        (b"\xff", ""),
+        (b"[" * 100_000, ""),
+    ],
+)
+def test_the_words_of_an_error(body: bytes, message: str) -> None:
+    assert error_message(body) == message
