@@ -51,9 +51,9 @@ class Clockwork:
                 return
 
 
-def answer_to(body: bytes) -> Answer:
+def answer_to(body: bytes, **settings: Any) -> Answer:
     clockwork, answers = Clockwork(), list[Answer | None]()
-    gpu = SimulatedGpu(SimulationSettings(), Random(0), call_later=clockwork.call_later, clock=lambda: 0.0)
+    gpu = SimulatedGpu(SimulationSettings(**settings), Random(0), call_later=clockwork.call_later, clock=lambda: 0.0)
     gpu.submit(body, answers.append)
     clockwork.fire()
     (answer,) = answers
@@ -84,6 +84,22 @@ def test_every_input_gets_its_own_answer_in_its_place(
     assert json.loads(answer.body) == {
         fields[1]: [item[::-1] if isinstance(item, str) else {"echo": item} for item in inputs]
     }
+
+
+@given(st.lists(text, min_size=1, max_size=8), text, text)
+def test_a_batch_is_refused_or_failed_as_a_whole_for_the_text_of_one_input(
+    inputs: list[str], refuse: str, poison: str
+) -> None:
+    bodies = [json.dumps(item, ensure_ascii=False) for item in inputs]
+    body = '{"inputs":[' + ",".join(bodies) + "]}"
+    answer = answer_to(body.encode(), refuse=refuse, poison=poison)
+    if refuse and any(refuse in item for item in bodies):
+        expected = 400
+    elif poison and any(poison in item for item in bodies):
+        expected = 500
+    else:
+        expected = 200
+    assert answer.status == expected
 
 
 @given(

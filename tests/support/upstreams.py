@@ -132,10 +132,15 @@ class ScriptedUpstream:
         await asyncio.gather(*self._handlers, return_exceptions=True)
 
 
-async def send(writer: asyncio.StreamWriter, body: bytes, status: int = 200, headers: str = "") -> None:
+def answer_bytes(body: bytes, status: int = 200, headers: str = "") -> bytes:
     """One answer with a length."""
     head = f"HTTP/1.1 {status} Status\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
-    writer.write(head.encode() + body)
+    return head.encode() + body
+
+
+async def send(writer: asyncio.StreamWriter, body: bytes, status: int = 200, headers: str = "") -> None:
+    """Write one answer."""
+    writer.write(answer_bytes(body, status, headers))
     await writer.drain()
 
 

@@ -75,8 +75,8 @@ def batch(*inputs: Any) -> bytes:
 
 
 def test_an_address_sets_what_it_names_and_leaves_the_rest() -> None:
-    assert parse_sim_url("sim:?latency_ms=50&slots=64&poison=a%20b&seed=7") == SimulationSettings(
-        latency_ms=50.0, slots=64, poison="a b", seed=7
+    assert parse_sim_url("sim:?latency_ms=50&slots=64&poison=a%20b&refuse=%22c&seed=7") == SimulationSettings(
+        latency_ms=50.0, slots=64, poison="a b", refuse='"c', seed=7
     )
     assert parse_sim_url("sim:") == SimulationSettings()
 
@@ -215,6 +215,9 @@ def test_who_leaves_frees_its_slot_or_its_place_in_the_queue() -> None:
         ({"hang_rate": 1}, None),
         ({"short_rate": 1}, Answer(200, b'{"outputs":["a"]}')),
         ({"poison": "bad"}, Answer(500, b'{"error":"the model failed on this batch"}')),
+        ({"refuse": "bad"}, Answer(400, b'{"error":"this batch is not valid"}')),
+        ({"refuse": "bad", "poison": "a"}, Answer(400, b'{"error":"this batch is not valid"}')),
+        ({"refuse": "good", "poison": "bad"}, Answer(500, b'{"error":"the model failed on this batch"}')),
     ],
 )
 def test_faults(fault: dict[str, Any], answer: Answer | None) -> None:
@@ -233,9 +236,21 @@ def test_garbage_is_no_json() -> None:
         json.loads(answer.body)
 
 
-def test_poison_outside_of_the_inputs_does_no_harm() -> None:
-    answer = answer_to(b'{"inputs":["a"],"parameters":{"note":"bad"}}', poison="bad")
+@pytest.mark.parametrize("option", ["poison", "refuse"])
+def test_bad_text_outside_of_the_inputs_does_no_harm(option: str) -> None:
+    answer = answer_to(b'{"inputs":["a"],"parameters":{"note":"bad"}}', **{option: "bad"})
     assert answer == Answer(200, b'{"outputs":["a"]}')
+
+
+def test_a_refused_input_costs_the_time_of_its_batch() -> None:
+    time, answers = FakeTime(), list[Answer | None]()
+    gpu = gpu_on(time, refuse="bad", latency_ms=100)
+    gpu.submit(batch("bad"), answers.append)
+    time.advance(0.099)
+    assert answers == []
+    time.advance(0.001)
+    assert len(answers) == 1
+    assert gpu.stats().inputs == 1
 
 
 def test_a_hang_holds_its_slot_until_the_client_leaves() -> None:

@@ -41,6 +41,9 @@ def sim_gpu(
     poison: Annotated[
         str, typer.Option(metavar="TEXT", help="A batch with an input containing TEXT gets 500 whole.")
     ] = "",
+    refuse: Annotated[
+        str, typer.Option(metavar="TEXT", help="A batch with an input containing TEXT gets 400 whole.")
+    ] = "",
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same faults.", show_default=False)] = None,
     track: Annotated[bool, typer.Option(help="Count inputs that come more than once.")] = True,
     leave_with_stdin: Annotated[
@@ -70,6 +73,7 @@ def sim_gpu(
                 "short_rate": short_rate,
                 "garbage_rate": garbage_rate,
                 "poison": poison,
+                "refuse": refuse,
                 "seed": seed,
             }
         )

@@ -4,6 +4,8 @@
 2. A string is answered reversed, anything else as `{"echo": input}`: a checker can tell whose answer it got.
 3. A call is answered once, or its connection is reset, or its client leaves; each of them frees its place.
 4. Faults come at the end of the latency, when the work has been done: the harder case for whoever retries.
+5. A batch with an input that is to be refused gets 400, one with poison 500, both whole: the API does not say which
+   input it was.
 
 The usual batch, ASCII strings without escapes, is reversed without being decoded: about 130 µs for 64 of 2 KB.
 """
@@ -49,6 +51,8 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     garbage_rate: Rate = 0.0
     # A batch with an input whose JSON bytes contain this gets 500 whole; "" for none.
     poison: str = ""
+    # The same with 400, as for an input that is not valid; goes before `poison`.
+    refuse: str = ""
     # The same seed gives the same faults; None for others each time.
     seed: int | None = None
 
@@ -161,6 +165,12 @@ def _reversed_text(value: bytearray) -> str:
         raise CallRefusedError("an input is not a valid JSON string") from None
 
 
+def _has_input_with(text: bytes, body: bytes, inputs: list[Raw]) -> bool:
+    """Whether one of the inputs contains this text; none does if it is empty."""
+    # The body first: one search settles the usual case.
+    return text != b"" and text in body and any(text in bytes(raw) for raw in inputs)
+
+
 def error_answer(status: int, text: str) -> Answer:
     """An answer that carries an error text."""
     return Answer(status, msgspec.json.encode({"error": text}))
@@ -191,7 +201,7 @@ class GpuStats(msgspec.Struct, kw_only=True):
     """What has come to a simulated GPU so far."""
 
     calls: int = 0
-    # Of calls that were not refused.
+    # Of calls that were not refused at once.
     inputs: int = 0
     repeated_inputs: int = 0
     # Refused calls count here: a batch that is too large should be seen.
@@ -248,6 +258,7 @@ class SimulatedGpu:
         self._call_later = call_later
         self._clock = clock
         self._poison = settings.poison.encode()
+        self._refuse = settings.refuse.encode()
         self._waiting: deque[SimulatedCall] = deque()
         self._running = 0
         self._stats = GpuStats()
@@ -312,7 +323,9 @@ class SimulatedGpu:
             return None, HANG_S_MAX
         if fault == "reset":
             return None, seconds
-        if fault == "error" or self._is_poisoned(body, batch.inputs):
+        if _has_input_with(self._refuse, body, batch.inputs):
+            return error_answer(400, "this batch is not valid"), seconds
+        if fault == "error" or _has_input_with(self._poison, body, batch.inputs):
             return error_answer(500, "the model failed on this batch"), seconds
         if fault == "garbage":
             return Answer(200, _GARBAGE), seconds
@@ -323,11 +336,6 @@ class SimulatedGpu:
             return ""
         drawn = self._random.random()
         return next((fault for fault, bound in self._faults if drawn < bound), "")
-
-    def _is_poisoned(self, body: bytes, inputs: list[Raw]) -> bool:
-        poison = self._poison
-        # The body first: one search settles the usual case.
-        return poison != b"" and poison in body and any(poison in bytes(raw) for raw in inputs)
 
     def _start(self, call: SimulatedCall) -> None:
         self._account()
