@@ -55,18 +55,18 @@ async def test_a_dead_endpoint_is_offline_within_seconds_and_comes_back(tmp_path
                 return (await states(gateway)).get(port) == state
 
             async def die_and_return() -> None:
-                await until(lambda: shows("healthy"), within_s=5)
+                await until(lambda: shows("healthy"))
                 assert (await gateway.fleet())["healthy_slots"] == 3
                 victim.kill()
                 victim.wait(10)
-                await until(lambda: shows("offline"), within_s=8)
+                await until(lambda: shows("offline"))
                 fleet = await gateway.fleet()
                 assert (fleet["slots"], fleet["healthy_slots"]) == (3, 2)
                 assert await gateway.metric("carpool_healthy_slots") == 2
                 text = (await ask_once(gateway.admin_port, "GET", "/metrics")).body.decode()
                 assert f'endpoint="{urls[0]}",model="default",state="offline"}} 1.0' in text
                 with sim_gpu(port):
-                    await until(lambda: shows("healthy"), within_s=15)
+                    await until(lambda: shows("healthy"))
                     assert (await gateway.fleet())["healthy_slots"] == 3
 
             checker = Checker("fleet")
@@ -124,7 +124,7 @@ async def test_an_endpoint_that_reports_load_in_a_header_gets_less_until_it_is_w
             async def story() -> None:
                 capacity = (await gateway.fleet())["capacity_rps"]
                 loaded.headers, calm.headers = "X-Load: 97\r\n", "X-Load: 0.3\r\n"
-                await until(lambda: limit_is(1), within_s=15)
+                await until(lambda: limit_is(1))
                 shown = (await gateway.fleet())["endpoints"]
                 assert [(each["state"], each["utilization"], each["limit"]) for each in shown] == [
                     ("degraded", 0.97, 1),
@@ -139,7 +139,7 @@ async def test_an_endpoint_that_reports_load_in_a_header_gets_less_until_it_is_w
                 assert calls[0] < 0.5 * calls[1], calls
                 assert loaded.most_in_flight == 1
                 loaded.headers = "X-Load: 0.1\r\n"
-                await until(lambda: limit_is(4), within_s=30)
+                await until(lambda: limit_is(4))
 
             await load.run_until(asyncio.ensure_future(story()), 80)
             assert load.succeeded == 1.0, checker.tally
@@ -173,19 +173,19 @@ async def test_sighup_adds_and_removes_endpoints_under_load_without_an_error(tmp
                     await asyncio.sleep(0.2)
                     write_toml(tmp_path, first.url, second.url)
                     gateway.reload()
-                    await until(lambda: has(first.url, second.url), within_s=5)
+                    await until(lambda: has(first.url, second.url))
                     await asyncio.sleep(0.2)
                     assert second.in_flight > 0 or second.calls > 0
                     write_toml(tmp_path, second.url)
                     gateway.reload()
-                    await until(lambda: has(second.url), within_s=5)
-                    await until(lambda: first.in_flight == 0, within_s=5)  # what it had is finished
+                    await until(lambda: has(second.url))
+                    await until(lambda: first.in_flight == 0)  # what it had is finished
                     calls = first.calls
                     await asyncio.sleep(0.1)
                     assert first.calls == calls  # and nothing more comes
                     write_toml(tmp_path, first.url)
                     gateway.reload()
-                    await until(lambda: has(first.url), within_s=5)
+                    await until(lambda: has(first.url))
 
             await load.run_until(asyncio.ensure_future(change()), 100)
             assert load.succeeded == 1.0, checker.tally
@@ -202,14 +202,14 @@ async def test_sighup_with_a_bad_configuration_changes_nothing_but_the_log(tmp_p
                 errors = gateway.log_messages("error")
                 (tmp_path / "carpool.toml").write_text(text)
                 gateway.reload()
-                await until(lambda errors=errors: len(gateway.log_messages("error")) > len(errors), within_s=5)
+                await until(lambda errors=errors: len(gateway.log_messages("error")) > len(errors))
                 [said] = gateway.log_messages("error")[len(errors) :]
                 assert said.startswith("the configuration was not changed: ")
                 assert "\n" not in said
                 assert await names(gateway) == [first.url]
             write_toml(tmp_path, second.url)
             gateway.reload()
-            await until(lambda: one_is(gateway, second.url), within_s=5)
+            await until(lambda: one_is(gateway, second.url))
 
 
 async def one_is(gateway: GatewayProcess, url: str) -> bool:
@@ -225,7 +225,7 @@ async def test_sighup_changes_timeouts_and_says_what_waits_for_the_next_start(tm
             first.behaviour = "hang"
             write_toml(tmp_path, first.url, more="timeout_s = 0.2\n[batching]\nmax_batch = 3\n")
             gateway.reload()
-            await until(lambda: gateway.log_messages("warning") != [], within_s=5)
+            await until(lambda: gateway.log_messages("warning") != [])
             assert gateway.log_messages("warning") == ["a change of batching takes effect at the next start"]
             load = Load(gateway.port, Checker("timeouts"))
             await load.run(1, 1)

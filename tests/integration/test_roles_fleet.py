@@ -38,7 +38,7 @@ class Running:
 
     async def status(self) -> int | None:
         """The exit status, once it has left."""
-        await until(lambda: self.process.poll() is not None, within_s=15)
+        await until(lambda: self.process.poll() is not None)
         return self.process.poll()
 
 
@@ -97,7 +97,7 @@ async def test_a_task_of_one_gateway_is_told_by_the_other(tmp_path: Path, redis_
         told = await ask_once(other, "GET", f"/v1/result/{accepted.json['task_id']}?wait_ms=5000")
         assert (told.json["status"], told.json["output"]) == ("SUCCESS", "raf")
         assert [await answer(one, "abc"), await answer(other, "xyz")] == ["cba", "zyx"]
-        await until(lambda: sees(one_admin, gateways=2, batchers=2, healthy_slots=16), within_s=2)
+        await until(lambda: sees(one_admin, gateways=2, batchers=2, healthy_slots=16))
         for each in fleet:
             each.process.terminate()
         assert [await each.status() for each in fleet] == [0, 0, 0, 0]
@@ -111,7 +111,7 @@ async def test_two_processes_on_one_port(tmp_path: Path, redis_server: RedisServ
         for _, admin in parent.ports():
             await until(lambda admin=admin: is_ready(admin))
             # One of them is the batcher: the endpoint's slots are there once.
-            await until(lambda admin=admin: sees(admin, gateways=2, batchers=1, healthy_slots=8), within_s=2)
+            await until(lambda admin=admin: sees(admin, gateways=2, batchers=1, healthy_slots=8))
         assert await asyncio.gather(*(answer(port, f"{n}0") for n in range(1, 9))) == [f"0{n}" for n in range(1, 9)]
 
         # The one that is the batcher too.

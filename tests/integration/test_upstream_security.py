@@ -350,7 +350,7 @@ class TestGateway:
                     await ask_once(gateway.port, "POST", "/v1/inference", inference_body("abc"))
                     return upstream.headers[-1]["authorization"] == "Bearer token-2"
 
-                await until(new_token_is_seen, within_s=3.0)
+                await until(new_token_is_seen)
         assert set(upstream.clients) == {"client"}
         assert upstream.headers[0]["authorization"] == "Bearer token-1"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from support.client import Response
-from support.processes import GatewayProcess, running_gateway
+from support.processes import PATIENCE_S, GatewayProcess, running_gateway
 
 SIM = "sim:?latency_ms=20&slots=64"
 
@@ -33,7 +33,7 @@ def serving(
 class Peer:
     """One client connection, byte by byte if need be."""
 
-    def __init__(self, port: int, timeout_s: float = 15.0, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, port: int, timeout_s: float = PATIENCE_S, tls: ssl.SSLContext | None = None) -> None:
         connection = socket.create_connection(("127.0.0.1", port), timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = tls.wrap_socket(connection, server_hostname="localhost") if tls else connection
@@ -107,8 +107,8 @@ def ask(port: int, method: str, target: str, body: Any = b"", *headers: str) -> 
         return peer.ask(method, target, body if isinstance(body, bytes) else json.dumps(body).encode(), *headers)
 
 
-def eventually(condition: Any, within_s: float = 5.0) -> bool:
-    """Whether the condition comes true in time."""
+def eventually(condition: Any, within_s: float = PATIENCE_S) -> bool:
+    """Whether the condition comes true."""
     give_up_at = time.monotonic() + within_s
     while time.monotonic() < give_up_at:
         if condition():
