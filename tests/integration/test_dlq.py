@@ -68,7 +68,7 @@ async def fail_tasks(gateway: GatewayProcess, *texts: str) -> list[str]:
 
 
 async def result(gateway: GatewayProcess, task_id: str) -> Any:
-    return (await ask_once(gateway.port, "GET", f"/v1/result/{task_id}?wait_ms=10000")).json
+    return (await ask_once(gateway.port, "GET", f"/v1/result/{task_id}?wait_ms=30000")).json
 
 
 async def test_list_show_replay_and_drop_on_the_command_line(
