@@ -319,8 +319,16 @@ async def gateway_half(workshop: Workshop) -> AsyncIterator[tuple[RedisFront, Wi
 
 def queue_request(front: RedisFront, witness: Witness, text: str, *, tier: int) -> None:
     value = json.dumps(text).encode()
-    patience: dict[str, float] = {"queue_timeout_s": NEVER_S, "total_timeout_s": NEVER_S}
-    request = make_request(text, witness, now=monotonic(), model="default", value=value, tier=tier, **patience)
+    request = make_request(
+        text,
+        witness,
+        now=monotonic(),
+        model="default",
+        value=value,
+        tier=tier,
+        queue_timeout_s=NEVER_S,
+        total_timeout_s=NEVER_S,
+    )
     assert front.submit(request) is None
 
 

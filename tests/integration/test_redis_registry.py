@@ -119,7 +119,9 @@ async def test_one_that_falls_silent_is_offline_and_still_shown(redis_server: Re
         await until(lambda: live(watcher) == (["w"], []))
         async with redis_server.client() as client:
             seconds, micros = await client.time()
-            last_beat_ms = int((await client.hget(keys.batchers.decode(), "s")).split()[0])
+            last_beat = await client.hget(keys.batchers.decode(), "s")
+        assert isinstance(last_beat, bytes)
+        last_beat_ms = int(last_beat.split()[0])
         assert seconds * 1000 + micros / 1000 - last_beat_ms >= 2000, "not before it was silent for so long"
         assert [(member.name, member.status) for member in watcher.view.batchers] == [("s", "offline")]
         assert watcher.view.healthy_slots("m") == 0

@@ -640,7 +640,7 @@ async def test_full_disk_fails_appends_and_keeps_results_until_they_fit(
     assert await ask(journal.read, "large") is None
 
     disk.empty()
-    assert await asyncio.wait_for(asyncio.gather(first, second), PATIENCE_S) == [True, True]
+    assert [await asyncio.wait_for(each, PATIENCE_S) for each in (first, second)] == [True, True]
     assert (await ask(journal.read, "b")).output == LARGE
     assert await ask(journal.append, task("large", LARGE)) is None
     assert counts(journal) == (1, 2, 0, before[3] - 18 + 3 * len(LARGE) + 2)
