@@ -8,8 +8,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from hypothesis import HealthCheck, settings
 
 from support.redis_servers import RedisCluster, RedisServer, running_cluster, running_redis
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-machine")
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -22,5 +27,6 @@ async def redis_server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterato
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RedisCluster]:
     """One Cluster of three primaries and three replicas for the whole run."""
-    async with running_cluster(tmp_path_factory.mktemp("redis-cluster")) as cluster:
+    # Nobody dies in it: a node that is late is not to be taken for dead.
+    async with running_cluster(tmp_path_factory.mktemp("redis-cluster"), node_timeout_ms=5000) as cluster:
         yield cluster

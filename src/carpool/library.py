@@ -5,6 +5,7 @@ The same broker, policies and loop as the gateway; in place of an upstream, a fu
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import update_wrapper
@@ -30,21 +31,46 @@ PredictMethod = Callable[[Any, list[Item]], Awaitable[Sequence[Result | Exceptio
 # The one model and lane that there is.
 MODEL = "function"
 
+# What a future or a task takes for a word to itself: the caller would end without a sound, or the event loop would stop
+# and take everybody's work with it.
+CONTROL_FLOW = (StopIteration, GeneratorExit, asyncio.CancelledError, KeyboardInterrupt, SystemExit)
+# In place of a result: the event loop is ending, and the call was cancelled.
+_CANCELLED: Any = object()
+
 
 class WrongResultCountError(Exception):
     """The function did not return one result for each item, so no result can be trusted to be the right one."""
 
 
-class FunctionCalls:
-    """Runs batches through the function: the upstream of the library. `concurrency` calls at once."""
+def raisable(error: BaseException) -> BaseException:
+    """What callers get raised: the exception itself, or for control flow a RuntimeError that it caused."""
+    if not isinstance(error, CONTROL_FLOW):
+        return error
+    wrapped = RuntimeError(f"the function gave {type(error).__name__} in place of a result")
+    wrapped.__cause__ = error
+    return wrapped
 
-    def __init__(self, predict: Predict[Any, Any], concurrency: int) -> None:
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether it must be awaited; also an object whose `__call__` must."""
+    call = getattr(function, "__call__", None)  # noqa: B004 - the method is wanted, not the answer
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+class FunctionCalls:
+    """Runs batches through the function: the upstream of the library. `concurrency` calls at once.
+
+    Whatever the function raises ends its batch and no other: every caller of it is told, and the slot is free again.
+    """
+
+    def __init__(self, predict: Predict[Any, Any], concurrency: int, threads: ThreadPoolExecutor | None) -> None:
         self._predict = predict
         self._total = self._free = concurrency
-        self._is_async = inspect.iscoroutinefunction(predict) or inspect.iscoroutinefunction(
-            getattr(predict, "__call__", None)  # noqa: B004 - an object with an async __call__
-        )
-        self._threads = None if self._is_async else ThreadPoolExecutor(concurrency, "carpool-batch")
+        # Of a plain function; those that were given are not ours to end.
+        self._own_threads: ThreadPoolExecutor | None = None
+        if threads is None and not is_async(predict):
+            threads = self._own_threads = ThreadPoolExecutor(concurrency, "carpool-batch")
+        self._threads = threads
         self._ring: Callable[[], None] | None = None
         # The event loop holds its tasks only weakly.
         self._running: set[asyncio.Task[None]] = set()
@@ -79,35 +105,42 @@ class FunctionCalls:
 
     def close(self) -> None:
         """Let the threads go."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False)
+        if self._own_threads is not None:
+            self._own_threads.shutdown(wait=False)
 
     async def _call(self, batch: list[Request], ended: Callable[[float], None]) -> None:
-        assert self.outcomes is not None
-        started = monotonic()
-        results: Sequence[Any]
+        task, started = asyncio.current_task(), monotonic()
+        assert task is not None
         try:
             results = await self._results([request.input for request in batch])
-        except asyncio.CancelledError:
-            results = [asyncio.CancelledError() for _ in batch]
-            raise
-        except Exception as failure:
-            results = [failure] * len(batch)
-        finally:
-            self._free += 1
-            seconds = monotonic() - started
-            facts = CallFacts(len(batch), seconds)
-            self.outcomes.settle_batch(batch, [Output(result, facts) for result in results])
-            if self._ring is not None:
-                self._ring()
+        except BaseException as failure:
+            if not _is_running(task):
+                raise  # thrown away with its event loop, and so was everybody who waited
+            if isinstance(failure, asyncio.CancelledError) and task.cancelling():
+                self._settle(batch, [_CANCELLED] * len(batch), started)
+                raise
+            seconds = self._settle(batch, [failure] * len(batch), started)
+        else:
+            seconds = self._settle(batch, results, started)
         ended(seconds)
+
+    def _settle(self, batch: list[Request], results: Sequence[Any], started: float) -> float:
+        """Free the slot and tell the callers; how long the call took."""
+        assert self.outcomes is not None
+        self._free += 1
+        seconds = monotonic() - started
+        facts = CallFacts(len(batch), seconds)
+        self.outcomes.settle_batch(batch, [Output(result, facts) for result in results])
+        if self._ring is not None:
+            self._ring()
+        return seconds
 
     def _call_plainly(self, items: list[Any]) -> Any:
         """The plain function, in a thread. A StopIteration cannot pass through a future: it would never come out."""
         try:
             return self._predict(items)
         except StopIteration as stopped:
-            raise RuntimeError("the function raised StopIteration") from stopped
+            raise raisable(stopped) from stopped
 
     async def _results(self, items: list[Any]) -> Sequence[Any]:
         if self._threads is None:
@@ -125,11 +158,24 @@ class FunctionCalls:
         return list(results)
 
 
+def _is_running(task: "asyncio.Task[Any]") -> bool:
+    """Whether this is a step of the task. It is not where a coroutine that nobody will go on with is closed."""
+    try:
+        return asyncio.current_task() is task
+    except RuntimeError:  # no event loop is running
+        return False
+
+
 class Batcher(Generic[Item, Result]):
     """Groups single `predict(item)` calls into batches for a function that takes a list.
 
     `predict` is an `async def`, or a plain function, which then runs in a thread. It returns one result for each
     item, in order; an exception in place of a result is raised for that item's caller alone.
+
+    What `predict` raises is raised for every caller of its batch, also what is no `Exception`, such as a panic of a
+    Rust library; later batches are not harmed. Only what steers Python itself (KeyboardInterrupt, SystemExit,
+    CancelledError, GeneratorExit, StopIteration) comes as a RuntimeError that has it as its cause: raised in a task,
+    it would stop the event loop, or pass for a cancellation by the caller.
     """
 
     def __init__(
@@ -149,7 +195,7 @@ class Batcher(Generic[Item, Result]):
         self._function = predict
         self._max_batch_size = max_batch_size
         self._max_wait_ms = max_wait_ms
-        self._concurrency = concurrency
+        self.concurrency = concurrency
         self._policy = make_policy(policy, busy_share=0.75, fill_target=0.8)
         self._waiting_max = waiting_max
         self._numbers = count(1)
@@ -172,10 +218,10 @@ class Batcher(Generic[Item, Result]):
     ) -> None:
         await self.close()
 
-    def start(self) -> None:
-        """Begin, on the running event loop."""
+    def start(self, threads: ThreadPoolExecutor | None = None) -> None:
+        """Begin, on the running event loop; a plain function runs in these threads, or in some of its own."""
         self._broker = MemoryBroker(waiting_max=self._waiting_max, bytes_max=self._waiting_max, lanes_max=1, tiers=1)
-        self._calls = FunctionCalls(self._function, self._concurrency)
+        self._calls = FunctionCalls(self._function, self.concurrency, threads)
         self._calls.outcomes = self._broker
         self._loop = BatchLoop(
             MODEL,
@@ -193,15 +239,11 @@ class Batcher(Generic[Item, Result]):
         if self._broker is None or self._loop is None or self._calls is None:
             return
         self._loop.drain()
-        while self._broker.held:
-            self._settled_all.clear()
-            await self._settled_all.wait()
-        self._calls.close()
-
-    def abandon(self) -> None:
-        """The event loop is gone, and all who waited with it: let the threads go."""
-        self._closed = True
-        if self._calls is not None:
+        try:
+            while self._broker.held:
+                self._settled_all.clear()
+                await self._settled_all.wait()
+        finally:
             self._calls.close()
 
     async def predict(self, item: Item) -> Result:
@@ -238,27 +280,33 @@ class Batcher(Generic[Item, Result]):
         future: asyncio.Future[Any] = request.ticket
         if not future.done():
             value = outcome.value if isinstance(outcome, Output) else outcome
-            if isinstance(value, asyncio.CancelledError):
+            if value is _CANCELLED:
                 future.cancel()
-            elif isinstance(value, StopIteration):  # which no future takes
-                future.set_exception(RuntimeError("the function gave StopIteration for this item"))
-            elif isinstance(value, Exception):
-                future.set_exception(value)
+            elif isinstance(value, BaseException):
+                future.set_exception(raisable(value))
             else:
                 future.set_result(value)
         self._settled_all.set()  # `close` looks again; it counts for itself
 
 
 class BatchedFunction(Generic[Item, Result]):
-    """What `@batched` makes of a function: call it with one item and await that item's result."""
+    """What `@batched` makes of a function: call it with one item and await that item's result.
+
+    It may be called from several event loops, also at the same time, in several threads. Calls share batches with those
+    of their own event loop. `concurrency` holds for all of them together if the function is plain, and for each of
+    them if it is an `async def`.
+    """
 
     def __init__(self, function: Predict[Item, Result], options: dict[str, Any]) -> None:
         update_wrapper(self, function)
         self._function = function
         self._options = options
-        # A Batcher belongs to an event loop; the next `asyncio.run` gets a new one.
-        self._batcher: Batcher[Item, Result] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        # A Batcher belongs to an event loop. Those of loops that ended go when the next loop comes.
+        self._batchers: dict[asyncio.AbstractEventLoop, Batcher[Item, Result]] = {}
+        # Of a plain function: the same for all loops, so that none is left behind when a loop ends.
+        self._threads: ThreadPoolExecutor | None = None
+        # Held while a Batcher is made, and by no call after that.
+        self._making = threading.Lock()
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -271,21 +319,29 @@ class BatchedFunction(Generic[Item, Result]):
         method = cast(Predict[Item, Result], self._function.__get__(instance, owner))
         bound = BatchedFunction(method, self._options)
         try:
-            instance.__dict__[self._name] = bound
+            # Another thread may have been quicker.
+            kept: BatchedFunction[Item, Result] = instance.__dict__.setdefault(self._name, bound)
         except AttributeError:
             kind = type(instance).__name__
             raise TypeError(f"@batched methods need instances with a __dict__; {kind} has __slots__ only") from None
-        return bound
+        return kept
 
     async def __call__(self, item: Item) -> Result:
         """The function's result for one item."""
         loop = asyncio.get_running_loop()
-        if self._batcher is None or self._loop is not loop:
-            if self._batcher is not None:
-                self._batcher.abandon()
-            self._loop, self._batcher = loop, Batcher(self._function, **self._options)
-            self._batcher.start()
-        return await self._batcher.predict(item)
+        batcher = self._batchers.get(loop) or self._begin(loop)
+        return await batcher.predict(item)
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> Batcher[Item, Result]:
+        with self._making:
+            for ended in [each for each in self._batchers if each.is_closed()]:
+                del self._batchers[ended]
+            batcher = Batcher(self._function, **self._options)
+            if self._threads is None and not is_async(self._function):
+                self._threads = ThreadPoolExecutor(batcher.concurrency, "carpool-batch")
+            batcher.start(self._threads)
+            self._batchers[loop] = batcher
+        return batcher
 
 
 class BatchedDecorator(Protocol):

@@ -52,7 +52,7 @@ async def test_poison_harms_nobody_else(tmp_path: Path) -> None:
 
 
 async def test_a_slow_endpoint_gets_what_it_can_serve(tmp_path: Path) -> None:
-    seen = await one_is_slow(tmp_path, per_s=270, seconds=20)
+    seen = await one_is_slow(tmp_path, per_s=135, seconds=20)
     passed = seen.verdict.is_clean and seen.succeeded >= 0.999 and seen.share < 0.08
     what = (
         f"ten times slower: {seen.share:.1%} of the inputs (4.8 % is what it can serve), {seen.succeeded:.2%} succeed"

@@ -39,8 +39,8 @@ from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Broker, LaneQueue
 from carpool.core.request import DONE, Request, Waiter
 from carpool.testing import FakeClock
+from support.processes import PATIENCE_S, until
 
-QUIET_S_MAX = 10.0
 LETTERS_MAX = 100
 STRICT_STEP_MS = 10**13
 
@@ -51,7 +51,7 @@ class CountingNodes(Nodes):
     """Knows how many commands have no reply yet, and the last entry that was written for a reader."""
 
     def __init__(self, url: str, changed: Callable[[], None]) -> None:
-        super().__init__(parse_broker_url(url), timeout_s=5.0, changed=changed)
+        super().__init__(parse_broker_url(url), timeout_s=PATIENCE_S, changed=changed)
         self.outstanding = 0
         # By stream: the id of the last entry that a plain XADD made.
         self.written: dict[bytes, bytes] = {}
@@ -346,7 +346,7 @@ class RedisBroker:
             self._runner.run(self._until_quiet())
 
     async def _until_quiet(self) -> None:
-        async with asyncio.timeout(QUIET_S_MAX):
+        async with asyncio.timeout(PATIENCE_S):
             while not self._is_quiet():  # noqa: ASYNC110 - nobody announces it
                 await asyncio.sleep(0)
 
@@ -462,10 +462,3 @@ def is_same(came: Outcome, sent: Outcome) -> bool:
     if isinstance(came, CarpoolError) and isinstance(sent, CarpoolError):
         return (type(came), came.detail, came.retry_after_s) == (type(sent), sent.detail, sent.retry_after_s)
     return False
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that comes by itself."""
-    async with asyncio.timeout(QUIET_S_MAX):
-        while not condition():  # noqa: ASYNC110 - nobody announces it
-            await asyncio.sleep(0.001)

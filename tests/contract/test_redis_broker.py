@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 from broker_contract import BrokerContract, BrokerMachine
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from redis_adapter import RedisAdapter
 
@@ -18,9 +18,7 @@ from carpool.core.errors import DeadlineExceeded
 from carpool.testing import make_request
 from support.redis_servers import RedisCluster, RedisServer
 
-SOME_ORDERS = settings(
-    max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+SOME_ORDERS = settings(max_examples=20, stateful_step_count=30)
 
 
 class RedisContract(BrokerContract):

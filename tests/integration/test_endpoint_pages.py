@@ -140,12 +140,12 @@ async def test_each_protocol_is_probed_at_its_own_page_and_the_metric_sets_the_l
         url = f"http://127.0.0.1:{server.port}"
         flags = ("--protocol", protocol, "--slots", "4")
         async with running_gateway(tmp_path, url, *flags, settings=settings) as gateway:
-            await until(lambda: page in server.asked, within_s=5)
+            await until(lambda: page in server.asked)
 
             async def is_limited() -> bool:
                 await asyncio.sleep(0.05)
                 [shown] = (await gateway.fleet())["endpoints"]
                 return bool(shown["limit"] < 4 and shown["state"] == "degraded" and shown["utilization"] == 1.0)
 
-            await until(is_limited, within_s=5)
+            await until(is_limited)
             assert set(server.asked) <= {page, "/metrics", "/info", "/v2/models/default", "/v2/models/default/config"}

@@ -13,6 +13,7 @@ from typing import Any
 
 from carpool.broker.journal import Journal
 from carpool.core.task import StoredTask
+from support.processes import PATIENCE_S
 
 ROUNDS = 15
 OPEN: dict[str, Any] = {"result_ttl_s": 3600.0, "dead_letter_ttl_s": 3600.0, "stored_bytes_max": 1 << 30}
@@ -54,7 +55,7 @@ def run_and_kill(path: Path, round_name: str, delay_s: float) -> list[str]:
     try:
         with selectors.DefaultSelector() as selector:
             selector.register(child.stdout, selectors.EVENT_READ)
-            kill_at = time.monotonic() + 30.0
+            kill_at = time.monotonic() + PATIENCE_S
             while (left := kill_at - time.monotonic()) > 0:
                 if not selector.select(left):
                     break
@@ -67,7 +68,7 @@ def run_and_kill(path: Path, round_name: str, delay_s: float) -> list[str]:
         child.kill()
         received += child.stdout.read()
         child.stdout.close()
-        assert child.wait(10) == -signal.SIGKILL
+        assert child.wait(PATIENCE_S) == -signal.SIGKILL
     return received.decode().splitlines()
 
 
@@ -87,7 +88,7 @@ async def read_all(journal: Journal, ids: list[str]) -> dict[str, StoredTask]:
 
     for task_id in ids:
         journal.read(task_id, done)
-    await asyncio.wait_for(everything.wait(), 30)
+    await asyncio.wait_for(everything.wait(), PATIENCE_S)
     return found
 
 

@@ -29,46 +29,46 @@ async def watching(url: str, memory_max: int = 0) -> AsyncIterator[MemoryWatch]:
 
 async def test_full_and_not_full_again(tmp_path: Path) -> None:
     async with running_redis(tmp_path, "--maxmemory", "30mb") as server, watching(server.url) as watch:
-        await until(lambda: watch.used_bytes > 0, within_s=3)
+        await until(lambda: watch.used_bytes > 0)
         assert not watch.is_full
         assert 0 < watch.fraction < 0.5
         async with server.client() as client:
             for number in range(26):
                 await client.set(f"big-{number}", b"x" * 1_000_000)
-            await until(lambda: watch.is_full, within_s=2)
+            await until(lambda: watch.is_full)
             assert 0.8 < watch.fraction < 1.1
             await client.flushall()
-            await until(lambda: not watch.is_full, within_s=2)
+            await until(lambda: not watch.is_full)
 
 
 async def test_carpools_own_limit_counts_where_redis_has_none(redis_server: RedisServer) -> None:
     async with watching(redis_server.url, memory_max=100_000) as watch:
-        await until(lambda: watch.is_full, within_s=3)
+        await until(lambda: watch.is_full)
         assert watch.fraction > 1
 
 
 async def test_without_a_limit_it_is_never_full(redis_server: RedisServer) -> None:
     async with watching(redis_server.url) as watch:
-        await until(lambda: watch.used_bytes > 0, within_s=3)
+        await until(lambda: watch.used_bytes > 0)
         assert (watch.fraction, watch.is_full) == (0.0, False)
 
 
 async def test_what_was_known_stays_while_redis_is_gone(tmp_path: Path) -> None:
     async with running_redis(tmp_path) as server, watching(server.url, memory_max=100_000) as watch:
-        await until(lambda: watch.is_full, within_s=3)
+        await until(lambda: watch.is_full)
         server.kill()
         await asyncio.sleep(0.3)
         assert watch.is_full
         await server.restart()
         used = watch.used_bytes
-        await until(lambda: watch.used_bytes != used, within_s=5)
+        await until(lambda: watch.used_bytes != used)
 
 
 async def test_every_primary_of_a_cluster_counts(redis_cluster: RedisCluster) -> None:
     primaries = [node for node in redis_cluster.nodes if (await node.facts("replication"))["role"] == "master"]
     async with watching(redis_cluster.url, memory_max=100_000) as watch:
         least = sum([int((await node.facts("memory"))["used_memory"]) for node in primaries]) * 0.8
-        await until(lambda: watch.is_full and watch.used_bytes > least, within_s=5)
+        await until(lambda: watch.is_full and watch.used_bytes > least)
 
 
 @pytest.mark.parametrize(

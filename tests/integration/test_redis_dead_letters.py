@@ -29,7 +29,7 @@ from carpool.core.errors import (
 )
 from carpool.core.request import DONE, Request
 from carpool.testing import Witness, make_request
-from support.processes import until
+from support.processes import PATIENCE_S, until
 from support.redis_servers import RedisCluster, RedisServer, running_redis
 from support.redis_tasks import LETTERS_MAX, Office, open_office, told
 
@@ -89,6 +89,7 @@ async def letters(redis_server: RedisServer) -> AsyncIterator[LetterOffice]:
 
 
 async def test_a_synchronous_request_is_kept_as_it_was(letters: LetterOffice) -> None:
+    before = time.time()
     await letters.bury("r1", parameters=b'{"a":1}', tier=1, owner="192.0.2.1")
     summary = await letters.only()
     letter = await letters.desk.show(summary.id)
@@ -101,7 +102,7 @@ async def test_a_synchronous_request_is_kept_as_it_was(letters: LetterOffice) ->
         2,
         4 + 7,
     )
-    assert abs(summary.buried_wall - time.time()) < 5.0
+    assert before - 1.0 < summary.buried_wall < time.time() + 1.0
     assert (letter.owner, letter.input, letter.parameters, letter.tier) == ("192.0.2.1", b'"r1"', b'{"a":1}', 1)
     assert letters.desk.total() == 1
     assert summary.id < 2**53
@@ -381,7 +382,7 @@ async def test_replay_all_ends_though_its_tasks_come_back(redis_server: RedisSer
                     await office.finish(taken, REFUSED)
 
         failing = asyncio.ensure_future(fail_everything())
-        report = await asyncio.wait_for(letters.desk.replay_all(None), 10.0)
+        report = await asyncio.wait_for(letters.desk.replay_all(None), PATIENCE_S)
         over.set()
         await failing
         assert len(report.tasks) == 200
@@ -426,7 +427,7 @@ async def test_without_redis_the_desk_says_so(tmp_path: Path) -> None:
 
 async def test_a_replay_whose_answer_was_lost_loses_no_letter(tmp_path: Path) -> None:
     """The task of a letter is never removed: the letter went with it."""
-    async with running_redis(tmp_path) as server, open_office(server.url, timeout_s=0.3) as office:
+    async with running_redis(tmp_path) as server, open_office(server.url, timeout_s=1.0) as office:
         letters = LetterOffice(office)
         await letters.bury("r1")
         letter_id = (await letters.only()).id

@@ -19,15 +19,12 @@ from carpool.core.clock import monotonic
 from carpool.core.errors import CarpoolError, InternalError
 from carpool.core.outcome import Output
 from carpool.testing import FakeClock
-from support.processes import until
-from support.redis_halves import SOON_S, Batcher, Halves, open_halves, until_seen
+from support.processes import PATIENCE_S, until
+from support.redis_halves import NEVER_MS, Batcher, Halves, open_halves, until_seen
 from support.redis_servers import RedisServer, running_redis
 from support.redis_tasks import told
 
 ENTERPRISE, FREE = 0, 2
-LEASE_S = 1.5
-# A lease after whose end nobody looks while a test runs.
-NEVER_MS = 600_000
 
 
 @pytest.fixture
@@ -77,7 +74,7 @@ class TestOrder:
         before = batcher.feed.taken
         batcher.model.free = 1
         batcher.feed.ring()
-        await until(lambda: batcher.feed.taken > before, within_s=SOON_S)
+        await until(lambda: batcher.feed.taken > before)
         await until(lambda: batcher.broker.depth > 0)
         batcher.model.free = 0
         return [request.id for request in batcher.start_batch()]
@@ -86,15 +83,14 @@ class TestOrder:
     async def test_a_second_stream_is_seen_at_once(self, halves: Halves) -> None:
         """A batcher that knew of one stream went on reading it, and after it slept while the other one waited."""
         gateway = await halves.gateway()
-        batcher = await halves.batcher(free=0, largest=2, lease_ms=NEVER_MS)
+        batcher = await halves.batcher(free=0, largest=2)
         gateway.submit("free-0", "free-1", tier=FREE)
         await halves.until_entries(2)
         order = [await self.next_ids(batcher)]
         gateway.submit(*(f"free-{number}" for number in range(2, 8)), tier=FREE)
         gateway.submit(*(f"paying-{number}" for number in range(4)), tier=ENTERPRISE)
         await halves.until_entries(12)
-        await gateway.nodes.ask(0, b"PING")
-        await asyncio.sleep(0.01)  # the bells come over another connection
+        await until(lambda: batcher.nodes.bells == 3)  # one for each stream that was empty
         order += [await self.next_ids(batcher) for _ in range(5)]
         assert order == [
             ["free-0", "free-1"],
@@ -109,12 +105,13 @@ class TestOrder:
     async def test_streams_that_take_turns(self, halves: Halves) -> None:
         """What was taken last says nothing about which stream is the next."""
         gateway = await halves.gateway()
-        batcher = await halves.batcher(free=0, largest=1, lease_ms=NEVER_MS)
+        batcher = await halves.batcher(free=0, largest=1)
         names = [f"{kind}-{turn}" for turn in range(4) for kind in ("plain", "special")]
         for name in names:
             gateway.submit(name, parameters=b'{"t":1}' if name.startswith("special") else b"")
             await gateway.nodes.ask(0, b"PING")
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(0.002)  # the next one is younger, also in milliseconds
+        await until(lambda: batcher.nodes.bells == 2)
         assert [await self.next_ids(batcher) for _ in names] == [[name] for name in names]
 
     @pytest.mark.usefixtures("only_bells")
@@ -130,13 +127,25 @@ class TestOrder:
             await batcher.until_staged(number)
         assert batcher.nodes.runs["level"] == 2, "the known stream was not read"
 
+    async def test_shards_share_a_batch(self, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What one shard gives waits for company from those that are known to have more."""
+        monkeypatch.setattr(feed_module, "COMPANY_S_MAX", 60.0)  # as long as it takes to ask them all
+        async with open_halves(redis_server, shards=4) as halves:
+            gateway, batcher = await halves.gateway(), await halves.batcher(free=0, largest=64)
+            for turn in range(4):
+                gateway.submit(*(f"{turn}-{number}" for number in range(16)))
+                await halves.until_entries(16 * (turn + 1))
+            assert len({entry.shard for entry in await halves.entries()}) == 4
+            await until(lambda: batcher.nodes.bells == 4)
+            assert len(await self.next_ids(batcher)) == 64
+
 
 class TestBells:
     @pytest.mark.usefixtures("only_bells")
     @pytest.mark.parametrize("question", ["peek", "take", "level"])
     async def test_a_bell_that_crosses_an_answer(self, halves: Halves, question: str) -> None:
         """The answer, which was older, said that nothing was there: nobody asked again for a while."""
-        gateway, batcher = await halves.gateway(), await halves.batcher(lease_ms=NEVER_MS)
+        gateway, batcher = await halves.gateway(), await halves.batcher()
         (view,) = batcher.feed._views
         if question == "level":  # which goes with a plain read of the only stream
             gateway.submit("first")
@@ -160,7 +169,7 @@ class TestBells:
     async def test_a_bell_causes_one_question(self, redis_server: RedisServer, is_stream_known: bool) -> None:
         """One that was heard while another shard was asked counted again after its own shard had answered."""
         async with open_halves(redis_server, shards=2) as halves:
-            gateway, batcher = await halves.gateway(), await halves.batcher(lease_ms=NEVER_MS)
+            gateway, batcher = await halves.gateway(), await halves.batcher()
             for number in range(2 * is_stream_known):
                 gateway.submit(f"first in shard {number}")
                 await batcher.until_staged(1)
@@ -173,7 +182,7 @@ class TestBells:
             gateway.submit("in the other")
             await until(lambda: all(view.unread == 1 for view in batcher.feed._views))
             batcher.nodes.let_replies_come()
-            await until(lambda: batcher.feed.taken == already + 2, within_s=SOON_S)
+            await until(lambda: batcher.feed.taken == already + 2)
             await until_quiet(batcher)
             assert (batcher.nodes.runs["level"] > 0) == is_stream_known
             assert questions(batcher) - before == 2
@@ -181,7 +190,7 @@ class TestBells:
     @pytest.mark.usefixtures("only_bells")
     async def test_what_came_before_it_listened(self, own_halves: Halves) -> None:
         """Shards were asked when the subscription was sent, which may be before Redis has it."""
-        gateway, batcher = await own_halves.gateway(), await own_halves.batcher(lease_ms=NEVER_MS)
+        gateway, batcher = await own_halves.gateway(), await own_halves.batcher()
         await until_quiet(batcher)
         listen = batcher.feed._bell
         missed: list[Any] = []
@@ -198,7 +207,7 @@ class TestBells:
     @pytest.mark.usefixtures("only_bells")
     async def test_a_stream_that_was_deleted_comes_back(self, halves: Halves) -> None:
         """It was registered, so nobody made its group: it was never read again."""
-        gateway, batcher = await halves.gateway(), await halves.batcher(lease_ms=NEVER_MS)
+        gateway, batcher = await halves.gateway(), await halves.batcher()
         gateway.submit("a")
         await batcher.until_staged(1)
         (entry,) = await halves.entries()
@@ -238,7 +247,7 @@ class TestWithoutMemory:
         await own_halves.fill_memory()
         batcher.model.free = 100
         batcher.feed.ring()
-        await batcher.until_staged(20, within_s=LEASE_S / 2)
+        await batcher.until_staged(20)
         assert (batcher.feed.taken, batcher.feed.claimed) == (21, 0)
         assert batcher.nodes.runs["level"] > 0, "nothing was read by a plain command"
 
@@ -262,7 +271,7 @@ class TestWithoutMemory:
 
     async def test_no_work_is_begun_whose_outcome_has_no_place(self, halves: Halves) -> None:
         """Outcomes that Redis does not take stay in memory."""
-        gateway, batcher = await halves.gateway(), await halves.batcher()
+        gateway, batcher = await halves.gateway(), await halves.batcher(lease_ms=1500)  # by which it looks by itself
         batcher.answers.unconfirmed = UNCONFIRMED_MAX + 1
         gateway.submit("r")
         await halves.until_entries(1)
@@ -281,9 +290,10 @@ class TestOutcomes:
         key = halves.keys.shard_of_task(name).task(name)
         await halves.client.rename(key, key + b":aside")
         await halves.client.set(key, "no hash")
+        began = monotonic()
         batcher.answer(batcher.start_batch())
-        await asyncio.sleep(0.9)
-        assert 2 <= batcher.answers.retries <= 4  # after 0.1, 0.3 and 0.7 s
+        await until(lambda: batcher.answers.retries == 4)
+        assert monotonic() - began >= 0.65  # after 0.1, 0.3 and 0.7 s
         await halves.client.rename(key + b":aside", key)
         await batcher.until_confirmed()
         assert await look(tasks, name) == "SUCCESS"
@@ -326,7 +336,7 @@ class TestLeases:
         await batcher.nodes.ask(0, b"PING")
         (entry,) = await halves.entries()
         assert (entry.owner, entry.deliveries) == (b"b1", 2)  # nobody died over it: this one does not count
-        assert entry.idle_ms < LEASE_S * 1000
+        assert entry.idle_ms < NEVER_MS
         assert (batcher.broker.depth, batcher.feed._suspects_at) == (0, None)
         batcher.answer(batch)
         assert isinstance((await gateway.until_told(1))["r"], Output)
@@ -336,7 +346,7 @@ class TestLeases:
         clock = FakeClock(monotonic())
         gateway, batcher = await halves.gateway(), await halves.batcher(started=False, clock=clock)
         feed, model = batcher.feed, batcher.model
-        tick_s = LEASE_S / LOOKS_A_LEASE
+        tick_s = NEVER_MS / 1000 / LOOKS_A_LEASE
 
         async def stage(name: str) -> None:
             """A slot is free just long enough."""
@@ -360,7 +370,7 @@ class TestLeases:
         feed._look_at_all()
         assert batcher.broker.depth == 0
         other = await halves.batcher(b"b2")
-        await other.until_staged(1, within_s=LEASE_S / 2)
+        await other.until_staged(1)
         assert [request.id for request in other.start_batch()] == ["new"]
 
 
@@ -379,12 +389,12 @@ class TestDrain:
         assert batcher.nodes.runs["take"] == 1
         batcher.feed.drain()
         asyncio.get_running_loop().call_later(0.02, batcher.nodes.let_replies_come)
-        await batcher.feed.finish_asking(SOON_S)
+        await batcher.feed.finish_asking(PATIENCE_S)
         assert not batcher.feed._is_asking
         await batcher.until_confirmed()
         assert batcher.broker.depth == 0
         other = await halves.batcher(b"b2")
-        await other.until_staged(1, within_s=LEASE_S / 2)
+        await other.until_staged(1)
         (entry,) = await halves.entries()
         assert (entry.owner, entry.deliveries) == (b"b2", 1)
 
@@ -407,7 +417,7 @@ class TestDrain:
         await batcher.until_confirmed()
         await batcher.nodes.ask(0, b"PING")
         (entry,) = await halves.entries()
-        assert entry.owner == b"b1" and entry.idle_ms < LEASE_S * 1000
+        assert entry.owner == b"b1" and entry.idle_ms < NEVER_MS
         batcher.answer(batch)
         assert isinstance((await gateway.until_told(1))["r"], Output)
 

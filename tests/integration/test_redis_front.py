@@ -111,7 +111,7 @@ class TestConnections:
         """Nobody knows yet that its shard is away: Redis dies before it reads what it is asked."""
         async with (
             running_redis(tmp_path, "--appendonly", "yes", "--appendfsync", "always") as server,
-            open_halves(server) as halves,
+            open_halves(server, timeout_s=1.0) as halves,
         ):
             gateway = await halves.gateway()
             await queued(halves, gateway, *NAMES)

@@ -17,7 +17,9 @@ from carpool.broker.redis.registry import Registry
 from support.processes import until
 from support.redis_servers import RedisCluster, RedisServer, running_redis
 
-INTERVAL_S, STALE_S = 0.05, 0.4
+INTERVAL_S = 0.05
+# Nobody is late by so much, however busy the machine is.
+STALE_S = 20.0
 
 
 @pytest.fixture
@@ -76,11 +78,11 @@ async def test_each_sees_the_others(redis_server: RedisServer, keys: Keys) -> No
         assert not gateway.is_fresh()
         for one in (gateway, batcher, both):
             one.start()
-        await until(lambda: live(gateway) == live(batcher) == live(both) == (["g", "s"], ["b", "s"]), within_s=3)
+        await until(lambda: live(gateway) == live(batcher) == live(both) == (["g", "s"], ["b", "s"]))
         assert gateway.is_fresh()
         assert gateway.view.healthy_slots("m") == 8
         said["models"]["m"]["healthy_slots"] = 1
-        await until(lambda: gateway.view.healthy_slots("m") == 5, within_s=2)
+        await until(lambda: gateway.view.healthy_slots("m") == 5)
         page = fleet_page(gateway.view)
         assert [row["batcher"] for row in page["models"]["m"]["endpoints"]] == ["b", "s"]
         for one in (gateway, batcher, both):
@@ -92,29 +94,35 @@ async def test_one_that_leaves_is_gone_at_once(redis_server: RedisServer, keys: 
         watcher, leaver = registry(nodes, keys, b"w", "gateway"), registry(nodes, keys, b"l", "both")
         watcher.start()
         leaver.start()
-        await until(lambda: live(watcher) == (["l", "w"], ["l"]), within_s=3)
+        await until(lambda: live(watcher) == (["l", "w"], ["l"]))
         await leaver.leave()
         async with redis_server.client() as client:
             assert await client.hkeys(keys.gateways.decode()) == [b"w"]
             assert await client.hkeys(keys.batchers.decode()) == []
             await asyncio.sleep(3 * INTERVAL_S)
             assert await client.hkeys(keys.batchers.decode()) == []
-        await until(lambda: watcher.view.batchers == () and live(watcher) == (["w"], []), within_s=2)
+        await until(lambda: watcher.view.batchers == () and live(watcher) == (["w"], []))
         watcher.close()
 
 
 async def test_one_that_falls_silent_is_offline_and_still_shown(redis_server: RedisServer, keys: Keys) -> None:
     async with connected(redis_server.url) as nodes:
         changes: list[tuple[list[str], list[str]]] = []
-        watcher: Registry = registry(nodes, keys, b"w", "gateway", changed=lambda: changes.append(live(watcher)))
+        watcher: Registry = registry(
+            nodes, keys, b"w", "gateway", changed=lambda: changes.append(live(watcher)), stale_s=2.0
+        )
         silent = registry(nodes, keys, b"s", "batcher")
         watcher.start()
         silent.start()
-        await until(lambda: live(watcher) == (["w"], ["s"]), within_s=3)
+        await until(lambda: live(watcher) == (["w"], ["s"]))
         silent.close()
-        await asyncio.sleep(STALE_S / 2)
-        assert live(watcher) == (["w"], ["s"])
-        await until(lambda: live(watcher) == (["w"], []), within_s=STALE_S + 1)
+        await until(lambda: live(watcher) == (["w"], []))
+        async with redis_server.client() as client:
+            seconds, micros = await client.time()
+            last_beat = await client.hget(keys.batchers.decode(), "s")
+        assert isinstance(last_beat, bytes)
+        last_beat_ms = int(last_beat.split()[0])
+        assert seconds * 1000 + micros / 1000 - last_beat_ms >= 2000, "not before it was silent for so long"
         assert [(member.name, member.status) for member in watcher.view.batchers] == [("s", "offline")]
         assert watcher.view.healthy_slots("m") == 0
         # Told of changes alone, not of every heartbeat.
@@ -132,7 +140,7 @@ async def test_the_long_silent_and_the_absurd_are_forgotten(redis_server: RedisS
             await client.hset(keys.batchers.decode(), name, value)
         one = registry(nodes, keys, b"w", "gateway")
         one.start()
-        await until(lambda: live(one) == (["w"], []), within_s=3)
+        await until(lambda: live(one) == (["w"], []))
         assert [member.name for member in one.view.batchers] == ["silent"]
         assert sorted(await client.hkeys(keys.batchers.decode())) == [b"long", b"silent"]
         one.close()
@@ -143,29 +151,29 @@ async def test_a_change_is_told_without_waiting(redis_server: RedisServer, keys:
         said = description()
         one = registry(nodes, keys, b"b", "batcher", said, interval_s=30.0)
         one.start()
-        await until(lambda: live(one) == ([], ["b"]), within_s=3)
+        await until(lambda: live(one) == ([], ["b"]))
         said["status"] = "draining"
         one.beat()
         said["models"]["m"]["healthy_slots"] = 2
         one.beat()  # while the first one is under way
-        await until(lambda: one.view.healthy_slots("m") == 2, within_s=2)
+        await until(lambda: one.view.healthy_slots("m") == 2)
         assert one.view.batchers[0].status == "draining"
         one.close()
 
 
 async def test_a_redis_that_is_gone_makes_the_view_old(tmp_path: Path, keys: Keys) -> None:
     async with running_redis(tmp_path) as server, connected(server.url) as nodes:
-        one = registry(nodes, keys, b"g", "gateway")
+        one = registry(nodes, keys, b"g", "gateway", stale_s=1.0)
         one.start()
-        await until(one.is_fresh, within_s=3)
+        await until(one.is_fresh)
         server.kill()
-        await until(lambda: not one.is_fresh(), within_s=STALE_S + 2)
+        await until(lambda: not one.is_fresh())
         assert one.failures > 0
         await one.leave()  # nobody is there to be told
         again = registry(nodes, keys, b"g", "gateway")
         again.start()
         await server.restart()
-        await until(again.is_fresh, within_s=5)
+        await until(again.is_fresh)
         assert live(again) == (["g"], [])
         again.close()
 
@@ -174,5 +182,5 @@ async def test_on_a_cluster(redis_cluster: RedisCluster, keys: Keys) -> None:
     async with connected(redis_cluster.url) as nodes:
         one = registry(nodes, keys, b"s", "both")
         one.start()
-        await until(lambda: live(one) == (["s"], ["s"]), within_s=5)
+        await until(lambda: live(one) == (["s"], ["s"]))
         await one.leave()

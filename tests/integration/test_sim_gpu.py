@@ -23,6 +23,9 @@ from carpool.cli.sim import show_banner, simulated_gpus
 from carpool.settings import Settings
 from carpool.tools.sim_gpu import CannotListenError, GpuFleet, serve_gpus
 from carpool.upstream.simulated import SimulationSettings
+from support.gateway import eventually
+from support.processes import PATIENCE_S, until
+from support.redis_servers import free_port
 
 SIM_GPU = [sys.executable, "-m", "carpool", "sim-gpu"]
 
@@ -31,7 +34,7 @@ SIM_GPU = [sys.executable, "-m", "carpool", "sim-gpu"]
 async def fleet_of(workers: int, **settings: Any) -> AsyncIterator[tuple[GpuFleet, aiohttp.ClientSession]]:
     fleet = await serve_gpus(SimulationSettings(**settings), "127.0.0.1", 0, workers)
     try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PATIENCE_S)) as session:
             yield fleet, session
     finally:
         await fleet.close()
@@ -39,13 +42,6 @@ async def fleet_of(workers: int, **settings: Any) -> AsyncIterator[tuple[GpuFlee
 
 def url(fleet: GpuFleet, path: str, worker: int = 0) -> str:
     return f"http://127.0.0.1:{fleet.ports[worker]}{path}"
-
-
-async def until(condition: Any) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        await asyncio.sleep(0.005)
 
 
 async def test_both_wire_formats_on_consecutive_ports() -> None:
@@ -71,7 +67,7 @@ async def test_stats_tell_of_one_gpu_and_of_all_with_repeats_across_them() -> No
         assert (stats["calls"], stats["inputs"], stats["repeated_inputs"]) == (1, 1, 1)
         assert (total["calls"], total["inputs"], total["repeated_inputs"]) == (2, 4, 1)
         assert (total["largest_batch"], total["most_in_flight"], total["in_flight"]) == (3, 1, 0)
-        assert 0.001 <= total["busy_seconds"] < 1
+        assert total["busy_seconds"] >= 0.001
 
 
 @pytest.mark.parametrize(
@@ -115,14 +111,13 @@ async def test_calls_to_a_busy_gpu_queue_and_other_gpus_do_not_wait() -> None:
             ended.append((worker, time.perf_counter() - started))
 
         await asyncio.gather(call(0), call(0), call(0), call(1))
-        assert sorted(worker for worker, _ in ended[:2]) == [0, 1]
-        assert ended[2][1] > 0.19
-        assert ended[3][1] > 0.29
+        assert ended[3][0] == 0, "the call to the other GPU waited for those to this one"
+        assert all(seconds > least for (_, seconds), least in zip(ended, (0.09, 0.09, 0.19, 0.29), strict=True))
         assert fleet.total().most_in_flight == 3
 
 
 async def test_who_hangs_up_while_queued_leaves_the_queue() -> None:
-    async with fleet_of(1, latency_ms=300) as (fleet, session):
+    async with fleet_of(1, latency_ms=1000) as (fleet, session):
         gpu = fleet.servers[0].gpu
 
         async def call() -> int:
@@ -133,9 +128,9 @@ async def test_who_hangs_up_while_queued_leaves_the_queue() -> None:
         await until(lambda: gpu.stats().in_flight == 2)
         queued.cancel()
         await until(lambda: gpu.stats().in_flight == 1)
+        assert not running.done()
         assert await running == 200
         await until(lambda: gpu.stats().in_flight == 0)
-        assert gpu.stats().busy_seconds < 0.5
 
 
 async def test_a_hang_ends_when_the_client_gives_up() -> None:
@@ -152,7 +147,7 @@ async def test_a_reset_is_a_reset_and_the_gpu_goes_on() -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", fleet.ports[0])
             writer.write(b'POST /infer HTTP/1.1\r\nHost: x\r\nContent-Length: 14\r\n\r\n{"inputs":[1]}')
             with pytest.raises(ConnectionResetError):
-                await asyncio.wait_for(reader.read(), 5)
+                await asyncio.wait_for(reader.read(), PATIENCE_S)
             writer.close()
         assert fleet.total().calls == 2
         assert fleet.total().in_flight == 0
@@ -169,15 +164,16 @@ async def test_a_taken_port_is_named_and_nothing_is_left_listening() -> None:
 
 @contextmanager
 def taken_port_after_a_free_one() -> Iterator[int]:
+    """Two ports that the system gives to no client: the first one is still free when it is wanted."""
     for _ in range(20):
         with socket.socket() as holder, socket.socket() as probe:
-            holder.bind(("127.0.0.1", 0))
-            holder.listen()
-            taken: int = holder.getsockname()[1]
+            taken = free_port() + 1
             try:
+                holder.bind(("127.0.0.1", taken))
                 probe.bind(("127.0.0.1", taken - 1))
             except OSError:
                 continue
+            holder.listen()
             probe.close()
             yield taken
             return
@@ -213,7 +209,7 @@ def test_the_process_listens_and_leaves_with_0_when_told(number: signal.Signals)
         assert len(ports) == 3
         assert all(map(_accepts, ports))
         process.send_signal(number)
-        assert process.wait(5) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_a_taken_port_is_one_clear_line_and_exit_2() -> None:
@@ -221,7 +217,7 @@ def test_a_taken_port_is_one_clear_line_and_exit_2() -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        ended = subprocess.run([*SIM_GPU, f"--port={port}"], capture_output=True, text=True, timeout=20)
+        ended = subprocess.run([*SIM_GPU, f"--port={port}"], capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert ended.stderr == f"carpool sim-gpu: cannot listen on 127.0.0.1:{port}: address already in use\n"
@@ -238,7 +234,7 @@ def test_a_taken_port_is_one_clear_line_and_exit_2() -> None:
     ],
 )
 def test_a_bad_option_is_one_clear_line_and_exit_2(flags: list[str], named: str) -> None:
-    ended = subprocess.run([*SIM_GPU, *flags], capture_output=True, text=True, timeout=20)
+    ended = subprocess.run([*SIM_GPU, *flags], capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 2
     assert named in ended.stderr
     assert ended.stderr.count("\n") == 1
@@ -272,10 +268,7 @@ def test_the_gpus_of_the_demo_leave_when_it_is_killed() -> None:
         port = int(re.findall(r":(\d+)/infer", parent.stdout.readline())[0])
         assert _accepts(port)
         parent.kill()
-    deadline = time.monotonic() + 5
-    while _accepts(port):
-        assert time.monotonic() < deadline, "the child has outlived its parent"
-        time.sleep(0.02)
+    assert eventually(lambda: not _accepts(port)), "the child has outlived its parent"
 
 
 def test_the_banner_shows_lines_that_can_be_copied(capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,7 +278,9 @@ def test_the_banner_shows_lines_that_can_be_copied(capsys: pytest.CaptureFixture
     assert len(commands) == 4
     # A shell whose curl tells what it was called with, and gives every task the id "T".
     curl = 'curl() { echo "$*" >&2; echo "{\\"task_id\\":\\"T\\"}"; }\n'
-    told = subprocess.run(["bash", "-c", curl + "\n".join(commands)], capture_output=True, text=True, timeout=10)
+    told = subprocess.run(
+        ["bash", "-c", curl + "\n".join(commands)], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     post = r"-sw \n http://127.0.0.1:8000/v1/inference -H Content-Type: application/json"
     assert told.stderr.splitlines() == [
         f'{post} -d {{"input": "hello"}}',
@@ -309,10 +304,10 @@ def test_the_demo_answers_shows_its_banner_and_ends_with_its_gpus() -> None:
             gpu_port = int(re.findall(r":(\d+)/stats", banner)[0])
             asked = urllib.request.Request(f"{base}/v1/inference", data=b'{"input":"abc"}')
             asked.add_header("Content-Type", "application/json")
-            with urllib.request.urlopen(asked, timeout=10) as answer:
+            with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
                 assert json.loads(answer.read())["output"] == "cba"
             demo.terminate()
-            assert demo.wait(10) == 0
+            assert demo.wait(PATIENCE_S) == 0
             assert not _accepts(gpu_port)
         finally:
             demo.kill()

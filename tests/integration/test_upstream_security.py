@@ -7,7 +7,6 @@ import shutil
 import ssl
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,10 +19,10 @@ from carpool.upstream.client import HttpEndpoint, make_session
 from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
 from carpool.upstream.tls import LOOK_EVERY_S, Credentials, UpstreamSecurity
 from support.client import ask_once, inference_body
-from support.processes import running_gateway, until
+from support.processes import PATIENCE_S, running_gateway, until
 
 CALL = Call(b'{"inputs":["abc"]}')
-TIMEOUT_S = 5.0
+TIMEOUT_S = PATIENCE_S
 
 
 class Certificates:
@@ -49,7 +48,7 @@ class Certificates:
         command += ["-out", f"{name}.pem", "-keyout", f"{name}.key"]
         if signer:
             command += ["-CA", f"{signer}.pem", "-CAkey", f"{signer}.key"]
-        subprocess.run(command, check=True, capture_output=True, cwd=self.folder, timeout=20)
+        subprocess.run(command, check=True, capture_output=True, cwd=self.folder, timeout=PATIENCE_S)
 
     def pem(self, name: str) -> str:
         return str(self.folder / f"{name}.pem")
@@ -156,10 +155,9 @@ async def call_once(port: int, security: UpstreamSecurity, host: str = "127.0.0.
 
 
 async def refusal(port: int, security: UpstreamSecurity) -> str:
-    started = time.monotonic()
     with pytest.raises(AttemptFailedError) as caught:
         await call_once(port, security)
-    assert time.monotonic() - started < TIMEOUT_S - 1  # refused, and not waited for
+    assert "no answer within" not in str(caught.value)  # refused, and not waited for
     return str(caught.value)
 
 
@@ -202,11 +200,9 @@ class TestWhomCarpoolTrusts:
             listening(None, silence) as upstream,
             endpoint(f"https://127.0.0.1:{upstream.port}/") as target,
         ):
-            started = time.monotonic()
             with pytest.raises(AttemptFailedError, match=r"no answer within 0\.30 s"):
                 await target.post(CALL, 0.3)
             assert not await target.accepts_connections()
-            assert time.monotonic() - started < 3.0
 
     async def test_readiness_sees_what_a_call_would(self, certificates: Certificates) -> None:
         async with listening(certificates.of_server()) as upstream:
@@ -350,7 +346,7 @@ class TestGateway:
                     await ask_once(gateway.port, "POST", "/v1/inference", inference_body("abc"))
                     return upstream.headers[-1]["authorization"] == "Bearer token-2"
 
-                await until(new_token_is_seen, within_s=3.0)
+                await until(new_token_is_seen)
         assert set(upstream.clients) == {"client"}
         assert upstream.headers[0]["authorization"] == "Bearer token-1"
 
@@ -359,10 +355,8 @@ class TestGateway:
             url = f"https://localhost:{upstream.port}/infer"
             async with running_gateway(tmp_path, url) as gateway:
                 assert (await ask_once(gateway.admin_port, "GET", "/internal/ready")).status == 503
-                started = time.monotonic()
                 response = await ask_once(gateway.port, "POST", "/v1/inference", inference_body("abc"))
-                assert time.monotonic() - started < 3.0
-        assert response.status == 502
+        assert response.status == 502  # and no 504
         assert "its certificate is refused" in response.json["detail"]
         assert "localhost" not in response.body.decode()
         assert upstream.headers == []

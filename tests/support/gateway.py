@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from support.client import Response
-from support.processes import GatewayProcess, running_gateway
+from support.processes import PATIENCE_S, GatewayProcess, running_gateway
+from support.upstreams import ScriptedUpstream, scripted_upstream
 
 SIM = "sim:?latency_ms=20&slots=64"
 
@@ -30,10 +32,71 @@ def serving(
             runner.run(running.__aexit__(None, None, None))
 
 
+class HeldGpu:
+    """A scripted upstream in a thread of its own: it answers when the test lets it."""
+
+    def __init__(self) -> None:
+        self._upstream = ScriptedUpstream()
+        self._loop = asyncio.new_event_loop()
+        self._left = asyncio.Event()
+
+    @property
+    def url(self) -> str:
+        """The address for `--upstream`."""
+        return self._upstream.url
+
+    @property
+    def calls(self) -> int:
+        """Calls that came so far."""
+        return self._upstream.calls
+
+    @property
+    def in_flight(self) -> int:
+        """Calls without an answer."""
+        return self._upstream.in_flight
+
+    def hold(self) -> None:
+        """From now on no call is answered."""
+        self._loop.call_soon_threadsafe(self._upstream.gate.clear)
+
+    def answer_held(self) -> None:
+        """Answer those that came; later ones are held."""
+
+        def open_for_a_moment() -> None:
+            self._upstream.gate.set()
+            self._upstream.gate.clear()
+
+        self._loop.call_soon_threadsafe(open_for_a_moment)
+
+    def release(self) -> None:
+        """Answer those that came, and from now on at once."""
+        self._loop.call_soon_threadsafe(self._upstream.gate.set)
+
+    @contextmanager
+    def running(self) -> Iterator["HeldGpu"]:
+        """Until the block ends."""
+        is_listening = threading.Event()
+
+        async def serve() -> None:
+            async with scripted_upstream(self._upstream):
+                is_listening.set()
+                await self._left.wait()
+
+        thread = threading.Thread(target=self._loop.run_until_complete, args=(serve(),))
+        thread.start()
+        assert is_listening.wait(PATIENCE_S)
+        try:
+            yield self
+        finally:
+            self._loop.call_soon_threadsafe(self._left.set)
+            thread.join()
+            self._loop.close()
+
+
 class Peer:
     """One client connection, byte by byte if need be."""
 
-    def __init__(self, port: int, timeout_s: float = 15.0, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, port: int, timeout_s: float = PATIENCE_S, tls: ssl.SSLContext | None = None) -> None:
         connection = socket.create_connection(("127.0.0.1", port), timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = tls.wrap_socket(connection, server_hostname="localhost") if tls else connection
@@ -107,8 +170,8 @@ def ask(port: int, method: str, target: str, body: Any = b"", *headers: str) -> 
         return peer.ask(method, target, body if isinstance(body, bytes) else json.dumps(body).encode(), *headers)
 
 
-def eventually(condition: Any, within_s: float = 5.0) -> bool:
-    """Whether the condition comes true in time."""
+def eventually(condition: Any, within_s: float = PATIENCE_S) -> bool:
+    """Whether the condition comes true."""
     give_up_at = time.monotonic() + within_s
     while time.monotonic() < give_up_at:
         if condition():

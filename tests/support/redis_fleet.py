@@ -137,14 +137,14 @@ class Fleet:
         """Where clients may connect."""
         return [place.port for place in self.gateways]
 
-    async def wait_until_ready(self, within_s: float = 15.0) -> None:
+    async def wait_until_ready(self) -> None:
         """Until every gateway is."""
 
         async def all_ready() -> bool:
             asked = [ask_once(p.process.admin_port, "GET", "/internal/ready") for p in self.gateways]
             return all(response.status == 200 for response in await asyncio.gather(*asked))
 
-        await until(all_ready, within_s=within_s)
+        await until(all_ready)
 
     def errors(self) -> list[str]:
         """What the processes of now logged as errors."""

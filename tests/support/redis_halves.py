@@ -22,7 +22,7 @@ from carpool.broker.redis.feed import Feed
 from carpool.broker.redis.front import RedisFront
 from carpool.broker.redis.keys import GROUP, Keys, Shard, line_name
 from carpool.broker.redis.link import OnReply
-from carpool.broker.redis.nodes import Nodes
+from carpool.broker.redis.nodes import Link, Nodes, Reader
 from carpool.broker.redis.records import decode_value
 from carpool.broker.redis.scripts import Script
 from carpool.broker.redis.tasks import TaskResults
@@ -30,24 +30,27 @@ from carpool.core.clock import monotonic
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.request import Request
 from carpool.testing import Witness, make_request
-from support.processes import until
+from support.processes import PATIENCE_S, until
 from support.redis_servers import RedisServer
 
 MODEL = "m"
 TARGETS_S = (0.05, 0.15, 0.5)
 TASK_PATIENCE_MS = 1000
 LETTERS_MAX = 100
-# Long before a deadline, a lease's end, or the next look without a bell could have brought it.
-SOON_S = 3.0
+# Deadlines and ends of leases that do not come while a test waits: what comes, comes for another reason.
+NEVER_S = 600.0
+NEVER_MS = 600_000
 
 
 class WatchedNodes(Nodes):
-    """Knows which scripts were run, and can keep their replies back."""
+    """Knows which scripts were run and which bells were heard, and can keep replies of scripts back."""
 
-    def __init__(self, url: str, changed: Callable[[], None]) -> None:
-        super().__init__(parse_broker_url(url), changed=changed)
+    def __init__(self, url: str, changed: Callable[[], None], timeout_s: float) -> None:
+        super().__init__(parse_broker_url(url), changed=changed, timeout_s=timeout_s)
         # By name: how often each script was run.
         self.runs: Counter[str] = Counter()
+        # Bells that were heard.
+        self.bells = 0
         self._kept: list[tuple[OnReply, Any]] | None = None
 
     def keep_replies(self) -> None:
@@ -83,6 +86,15 @@ class WatchedNodes(Nodes):
 
         super().run(script, slot, keys, args, replied)
 
+    def reader(
+        self, slot: int, *, connected: Callable[[Link], None], received: OnReply, lost: Callable[[], None]
+    ) -> Reader:
+        def heard(reply: Any) -> None:
+            received(reply)
+            self.bells += isinstance(reply, list) and reply[0] == b"smessage"
+
+        return super().reader(slot, connected=connected, received=heard, lost=lost)
+
 
 class SlotsModel:
     """A model with as many free slots as a test says (carpool.broker.redis.feed.FedModel)."""
@@ -115,7 +127,8 @@ class Gateway:
 
     def request(self, name: str, **options: Any) -> Request:
         """One that arrives now."""
-        return make_request(name, self.witness, now=monotonic(), **options)
+        given = {"queue_timeout_s": NEVER_S, "total_timeout_s": NEVER_S, **options}
+        return make_request(name, self.witness, now=monotonic(), **given)
 
     def submit(self, *names: str, **options: Any) -> list[Request]:
         """Let requests in, in one turn of the event loop."""
@@ -128,14 +141,14 @@ class Gateway:
         assert {len(told) for told in self.witness.told.values()} <= {1}
         return {name: told[0] for name, told in self.witness.told.items()}
 
-    async def until_told(self, number: int, within_s: float = SOON_S) -> dict[str, Outcome]:
+    async def until_told(self, number: int) -> dict[str, Outcome]:
         """Wait for so many outcomes; no more may come."""
-        await until(lambda: len(self.witness.told) >= number, within_s=within_s)
+        await until(lambda: len(self.witness.told) >= number)
         assert len(self.witness.told) == number
         return self.outcomes()
 
-    async def until_mode(self, mode: str, within_s: float = SOON_S) -> None:
-        await until(lambda: self.front.mode == mode, within_s=within_s)
+    async def until_mode(self, mode: str) -> None:
+        await until(lambda: self.front.mode == mode)
 
 
 class Batcher:
@@ -150,9 +163,9 @@ class Batcher:
         self.answers = answers
         self.model = model
 
-    async def until_staged(self, number: int, within_s: float = SOON_S) -> None:
+    async def until_staged(self, number: int) -> None:
         """Wait until so many wait here for a slot; no more may come."""
-        await until(lambda: self.broker.depth >= number, within_s=within_s)
+        await until(lambda: self.broker.depth >= number)
         assert self.broker.depth == number
 
     def start_batch(self) -> list[Request]:
@@ -174,7 +187,7 @@ class Batcher:
 
     async def until_confirmed(self) -> None:
         """Wait until Redis has every outcome."""
-        assert await self.answers.finish(SOON_S)
+        assert await self.answers.finish(PATIENCE_S)
 
 
 class QueueEntry(msgspec.Struct, frozen=True):
@@ -193,8 +206,17 @@ class QueueEntry(msgspec.Struct, frozen=True):
 class Halves:
     """One namespace in one Redis, and the gateways and batchers that meet there."""
 
-    def __init__(self, server: RedisServer, client: "redis.asyncio.Redis", shards: int, opened: AsyncExitStack) -> None:
+    def __init__(
+        self,
+        server: RedisServer,
+        client: "redis.asyncio.Redis",
+        shards: int,
+        opened: AsyncExitStack,
+        timeout_s: float,
+    ) -> None:
         self.server = server
+        # How long a Redis that hangs is waited for.
+        self.timeout_s = timeout_s
         # As the tests see it: its own types allow for options that are not used here.
         self.client: Any = client
         self.keys = Keys(f"halves-{secrets.token_hex(4)}", shards)
@@ -235,7 +257,8 @@ class Halves:
             for tier, target_s in enumerate(TARGETS_S)
             for is_task in (False, True)
         }
-        settings: dict[str, Any] = {"line_offsets_ms": offsets_ms, "tier_target_s": TARGETS_S, **options}
+        settings: dict[str, Any] = {"lease_ms": NEVER_MS, **options}
+        settings |= {"line_offsets_ms": offsets_ms, "tier_target_s": TARGETS_S}
         feed = Feed(nodes, self.keys, name, broker, answers, letters, [model], **settings)
         self._opened.callback(feed.close)
         if started:
@@ -260,19 +283,19 @@ class Halves:
     async def number_of_entries(self) -> int:
         return len(await self.entries())
 
-    async def until_entries(self, number: int, within_s: float = SOON_S) -> None:
+    async def until_entries(self, number: int) -> None:
         """Wait until so many are in the queue."""
 
         async def is_so() -> bool:
             return await self.number_of_entries() == number
 
-        await until_seen(is_so, within_s)
+        await until_seen(is_so)
 
     async def let_lapse(self, entry: QueueEntry, deliveries: int) -> None:
         """Make a lease old, as if its owner had stood still, after so many deliveries."""
         stream = entry.shard.stream(entry.field)
         await self.client.xclaim(
-            stream, GROUP, entry.owner, 0, [entry.id], idle=60_000, retrycount=deliveries, justid=True
+            stream, GROUP, entry.owner, 0, [entry.id], idle=2 * NEVER_MS, retrycount=deliveries, justid=True
         )
 
     async def fill_memory(self) -> None:
@@ -292,7 +315,7 @@ class Halves:
             await self.client.unlink(*names)
 
     def _connect(self, changed: Callable[[], None]) -> WatchedNodes:
-        nodes = WatchedNodes(self.server.url, changed)
+        nodes = WatchedNodes(self.server.url, changed, self.timeout_s)
         self._opened.push_async_callback(nodes.close)
         nodes.start()
         return nodes
@@ -312,21 +335,21 @@ class Halves:
 
 
 @asynccontextmanager
-async def open_halves(server: RedisServer, *, shards: int = 1) -> AsyncIterator[Halves]:
+async def open_halves(server: RedisServer, *, shards: int = 1, timeout_s: float = 5.0) -> AsyncIterator[Halves]:
     """A namespace of its own; what was opened in it is closed at the end."""
     async with AsyncExitStack() as opened, server.client() as client:
-        halves = Halves(server, client, shards, opened)
+        halves = Halves(server, client, shards, opened, timeout_s)
         yield halves
         await opened.aclose()
         if server.is_running:
             await halves.clear()
 
 
-async def until_seen(condition: Callable[[], Awaitable[bool]], within_s: float = SOON_S) -> None:
+async def until_seen(condition: Callable[[], Awaitable[bool]]) -> None:
     """Wait until Redis says so. What asks it is never cancelled: a cancellation can be lost in a client of Redis."""
-    give_up_at = monotonic() + within_s
+    give_up_at = monotonic() + PATIENCE_S
     while not await condition():
-        assert monotonic() < give_up_at, f"not within {within_s:g} s"
+        assert monotonic() < give_up_at, f"not within {PATIENCE_S:g} s"
         await asyncio.sleep(0.002)
 
 

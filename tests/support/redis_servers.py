@@ -18,12 +18,11 @@ from typing import Any, Self
 import hiredis
 import redis.asyncio
 
-from support.processes import until
+from support.processes import PATIENCE_S, until
 
 HOST = "127.0.0.1"
-START_S_MAX = 15.0
-WHOLE_S_MAX = 30.0
-ANSWER_S_MAX = 1.0
+# One that is stopped gives none.
+ANSWER_S_MAX = 5.0
 SENTINEL_SERVICE = "carpool"
 # Below the ports that the kernel gives to clients, and so are the Cluster's own (10,000 higher).
 _PORTS = range(11_000, 22_000)
@@ -86,7 +85,7 @@ class RedisServer:
 
     def client(self, **options: Any) -> redis.asyncio.Redis:
         """A client. Close it: `async with`."""
-        settings: dict[str, Any] = {"socket_timeout": 5.0, **options}
+        settings: dict[str, Any] = {"socket_timeout": PATIENCE_S, **options}
         return redis.asyncio.Redis(host=HOST, port=self.port, **settings)
 
     def launch(self) -> None:
@@ -96,9 +95,9 @@ class RedisServer:
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(self._command(), stdin=subprocess.DEVNULL, stdout=output, stderr=output)
 
-    async def wait_until_ready(self, within_s: float = START_S_MAX) -> None:
+    async def wait_until_ready(self) -> None:
         """Until it answers PING; PortTakenError if another process has its port."""
-        give_up_at = time.monotonic() + within_s
+        give_up_at = time.monotonic() + PATIENCE_S
         while not (await asyncio.to_thread(self._is_ready) and self.is_running):
             if not self.is_running:
                 text = self.log.read_text()[-2000:]
@@ -147,7 +146,7 @@ class RedisServer:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(how)
             self._process.send_signal(signal.SIGCONT)  # a stopped one would not hear of it
-            self._process.wait(10)
+            self._process.wait(PATIENCE_S)
 
     def _signal(self, which: signal.Signals) -> None:
         assert self._process is not None
@@ -212,9 +211,9 @@ class RedisCluster:
         ports = {node.port for node in running}
         return all(await asyncio.gather(*(_is_content(node, ports) for node in running)))
 
-    async def wait_until_whole(self, within_s: float = WHOLE_S_MAX) -> None:
+    async def wait_until_whole(self) -> None:
         """TimeoutError if that does not come."""
-        await until(self.is_whole, within_s=within_s)
+        await until(self.is_whole)
 
     async def _servers_of(self, slot: int) -> list[RedisServer]:
         for node in self.nodes:
@@ -308,7 +307,7 @@ async def running_sentinels(
             _write_sentinel_file(place, servers[0].port, sentinels // 2 + 1, down_after_ms)
             watchers.append(await Sentinel.start(place))
         group = SentinelGroup(servers, watchers)
-        await until(group.is_whole, within_s=WHOLE_S_MAX)
+        await until(group.is_whole)
         yield group
     finally:
         for server in (*watchers, *servers):

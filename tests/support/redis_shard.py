@@ -11,6 +11,7 @@ import redis
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.records import encode_value
 from carpool.broker.redis.scripts import CANCEL, DONE, PEEK, RELEASE, RENEW, SUBMIT, SWEEP, TAKE, Script
+from support.processes import PATIENCE_S
 from support.redis_servers import HOST
 
 GROUP = "batchers"
@@ -45,7 +46,7 @@ class ShardBench:
 
     def __init__(self, port: int, *, shard: int = 0) -> None:
         self.shard = Keys(f"test-{uuid4().hex}").shards[shard]
-        self.client = redis.Redis(host=HOST, port=port, protocol=2, socket_timeout=5.0)
+        self.client = redis.Redis(host=HOST, port=port, protocol=2, socket_timeout=PATIENCE_S)
         # What scripts are told; None: Redis's own clock.
         self.now: int | None = START_MS
         self._numbers = count()

@@ -22,7 +22,7 @@ from carpool.core.outcome import Output
 from carpool.core.problem import problem_json
 from carpool.core.request import Request
 from carpool.testing import Witness, make_request
-from support.processes import until
+from support.processes import PATIENCE_S, until
 
 RESULT_TTL_MS = 60_000
 LETTERS_MAX = 100
@@ -154,7 +154,7 @@ class Office:
 
 
 @asynccontextmanager
-async def open_office(url: str, *, shards: int = 16, timeout_s: float = 2.0) -> AsyncIterator[Office]:
+async def open_office(url: str, *, shards: int = 16, timeout_s: float = PATIENCE_S) -> AsyncIterator[Office]:
     """An office that is connected."""
     office = Office(await connected(url, timeout_s), shards)
     try:
@@ -163,7 +163,7 @@ async def open_office(url: str, *, shards: int = 16, timeout_s: float = 2.0) -> 
         await office.close()
 
 
-async def connected(url: str, timeout_s: float = 2.0, kind: type[Nodes] = Nodes) -> Nodes:
+async def connected(url: str, timeout_s: float = PATIENCE_S, kind: type[Nodes] = Nodes) -> Nodes:
     """Nodes that are all up."""
     nodes = kind(parse_broker_url(url), timeout_s=timeout_s)
     nodes.start()
@@ -175,4 +175,4 @@ async def told(call: Callable[[Callable[[Any], None]], object]) -> Any:
     """What a callback is called with, and that it is called once."""
     answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     call(answer.set_result)  # a second call raises
-    return await asyncio.wait_for(answer, 10.0)
+    return await asyncio.wait_for(answer, PATIENCE_S)

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import re
+import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from carpool.upstream.codecs.tensors import DATATYPES
 from carpool.upstream.codecs.v2_messages import decode_response, encode_request
 from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
 from carpool.upstream.grpc_endpoint import GrpcEndpoint
+from support.processes import PATIENCE_S, until
 
 CODECS: list[tuple[Codec, bytes]] = [(JsonCodec(), b"outputs"), (KServeV1Codec(), b"predictions")]
 each_codec = pytest.mark.parametrize(("codec", "field"), CODECS, ids=["json", "kserve_v1"])
@@ -804,8 +806,8 @@ async def echo(message: bytes, context: Any) -> bytes:
 
 async def test_grpc_bytes_in_and_out(serve: Serve) -> None:
     endpoint = GrpcEndpoint(await serve(echo), 2, 1 << 20)
-    assert await endpoint.accepts_connections()
-    answers = await asyncio.gather(*(endpoint.post(Call(b"abc%d" % n), 5.0) for n in range(3)))
+    await until(endpoint.accepts_connections)  # which waits for a second, and the machine may be busy
+    answers = await asyncio.gather(*(endpoint.post(Call(b"abc%d" % n), PATIENCE_S) for n in range(3)))
     assert answers == [Answer(200, b"%dcba" % n) for n in range(3)]
     await endpoint.close()
 
@@ -831,7 +833,7 @@ async def test_grpc_status(serve: Serve, code: str, status: int) -> None:
         raise AssertionError
 
     endpoint = GrpcEndpoint(await serve(fail), 1, 1 << 20)
-    answer = await endpoint.post(Call(b""), 5.0)
+    answer = await endpoint.post(Call(b""), PATIENCE_S)
     assert (answer.status, json.loads(answer.body)) == (status, {"error": 'what "happened"'})
     await endpoint.close()
 
@@ -839,11 +841,11 @@ async def test_grpc_status(serve: Serve, code: str, status: int) -> None:
 async def test_grpc_messages_over_a_limit(serve: Serve) -> None:
     url = await serve(echo)
     endpoint = GrpcEndpoint(url, 1, answer_bytes_max=1000)
-    assert (await endpoint.post(Call(b"x" * 900), 5.0)).status == 200
+    assert (await endpoint.post(Call(b"x" * 900), PATIENCE_S)).status == 200
     with pytest.raises(AttemptFailedError, match="longer than 1000 bytes"):
-        await endpoint.post(Call(b"x" * 1100), 5.0)
+        await endpoint.post(Call(b"x" * 1100), PATIENCE_S)
     # More than the server takes by default: it is the batch that is too large.
-    assert (await endpoint.post(Call(b"x" * (5 << 20)), 5.0)).status == 413
+    assert (await endpoint.post(Call(b"x" * (5 << 20)), PATIENCE_S)).status == 413
     await endpoint.close()
 
 
@@ -887,7 +889,7 @@ async def test_grpc_no_answer_in_time(serve: Serve) -> None:
     endpoint = GrpcEndpoint(await serve(sleep), 1, 1 << 20)
     with pytest.raises(AttemptFailedError, match="no answer within"):
         await endpoint.post(Call(b""), 0.2)
-    call = asyncio.create_task(endpoint.post(Call(b""), 5.0))
+    call = asyncio.create_task(endpoint.post(Call(b""), PATIENCE_S))
     await asyncio.sleep(0.05)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -895,13 +897,16 @@ async def test_grpc_no_answer_in_time(serve: Serve) -> None:
     await endpoint.close()
 
 
-async def test_grpc_nobody_there(serve: Serve, unused_tcp_port: int) -> None:
-    endpoint = GrpcEndpoint(f"grpc://user:secret@127.0.0.1:{unused_tcp_port}", 1, 1 << 20)
-    assert endpoint.name == f"grpc://127.0.0.1:{unused_tcp_port}"
-    with pytest.raises(AttemptFailedError, match="no connection"):
-        await endpoint.post(Call(b""), 5.0)
-    assert not await endpoint.accepts_connections()
-    await endpoint.close()
+async def test_grpc_nobody_there() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and does not listen; nobody else gets its port meanwhile
+        port = silent.getsockname()[1]
+        endpoint = GrpcEndpoint(f"grpc://user:secret@127.0.0.1:{port}", 1, 1 << 20)
+        assert endpoint.name == f"grpc://127.0.0.1:{port}"
+        with pytest.raises(AttemptFailedError, match="no connection"):
+            await endpoint.post(Call(b""), PATIENCE_S)
+        assert not await endpoint.accepts_connections()
+        await endpoint.close()
 
 
 # the documents

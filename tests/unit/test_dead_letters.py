@@ -1,7 +1,7 @@
 """Dead letters with a real journal: what becomes one, and that a replay neither loses nor repeats anything."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from carpool.core.errors import (
 )
 from carpool.core.request import QUEUED, Request
 from carpool.testing import FakeClock, Witness, make_output, make_request
+from support.processes import until
 
 TARGETS_S = (0.05, 0.5)
 REFUSED = InputRefused("the model refused this input: too long")
@@ -76,12 +77,6 @@ class Office:
     async def settle(self, request: Request, outcome: Any) -> None:
         self.broker.settle(request, outcome)
         await until(lambda: request.id not in self.tasks._live)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5.0):
-        while not condition():  # noqa: ASYNC110 - the journal's thread sets no event for it
-            await asyncio.sleep(0.001)
 
 
 @pytest.fixture

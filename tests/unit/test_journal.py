@@ -27,6 +27,7 @@ from carpool.broker.journal import (
 from carpool.core.dead_letter import DeadLetterSummary, StoredDeadLetter
 from carpool.core.errors import JournalFailed, NotFound, QueueFull
 from carpool.core.task import StoredTask
+from support.processes import PATIENCE_S, until
 
 CANARY = b"canary-7f3a"
 
@@ -81,7 +82,7 @@ POISON = DeadLetter("upstream-failed", "given up", 3)
 
 async def ask(method: Callable[..., None], *arguments: Any, **options: Any) -> Any:
     """Call a method of the journal and wait for its one answer."""
-    return await asyncio.wait_for(asking(method, *arguments, **options), 10)
+    return await asyncio.wait_for(asking(method, *arguments, **options), PATIENCE_S)
 
 
 def asking(method: Callable[..., None], *arguments: Any, **options: Any) -> "asyncio.Future[Any]":
@@ -95,13 +96,6 @@ def asking(method: Callable[..., None], *arguments: Any, **options: Any) -> "asy
 def no_callback_failed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     yield
     assert "a callback of the journal failed" not in caplog.text
-
-
-async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        await asyncio.sleep(0.005)
 
 
 def rows(path: Path, query: str) -> list[tuple[Any, ...]]:
@@ -259,6 +253,7 @@ async def test_random_operations_agree_with_a_dictionary(opener: Opener) -> None
 async def test_one_commit_and_one_call_into_the_loop_for_a_group(
     opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(journal_writer, "GATHER_S", 0.2)  # for the whole turn, also if this thread is held up
     journal = opener()
     loop = asyncio.get_running_loop()
     calls: list[int] = []
@@ -639,14 +634,13 @@ async def test_full_disk_fails_appends_and_keeps_results_until_they_fit(
     # What needs no room works on.
     assert (await ask(journal.read, "a")).status == "PENDING"
     assert await ask(journal.delete, "c") is True
-    await asyncio.sleep(0.3)
+    await until(lambda: journal.commit_failures >= 2)
     assert not first.done()
     assert not second.done()
-    assert journal.commit_failures >= 2
     assert await ask(journal.read, "large") is None
 
     disk.empty()
-    assert [await asyncio.wait_for(first, 5), await asyncio.wait_for(second, 5)] == [True, True]
+    assert [await asyncio.wait_for(each, PATIENCE_S) for each in (first, second)] == [True, True]
     assert (await ask(journal.read, "b")).output == LARGE
     assert await ask(journal.append, task("large", LARGE)) is None
     assert counts(journal) == (1, 2, 0, before[3] - 18 + 3 * len(LARGE) + 2)
@@ -667,7 +661,7 @@ async def test_result_that_does_not_fit_does_not_block_others(opener: Opener, mo
     TinyDisk(journal).fill()
     large = asking(journal.finish, "0", success(LARGE))
     small = [asking(journal.finish, str(n), success()) for n in range(1, 20)]
-    assert await asyncio.wait_for(asyncio.gather(*small), 10) == [True] * 19
+    assert await asyncio.wait_for(asyncio.gather(*small), PATIENCE_S) == [True] * 19
     assert not large.done()
     await journal.close()
     assert isinstance(await large, JournalFailed)
@@ -689,7 +683,7 @@ async def test_locked_file_fails_the_group_and_works_again(opener: Opener, monke
     assert (await ask(journal.read, "a")).status == "PENDING"
     stranger.execute("ROLLBACK")
     stranger.close()
-    assert await asyncio.wait_for(finish, 10) is True
+    assert await asyncio.wait_for(finish, PATIENCE_S) is True
     assert await ask(journal.append, task("b")) is None
 
 
@@ -741,7 +735,7 @@ async def test_second_owner_is_refused(opener: Opener) -> None:
         "except Exception as error: print(type(error).__name__)"
     )
     command = [sys.executable, "-c", child, str(opener.path)]
-    other = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=30)
+    other = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert other.stdout.strip() == "JournalLocked"
     assert await ask(journal.append, task("a")) is None  # the owner has not noticed
     await journal.close()

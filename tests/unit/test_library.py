@@ -2,16 +2,21 @@
 
 import asyncio
 import gc
+import logging
 import threading
-import time
 import weakref
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+import uvloop
 
 from carpool import Batcher, batched
 from carpool.core.errors import QueueFull
-from carpool.library import WrongResultCountError
+from carpool.library import CONTROL_FLOW, WrongResultCountError
+from support.processes import PATIENCE_S, until
 
 
 class Recorder:
@@ -45,7 +50,7 @@ async def test_each_caller_gets_its_own_result_and_calls_share_batches() -> None
 async def test_every_policy_serves_a_lone_call(policy: str) -> None:
     double = Recorder()
     async with Batcher(double, max_wait_ms=5, policy=policy) as b:  # type: ignore[arg-type]
-        assert await asyncio.wait_for(b.predict(21), 2) == 42
+        assert await asyncio.wait_for(b.predict(21), PATIENCE_S) == 42
 
 
 async def test_concurrency_is_the_number_of_calls_at_once() -> None:
@@ -106,20 +111,29 @@ async def test_results_that_do_not_match_the_items_are_nobodys(answer: object) -
 
 
 async def test_a_cancelled_call_leaves_the_queue_and_harms_nobody() -> None:
-    double = Recorder(seconds=0.02)
+    batches: list[list[int]] = []
+    let_go = asyncio.Event()
+
+    async def double(items: list[int]) -> list[int]:
+        batches.append(items)
+        await let_go.wait()
+        return [item * 2 for item in items]
+
     async with Batcher(double, max_batch_size=4, max_wait_ms=1, concurrency=1) as b:
         running = asyncio.create_task(b.predict(1))
-        await asyncio.sleep(0.005)
+        await until(lambda: batches == [[1]])
         waiting = [asyncio.create_task(b.predict(number)) for number in (2, 3)]
         await asyncio.sleep(0)
         waiting[0].cancel()
         running.cancel()
+        await asyncio.sleep(0)
+        let_go.set()
         assert await waiting[1] == 6
         with pytest.raises(asyncio.CancelledError):
             await waiting[0]
         with pytest.raises(asyncio.CancelledError):
             await running
-    assert all(2 not in batch for batch in double.batches)
+    assert batches == [[1], [3]]
 
 
 async def test_closing_finishes_what_was_asked_for() -> None:
@@ -200,32 +214,15 @@ async def test_stop_iteration_reaches_its_caller_as_an_error() -> None:
 
     async with Batcher(first_of_none, max_wait_ms=1) as b:
         with pytest.raises(RuntimeError, match="StopIteration"):
-            await asyncio.wait_for(b.predict(1), 2)
-        assert await asyncio.wait_for(b.predict(2), 2) == 2
+            await asyncio.wait_for(b.predict(1), PATIENCE_S)
+        assert await asyncio.wait_for(b.predict(2), PATIENCE_S) == 2
 
     async def one_stops(items: list[int]) -> list[int | Exception]:
         return [StopIteration() if item == 1 else item for item in items]
 
     async with Batcher(one_stops, max_wait_ms=1) as b:
         with pytest.raises(RuntimeError, match="StopIteration"):
-            await asyncio.wait_for(b.predict(1), 2)
-
-
-def test_a_decorated_plain_function_keeps_no_threads_of_loops_that_are_gone() -> None:
-    @batched(max_wait_ms=1)
-    def double(items: list[int]) -> list[int]:
-        return [item * 2 for item in items]
-
-    async def once() -> int:
-        return await double(4)
-
-    before = threading.active_count()
-    for _ in range(5):
-        assert asyncio.run(once()) == 8
-    deadline = time.monotonic() + 2
-    while threading.active_count() > before + 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() <= before + 1
+            await asyncio.wait_for(b.predict(1), PATIENCE_S)
 
 
 async def test_a_decorated_method_dies_with_its_instance() -> None:
@@ -239,11 +236,14 @@ async def test_a_decorated_method_dies_with_its_instance() -> None:
 
     model = Model(3)
     assert await model.predict(2) == 6
-    await asyncio.sleep(0.01)  # the call's own task ends
     gone = weakref.ref(model)
     del model
-    gc.collect()
-    assert gone() is None
+
+    def is_gone() -> bool:
+        gc.collect()
+        return gone() is None
+
+    await until(is_gone)  # once the call's own task has ended
 
 
 async def test_a_decorated_method_of_a_class_with_slots_says_why_it_cannot_be() -> None:
@@ -256,3 +256,236 @@ async def test_a_decorated_method_of_a_class_with_slots_says_why_it_cannot_be() 
 
     with pytest.raises(TypeError, match="__slots__"):
         await Model().predict(1)
+
+
+# What a function may raise.
+
+
+class Panic(BaseException):
+    """As pyo3 raises one where Rust code panics: no Exception."""
+
+
+def raising(error: BaseException, how: str) -> Callable[[list[int]], Any]:
+    """A function that raises for the first batch, and doubles after that."""
+    calls: list[list[int]] = []
+
+    def plain(items: list[int]) -> list[int]:
+        calls.append(items)
+        if len(calls) == 1:
+            raise error
+        return [item * 2 for item in items]
+
+    async def on_the_loop(items: list[int]) -> list[int]:
+        await asyncio.sleep(0)
+        return plain(items)
+
+    return plain if how == "in a thread" else on_the_loop
+
+
+WAYS = ["in a thread", "on the loop"]
+ERRORS = [ValueError("no"), Panic("at the disco"), *(kind() for kind in CONTROL_FLOW if kind is not StopIteration)]
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+async def test_whatever_is_raised_reaches_every_caller_and_ends_nothing_else(error: BaseException, how: str) -> None:
+    async with asyncio.timeout(PATIENCE_S), Batcher(raising(error, how), max_batch_size=3, policy="fixed") as b:
+        got = await asyncio.gather(*(b.predict(number) for number in range(3)), return_exceptions=True)
+        if isinstance(error, CONTROL_FLOW):
+            assert [type(each) for each in got] == [RuntimeError] * 3
+            assert all(isinstance(each, RuntimeError) and each.__cause__ is error for each in got)
+            assert type(error).__name__ in str(got[0])
+        else:
+            assert got == [error] * 3
+        later = await asyncio.gather(*(b.predict(number) for number in range(3)))
+    assert later == [0, 2, 4]
+
+
+@pytest.mark.parametrize("how", WAYS)
+async def test_closing_returns_though_the_last_batch_raised(how: str) -> None:
+    b = Batcher(raising(Panic(), how), max_wait_ms=600_000, policy="fixed")
+    async with asyncio.timeout(PATIENCE_S):
+        async with b:
+            calls = [asyncio.create_task(b.predict(number)) for number in range(3)]
+            await asyncio.sleep(0)
+        for call in calls:
+            with pytest.raises(Panic):
+                await call
+
+
+@pytest.mark.parametrize("kind", [Panic, *CONTROL_FLOW])
+async def test_any_exception_in_place_of_a_result_reaches_that_caller_alone(kind: type[BaseException]) -> None:
+    async def picky(items: list[int]) -> list[Any]:
+        return [kind() if item == 1 else item for item in items]
+
+    async with Batcher(picky, max_batch_size=3, policy="fixed") as b:
+        got = await asyncio.gather(*(b.predict(number) for number in range(3)), return_exceptions=True)
+    assert [got[0], got[2]] == [0, 2]
+    raised = got[1].__cause__ if kind in CONTROL_FLOW and isinstance(got[1], RuntimeError) else got[1]
+    assert type(raised) is kind
+
+
+async def test_a_caller_that_left_does_not_keep_the_others_from_a_panic() -> None:
+    let_go = threading.Event()
+
+    def fail(items: list[int]) -> list[int]:
+        assert let_go.wait(PATIENCE_S)
+        raise Panic
+
+    async with Batcher(fail, max_batch_size=3, policy="fixed") as b:
+        calls = [asyncio.create_task(b.predict(number)) for number in range(3)]
+        await asyncio.sleep(0)
+        calls[1].cancel()
+        await asyncio.sleep(0)
+        let_go.set()
+        got = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(each) for each in got] == [Panic, asyncio.CancelledError, Panic]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_an_event_loop_that_ends_cancels_the_callers(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also if the function raises after that, in its thread."""
+    let_go, threads_before = threading.Event(), threading.active_count()
+    callers: list[asyncio.Task[int]] = []
+
+    def block(items: list[int]) -> list[int]:
+        assert let_go.wait(PATIENCE_S)
+        raise Panic
+
+    async def hang(items: list[int]) -> list[int]:
+        await asyncio.sleep(PATIENCE_S)
+        return items
+
+    async def main() -> None:
+        b: Batcher[int, int] = Batcher(hang if how == "on the loop" else block, max_wait_ms=0)
+        b.start()
+        callers.append(asyncio.create_task(b.predict(1)))
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert callers[0].cancelled()
+    callers.clear()
+    let_go.set()
+    until_threads(threads_before)
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_an_event_loop_that_is_thrown_away_takes_its_calls_with_it() -> None:
+    """Its coroutines are closed by the garbage collector: there is nobody to tell, and nothing to raise."""
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda _, context: None)  # of tasks that were destroyed while they waited
+
+    async def hang(items: list[int]) -> list[int]:
+        await asyncio.sleep(PATIENCE_S)
+        return items
+
+    async def main() -> "asyncio.Task[int]":
+        b: Batcher[int, int] = Batcher(hang, max_wait_ms=0)
+        b.start()
+        caller = asyncio.ensure_future(b.predict(1))
+        await asyncio.sleep(0.01)
+        return caller
+
+    caller = loop.run_until_complete(main())
+    loop.close()
+    assert not caller.done()
+    del caller, loop
+    gc.collect()  # what is raised there is a warning, and warnings are errors
+
+
+# A decorated function in several event loops.
+
+
+def until_threads(number: int) -> None:
+    """Until no more threads than these are alive: those of a Batcher that nobody has end with it."""
+
+    def are_gone() -> bool:
+        gc.collect()
+        return threading.active_count() <= number
+
+    asyncio.run(until(are_gone))
+
+
+class Guarded:
+    """A function, or a method, that is called from many threads, and says how many calls were in it at once."""
+
+    def __init__(self) -> None:
+        self.most_running = 0
+        self._running = 0
+        self._counting = threading.Lock()
+
+    def _enter(self, change: int) -> None:
+        with self._counting:
+            self._running += change
+            self.most_running = max(self.most_running, self._running)
+
+    @batched(max_batch_size=4, max_wait_ms=1)
+    def plain(self, items: list[int]) -> list[int]:
+        self._enter(1)
+        self._enter(-1)
+        return [item * 2 for item in items]
+
+    @batched(max_batch_size=4, max_wait_ms=1)
+    async def on_the_loop(self, items: list[int]) -> list[int]:
+        await asyncio.sleep(0)
+        return [item * 2 for item in items]
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+@pytest.mark.parametrize("method", ["plain", "on_the_loop"])
+def test_event_loops_of_several_threads_share_a_decorated_method(run: Callable[[Any], Any], method: str) -> None:
+    threads_before, guarded = threading.active_count(), Guarded()
+    together = threading.Barrier(4)
+
+    async def ask(guarded: Guarded, first: int) -> list[int]:
+        predict: Callable[[int], Awaitable[int]] = getattr(guarded, method)
+        return await asyncio.gather(*(predict(first + number) for number in range(20)))
+
+    def one_loop_after_the_other(guarded: Guarded, thread: int) -> None:
+        together.wait(PATIENCE_S)
+        for turn in range(8):
+            first = 1000 * thread + 100 * turn
+            assert run(ask(guarded, first)) == [2 * (first + number) for number in range(20)]
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(one_loop_after_the_other, [guarded] * 4, range(4)))
+    assert guarded.most_running <= 1  # of the plain one: `concurrency` holds for all loops together
+    bound = guarded.__dict__[method]
+    assert run(ask(guarded, 0)) == [2 * number for number in range(20)]
+    assert len(bound._batchers) == 1, "those of loops that ended are kept"
+    until_threads(threads_before + 1)
+    del guarded, bound
+    until_threads(threads_before)
+
+
+def test_a_loop_that_ends_does_not_disturb_another() -> None:
+    """It shut down the threads of the loops that came after it."""
+
+    @batched(max_wait_ms=1)
+    def double(items: list[int]) -> list[int]:
+        return [item * 2 for item in items]
+
+    async def once() -> int:
+        return await double(4)
+
+    async def main() -> None:
+        assert await double(1) == 2
+        for _ in range(5):
+            assert await asyncio.to_thread(asyncio.run, once()) == 8
+            assert await double(3) == 6
+
+    asyncio.run(main())
+    assert asyncio.run(once()) == 8
+
+
+def test_wrong_options_of_a_decorated_function_are_said_at_every_call() -> None:
+    @batched(concurrency=0)
+    def double(items: list[int]) -> list[int]:
+        return items
+
+    async def once() -> None:
+        with pytest.raises(ValueError, match="must be at least 1"):
+            await double(1)
+
+    asyncio.run(once())
+    asyncio.run(once())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from carpool.testing import FakeClock
 from carpool.upstream.endpoint import Answer, AttemptFailedError, Call, Endpoint
 from carpool.upstream.simulated import (
     HANG_S_MAX,
@@ -299,16 +300,20 @@ def test_repeats_are_not_counted_without_a_memory() -> None:
 # The in-process endpoint
 
 
-async def test_the_endpoint_answers_after_its_latency() -> None:
-    endpoint: Endpoint = SimulatedEndpoint("sim:", SimulationSettings(latency_ms=30, slots=4))
-    loop = asyncio.get_running_loop()
-    started = loop.time()
-    answer = await endpoint.post(Call(batch("abc", 1)), 2.0)
-    assert answer == Answer(200, b'{"outputs":["cba",{"echo":1}]}')
-    assert 0.025 <= loop.time() - started < 1.0
-    assert endpoint.slots == 4
-    assert await endpoint.accepts_connections()
-    await endpoint.close()
+def test_the_endpoint_answers_after_its_latency() -> None:
+    clock = FakeClock()
+
+    async def main() -> None:
+        endpoint: Endpoint = SimulatedEndpoint("sim:", SimulationSettings(latency_ms=30, slots=4))
+        started = clock()
+        answer = await endpoint.post(Call(batch("abc", 1)), 2.0)
+        assert answer == Answer(200, b'{"outputs":["cba",{"echo":1}]}')
+        assert clock() - started == pytest.approx(0.03)
+        assert endpoint.slots == 4
+        assert await endpoint.accepts_connections()
+        await endpoint.close()
+
+    clock.run(main())
 
 
 @pytest.mark.parametrize(("fault", "text"), [("hang_rate", "no answer within"), ("reset_rate", "reset")])
@@ -330,11 +335,14 @@ async def test_a_cancelled_post_frees_its_slot_for_the_next() -> None:
     assert endpoint.gpu.stats().in_flight == 0
 
 
-async def test_a_post_that_times_out_in_the_queue_leaves_it() -> None:
-    endpoint = SimulatedEndpoint("sim:", SimulationSettings(latency_ms=60))
-    first = asyncio.create_task(endpoint.post(Call(batch("ab")), 5.0))
-    await asyncio.sleep(0)
-    with pytest.raises(AttemptFailedError):
-        await endpoint.post(Call(batch("b")), 0.02)
-    assert endpoint.gpu.stats().in_flight == 1
-    assert (await first).body == b'{"outputs":["ba"]}'
+def test_a_post_that_times_out_in_the_queue_leaves_it() -> None:
+    async def main() -> None:
+        endpoint = SimulatedEndpoint("sim:", SimulationSettings(latency_ms=60))
+        first = asyncio.create_task(endpoint.post(Call(batch("ab")), 5.0))
+        await asyncio.sleep(0)
+        with pytest.raises(AttemptFailedError):
+            await endpoint.post(Call(batch("b")), 0.02)
+        assert endpoint.gpu.stats().in_flight == 1
+        assert (await first).body == b'{"outputs":["ba"]}'
+
+    FakeClock().run(main())

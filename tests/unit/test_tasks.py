@@ -26,6 +26,10 @@ from carpool.core.outcome import Outcome
 from carpool.core.request import DONE, QUEUED, Request
 from carpool.core.task import StoredTask
 from carpool.testing import FakeClock, Witness, make_output, make_request
+from support.processes import PATIENCE_S, until
+
+# Longer than a test waits: what comes, comes for another reason.
+NEVER_S = 600.0
 
 TARGETS_S = (0.05, 0.15, 0.5)
 
@@ -80,13 +84,7 @@ async def told(call: Callable[[Callable[[Any], None]], object]) -> Any:
     """What a callback is called with, and that it is called once."""
     answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     call(answer.set_result)  # a second call raises
-    return await asyncio.wait_for(answer, 5.0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5.0):
-        while not condition():  # noqa: ASYNC110 - the journal's thread sets no event for it
-            await asyncio.sleep(0.001)
+    return await asyncio.wait_for(answer, PATIENCE_S)
 
 
 @pytest.fixture
@@ -138,7 +136,7 @@ async def test_a_journal_that_fails_accepts_no_task() -> None:
 async def test_a_result_is_told_only_when_it_is_safe(office: Office) -> None:
     request = await office.submit()
     answers: list[StoredTask | CarpoolError] = []
-    office.tasks.look("t1", 5.0, False, answers.append)
+    office.tasks.look("t1", NEVER_S, False, answers.append)
     office.take()
     office.broker.settle(request, make_output(b'"out"'))
     assert answers == []
@@ -218,7 +216,7 @@ async def test_a_long_poll_ends_with_what_there_is(office: Office) -> None:
 
 async def test_all_polls_wake_and_then_it_is_forgotten(office: Office) -> None:
     request = await office.submit()
-    polls = [asyncio.ensure_future(office.look(wait_s=5.0, forget=True)) for _ in range(3)]
+    polls = [asyncio.ensure_future(office.look(wait_s=NEVER_S, forget=True)) for _ in range(3)]
     await asyncio.sleep(0)
     office.broker.settle(request, make_output(b"1"))
     assert [answer.output for answer in await asyncio.gather(*polls)] == [b"1"] * 3
@@ -250,7 +248,7 @@ async def test_tasks_leave_room_for_those_who_wait_on_the_line(office: Office) -
 async def test_a_poller_who_left_is_not_told(office: Office) -> None:
     request = await office.submit()
     answers: list[Any] = []
-    poll = office.tasks.look("t1", 5.0, False, answers.append)
+    poll = office.tasks.look("t1", NEVER_S, False, answers.append)
     assert isinstance(poll, Poll)
     office.tasks.leave(poll)
     office.tasks.leave(poll)  # once is enough, twice is no harm
@@ -274,7 +272,7 @@ async def test_a_poller_may_leave_after_its_answer(office: Office) -> None:
 
 async def test_deleting_a_waiting_task_cancels_it(office: Office) -> None:
     request = await office.submit()
-    poll = asyncio.ensure_future(office.look(wait_s=5.0))
+    poll = asyncio.ensure_future(office.look(wait_s=NEVER_S))
     await asyncio.sleep(0)
     assert await office.delete() is None
     assert isinstance(await poll, UnknownTask)
@@ -296,7 +294,7 @@ async def test_deleting_a_running_task_discards_its_result(office: Office) -> No
 
 async def test_deleting_a_task_whose_result_is_on_its_way_to_the_disk(office: Office) -> None:
     request = await office.submit()
-    poll = asyncio.ensure_future(office.look(wait_s=5.0))
+    poll = asyncio.ensure_future(office.look(wait_s=NEVER_S))
     await asyncio.sleep(0)
     office.broker.settle(request, make_output(b"1"))
     assert await office.delete() is None
@@ -341,11 +339,11 @@ async def test_draining_leaves_waiting_tasks_to_the_next_process(office: Office)
     await office.submit("runs")
     (runs,) = office.take()
     waits = await office.submit("waits")
-    poll = asyncio.ensure_future(office.look("waits", wait_s=5.0))
+    poll = asyncio.ensure_future(office.look("waits", wait_s=NEVER_S))
     await asyncio.sleep(0)
     office.tasks.drain()
     assert (await poll).status == "PENDING"
-    assert (await office.look("runs", wait_s=5.0)).status == "PENDING"  # nobody is kept waiting any more
+    assert (await office.look("runs", wait_s=NEVER_S)).status == "PENDING"  # nobody is kept waiting any more
     assert list(office.broker.lanes("m")) == []
     assert waits.phase == DONE
     office.broker.settle(runs, make_output(b"1"))  # a running one is finished
@@ -357,7 +355,7 @@ async def test_while_draining_tasks_are_accepted_for_the_next_process(office: Of
     office.tasks.drain()
     await office.submit()
     assert (office.journal.tasks_pending, office.broker.depth, office.broker.held) == (1, 0, 0)
-    assert (await office.look(wait_s=5.0)).status == "PENDING"
+    assert (await office.look(wait_s=NEVER_S)).status == "PENDING"
     assert await office.delete() is None
     assert (office.journal.tasks_pending, office.broker.held) == (0, 0)
 

@@ -120,8 +120,11 @@ class Attempts:
                 if member is None:
                     return failure
             members = self.live(batch)
-            most = member.batch_limit.largest(self._clock(), len(members))
-            if not 0 < len(members) <= most:
+            now = self._clock()
+            most = member.batch_limit.allows(now, len(members))
+            if 0 < len(members) <= most:
+                member.batch_limit.largest(now, len(members))
+            else:
                 self._pool.give_back(member)
                 self._pool.says_nothing(member)
                 return too_many(len(members), most) if members else out_of_time()

@@ -69,7 +69,7 @@ class BatchLimit:
     def largest(self, now: float, wanted: int) -> int:
         """How many of `wanted` inputs may be sent in the call that is made now. That call may be a test."""
         allowed = self.allows(now, wanted)
-        if self._learned is not None and self._learned < allowed and wanted <= allowed:
+        if self._learned is not None and self._learned < allowed:
             self._tested_until = now + TEST_LASTS_S_MAX  # this one is the test
         return allowed
 

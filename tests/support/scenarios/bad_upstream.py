@@ -3,7 +3,6 @@ and the next good call succeeds.
 """
 
 import asyncio
-import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -13,22 +12,24 @@ from pathlib import Path
 from support.checker import Checker
 from support.client import Connection, ConnectionBrokenError, ask_once, inference_body
 from support.processes import GatewayProcess, running_gateway
+from support.redis_servers import free_port
 from support.upstreams import MIB, WRONG_BODIES, ScriptedUpstream, scripted_upstream
 
-TOTAL_TIMEOUT_S = 2.0
-# What is reached faster than by default, so that a test of twenty faults takes seconds.
+TOTAL_TIMEOUT_S = 20.0
+# A call that fails is given up sooner than by default, so that a test of twenty faults takes seconds; the request has
+# the time for all of its attempts, also on a busy machine.
 QUICK = {
-    "upstream.timeout_s": 0.4,
+    "upstream.timeout_s": 2.0,
     "upstream.backoff_ms": 10,
     # What each fault does by itself is looked at here; resilience.py looks at what the breaker makes of many.
     "upstream.breaker_failures": 1000,
-    "broker.queue_timeout_s": 1.5,
+    "broker.queue_timeout_s": 15.0,
     "broker.total_timeout_s": TOTAL_TIMEOUT_S,
 }
 # For one batch, by default.
 ATTEMPTS = 4
 # Beyond the deadline, for the way back on a busy machine.
-SLACK_S = 1.5
+SLACK_S = 10.0
 # One attempt reads up to 64 MiB; an answer of 100 MB, read whole and joined, would be 190 MiB.
 GROWTH_BYTES_MAX = (64 + 32) * MIB
 
@@ -130,8 +131,7 @@ async def huge_answers(clients: Clients) -> tuple[int, int]:
 
 async def endpoint_down(directory: Path, checker: Checker) -> tuple[Counter[int], Counter[int], float]:
     """Nobody listens, then somebody does; returns both statuses and the seconds that the failure took."""
-    with socket.create_server(("127.0.0.1", 0)) as reserved:
-        port = reserved.getsockname()[1]
+    port = free_port()
     async with running_gateway(directory, f"http://127.0.0.1:{port}/infer", settings=QUICK) as gateway:
         ready = await ask_once(gateway.admin_port, "GET", "/internal/ready")
         assert ready.status == 503

@@ -8,14 +8,21 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from carpool.app import SAME_WORD_S
 from support.checker import Checker, Verdict
 from support.client import Connection, ConnectionBrokenError, ask_once, inference_body
 from support.processes import GatewayProcess, running_gateway, until
 from support.upstreams import scripted_upstream
 
 UPSTREAM = "sim:?latency_ms=30&slots=4"
-GRACE_S = 0.3
-SETTINGS = {"gateway.drain_grace_s": GRACE_S}
+# Timeouts that nobody meets.
+PATIENT: dict[str, float] = {
+    "broker.queue_timeout_s": 600,
+    "broker.total_timeout_s": 600,
+    "upstream.timeout_s": 600,
+}
+# Longer than a client takes to see that it was told goodbye, also on a busy machine.
+SETTINGS = {**PATIENT, "gateway.drain_grace_s": 1.5}
 
 
 class Fleet:
@@ -41,7 +48,7 @@ class Fleet:
         while not self.stopped:
             connection = connection or await self.connect()
             text = self.checker.new_input()
-            self.checker.accepted(text, within_s=10)
+            self.checker.accepted(text)
             try:
                 response = await connection.ask("POST", "/v1/inference", inference_body(text))
             except ConnectionBrokenError:
@@ -90,24 +97,27 @@ async def rolling_restarts(directory: Path, rounds: int, clients: int) -> tuple[
 
 async def first_moments_of_a_drain(directory: Path) -> None:
     """Ready turns 503 at once; new connections are served, each answer says goodbye; after the grace none is taken."""
-    settings = {"gateway.drain_grace_s": 2.0}
-    async with running_gateway(directory, UPSTREAM, settings=settings) as gateway:
+    grace_s = 5.0
+    async with running_gateway(directory, UPSTREAM, settings={"gateway.drain_grace_s": grace_s}) as gateway:
         idle = await Connection.open(gateway.port)
         assert not (await idle.ask("POST", "/v1/inference", inference_body("before"))).is_last
         assert (await ask_once(gateway.admin_port, "GET", "/internal/ready")).status == 200
         gateway.terminate()
         signalled = time.monotonic()
-        while (await ask_once(gateway.admin_port, "GET", "/internal/ready")).status == 200:
-            assert time.monotonic() - signalled < 0.5, "still ready half a second after SIGTERM"
+        await until(lambda: says_not_ready(gateway))
         fresh = await ask_once(gateway.port, "POST", "/v1/inference", inference_body("fresh"))
         assert (fresh.status, fresh.json["output"], fresh.is_last) == (200, "hserf", True)
         kept = await idle.ask("POST", "/v1/inference", inference_body("kept"))
         assert (kept.status, kept.json["output"], kept.is_last) == (200, "tpek", True)
-        assert time.monotonic() - signalled < 2.0, "the machine was too slow for this test to mean anything"
         await idle.close()
         assert await gateway.exit_code() == 0
-        assert time.monotonic() - signalled >= 2.0
+        assert time.monotonic() - signalled >= grace_s
         assert await refuses_connections(gateway)
+
+
+async def says_not_ready(gateway: GatewayProcess) -> bool:
+    """Whether it told whoever balances the load that it leaves."""
+    return (await ask_once(gateway.admin_port, "GET", "/internal/ready")).status == 503
 
 
 async def refuses_connections(gateway: GatewayProcess) -> bool:
@@ -126,16 +136,17 @@ async def second_sigterm(directory: Path) -> float:
     """SIGTERM twice while a call hangs: the second does not wait for it. Returns the seconds it took to leave."""
     async with scripted_upstream() as upstream:
         upstream.gate.clear()
-        async with running_gateway(directory, upstream.url) as gateway:
+        async with running_gateway(directory, upstream.url, settings=PATIENT) as gateway:
             waiting = await Connection.open(gateway.port)
             waiting.send("POST", "/v1/inference", inference_body("never answered"))
             await until(lambda: upstream.in_flight > 0)
             gateway.terminate()
-            await asyncio.sleep(0.2)
+            await until(lambda: says_not_ready(gateway))
+            await asyncio.sleep(2 * SAME_WORD_S)
             assert gateway.process.poll() is None
             gateway.terminate()
             told_twice = time.monotonic()
-            await gateway.exit_code(within_s=5)
+            await gateway.exit_code()
             seconds = time.monotonic() - told_twice
             await waiting.close()
     return seconds
@@ -145,7 +156,7 @@ async def received_before_the_listener_closes(directory: Path) -> list[int]:
     """Requests that are queued, in flight, half received or just connected when the listener closes are answered."""
     async with scripted_upstream() as upstream:
         upstream.gate.clear()
-        settings = {"gateway.drain_grace_s": 0.2}
+        settings = {**PATIENT, "gateway.drain_grace_s": 0.2}
         async with running_gateway(directory, upstream.url, "--max-batch", "1", settings=settings) as gateway:
             sent = [await Connection.open(gateway.port) for _ in range(3)]
             for number, connection in enumerate(sent):
@@ -155,7 +166,7 @@ async def received_before_the_listener_closes(directory: Path) -> list[int]:
             half.send_part(f"POST /v1/inference HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode())
             await until(lambda: upstream.in_flight > 0)
             gateway.terminate()
-            await until(lambda: refuses_connections(gateway), within_s=5)
+            await until(lambda: refuses_connections(gateway))
             half.send_part(body)
             upstream.gate.set()
             statuses = [(await connection.read()).status for connection in (*sent, half)]

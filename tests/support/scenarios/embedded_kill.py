@@ -7,7 +7,8 @@ from pathlib import Path
 
 from support.checker import Checker, Verdict
 from support.client import Connection, ConnectionBrokenError, inference_body
-from support.processes import GatewayProcess, running_gateway, until
+from support.processes import PATIENCE_S, GatewayProcess, running_gateway, until
+from support.scenarios.drain import refuses_connections
 from support.upstreams import scripted_upstream
 
 SUBMITTERS, READERS = 8, 2
@@ -78,9 +79,9 @@ class TaskClients:
         self.done.add(task_id)
         return True
 
-    async def read_all(self, port: int, within_s: float) -> None:
+    async def read_all(self, port: int) -> None:
         """Read every task until it has its outcome."""
-        give_up_at = time.monotonic() + within_s
+        give_up_at = time.monotonic() + PATIENCE_S
         left = list(self.inputs)
 
         async def read_some() -> None:
@@ -104,7 +105,7 @@ async def kill_at_random(directory: Path, rounds: int) -> tuple[Verdict, Checker
             async with running_gateway(directory, upstream.url, "--slots", "2", settings=KEEP) as gateway:
                 await load_and_kill(clients, gateway)
         async with running_gateway(directory, upstream.url, "--slots", "2", settings=KEEP) as gateway:
-            await clients.read_all(gateway.port, within_s=60)
+            await clients.read_all(gateway.port)
             assert gateway.log_messages("error") == []
         return checker.verdict(upstream.seen), checker
 
@@ -134,16 +135,17 @@ async def terminate_with_a_queue(directory: Path, count: int) -> tuple[Verdict, 
     checker = Checker("F8-term")
     clients = TaskClients(checker)
     async with scripted_upstream() as upstream:
-        upstream.latency_s = 0.3
-        settings = KEEP | {"gateway.drain_grace_s": 0.1}
+        upstream.gate.clear()
+        settings = KEEP | {"gateway.drain_grace_s": 0.1, "upstream.timeout_s": 600}
         async with running_gateway(directory, upstream.url, "--max-batch", "4", settings=settings) as gateway:
             await submit_many(clients, gateway, count)
             gateway.terminate()
+            await until(lambda: refuses_connections(gateway))  # from then on nothing more is sent
+            upstream.gate.set()
             assert await gateway.exit_code() == 0
         sent_before = len(upstream.seen)
-        upstream.latency_s = 0.0
         async with running_gateway(directory, upstream.url, settings=KEEP) as gateway:
-            await clients.read_all(gateway.port, within_s=30)
+            await clients.read_all(gateway.port)
         return checker.verdict(upstream.seen), checker, sent_before
 
 
@@ -161,7 +163,7 @@ async def terminate_while_the_upstream_hangs(directory: Path) -> tuple[Verdict, 
             assert await gateway.exit_code() == 0
         upstream.gate.set()
         async with running_gateway(directory, upstream.url, settings=settings) as gateway:
-            await clients.read_all(gateway.port, within_s=30)
+            await clients.read_all(gateway.port)
         return checker.verdict(), checker
 
 
@@ -193,7 +195,7 @@ async def deadline_counts_uptime_only(directory: Path, timeout_s: float) -> tupl
 async def final_status(gateway: GatewayProcess, task_id: str) -> str:
     """The status of a task once it has an outcome."""
     connection = await Connection.open(gateway.port)
-    response = await connection.ask("GET", f"/v1/result/{task_id}?wait_ms=10000")
+    response = await connection.ask("GET", f"/v1/result/{task_id}?wait_ms=30000")
     await connection.close()
     status: str = response.json["status"]
     return status
