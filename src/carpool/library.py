@@ -272,7 +272,8 @@ class Batcher(Generic[Item, Result]):
         try:
             return await outcome
         finally:
-            if request.phase != DONE:
+            # A call that was thrown away with its event loop has nobody left to tell.
+            if request.phase != DONE and not outcome.get_loop().is_closed():
                 self._broker.cancel(request)
 
     def settled(self, request: Request, outcome: Outcome) -> None:

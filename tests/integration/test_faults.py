@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from support.checker import Checker
 from support.scenarios.bad_upstream import (
     ATTEMPTS,
