@@ -228,3 +228,18 @@ class TestTheDispatcher:
                     await until(lambda: endpoint.stray_answers > 0, within_s=TIMEOUT_S)
             assert endpoint.stray_answers == 1
             assert stand.failed == 0
+
+    async def test_nor_does_one_that_repeats_them_while_the_next_call_is_under_way(self) -> None:
+        """Forty calls, each sent when the one before it has its answer: no connection ever rests."""
+
+        async def repeat(call: RawCall) -> None:
+            await asyncio.sleep(0.01)
+            asyncio.get_running_loop().call_later(0.003, call.write_if_open, answer_to(call.body))
+            await call.send(answer_to(call.body))
+
+        async with endpoint_of(repeat) as (endpoint, _):
+            stand = Stand(endpoint)
+            for number in range(40):
+                await stand.check_own(f"a text of more than sixty-four bytes, so that answers are compared: {number}")
+            assert endpoint.stray_answers == 1
+            assert stand.failed == 1  # the answer that was in doubt

@@ -244,6 +244,68 @@ async def test_a_page_is_no_answer_to_a_call_and_a_call_is_no_page() -> None:
         assert upstream.connections == 3
 
 
+# While the next call is under way
+
+LONG = "x" * 64
+
+
+@each_loop
+@each_way
+@pytest.mark.parametrize("chunks", [False, True], ids=["length", "chunks"])
+def test_an_answer_repeated_while_the_next_call_is_under_way_is_given_to_nobody(
+    run: Run, way: str, chunks: bool, certificate: Path
+) -> None:
+    """The connection never rests: each call is sent as soon as the one before it has its answer."""
+
+    async def repeat(call: RawCall) -> None:
+        answer = chunked_answer_to(call.body) if chunks else answer_to(call.body)
+        await asyncio.sleep(0.02)
+        asyncio.get_running_loop().call_later(0.005, call.write_if_open, answer)
+        await call.send(answer)
+
+    async def main() -> None:
+        async with endpoint_of(repeat, way, certificate) as (endpoint, upstream):
+            await ask_for_own(endpoint, f"{LONG} 0")
+            with pytest.raises(AttemptFailedError, match="the one to the call before") as doubt:
+                await ask(endpoint, f"{LONG} 1")
+            assert not isinstance(doubt.value, ConnectionWasDeadError)
+            assert endpoint.stray_answers == 0
+            await ask_for_own(endpoint, *(f"{LONG} {number}" for number in range(1, 10)))
+            # Known for what it is since the call in doubt had another answer; and each call had its own connection.
+            assert (endpoint.stray_answers, upstream.connections) == (1, 10)
+
+    run(main())
+
+
+@each_loop
+def test_an_upstream_that_answers_all_calls_alike_is_believed_after_a_second_look(run: Run) -> None:
+    async def stub(call: RawCall) -> None:
+        await call.send(answer_to(b'{"inputs":["%b"]}' % LONG.encode()))
+
+    async def main() -> None:
+        async with endpoint_of(stub) as (endpoint, upstream):
+            for text in "abbb":
+                assert await ask(endpoint, text) == output_for(LONG)  # the same call may have the same answer
+                if text == "a":
+                    with pytest.raises(AttemptFailedError, match="the one to the call before"):
+                        await ask(endpoint, "b")
+            for text in "cdef":
+                assert await ask(endpoint, text) == output_for(LONG)
+            assert (endpoint.stray_answers, upstream.connections) == (0, 2)
+
+    run(main())
+
+
+async def test_short_answers_may_be_alike() -> None:
+    async def stub(call: RawCall) -> None:
+        await call.send(answer_to(b'{"inputs":["yes"]}'))
+
+    async with endpoint_of(stub) as (endpoint, upstream):
+        for text in "abc":
+            assert await ask(endpoint, text) == output_for("yes")
+        assert upstream.connections == 1
+
+
 # Just before a request is written
 
 

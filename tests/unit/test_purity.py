@@ -29,6 +29,7 @@ PURE = [
     "upstream/call_ids.py",
     "upstream/limits.py",
     "upstream/load.py",
+    "upstream/repeats.py",
     "upstream/retry.py",
     "face/http/strict_json.py",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "core").glob("*.py")),

@@ -87,7 +87,7 @@ class HttpEndpoint:
 
     async def post(self, call: Call, timeout_s: float) -> Answer:
         """Send one call, once, and read its answer; raises AttemptFailedError, or is cancelled."""
-        trip = Trip(self._line, len(call.body))
+        trip = Trip(self._line, call.body)
         try:
             secrets = self._credentials.headers()
             async with asyncio.timeout(timeout_s):
@@ -101,6 +101,8 @@ class HttpEndpoint:
                 self._line.found_dead(asyncio.get_running_loop().time())
                 raise ConnectionWasDeadError(_reason(failure), closed_before_sent=not trip.is_sent) from None
             raise AttemptFailedError(_reason(failure)) from None
+        if trip.is_doubtful:
+            raise AttemptFailedError("the answer is the one to the call before, again")
         load = parse_load(response.headers.get(self._load_header, "")) if self._load_header else None
         return Answer(response.status, body if response.status < 400 else _without(secrets, body), load)
 
@@ -123,7 +125,7 @@ class HttpEndpoint:
             # The secrets are for the endpoint itself, and for nobody else.
             secrets = self._credentials.headers() if is_own else {}
             tls = self._credentials.ssl_context() if url.scheme == "https" else None
-            trip_now.set(Trip(self._line if is_own else Line(str(url.origin())), body_bytes=0))
+            trip_now.set(Trip(self._line if is_own else Line(str(url.origin()))))
             async with asyncio.timeout(timeout_s):
                 async with self._session.get(url, headers=secrets, allow_redirects=False, ssl=tls or True) as response:
                     body = await self._read(response, PAGE_BYTES_MAX)

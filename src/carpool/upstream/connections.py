@@ -11,9 +11,11 @@ calls, and hands it to the next as its answer. So:
    under rule 1, and on a connection that the other side has closed nothing is written.
 4. Outputs cannot come before the inputs were sent. An answer that begins before the request has been written whole is
    stray, unless it is an error: servers may refuse a long request early.
-5. An endpoint that was caught gets a connection of its own for each call, for `CAUGHT_S`. A repeated answer that comes
-   while the next call is under way looks like that call's, so one that is known to repeat gets no next call.
-6. After a connection was found dead, those that have rested since before that moment are not used either.
+5. An answer that comes while the next call is under way looks like that call's. One that is the same as the answer
+   before it is in doubt, and not believed (`repeats.py`).
+6. An endpoint that was caught, or whose answer is in doubt, gets a connection of its own for each call, for `CAUGHT_S`:
+   there is no next call that could get a repeated answer.
+7. After a connection was found dead, those that have rested since before that moment are not used either.
 
 aiohttp offers no place for this but its protocol class. All that is aiohttp's own business stands in this file:
 `_factory` and `_parser`, and the order in which it calls. `tests/integration/test_stray_answers.py` holds it.
@@ -31,6 +33,8 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 from aiohttp.http import RawResponseMessage
 from aiohttp.streams import StreamReader
+
+from carpool.upstream.repeats import END_BYTES, Exchange, Repeats, print_of, print_of_end
 
 logger = logging.getLogger("carpool.upstream")
 
@@ -53,27 +57,44 @@ class Line:
         self.stray = 0
         # On the event loop's clock: a connection that came to rest before this is not used again.
         self.reuse_from = -inf
+        self._repeats = Repeats()
+        self._complained_at = -inf
 
     def caught(self, now: float) -> None:
-        """Stray bytes came (rule 5)."""
+        """Stray bytes came (rule 6)."""
         self.stray += 1
-        if now >= self.reuse_from - CAUGHT_S / 2:  # not with every one
+        self.reuse_from = now + CAUGHT_S
+        if now - self._complained_at >= CAUGHT_S / 2:  # not with every one
+            self._complained_at = now
             fields = {"endpoint": self.name, "stray_answers": self.stray}
             logger.error("an endpoint sent bytes that were no answer to a call", extra={"fields": fields})
-        self.reuse_from = now + CAUGHT_S
 
     def found_dead(self, now: float) -> None:
-        """A connection that had rested was closed by the other side (rule 6)."""
+        """A connection that had rested was closed by the other side (rule 7)."""
         self.reuse_from = max(self.reuse_from, now)
+
+    def is_doubtful(self, exchange: Exchange, before: Exchange | None, now: float) -> bool:
+        """Whether an answer is not to be believed; `before` is what its connection had before (rule 5)."""
+        if before is not None and self._repeats.is_doubtful(exchange, before, now):
+            self.reuse_from = now + CAUGHT_S
+            logger.warning("an endpoint gave two calls the same answer", extra={"fields": {"endpoint": self.name}})
+            return True
+        verdict = self._repeats.seen_alone(exchange, now) if before is None else "nothing"
+        if verdict == "answers so":
+            self.reuse_from = now
+        elif verdict == "repeats":
+            self.caught(now)
+        return False
 
 
 class Trip:
     """What is known of the way that one call takes. aiohttp makes it on one connection, or on none."""
 
-    __slots__ = ("connection", "is_heard", "is_reused", "is_sent", "line", "unwritten_bytes")
+    __slots__ = ("connection", "is_doubtful", "is_heard", "is_reused", "is_sent", "line", "print", "unwritten_bytes")
 
-    def __init__(self, line: Line, body_bytes: int) -> None:
+    def __init__(self, line: Line, body: bytes = b"") -> None:
         self.line = line
+        self.print = print_of(body)
         self.connection: UpstreamConnection | None = None
         # The connection had been used before.
         self.is_reused = False
@@ -81,7 +102,9 @@ class Trip:
         self.is_sent = False
         # A byte of an answer came.
         self.is_heard = False
-        self.unwritten_bytes = body_bytes
+        # The answer is whole, but may be that of the call before.
+        self.is_doubtful = False
+        self.unwritten_bytes = len(body)
 
 
 # The call that the running task makes: aiohttp takes no argument as far as its connections.
@@ -97,6 +120,10 @@ class UpstreamConnection(ResponseHandler):
         self._state: str = "resting"
         self._rests_since = inf
         self._is_cut_off = False
+        # The last bytes that came.
+        self._end = b""
+        # The last call here that had an output, with its answer.
+        self._exchange: Exchange | None = None
         # Its call, or while it rests its last one; None before the first.
         self._trip: Trip | None = None
         # Whom stray bytes count for, also before the first call.
@@ -131,6 +158,7 @@ class UpstreamConnection(ResponseHandler):
         """Bytes of an answer, or stray ones; none at all when aiohttp goes on with those it has."""
         if self._state == "asked" and self._trip is not None:
             self._trip.is_heard = self._trip.is_heard or bool(data)
+            self._end = (self._end + data[-END_BYTES:])[-END_BYTES:]
             super().data_received(data)
             if self._state == "resting" and self._further_message_has_begun():  # rule 2
                 self._cut_off()
@@ -150,13 +178,17 @@ class UpstreamConnection(ResponseHandler):
                 self.set_exception(EarlyAnswerError("an answer came before the call was sent"))
                 return
             # Before aiohttp does, which gives the connection back then.
-            payload.on_eof(self._answer_ended)
+            payload.on_eof(functools.partial(self._answer_ended, message, payload))
         super().feed_data(data, size)
 
-    def _answer_ended(self) -> None:
+    def _answer_ended(self, message: RawResponseMessage, payload: StreamReader) -> None:
+        now = self._rests_since = self._loop.time()
         self._state = "resting"
-        self._rests_since = self._loop.time()
-        if self._rests_since < self._line.reuse_from:
+        if self._trip is not None and 200 <= message.code < 300:
+            before = self._exchange
+            self._exchange = Exchange(self._trip.print, print_of_end(payload.total_bytes, self._end))
+            self._trip.is_doubtful = self._line.is_doubtful(self._exchange, before, now)
+        if now < self._line.reuse_from:
             self.force_close()
 
     def _further_message_has_begun(self) -> bool:

@@ -1,0 +1,46 @@
+"""Whether an answer is the one before it, again: rule by rule (the numbers are those of `repeats.py`)."""
+
+from carpool.upstream.repeats import ANSWER_BYTES_MIN, BELIEVED_S, END_BYTES, Exchange, Repeats, print_of, print_of_end
+
+NOW = 1000.0
+ANSWER = b"a" * ANSWER_BYTES_MIN
+
+
+def exchange(call: bytes, answer: bytes = ANSWER) -> Exchange:
+    return Exchange(print_of(call), print_of_end(len(answer), b"head" + answer))
+
+
+def test_1_the_answer_to_the_call_before_is_in_doubt() -> None:
+    repeats = Repeats()
+    assert repeats.is_doubtful(exchange(b"2"), exchange(b"1"), NOW)
+    assert not repeats.is_doubtful(exchange(b"2", ANSWER + b"b"), exchange(b"1"), NOW)
+    assert not repeats.is_doubtful(exchange(b"1"), exchange(b"1"), NOW)  # the same call may have the same answer
+
+
+def test_2_an_endpoint_that_does_answer_so_is_believed_for_a_while() -> None:
+    for call in (b"2", b"3"):  # the same call again, or yet another
+        repeats = Repeats()
+        assert repeats.is_doubtful(exchange(b"2"), exchange(b"1"), NOW)
+        assert repeats.seen_alone(exchange(call), NOW) == "answers so"
+        assert not repeats.is_doubtful(exchange(b"4"), exchange(b"3"), NOW + BELIEVED_S - 1)
+        assert repeats.is_doubtful(exchange(b"4"), exchange(b"3"), NOW + BELIEVED_S)
+
+
+def test_3_an_endpoint_that_has_another_answer_repeats() -> None:
+    repeats = Repeats()
+    assert repeats.is_doubtful(exchange(b"2"), exchange(b"1"), NOW)
+    assert repeats.seen_alone(exchange(b"3", b"b" * 99), NOW) == "nothing"
+    assert repeats.seen_alone(exchange(b"2", b"b" * 99), NOW) == "repeats"
+    assert repeats.seen_alone(exchange(b"2", b"b" * 99), NOW) == "nothing"  # nothing is in doubt any more
+
+
+def test_4_short_answers_are_not_compared() -> None:
+    assert not Repeats().is_doubtful(exchange(b"2", ANSWER[1:]), exchange(b"1", ANSWER[1:]), NOW)
+
+
+def test_texts_are_known_by_their_size_and_ends() -> None:
+    text = bytes(range(256)) * 64
+    other = b"x" + text[1:]
+    assert print_of(text) != print_of(text[:-1]) and print_of(text) != print_of(other) != print_of(other[::-1])
+    assert print_of_end(len(text), text[-END_BYTES:]) == print_of_end(len(text), b"more" + text[-END_BYTES:])
+    assert print_of_end(3, b"head:abc") == print_of_end(3, b"another head:abc")
