@@ -39,7 +39,7 @@ def test_poison_at_78_percent_load(
     )
     what = (
         f"poison, 1 in {every} at 78 % load, {broker}: innocents {innocents}, p90 {ratio:.2f} x, worst client "
-        f"{bad.worst_client}; poison {bad.bad.statuses}; {bad.about}; without poison {before}; {clean.about}"
+        f"{bad.worst_client()}; poison {bad.bad.statuses}; {bad.about}; without poison {before}; {clean.about}"
     )
     bad.verdict.report("U4", what, passed=passed)
     assert passed
@@ -79,8 +79,8 @@ def test_one_client_of_ten_sends_nothing_that_is_valid(tmp_path: Path, kind: Ups
     )
     what = (
         f"one of ten clients all bad (400) at 50 % load, {kind}: the nine after the first second {nine}, p99 "
-        f"{ratio:.2f} x, worst client {bad.worst_client}; the one {bad.bad}; {bad.about}; without {before}; "
-        f"{clean.about}"
+        f"{ratio:.2f} x, worst client {bad.worst_client(after_s=1.0)}; the one {bad.bad}; {bad.about}; without "
+        f"{before}; {clean.about}"
     )
     bad.verdict.report("U6", what, passed=passed)
     assert passed

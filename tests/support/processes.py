@@ -33,6 +33,24 @@ async def until(condition: Callable[[], Awaitable[bool]] | Callable[[], bool], *
             await asyncio.sleep(0.001)
 
 
+class CpuShare:
+    """How much of this machine's cores was left over since this was made."""
+
+    def __init__(self) -> None:
+        self._began = self._read()
+
+    def idle(self) -> float:
+        """A share of all cores: where it is near 0, others may have been in the way."""
+        idle, total = (now - then for now, then in zip(self._read(), self._began, strict=True))
+        return idle / total if total else 1.0
+
+    @staticmethod
+    def _read() -> tuple[int, int]:
+        """Idle and all time so far, waiting for a disk being idle too."""
+        times = [int(number) for number in Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]]
+        return times[3] + times[4], sum(times)
+
+
 class GatewayProcess:
     """One `carpool serve`, or another role, on free ports."""
 

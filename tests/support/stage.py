@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import urlencode
@@ -20,7 +20,7 @@ LOOK_S = 0.2
 
 @contextmanager
 def gpus(kind: Upstream, count: int = 1, *, slots: int = 1, latency_ms: float, **bad: str) -> Iterator[list[str]]:
-    """Simulated GPUs (in process only one), and the flags with which Carpool uses them.
+    """Simulated GPUs, one in this process or each in one of its own, and the flags with which Carpool uses them.
 
     `bad` are options such as `poison` and `refuse`.
     """
@@ -30,10 +30,14 @@ def gpus(kind: Upstream, count: int = 1, *, slots: int = 1, latency_ms: float, *
         yield ["--upstream", address]
         return
     texts = {f"--{option}": text for option, text in bad.items()}
-    flags = {"--port": 0, "--workers": count, "--slots": slots, "--latency-ms": latency_ms, **texts}
-    with simulated_gpus(flags) as running:
-        assert running.address is not None
-        yield ["--upstream", running.address, "--slots", str(slots)]
+    options = {"--port": 0, "--workers": 1, "--slots": slots, "--latency-ms": latency_ms, **texts}
+    with ExitStack() as stack:
+        flags = ["--slots", str(slots)]
+        for _ in range(count):
+            running = stack.enter_context(simulated_gpus(options))
+            assert running.address is not None
+            flags += ["--upstream", running.address]
+        yield flags
 
 
 class Stage(NamedTuple):
