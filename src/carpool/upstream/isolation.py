@@ -38,9 +38,11 @@ LOOK_S = 0.01
 # Rule 2: a search goes before others while fewer of them wait than this share of a batch and half of its members.
 OTHERS_SHARE = 0.625
 # Offenders, and searches among them, go while fewer wait than this share of a batch.
-OTHERS_SHARE_APART = 0.25
+OTHERS_SHARE_APART = 0.1
 # However many wait: the first steps of a search, which resolve most, come in time; and offenders get on, too.
 STARVED_S, STARVED_APART_S = 0.5, 1.0
+# Without others for so long, offenders may have every slot.
+OTHERS_GONE_S = 1.0
 # From this share of refused batches on, somebody is looked for whom they have in common.
 MOSTLY_REFUSED = 0.4
 # A step is not begun that would end after the deadline; a call is not expected to take longer than this.
@@ -144,6 +146,8 @@ class Isolation:
         self._is_idle.set()
         # When a slot was last given to offenders though others waited.
         self._apart_at = 0.0
+        # When others last waited while offenders asked for a slot.
+        self._others_at = 0.0
         pool.search_for = self._step_before_others
         pool.apart_may_go = self._apart_may_go
         # For metrics.
@@ -171,20 +175,21 @@ class Isolation:
     def add(self, batch: list[Request], failure: Failure) -> None:
         """A batch was refused."""
         self._serial += 1
-        live = sorted(self._attempts.live(batch), key=self._suspicion)
+        live = self._attempts.live(batch)
         if not live:
             return  # nobody knows whether the endpoint was right
         if not live[0].is_apart and self._has_offender(live):
             # Found out while the call was under way, and reason enough for the refusal.
             self._broker.put_back(live)
             return
+        live, cut_at = self._in_order(live)
         whole = Group(0, len(live))
         if failure.refusal.kind == "split":
             size = min(failure.refusal.batch_max or failure.size, (failure.size + 1) // 2)
             parts = [Group(first, min(first + size, len(live)), 1) for first in range(0, len(live), size)]
             search = Search([], parts)
         else:
-            search = Search([whole], cut_at=self._suspects_from(live))
+            search = Search([whole], cut_at=cut_at)
         case = Case(live, search, failure, self._clock())
         if failure.refusal.kind == "bisect":
             case.note(range(len(live)), failure, is_alone=failure.size == 1)
@@ -300,9 +305,12 @@ class Isolation:
         return 2 * unresolved >= max_batch and self._clock() - case.waiting_since > STARVED_S
 
     def _apart_may_go(self) -> bool:
-        if not self._pool.others_wait():
-            return True
-        if not (self._pool.isolation_allows() and self._apart_goes_before()):
+        pool = self._pool
+        if not pool.others_wait():
+            # The last free slot is for those who come next, if that is known to happen.
+            return pool.free() > 1 or pool.total() == 1 or self._clock() - self._others_at > OTHERS_GONE_S
+        self._others_at = self._clock()
+        if not (pool.isolation_allows() and self._apart_goes_before()):
             return False
         self._apart_at = self._clock()
         return True
@@ -556,14 +564,27 @@ class Isolation:
 
     # Order.
 
-    def _suspicion(self, request: Request) -> tuple[bool, int]:
-        # In another order of owners for each case: so each tells something else about them.
-        is_suspect = self._offenders.is_suspect(self._model, request.owner, self._clock())
-        return is_suspect, hash((self._serial, request.owner))
+    def _in_order(self, batch: list[Request]) -> tuple[list[Request], int]:
+        """The members by their owners, and where to cut first; 0: in the middle.
 
-    def _suspects_from(self, batch: list[Request]) -> int:
-        """Where inputs of owners begin of whom one was refused just now: others are better asked about first."""
-        return next((index for index, request in enumerate(batch) if self._suspicion(request)[0]), 0)
+        Owners of whom an input was refused just now come last: the others are better asked about first, all of them at
+        once. Otherwise the first cut goes by one digit of the owners' numbers, another one for each search: so a few
+        searches tell together whom all refusals have in common.
+        """
+        now, model, offenders = self._clock(), self._model, self._offenders
+        owners = sorted({request.owner for request in batch})
+        digit = self._serial % max(1, (len(owners) - 1).bit_length())
+        last = {
+            owner: (offenders.is_suspect(model, owner, now), bool(number >> digit & 1))
+            for number, owner in enumerate(owners)
+        }
+        ordered = sorted(batch, key=lambda request: (last[request.owner], request.owner))
+        suspects = sum(last[request.owner][0] for request in batch)
+        if suspects:
+            return ordered, len(batch) - suspects
+        firsts = sum(not last[request.owner][1] for request in batch)
+        is_balanced = len(batch) <= 4 * firsts <= 3 * len(batch)
+        return ordered, firsts if is_balanced else 0
 
 
 def is_answered_whole(case: Case) -> bool:

@@ -18,6 +18,8 @@ GROUP = 4
 # The gateway has seen by then that clients hung up.
 SEEN_S = 0.1
 TOTAL_TIMEOUT_S = 2.0
+# A quiet gateway has about one retry a second.
+BUDGET_S = 0.5
 
 
 class ClosingUpstream(ScriptedUpstream):
@@ -100,6 +102,7 @@ class ClosingRounds:
         await asyncio.sleep(SEEN_S)
         self.upstream.let_go.set()
         await asyncio.gather(first, *staying)
+        await asyncio.sleep(BUDGET_S)
 
     async def some_expire(self) -> None:
         """Four of the eight in a call came a second before the others, and expire; then its connection closes."""
