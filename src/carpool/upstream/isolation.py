@@ -36,11 +36,11 @@ logger = logging.getLogger("carpool.upstream")
 # While searches are under way: how often slots, deadlines and the account are looked at.
 LOOK_S = 0.01
 # Rule 2: a search goes before others while fewer of them wait than this share of a batch and half of its members.
-OTHERS_SHARE = 0.625
+OTHERS_SHARE = 0.6
 # Offenders, and searches among them, go while fewer wait than this share of a batch.
 OTHERS_SHARE_APART = 0.1
 # However many wait: the first steps of a search, which resolve most, come in time; and offenders get on, too.
-STARVED_S, STARVED_APART_S = 0.5, 1.0
+STARVED_S, STARVED_APART_S = 1.5, 1.0
 # Without others for so long, offenders may have every slot.
 OTHERS_GONE_S = 1.0
 # From this share of refused batches on, somebody is looked for whom they have in common.
