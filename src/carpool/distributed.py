@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from carpool.admission.gate import Gate
@@ -263,7 +264,7 @@ class DistributedProcess(Process):
         )
         for service in self.services:
             service.pool.when_slot_frees(self.feed.ring)
-            service.waiting_elsewhere = self.feed.unread
+            service.waiting_elsewhere = partial(waiting_in_redis, self.feed, service)
 
     def _make_tasks(self) -> RedisTasks:
         broker = self.settings.broker
@@ -467,6 +468,11 @@ class DistributedProcess(Process):
                 self.answers.unconfirmed,
             )
         return values
+
+
+def waiting_in_redis(feed: Feed, service: ModelService) -> int:
+    """How many of a model wait in Redis: those that it told of, and those that have come since, at the usual rate."""
+    return round(feed.unread() + service.rate * feed.unread_s())
 
 
 def has_upstream(settings: Settings) -> bool:

@@ -352,6 +352,8 @@ class Isolation:
         is_paid = self._pool.others_wait()
         if is_paid:
             self._pool.isolation.pay(self._attempts.service_s)
+            if case.batch[0].is_apart:
+                self._apart_at = self._clock()
         case.under_way += 1
         self.steps += 1
         step = asyncio.get_running_loop().create_task(self._step(case, group, member, is_paid))

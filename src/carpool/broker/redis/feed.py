@@ -100,7 +100,8 @@ class Feed:
         self._rung = False
         # All shards are to be looked at.
         self._is_look_due = True
-        # Redis's clock minus ours, in ms, as last seen.
+        # When Redis last told how many wait there; and its clock minus ours, in ms, as last seen.
+        self._told_at = clock()
         self._ahead_ms = 0.0
         # Shards whose claims are due, the next one last.
         self._claims_due: list[ShardView] = []
@@ -163,6 +164,10 @@ class Feed:
     def unread(self) -> int:
         """Entries that wait in Redis, as far as is known here."""
         return sum(view.unread or 0 for view in self._views)
+
+    def unread_s(self) -> float:
+        """How many seconds ago Redis last told how many wait there. While all slots are busy, nobody asks."""
+        return self._clock() - self._told_at
 
     # Bells and timers.
 
@@ -397,7 +402,8 @@ class Feed:
             view.barren_until = self._clock() + ASK_AGAIN_S
             return
         now_ms, view.unread = reply[0], max(reply[1], 0)
-        self._ahead_ms = now_ms - self._clock() * 1000
+        self._told_at = self._clock()
+        self._ahead_ms = now_ms - self._told_at * 1000
         if not view.rung:
             view.place = None
         step = 3 if is_claim else 2
