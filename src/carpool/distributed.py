@@ -265,6 +265,7 @@ class DistributedProcess(Process):
         for service in self.services:
             service.pool.when_slot_frees(self.feed.ring)
             service.waiting_elsewhere = partial(waiting_in_redis, self.feed, service)
+            service.loop.company_comes = partial(company_comes, self.feed, service)
 
     def _make_tasks(self) -> RedisTasks:
         broker = self.settings.broker
@@ -473,6 +474,11 @@ class DistributedProcess(Process):
 def waiting_in_redis(feed: Feed, service: ModelService) -> int:
     """How many of a model wait in Redis: those that it told of, and those that have come since, at the usual rate."""
     return round(feed.unread() + service.rate * feed.unread_s())
+
+
+def company_comes(feed: Feed, service: ModelService) -> bool:
+    """Whether requests that were cleared by a search should wait a moment for others, which the feed fetches."""
+    return service.dispatcher.isolation.running > 0 and feed.unread() > 0
 
 
 def has_upstream(settings: Settings) -> bool:

@@ -10,6 +10,7 @@ no slot counts as free; an outcome makes room, and rings.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from math import inf
 
@@ -27,6 +28,8 @@ SERVICE_S_PRIOR = 1.0
 # Weight of the newest batch in the running mean of service times.
 SERVICE_WEIGHT = 0.1
 TIMER_S_MIN = 0.001
+# How long a batch waits for company that is being fetched.
+COMPANY_S = 0.005
 RETRY_AFTER_FAILURE_S = 0.01
 
 
@@ -73,7 +76,10 @@ class BatchLoop:
         self._timer: asyncio.TimerHandle | None = None
         broker.when_work_arrives(model, self.arrived)
         broker.when_bytes_free(model, self.ring)
-        slots.when_slot_frees(self.ring)
+        slots.when_slot_frees(self._slot_freed)
+        # Whether company for those who wait here is being fetched from elsewhere, and when a slot last became free.
+        self.company_comes: Callable[[], bool] = lambda: False
+        self._freed_at = -inf
 
     def arrived(self, lane: LaneQueue) -> None:
         """A request came. A batch that is full leaves now: left to the end of the turn, all that filled in it would
@@ -84,6 +90,10 @@ class BatchLoop:
         elif not self._rung:
             self._rung = True
             self._loop.call_soon(self._run)
+
+    def _slot_freed(self) -> None:
+        self._freed_at = self._clock()
+        self.ring()
 
     def ring(self) -> None:
         """Something changed: plan again at the end of this turn of the event loop."""
@@ -140,6 +150,9 @@ class BatchLoop:
                 continue
             plan = self.policy.plan(self._view(lane, now), now)
             if isinstance(plan, Send):
+                if self._awaits_company(lane, now):
+                    wake = min(wake, self._freed_at + COMPANY_S)
+                    continue
                 if not self._send(lane, plan, now):
                     return inf  # nobody overtakes it: an outcome will make room for it, and ring
                 if lane.waiting:
@@ -162,6 +175,11 @@ class BatchLoop:
         self.batch_sizes.observe(len(batch))
         self.policy.sent(largest if is_full else len(batch), largest)
         return True
+
+    def _awaits_company(self, lane: LaneQueue, now: float) -> bool:
+        """Whether to give others a moment to come: the slot has just become free, and they wait elsewhere."""
+        is_young = now - self._freed_at < COMPANY_S and not self.draining
+        return is_young and lane.waiting < self._dispatcher.batch_max(lane, self.max_batch) and self.company_comes()
 
     def _is_full_of_bytes(self, lane: LaneQueue) -> bool:
         """To the policy this is as good as `max_batch` requests: no company could come along."""

@@ -37,6 +37,7 @@ logger = logging.getLogger("carpool.upstream")
 LOOK_S = 0.01
 # Rule 2: a search goes before others while fewer of them wait than this share of a batch and half of its members.
 OTHERS_SHARE = 0.6
+WORTH = 0.5
 # Offenders, and searches among them, go while fewer wait than this share of a batch.
 OTHERS_SHARE_APART = 0.1
 # However many wait: the first steps of a search, which resolve most, come in time; and offenders get on, too.
@@ -300,7 +301,7 @@ class Isolation:
         if case.batch[0].is_apart:
             return self._apart_goes_before()
         unresolved, max_batch = case.search.unresolved, self._max_batch()
-        if self._others_worth() < OTHERS_SHARE * max_batch + unresolved / 2:
+        if self._others_worth() < OTHERS_SHARE * max_batch + unresolved * WORTH:
             return True
         return 2 * unresolved >= max_batch and self._clock() - case.waiting_since > STARVED_S
 
