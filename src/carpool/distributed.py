@@ -478,7 +478,7 @@ def waiting_in_redis(feed: Feed, service: ModelService) -> int:
 
 def company_comes(feed: Feed, service: ModelService) -> bool:
     """Whether requests that were cleared by a search should wait a moment for others, which the feed fetches."""
-    return service.dispatcher.isolation.running > 0 and feed.unread() > 0
+    return service.dispatcher.isolation.running > 0 and waiting_in_redis(feed, service) > 0
 
 
 def has_upstream(settings: Settings) -> bool:

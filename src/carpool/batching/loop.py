@@ -29,7 +29,7 @@ SERVICE_S_PRIOR = 1.0
 SERVICE_WEIGHT = 0.1
 TIMER_S_MIN = 0.001
 # How long a batch waits for company that is being fetched.
-COMPANY_S = 0.005
+COMPANY_S = 0.01
 RETRY_AFTER_FAILURE_S = 0.01
 
 
