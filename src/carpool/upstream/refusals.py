@@ -16,7 +16,7 @@ from math import log2
 SEEN_MAX = 1024.0
 SEEN_AT_FIRST = 128.0
 # Rule 2: how much of the best yield the best size must have.
-YIELD_SHARE = 0.9
+YIELD_SHARE = 0.8
 SINGLY_SHARE = 0.3
 # Within a search, so many members must be known before it may judge by its own share.
 SEEN_IN_SEARCH_MIN = 4
