@@ -189,7 +189,7 @@ def sources(request: pytest.FixtureRequest) -> Path:
             continue
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
         done = subprocess.run(
-            [*command, "--dest", str(directory), source], capture_output=True, text=True, timeout=110, check=False
+            [*command, "--dest", str(directory), source], capture_output=True, text=True, timeout=240, check=False
         )
         if done.returncode != 0:
             pytest.skip(f"the package registry cannot be reached for {source}: {done.stderr.strip()[-200:]}")

@@ -492,10 +492,10 @@ async def test_a_shard_of_a_cluster(redis_cluster: RedisCluster) -> None:
         shard = ShardBench(node.port, shard=number)
         with shard.client.pubsub() as pubsub:  # type: ignore[no-untyped-call]
             pubsub.ssubscribe(shard.shard.bell)
-            assert pubsub.get_message(timeout=1)["type"] == "ssubscribe"
+            assert pubsub.get_message(timeout=PATIENCE_S)["type"] == "ssubscribe"
             ids = shard.submit("a:s0", 3)
             shard.submit("b:t1", 2, tasks=["t1", "t2"], lanes_max=5)
-            assert pubsub.get_message(timeout=1)["data"] == b"3 " + shard.stream("a:s0")
+            assert pubsub.get_message(timeout=PATIENCE_S)["data"] == b"3 " + shard.stream("a:s0")
         assert shard.cancel(("a:s0", ids[0])) == [1]
         assert len(shard.peek()) == 2
         taken = shard.take(PLENTY)

@@ -37,8 +37,8 @@ class HeldGpu:
 
     def __init__(self) -> None:
         self._upstream = ScriptedUpstream()
-        self._loop = asyncio.new_event_loop()
-        self._left = asyncio.Event()
+        # Of its thread.
+        self._loop: asyncio.AbstractEventLoop
 
     @property
     def url(self) -> str:
@@ -75,22 +75,22 @@ class HeldGpu:
     @contextmanager
     def running(self) -> Iterator["HeldGpu"]:
         """Until the block ends."""
-        is_listening = threading.Event()
+        is_listening, is_over = threading.Event(), asyncio.Event()
 
         async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
             async with scripted_upstream(self._upstream):
                 is_listening.set()
-                await self._left.wait()
+                await is_over.wait()
 
-        thread = threading.Thread(target=self._loop.run_until_complete, args=(serve(),))
+        thread = threading.Thread(target=lambda: asyncio.run(serve()))
         thread.start()
         assert is_listening.wait(PATIENCE_S)
         try:
             yield self
         finally:
-            self._loop.call_soon_threadsafe(self._left.set)
+            self._loop.call_soon_threadsafe(is_over.set)
             thread.join()
-            self._loop.close()
 
 
 class Peer:

@@ -7,17 +7,22 @@
    Only the text tells it from what a server says, and a server may quote its clients. So texts are taken whole, with a
    number in them that no client knows. Where both readings lead to the same (another endpoint), that is not needed.
 3. grpcio is imported with the first endpoint: nobody else pays for it.
+4. A channel keeps the certificates that it was made with. When they change, the next call makes another channel; the
+   old one is closed when its last call has ended.
 """
 
 import asyncio
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 from yarl import URL
 
+from carpool.core.clock import Clock, monotonic
 from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
-from carpool.upstream.tls import Credentials, UpstreamSecurity, read_file
+from carpool.upstream.tls import Credentials, Pems, UpstreamSecurity
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 CONNECT_TIMEOUT_S = 1.0
@@ -59,14 +64,32 @@ _OPTIONS = [
 ]
 
 
+class Channel:
+    """A channel of grpcio, and those who use it."""
+
+    def __init__(self, channel: Any, pems: Pems | None) -> None:
+        self.channel = channel
+        # No serializers: bytes go in and come out as they are.
+        self.infer = channel.unary_unary(METHOD)
+        # What it was made with; None without TLS.
+        self.pems = pems
+        self.users = 0
+
+
 class GrpcEndpoint:
     """One endpoint of the fixed API: `grpc://host:port`, `grpcs://host:port` with TLS, or `unix:SOCKET`."""
 
-    def __init__(self, url: str, slots: int, answer_bytes_max: int, security: UpstreamSecurity | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        slots: int,
+        answer_bytes_max: int,
+        security: UpstreamSecurity | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
         self.slots = slots
         self._answer_bytes_max = answer_bytes_max
-        self._security = security or UpstreamSecurity()
-        self._credentials = Credentials(self._security)
+        self._credentials = Credentials(security or UpstreamSecurity(), clock)
         self._is_secure = False
         if url.startswith(UNIX_PREFIX):
             self.name = self._target = url
@@ -75,20 +98,19 @@ class GrpcEndpoint:
             self._is_secure = parsed.scheme in ("grpcs", "https")
             self._target = parsed.raw_authority.rpartition("@")[2]
             self.name = f"{parsed.scheme}://{self._target}"
-        self._channel: Any = None
-        self._infer: Any = None
+        # Those that are not closed. Only the last one gets further calls.
+        self._channels: list[Channel] = []
 
     async def post(self, call: Call, timeout_s: float) -> Answer:
         """Send one call and read its answer; raises AttemptFailedError, or is cancelled."""
         from grpc import RpcError  # type: ignore[import-untyped]
 
         try:
-            self._open()
             secrets = self._credentials.headers()
             metadata = [(name.lower(), value) for name, value in secrets.items()]
-            async with asyncio.timeout(timeout_s):
+            async with self._channel() as channel, asyncio.timeout(timeout_s):
                 # The server is told too, so that it need not work for nobody.
-                body: bytes = await self._infer(call.body, timeout=timeout_s, metadata=metadata)
+                body: bytes = await channel.infer(call.body, timeout=timeout_s, metadata=metadata)
         except TimeoutError:
             raise AttemptFailedError(f"no answer within {timeout_s:.2f} s") from None
         except (OSError, ValueError) as failure:  # of the files with credentials
@@ -119,32 +141,46 @@ class GrpcEndpoint:
     async def accepts_connections(self) -> bool:
         """Whether there is a connection right now, or can be."""
         try:
-            self._open()
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self._channel.channel_ready()
-        except (TimeoutError, OSError):
+            async with self._channel() as channel, asyncio.timeout(CONNECT_TIMEOUT_S):
+                await channel.channel.channel_ready()
+        except (TimeoutError, OSError, ValueError):
             return False
         return True
 
     async def close(self) -> None:
-        """Close the channel."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close()
+        """Close every channel."""
+        channels, self._channels = self._channels, []
+        for channel in channels:
+            await channel.channel.close()
 
-    def _open(self) -> None:
+    @asynccontextmanager
+    async def _channel(self) -> AsyncIterator[Channel]:
+        """The channel to use now; raises OSError or ValueError if there is none and its files cannot be used."""
+        channel = self._newest()
+        channel.users += 1
+        try:
+            yield channel
+        finally:
+            channel.users -= 1
+            await self._close_unused()
+
+    def _newest(self) -> Channel:
         """A channel belongs to the event loop in which it is made, so it is made with the first call."""
-        if self._channel is not None:
-            return
+        pems = self._credentials.pems() if self._is_secure else None
+        if not self._channels or self._channels[-1].pems is not pems:
+            self._channels.append(Channel(self._make(pems), pems))
+        return self._channels[-1]
+
+    def _make(self, pems: Pems | None) -> Any:
         import grpc
 
         options = [*_OPTIONS, ("grpc.max_receive_message_length", self._answer_bytes_max)]
-        if self._is_secure:
-            files = self._security
-            ca, key, cert = (read_file(path) if path else None for path in (files.ca, files.key, files.cert))
-            credentials = grpc.ssl_channel_credentials(ca, key, cert)
-            self._channel = grpc.aio.secure_channel(self._target, credentials, options)
-        else:
-            self._channel = grpc.aio.insecure_channel(self._target, options)
-        # No serializers: bytes go in and come out as they are.
-        self._infer = self._channel.unary_unary(METHOD)
+        if pems is None:
+            return grpc.aio.insecure_channel(self._target, options)
+        credentials = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
+        return grpc.aio.secure_channel(self._target, credentials, options)
+
+    async def _close_unused(self) -> None:
+        for channel in [older for older in self._channels[:-1] if not older.users]:
+            self._channels.remove(channel)
+            await channel.channel.close()

@@ -13,7 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -31,6 +31,14 @@ _TOKEN = re.compile(r"[\x21-\x7e]+")
 _HEADER_VALUE = re.compile(r"[\x21-\x7e](?:[\x20-\x7e\t]*[\x21-\x7e])?")
 
 Made = TypeVar("Made")
+
+
+class Pems(NamedTuple):
+    """The content of the files of TLS, for libraries that do not read files; None where there is none."""
+
+    ca: bytes | None
+    key: bytes | None
+    cert: bytes | None
 
 
 class UpstreamSecurity(msgspec.Struct, frozen=True):
@@ -58,6 +66,17 @@ class UpstreamSecurity(msgspec.Struct, frozen=True):
             context.load_cert_chain(self.cert, self.key, password=lambda: b"")
         return context
 
+    def pems(self) -> Pems:
+        """Read the certificates as they are, and see that they can be used; raises OSError or ValueError."""
+        found = self._read_pems()
+        self.ssl_context()
+        if self._read_pems() != found:  # so that nobody knows what it was that could be used
+            raise OSError(errno.EAGAIN, "the files changed while they were read")
+        return found
+
+    def _read_pems(self) -> Pems:
+        return Pems(*(read_file(path) if path else None for path in (self.ca, self.key, self.cert)))
+
     def headers(self) -> dict[str, str]:
         """Read the secret headers; raises OSError or ValueError."""
         headers = {name: read_header_value(path) for name, path in self.header_files}
@@ -74,6 +93,7 @@ class Credentials:
         certificates = [security.ca, security.cert, security.key]
         self._headers: Reread[dict[str, str]] = Reread(secrets, security.headers, clock)
         self._context: Reread[ssl.SSLContext] = Reread(certificates, security.ssl_context, clock)
+        self._pems: Reread[Pems] = Reread(certificates, security.pems, clock)
 
     def headers(self) -> Mapping[str, str]:
         """The headers to send with a call."""
@@ -82,6 +102,10 @@ class Credentials:
     def ssl_context(self) -> "ssl.SSLContext":
         """The TLS for new connections; the same object until a file changes."""
         return self._context.now()
+
+    def pems(self) -> Pems:
+        """The same, for a library that makes its TLS by itself; the same object until a file changes."""
+        return self._pems.now()
 
 
 class Reread(Generic[Made]):
