@@ -109,3 +109,35 @@ def test_it_can_be_opened_from_outside() -> None:
     assert (breaker.state, breaker.allows(NOW)) == ("open", False)
     breaker.probe_left()  # of nobody
     assert breaker.state == "open"
+
+
+# Inputs of one owner.
+
+
+def test_failures_on_inputs_of_one_owner_close_it_to_that_owner_only() -> None:
+    breaker = Breaker(failures_max=3)
+    assert [breaker.failed(NOW, 0.0, owners=["me"]) for _ in range(3)] == [False, False, True]
+    assert breaker.blamed_owner == "me"
+    assert (breaker.allows(NOW), breaker.allows_others()) == (False, True)
+    assert breaker.started(NOW)  # somebody else's request is the next probe
+    breaker.succeeded()
+    assert breaker.allows(NOW) and breaker.blamed_owner is None
+
+
+def test_somebody_else_s_failure_closes_it_to_all() -> None:
+    breaker = Breaker(failures_max=3)
+    for _ in range(3):
+        breaker.failed(NOW, 0.0, owners=["me"])
+    breaker.started(NOW)
+    assert breaker.failed(NOW, 0.0, probe=True, owners=["you"])
+    assert (breaker.blamed_owner, breaker.allows_others(), breaker.allows(NOW)) == (None, False, False)
+
+
+@pytest.mark.parametrize("owners", [[], ["you"], ["me", "you"]])
+def test_anything_else_in_the_row_counts_for_all(owners: list[str]) -> None:
+    breaker = Breaker(failures_max=3)
+    breaker.failed(NOW, 0.0, owners=["me"])
+    breaker.failed(NOW, 0.0, owners=owners)
+    breaker.failed(NOW, 0.0, owners=["me"])
+    assert breaker.state == "open"
+    assert not breaker.allows_others()

@@ -1,0 +1,230 @@
+"""One client can neither open a breaker for others nor keep it open; certain means certain."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+import pytest
+
+from carpool.batching.loop import BatchLoop
+from carpool.batching.policy import Fixed
+from carpool.broker.memory import MemoryBroker
+from carpool.core.errors import InputRefused, UpstreamFailed
+from carpool.core.outcome import Output
+from carpool.core.request import Request
+from carpool.testing import Answer, Call, FakeClock, FakeUpstream, Witness, echo, inputs_of, make_request
+from carpool.upstream.codecs import JsonCodec
+from carpool.upstream.dispatch import UpstreamDispatcher
+from carpool.upstream.offenders import Offenders
+from carpool.upstream.pool import Pool
+
+SERVICE_S = 0.05
+
+
+def failing(status: int, mark: bytes = b"bad") -> Callable[[Call], Answer]:
+    """An API that fails every call with such an input in it."""
+
+    def answer(call: Call) -> Answer:
+        if any(mark in value for value in inputs_of(call)):
+            return Answer(status, msgspec.json.encode({"error": "no"}))
+        return echo(call)
+
+    return answer
+
+
+class Stand:
+    """Everything between the door and the endpoints, in virtual time."""
+
+    def __init__(self, *upstreams: FakeUpstream) -> None:
+        self.clock = FakeClock()
+        self.upstreams = upstreams
+        self.witness = Witness()
+        self.offenders = Offenders()
+        self._serial = 0
+
+    def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def started() -> None:
+            self.broker = MemoryBroker(
+                waiting_max=1000, bytes_max=10**6, lanes_max=9, tiers=1, offenders=self.offenders, clock=self.clock
+            )
+            self.pool = Pool(self.upstreams, self.clock, random_share=lambda: 0.5)
+            self.pool.others_wait = lambda: self.broker.others_wait("m")
+            self.dispatcher = UpstreamDispatcher(
+                self.pool,
+                JsonCodec(),
+                self.broker,
+                timeout_s=3.0,
+                attempts=3,
+                backoff_s=0.05,
+                model="m",
+                offenders=self.offenders,
+                others_waiting=lambda: self.broker.most_waiting("m"),
+                clock=self.clock,
+            )
+            BatchLoop(
+                "m",
+                self.broker,
+                self.pool,
+                self.dispatcher,
+                Fixed(),
+                max_batch=8,
+                max_wait_s=0.005,
+                clock=self.clock,
+            )
+            await main()
+            await self.dispatcher.finish(60.0)
+            self.pool.close()
+
+        self.clock.run(started())
+
+    def send(self, value: bytes, owner: str, is_task: bool = False) -> Request:
+        self._serial += 1
+        request = make_request(
+            str(self._serial),
+            self.witness,
+            now=self.clock(),
+            value=b'"%b %d"' % (value, self._serial),
+            owner=owner,
+            is_task=is_task,
+            total_timeout_s=600.0 if is_task else 4.0,
+        )
+        assert self.broker.submit(request) is None
+        return request
+
+    async def answer(self, value: bytes, owner: str) -> Any:
+        """The outcome of one request; None if the door is closed to its owner."""
+        if self.pool.is_down or self.pool.is_shut_to(owner):
+            return None
+        request = self.send(value, owner)
+        for _ in range(500):
+            await asyncio.sleep(0.01)
+            self.broker.expire(self.clock())
+            if (outcome := self.witness.outcome(request)) is not None:
+                return outcome
+        raise AssertionError("no outcome")
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_after_a_quiet_time_one_client_s_failures_are_its_own(status: int) -> None:
+    stand = Stand(FakeUpstream(slots=2).then(failing(status), delay_s=SERVICE_S, times=9999))
+
+    async def main() -> None:
+        for turn in range(20):
+            told = [await stand.answer(b"bad", "X") for _ in range(7)]
+            assert not any(isinstance(outcome, Output) for outcome in told)
+            assert isinstance(await stand.answer(b"good", "Y"), Output), turn
+            await asyncio.sleep(15.0)  # so that nobody knows any more that the endpoint is well
+
+    stand.run(main)
+
+
+def test_a_client_whose_inputs_all_fail_is_refused_at_the_door_until_a_probe_is_due() -> None:
+    stand = Stand(FakeUpstream().then(failing(500), delay_s=SERVICE_S, times=9999))
+
+    async def main() -> None:
+        told = [await stand.answer(b"bad", "X") for _ in range(5)]
+        assert {type(outcome) for outcome in told} == {UpstreamFailed}
+        await asyncio.sleep(0.01)
+        assert stand.pool.is_shut_to("X") and not stand.pool.is_shut_to("Y") and not stand.pool.is_down
+        await asyncio.sleep(1.1)
+        assert not stand.pool.is_shut_to("X")  # its own next one may probe
+        assert isinstance(await stand.answer(b"bad", "X"), UpstreamFailed)
+        await asyncio.sleep(0.01)
+        assert stand.pool.is_shut_to("X")
+        assert isinstance(await stand.answer(b"good", "Y"), Output)
+        assert not stand.pool.is_shut_to("X")
+        assert isinstance(await stand.answer(b"bad", "X"), InputRefused)  # now it is certain
+
+    stand.run(main)
+
+
+def test_tasks_of_such_a_client_wait_and_do_not_stand_in_the_way() -> None:
+    stand = Stand(FakeUpstream().then(failing(500), delay_s=SERVICE_S, times=9999))
+
+    async def main() -> None:
+        for _ in range(5):
+            await stand.answer(b"bad", "X")
+        await asyncio.sleep(0.01)
+        tasks = [stand.send(b"good", "X", is_task=True) for _ in range(20)]
+        calls = len(stand.upstreams[0].calls)
+        await asyncio.sleep(0.3)
+        assert len(stand.upstreams[0].calls) == calls
+        assert isinstance(await stand.answer(b"good", "Y"), Output)
+        await asyncio.sleep(5.0)
+        assert {type(stand.witness.outcome(task)) for task in tasks} == {Output}
+
+    stand.run(main)
+
+
+def test_failures_of_two_clients_close_it_to_all() -> None:
+    stand = Stand(FakeUpstream().then(Answer(500, b""), delay_s=SERVICE_S, times=9999))
+
+    async def main() -> None:
+        for number in range(5):
+            await stand.answer(b"good", "XY"[number % 2])
+        assert stand.pool.is_down
+
+    stand.run(main)
+
+
+def test_a_replica_that_refuses_what_others_answer_is_left_alone() -> None:
+    right = [FakeUpstream(name).then(failing(400), delay_s=SERVICE_S, times=9999) for name in "ab"]
+    wrong = FakeUpstream("wrong").then(Answer(400, b'{"error":"wrong shape"}'), delay_s=SERVICE_S, times=9999)
+    stand = Stand(right[0], wrong, right[1])
+
+    async def main() -> None:
+        requests = []
+        for number in range(60):
+            requests += [stand.send(b"good", f"client {number} {each}") for each in range(4)]
+            await asyncio.sleep(0.2)
+        await asyncio.sleep(3.0)
+        assert {type(stand.witness.outcome(request)) for request in requests} == {Output}
+        assert stand.dispatcher.poisoned == 0
+        states = {member.name: member.breaker.state for member in stand.pool.members}
+        assert states["a"] == states["b"] == "closed"
+
+    stand.run(main)
+    assert len(wrong.calls) < 20
+
+
+def test_a_health_page_is_asked_before_an_input_is_risked() -> None:
+    stand = Stand(FakeUpstream().then(Answer(503, b""), times=9999))
+    asked: list[Callable[[bool], None]] = []
+
+    async def main() -> None:
+        stand.pool.ask_health = lambda member, tell: asked.append(tell)
+        for owner in ("X", "Y", "X", "Y", "X"):
+            if not stand.pool.is_down:
+                await stand.answer(b"good", owner)
+        assert stand.pool.is_down
+        await asyncio.sleep(1.2)
+        assert (len(asked), stand.pool.free()) == (1, 0)
+        asked[0](False)
+        await asyncio.sleep(2.5)
+        assert (len(asked), stand.pool.free()) == (2, 0)
+        asked[1](True)
+        assert stand.pool.free() == 1
+
+    stand.run(main)
+
+
+def test_one_of_ten_clients_that_is_all_bad_is_set_apart() -> None:
+    stand = Stand(FakeUpstream(slots=4).then(failing(400), delay_s=SERVICE_S, times=99999))
+
+    async def main() -> None:
+        good: list[Request] = []
+        for number in range(3000):
+            owner = number % 10
+            request = stand.send(b"bad" if owner == 3 else b"good", f"client {owner}")
+            if owner != 3 and number > 500:
+                good.append(request)
+            await asyncio.sleep(0.003)
+            stand.broker.expire(stand.clock())
+        await asyncio.sleep(5.0)
+        assert ("m", "client 3") in stand.offenders
+        assert {type(stand.witness.outcome(request)) for request in good} == {Output}
+        waits = sorted(request.ended - request.arrived for request in good)
+        assert waits[len(waits) * 99 // 100] < 4 * SERVICE_S  # virtual time
+
+    stand.run(main)
