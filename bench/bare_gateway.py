@@ -10,6 +10,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import carpool.app
@@ -47,7 +48,8 @@ class BareDispatcher:
         self.tasks: set[asyncio.Task[None]] = set()
         self.call_seconds = Histogram(SECONDS_BOUNDS)
         self.calls = {"ok": 0}
-        self.poisoned = 0
+        # What metrics ask for.
+        self.isolation = SimpleNamespace(steps=0, poisoned=0, unresolved=0, running=0)
 
     def batch_max(self, lane: LaneQueue, max_batch: int) -> int:
         return max_batch

@@ -155,7 +155,7 @@ class ModelService(ModelFace):
             in_flight_bytes_max=batching.in_flight_bytes_max,
         )
         self._broker = broker
-        self.offenders = offenders
+        self.riders_apart = offenders
         # Kept by `measure`, once a second.
         self.rate = 0.0
         self.utilization = 0.0
@@ -181,7 +181,7 @@ class ModelService(ModelFace):
         """Why a request that another process admitted is not taken up now; None if it is."""
         if self.pool.is_shut_to_some and self.pool.is_shut_to(request.owner):
             return upstream_down(self.pool)
-        if self.offenders and (self.name, request.owner) in self.offenders:
+        if self.riders_apart and (self.name, request.owner) in self.riders_apart:
             apart_max = APART_BATCHES_MAX * self.largest_batch()
             if self._broker.waiting_apart(self.name) >= apart_max:
                 return QueueFull(
@@ -218,7 +218,7 @@ class ModelService(ModelFace):
         return {
             **self.fleet.describe(),
             "capacity_rps": round(self.capacity_rps(), 2),
-            "offenders": self.offenders.of_model(self.name)[:OFFENDERS_SHOWN_MAX],
+            "offenders": self.riders_apart.of_model(self.name)[:OFFENDERS_SHOWN_MAX],
         }
 
     def heartbeat(self) -> dict[str, Any]:
@@ -230,7 +230,7 @@ class ModelService(ModelFace):
             "current_utilization": self.utilization,
             "rate": self.rate,
             "mean_batch_size": sizes.total / max(1, sum(sizes.counts)),
-            "offenders": self.offenders.seen_at(self.name)[-OFFENDERS_SHOWN_MAX:],
+            "offenders": self.riders_apart.seen_at(self.name)[-OFFENDERS_SHOWN_MAX:],
         }
 
     def measure(self, seconds: float) -> None:
@@ -258,6 +258,20 @@ class ModelService(ModelFace):
     def calls(self) -> Mapping[str, int]:
         """Upstream calls by result."""
         return self.dispatcher.calls
+
+    def isolation(self) -> Mapping[str, int]:
+        """Calls to find bad inputs, inputs at fault, requests not resolved in time."""
+        isolation = self.dispatcher.isolation
+        return {"calls": isolation.steps, "at-fault": isolation.poisoned, "unresolved": isolation.unresolved}
+
+    def offenders(self) -> int:
+        """Owners that ride apart now."""
+        return len(self.riders_apart.of_model(self.name))
+
+    def stray_answers(self) -> int:
+        """Connections that were closed because of bytes for which nobody had asked."""
+        endpoints = self.pool.endpoints
+        return sum(endpoint.stray_answers for endpoint in endpoints if isinstance(endpoint, HttpEndpoint))
 
     def slots(self) -> Mapping[str, int]:
         """Slots by state."""

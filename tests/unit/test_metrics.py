@@ -27,6 +27,15 @@ class FakeModel:
     def calls(self) -> Mapping[str, int]:
         return {"ok": 4}
 
+    def isolation(self) -> dict[str, int]:
+        return {"calls": 6, "at-fault": 1}
+
+    def offenders(self) -> int:
+        return 2
+
+    def stray_answers(self) -> int:
+        return 3
+
     def slots(self) -> Mapping[str, int]:
         return {"busy": 1, "free": 2}
 

@@ -37,6 +37,18 @@ class ModelView(Protocol):
         """Upstream calls by result."""
         ...
 
+    def isolation(self) -> Mapping[str, int]:
+        """What came of refused batches: calls to find bad inputs, inputs at fault, requests not resolved in time."""
+        ...
+
+    def offenders(self) -> int:
+        """Owners that ride apart now."""
+        ...
+
+    def stray_answers(self) -> int:
+        """Connections to the upstream that were closed because bytes came for which nobody had asked."""
+        ...
+
     def slots(self) -> Mapping[str, int]:
         """Slots by state."""
         ...
@@ -126,6 +138,19 @@ class CarpoolCollector(Collector):
         )
         batches = CounterMetricFamily("carpool_batches", "Batches sent, by why they were.", labels=["model", "reason"])
         calls = CounterMetricFamily("carpool_upstream_calls", "Upstream calls by result.", labels=["model", "result"])
+        isolation = CounterMetricFamily(
+            "carpool_isolation",
+            "Refused batches: calls to find bad inputs, inputs at fault, requests that were not resolved in time.",
+            labels=["model", "what"],
+        )
+        offenders = GaugeMetricFamily(
+            "carpool_offenders", "Owners whose inputs keep being refused, and who ride apart.", labels=["model"]
+        )
+        strays = CounterMetricFamily(
+            "carpool_upstream_stray_answers",
+            "Connections to the upstream that were closed because of bytes for which nobody had asked.",
+            labels=["model"],
+        )
         slots = GaugeMetricFamily("carpool_slots", "Slots by state.", labels=["model", "state"])
         depth = GaugeMetricFamily("carpool_queue_depth", "Requests that wait for a slot.", labels=["model"])
         rate = GaugeMetricFamily("carpool_arrival_rate", "Requests a second, lately.", labels=["model"])
@@ -142,7 +167,15 @@ class CarpoolCollector(Collector):
             name = model.name
             sizes.add_metric([name], model.batch_sizes().buckets(), model.batch_sizes().total)
             seconds.add_metric([name], model.call_seconds().buckets(), model.call_seconds().total)
-            for family, counts in ((batches, model.batches()), (calls, model.calls()), (slots, model.slots())):
+            counted = (
+                (batches, model.batches()),
+                (calls, model.calls()),
+                (isolation, model.isolation()),
+                (slots, model.slots()),
+            )
+            offenders.add_metric([name], model.offenders())
+            strays.add_metric([name], model.stray_answers())
+            for family, counts in counted:
                 for label, number in counts.items():
                     family.add_metric([name, label], number)
             depth.add_metric([name], model.queue_depth())
@@ -152,7 +185,8 @@ class CarpoolCollector(Collector):
             for endpoint, state in model.endpoint_states():
                 for each in ENDPOINT_STATES:
                     states.add_metric([name, endpoint, each], each == state)
-        yield from (sizes, seconds, batches, calls, slots, depth, rate, healthy, capacity, states)
+        yield from (sizes, seconds, batches, calls, isolation, offenders, strays)
+        yield from (slots, depth, rate, healthy, capacity, states)
 
 
 class Exposition:
