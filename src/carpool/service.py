@@ -163,8 +163,12 @@ class ModelService(ModelFace):
         self._busy_s_then = 0.0
 
     def free_slots(self) -> int:
-        """Slots that could take a batch now."""
-        return self.loop.free_slots()
+        """Slots that could take a batch now.
+
+        While a search is under way every call counts: then one batch is fetched ahead, so that no slot waits for Redis.
+        """
+        is_ahead = self.dispatcher.isolation.running > 0 and not self.pool.is_down
+        return max(self.loop.free_slots(), int(is_ahead))
 
     def largest_batch(self) -> int:
         """The most requests in a batch."""
