@@ -240,7 +240,8 @@ class Process:
         self._timers["measure"] = asyncio.get_running_loop().call_later(RATE_TICK_S, self._measure)
         for service in self.services:
             service.measure(RATE_TICK_S)
-        self.offenders.look(monotonic())
+        waiting = self.services[0].owners_apart() if self.services and self.offenders else frozenset()
+        self.offenders.look(monotonic(), waiting)
 
 
 def changed_for_the_next_start(old: Settings, new: Settings) -> list[str]:

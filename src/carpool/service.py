@@ -135,12 +135,12 @@ class ModelService(ModelFace):
             dead_letters=dead_letters,
             offenders=offenders,
             max_batch=self.largest_batch,
-            others_waiting=lambda: self.waiting_elsewhere() + broker.most_waiting(name),
+            others_waiting=self._others_waiting,
             when_limit_is_learned=self._limit_is_learned,
         )
         # Requests of this model that wait where this process takes them from (Redis), as far as it knows.
         self.waiting_elsewhere: Callable[[], int] = lambda: 0
-        self.pool.others_wait = lambda: broker.others_wait(name) or self.waiting_elsewhere() > 0
+        self.pool.others_wait = lambda: self._others_waiting() > 0
         self._slots: Slots = self.pool if sharers is None else SharedSlots(self.pool, sharers)
         batching = settings.batching
         self.loop = BatchLoop(
@@ -161,6 +161,16 @@ class ModelService(ModelFace):
         self.utilization = 0.0
         self._arrivals_then = 0
         self._busy_s_then = 0.0
+
+    def owners_apart(self) -> set[tuple[str, str]]:
+        """Model and owner of the offenders whose requests wait, of all models of this process."""
+        return self._broker.owners_apart()
+
+    def _others_waiting(self) -> int:
+        """Requests that could share a batch and wait for a slot; none while there is no room for their bytes."""
+        if self.pool.free() and not self.loop.free_slots():
+            return 0
+        return self.waiting_elsewhere() + self._broker.most_waiting(self.name)
 
     def free_slots(self) -> int:
         """Slots that could take a batch now.

@@ -29,9 +29,7 @@ async def test_all_batchers_know_an_offender_and_others_are_answered(tmp_path: P
         assert 422 in bad and 200 not in bad
 
         async def is_known_everywhere() -> bool:
-            shown = [await gateway.process.fleet()]
-            for batcher in batchers:
-                shown.append(await batcher.process.fleet())
+            shown = [await place.process.fleet() for place in (gateway, *batchers)]
             return all(model["offenders"] == [BAD] for model in shown)
 
         # Its score falls with time: keep it an offender while we look.

@@ -133,8 +133,19 @@ def test_somebody_else_s_failure_closes_it_to_all() -> None:
     assert (breaker.blamed_owner, breaker.allows_others(), breaker.allows(NOW)) == (None, False, False)
 
 
-@pytest.mark.parametrize("owners", [[], ["you"], ["me", "you"]])
-def test_anything_else_in_the_row_counts_for_all(owners: list[str]) -> None:
+def test_one_failure_that_was_nobody_s_input_does_not_turn_one_owner_s_into_everybody_s() -> None:
+    breaker = Breaker(failures_max=3)
+    breaker.failed(NOW, 0.0)
+    for _ in range(2):
+        breaker.failed(NOW, 0.0, owners=["me"])
+    assert breaker.allows_others()
+    breaker.started(NOW)
+    breaker.failed(NOW, 0.0, probe=True)  # somebody else's, broken off
+    assert not breaker.allows_others()
+
+
+@pytest.mark.parametrize("owners", [["you"], ["me", "you"]])
+def test_failures_of_two_owners_count_for_all(owners: list[str]) -> None:
     breaker = Breaker(failures_max=3)
     breaker.failed(NOW, 0.0, owners=["me"])
     breaker.failed(NOW, 0.0, owners=owners)

@@ -600,7 +600,7 @@ def test_a_lone_failure_is_poison_only_if_the_endpoint_is_known_to_be_well(statu
 
     async def main() -> None:
         check_own(await stand.deliver_now(1))
-        await asyncio.sleep(9.9)
+        await asyncio.sleep(0.9)
         (outcome,) = await stand.deliver_now(1)
         assert isinstance(outcome, InputRefused)
         assert stand.failed() == {"fake": 0}

@@ -68,6 +68,9 @@ class Lane:
         self.waiting += 1
         self.waiting_bytes += request.size
         tier = self._tier_of(request)
+        if tier and tier[-1].place <= request.place:  # one that moves to this lane from another
+            tier.append(request)
+            return
         later: list[Request] = []
         while tier and tier[0].place < request.place:  # a few at most: others that were put back
             later.append(tier.popleft())

@@ -81,6 +81,11 @@ class MemoryBroker:
         """Requests of offenders that wait."""
         return sum(lane.waiting for lane in self._active[model].values() if lane.is_apart)
 
+    def owners_apart(self) -> set[tuple[str, str]]:
+        """Model and owner of the offenders whose requests wait."""
+        lanes = [lane for lanes in self._active.values() for lane in lanes.values() if lane.is_apart]
+        return {(lane.model, request.owner) for lane in lanes for request in lane.requests()}
+
     def most_waiting(self, model: str) -> int:
         """Requests in the longest lane whose owners are no offenders."""
         return max((lane.waiting for lane in self._active[model].values() if not lane.is_apart), default=0)

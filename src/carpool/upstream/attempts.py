@@ -202,7 +202,7 @@ class Attempts:
             member.load.report(answer.load)
         try:
             if not 200 <= answer.status < 300:
-                return self._refused(answer, len(members), member, started, call_id)
+                return self._refused(answer, members, member, started, call_id)
             parts = self._codec.decode(answer, members, call_id)
         except ProtocolFaultError as fault:
             self.calls["protocol-fault"] += 1
@@ -225,9 +225,10 @@ class Attempts:
         self._outcomes.settle_batch(members, [Output(part.value, facts, part.tokens_used) for part in parts])
         return None
 
-    def _refused(self, answer: Answer, size: int, member: Member, started: float, call_id: str) -> Failure:
+    def _refused(self, answer: Answer, members: list[Request], member: Member, started: float, call_id: str) -> Failure:
         """An answer with an error status. What the body says goes to a client that was alone in its call, at most."""
         self.calls["refused"] += 1
+        size = len(members)
         refusal = self._codec.classify(answer, size, call_id)
         if refusal.batch_max is not None and member.batch_limit.said(refusal.batch_max, size, self._clock()):
             self._when_limit_is_learned(member)
@@ -237,7 +238,8 @@ class Attempts:
                 self._pool.says_nothing(member)  # busy, not broken
                 member.load.refused()
             else:
-                self._pool.went_badly(member)
+                # It answers: what it says may have to do with these inputs.
+                self._pool.went_badly(member, {request.owner for request in members})
             error = UpstreamFailed(says) if refusal.kind == "elsewhere" else UpstreamRefused(says)
             return Failure(refusal, error, member, size, started)
         self._pool.says_nothing(member)

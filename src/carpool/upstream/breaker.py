@@ -30,6 +30,7 @@ class Breaker:
         "_pause_s_first",
         "_pause_s_max",
         "_probe_until",
+        "_unowned",
         "state",
     )
 
@@ -47,6 +48,8 @@ class Breaker:
         # Rule 6, of the failures in a row: whose inputs they were, and whether they were more than that.
         self._only_owner: str | None = None
         self._is_for_all = False
+        # Failures in a row that were nobody's input.
+        self._unowned = 0
 
     def __repr__(self) -> str:
         return f"<Breaker {self.state} failures={self._failures}>"
@@ -90,7 +93,7 @@ class Breaker:
         self.state = "closed"
         self._failures = 0
         self._pause_s = self._pause_s_first
-        self._only_owner, self._is_for_all = None, False
+        self._only_owner, self._is_for_all, self._unowned = None, False, 0
 
     def failed(
         self,
@@ -110,7 +113,12 @@ class Breaker:
         if self.state == "open" and now < self._probe_until:
             return False
         self._failures += 1
-        if len(owners) != 1 or self._only_owner not in (None, *owners):
+        if not owners:
+            # A single one of these among failures of one owner changes nothing; a probe that fails so does.
+            self._unowned += 1
+            if probe or self._unowned >= self._failures_max:
+                self.close_to_all()
+        elif len(owners) > 1 or self._only_owner not in (None, *owners):
             self.close_to_all()
         else:
             (self._only_owner,) = owners

@@ -125,6 +125,7 @@ class UpstreamDispatcher:
         if is_apart and self._pool.others_wait():
             deliver = self._deliver_apart(batch, member, ended, self.attempts.service_s)
             self._pool.isolation.pay(self.attempts.service_s)
+            self.isolation.apart_sent()
         else:
             deliver = self._deliver(batch, member, ended)
         task = asyncio.get_running_loop().create_task(deliver)

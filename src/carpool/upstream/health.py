@@ -134,7 +134,11 @@ class HealthWatch:
         """For the pool: how an endpoint is, by its health page. A page that was never well says nothing."""
 
         async def ask() -> None:
-            tell(await self._is_alive(member.endpoint) or member.alive_at == -inf)
+            is_well = True  # whatever fails here must not keep the endpoint out
+            try:
+                is_well = await self._is_alive(member.endpoint) or member.alive_at == -inf
+            finally:
+                tell(is_well)
 
         task = asyncio.get_running_loop().create_task(ask())
         self._asking.add(task)

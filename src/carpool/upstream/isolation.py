@@ -41,7 +41,9 @@ WORTH = 0.5
 # Offenders, and searches among them, go while fewer wait than this share of a batch.
 OTHERS_SHARE_APART = 0.1
 # However many wait: the first steps of a search, which resolve most, come in time; and offenders get on, too.
-STARVED_S, STARVED_APART_S = 1.5, 1.0
+STARVED_S, STARVED_SMALL_S, STARVED_APART_S = 1.5, 3.0, 1.0
+# Where fewer wait than this share of a batch, slots take small batches, and a search takes nothing from anybody.
+FEW_SHARE = 0.25
 # Without others for so long, offenders may have every slot.
 OTHERS_GONE_S = 1.0
 # From this share of refused batches on, somebody is looked for whom they have in common.
@@ -50,6 +52,8 @@ MOSTLY_REFUSED = 0.4
 STEP_S_MAX = 1.0
 # What a step shows of so few is worth something only if the endpoint is well.
 FEW = 3
+# Where a refusal may be the endpoint's fault, it must have answered others so lately for a request that came alone.
+SURE_S = 1.0
 # How many endpoints are asked about one input alone.
 ASKED_ALONE_MAX = 2
 
@@ -61,6 +65,7 @@ class Case:
 
     __slots__ = (
         "answered_by",
+        "asked",
         "batch",
         "counted",
         "failure",
@@ -89,6 +94,8 @@ class Case:
         self.largest_answered = 0
         # Owners that have been counted as offenders for this case already.
         self.counted: set[str] = set()
+        # How many endpoints were asked about a member alone, where it was more than one.
+        self.asked: dict[int, int] = {}
         self.under_way = 0
         # Since when it waits for a slot.
         self.waiting_since = now
@@ -137,7 +144,8 @@ class Isolation:
         self._others_waiting = others_waiting
         self._clock = clock
         self._common = CommonOwner()
-        self._cases: list[Case] = []
+        # In the order in which they came.
+        self._cases: dict[Case, None] = {}
         # The event loop holds its tasks only weakly.
         self._steps: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -202,8 +210,8 @@ class Isolation:
 
     def add_known(self, requests: list[Request]) -> None:
         """These inputs are known to make batches fail: each is sent alone."""
-        for request in requests:
-            self._begin(Case([request], Search([], [Group(0, 1)]), None, self._clock()))
+        singles = [Group(index, index + 1) for index in range(len(requests))]
+        self._begin(Case(requests, Search([], singles), None, self._clock()))
 
     async def finish(self, timeout_s: float) -> None:
         """Wait for the searches under way; past the timeout they are given up."""
@@ -216,7 +224,8 @@ class Isolation:
                 step.cancel()
             await asyncio.gather(*self._steps, return_exceptions=True)
             for case in self._cases:
-                self._settle([case.batch[index] for index in case.search.members()], leaving)
+                indices = (*case.search.members(), *case.search.refused_alone)
+                self._settle([case.batch[index] for index in indices], leaving)
             self._cases.clear()
             self._look()
 
@@ -228,7 +237,7 @@ class Isolation:
             self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
     def _begin(self, case: Case) -> None:
-        self._cases.append(case)
+        self._cases[case] = None
         self._is_idle.clear()
         self._start_steps()
         self.look_soon()
@@ -277,7 +286,7 @@ class Isolation:
     def _choose(self, member: Member | None) -> tuple[Case, Wish] | None:
         """The case that may send something now, to this endpoint if one is named: that with the most unresolved."""
         others_wait = self._pool.others_wait()
-        allows = not others_wait or self._pool.isolation_allows()
+        allows = not others_wait or self._few_wait() or self._pool.isolation_allows()
         best: tuple[int, Case, Wish] | None = None
         for case in self._cases:
             is_alive = self._is_alive(case)
@@ -303,7 +312,8 @@ class Isolation:
         unresolved, max_batch = case.search.unresolved, self._max_batch()
         if self._others_worth() < OTHERS_SHARE * max_batch + unresolved * WORTH:
             return True
-        return 2 * unresolved >= max_batch and self._clock() - case.waiting_since > STARVED_S
+        waited_s = self._clock() - case.waiting_since
+        return waited_s > (STARVED_S if 2 * unresolved >= max_batch else STARVED_SMALL_S)
 
     def _apart_may_go(self) -> bool:
         pool = self._pool
@@ -311,14 +321,18 @@ class Isolation:
             # The last free slot is for those who come next, if that is known to happen.
             return pool.free() > 1 or pool.total() == 1 or self._clock() - self._others_at > OTHERS_GONE_S
         self._others_at = self._clock()
-        if not (pool.isolation_allows() and self._apart_goes_before()):
-            return False
+        return pool.isolation_allows() and self._apart_goes_before()
+
+    def apart_sent(self) -> None:
+        """A batch of offenders has taken a slot though others wait."""
         self._apart_at = self._clock()
-        return True
 
     def _apart_goes_before(self) -> bool:
         few_wait = self._others_worth() < OTHERS_SHARE_APART * self._max_batch()
         return few_wait or self._clock() - self._apart_at > STARVED_APART_S
+
+    def _few_wait(self) -> bool:
+        return self._others_waiting() < FEW_SHARE * self._max_batch()
 
     def _others_worth(self) -> float:
         """How many of those who wait would be answered by the next batch, if there were room for all."""
@@ -350,7 +364,7 @@ class Isolation:
         singly = is_singly(share, len(search.refused_alone), search.answered_members)
         group = search.take_next(is_alive=self._goes_on(case), singly=singly)
         assert group is not None  # `_choose` has asked
-        is_paid = self._pool.others_wait()
+        is_paid = self._pool.others_wait() and not self._few_wait()
         if is_paid:
             self._pool.isolation.pay(self._attempts.service_s)
             if case.batch[0].is_apart:
@@ -442,10 +456,11 @@ class Isolation:
         if self._is_at_fault(case, index):
             self._convict(case, request, failure)
             return False
-        is_asked = len(case.refused_alone_by.get(index, ())) < ASKED_ALONE_MAX and self._pool.has_others(failure.member)
+        is_asked = case.asked.get(index, 1) < ASKED_ALONE_MAX and self._pool.has_others(failure.member)
         # While nothing at all is answered, that would be in vain. A request that came alone is asked about at any rate.
         if is_asked and (self._goes_on(case) or len(case.batch) == 1):
             case.search.ask_again(index)
+            case.asked[index] = case.asked.get(index, 1) + 1
             return True
         return False
 
@@ -456,7 +471,9 @@ class Isolation:
         lane = case.batch[index].common_key
         lately = self._clock() - WELL_S
         was_search = case.failure is not None and case.failure.size > 1
-        since = case.started if was_search and not failure.is_certain else lately
+        if not failure.is_certain:
+            lately = case.started if was_search else self._clock() - SURE_S
+        since = lately
         is_right = bool(by_alone & case.answered_by) or any(
             self._pool.answered_lane(member, lane, since) for member in by_alone
         )
@@ -528,7 +545,7 @@ class Isolation:
 
     def _end(self, case: Case) -> None:
         """Nothing can be sent any more."""
-        self._cases.remove(case)
+        del self._cases[case]
         failure = case.failure
         indices = [*case.search.give_up(), *case.search.refused_alone]
         left = {index: case.batch[index] for index in indices if case.batch[index].phase != DONE}

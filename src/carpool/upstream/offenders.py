@@ -84,10 +84,15 @@ class Offenders:
             self._scores[rider] = (score, now)
             self._look(rider, score)
 
-    def look(self, now: float) -> None:
-        """Let time do its part; to be called once a second or so."""
+    def look(self, now: float, waiting: Set[tuple[str, str]] = frozenset()) -> None:
+        """Let time do its part; to be called once a second or so. Not for those who are waiting: nobody has tested
+        their inputs meanwhile.
+        """
         for rider in list(self._scores):
-            self._look(rider, self._score(rider, now))
+            if rider in waiting and rider in self._apart:
+                self._scores[rider] = (self._scores[rider][0], now)
+            else:
+                self._look(rider, self._score(rider, now))
         self._told = {rider: until for rider, until in self._told.items() if until > now}
 
     def told(self, riders: Iterable[tuple[str, str]], now: float) -> None:
@@ -125,12 +130,14 @@ class Offenders:
 class CommonOwner:
     """Rule 4: whom all refusals have in common."""
 
-    __slots__ = ("_batches", "_candidates")
+    __slots__ = ("_batches", "_candidates", "_is_any_answered")
 
     def __init__(self) -> None:
         # Empty: nothing was refused lately.
         self._candidates: Set[str] = frozenset()
         self._batches = 0
+        # Else it may be the endpoint that refuses everything.
+        self._is_any_answered = False
 
     def __bool__(self) -> bool:
         return bool(self._candidates)
@@ -142,7 +149,7 @@ class CommonOwner:
         """A call with inputs of these owners was refused; the one owner that explains all of it, if there is one."""
         common = self._candidates & owners
         if not common:  # nobody explains all: begin again with this one
-            common, self._batches = owners, 0
+            common, self._batches, self._is_any_answered = owners, 0, False
         self._candidates = common
         self._batches += is_batch
         return self._found()
@@ -151,14 +158,15 @@ class CommonOwner:
         """A call with inputs of these owners was answered; the one owner that is left, if there is one."""
         if self._candidates:
             self._candidates = self._candidates - owners
+            self._is_any_answered = True
         return self._found()
 
     def forget(self) -> None:
         """Batches are answered again."""
-        self._candidates, self._batches = frozenset(), 0
+        self._candidates, self._batches, self._is_any_answered = frozenset(), 0, False
 
     def _found(self) -> str | None:
-        if len(self._candidates) != 1 or self._batches < BATCHES_MIN:
+        if len(self._candidates) != 1 or self._batches < BATCHES_MIN or not self._is_any_answered:
             return None
         (owner,) = self._candidates
         return owner

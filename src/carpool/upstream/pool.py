@@ -409,7 +409,12 @@ class Pool:
         if member.is_leaving:
             return
         breaker = member.breaker
-        most = member.limit if breaker.state == "closed" else int(self._may_probe(breaker))
+        if breaker.state == "closed":
+            most = member.limit
+        elif breaker.allows_others():  # beside calls that began before
+            most = min(member.limit, member.in_flight + 1)
+        else:
+            most = int(breaker.allows(self._clock()))
         while member.offered + member.in_flight < most:
             if self._hand_to_retry(member) or self._hand_to_search(member):
                 continue
@@ -478,7 +483,7 @@ class Pool:
     def _wait_for_probe(self, member: Member) -> None:
         self._cancel_probe(member)
         if not member.is_leaving:
-            is_for_others = member.breaker.allows_others() and not member.offered
+            is_for_others = member.breaker.allows_others() and not member.offered and member.in_flight < member.limit
             delay_s = 0.0 if is_for_others else max(0.0, member.breaker.probe_at() - self._clock())
             loop = asyncio.get_running_loop()
             self._probe_timers[member] = loop.call_later(delay_s + TIMER_S_MIN, self._probe_is_due, member)

@@ -50,10 +50,12 @@ Verdict = Literal["nothing", "answers so", "repeats"]
 class Repeats:
     """What is known of one endpoint in this matter."""
 
-    __slots__ = ("_believed_until", "_doubted")
+    __slots__ = ("_before", "_believed_until", "_doubted")
 
     def __init__(self) -> None:
         self._doubted: Exchange | None = None
+        # The call whose answer it may be.
+        self._before: Print | None = None
         self._believed_until = -inf
 
     def is_doubtful(self, exchange: Exchange, before: Exchange, now: float) -> bool:
@@ -61,7 +63,7 @@ class Repeats:
         is_same = exchange.answer == before.answer and exchange.call != before.call
         if not is_same or exchange.answer.size < ANSWER_BYTES_MIN or now < self._believed_until:
             return False
-        self._doubted = exchange
+        self._doubted, self._before = exchange, before.call
         return True
 
     def seen_alone(self, exchange: Exchange, now: float) -> Verdict:
@@ -69,7 +71,8 @@ class Repeats:
         doubted = self._doubted
         if doubted is None:
             return "nothing"
-        if exchange.answer == doubted.answer:
+        # The call before has this answer by right: that shows nothing.
+        if exchange.answer == doubted.answer and exchange.call != self._before:
             self._doubted = None
             self._believed_until = now + BELIEVED_S
             return "answers so"

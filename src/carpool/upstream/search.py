@@ -35,7 +35,16 @@ class Group(NamedTuple):
 class Search:
     """The state of one search over the members 0 … size - 1 of a batch."""
 
-    __slots__ = ("_cut_at", "_other_half", "_suspects", "_unknown", "answered_members", "any_answered", "refused_alone")
+    __slots__ = (
+        "_cut_at",
+        "_is_alive",
+        "_other_half",
+        "_suspects",
+        "_unknown",
+        "answered_members",
+        "any_answered",
+        "refused_alone",
+    )
 
     def __init__(self, suspects: list[Group], unknown: list[Group] | None = None, cut_at: int = 0) -> None:
         self._suspects = suspects
@@ -46,6 +55,8 @@ class Search:
         # By a group that is being sent: what is a suspect if it is answered; None where nothing follows from that.
         self._other_half: dict[Group, Group | None] = {}
         self.any_answered = False
+        # It said something that only a living endpoint says.
+        self._is_alive = False
         self.answered_members = 0
         # Members that were refused with nobody else in their call.
         self.refused_alone: list[int] = []
@@ -110,7 +121,8 @@ class Search:
         return None
 
     def too_large(self, group: Group) -> None:
-        """The group was refused for its size, which says nothing of its members."""
+        """The group was refused for its size, which says nothing of its members, but that the endpoint is alive."""
+        self._is_alive = True
         other = self._other_half.pop(group)
         self._unknown += [*halves(group), *([other] if other else [])]
 
@@ -148,7 +160,7 @@ class Search:
         return halves(group)
 
     def _may_send(self, group: Group, is_alive: bool) -> bool:
-        is_blind = not is_alive and not self.any_answered
+        is_blind = not (is_alive or self.any_answered or self._is_alive)
         # A suspect is cut first, which adds a level.
         cut = 1 if group in self._suspects and group.size > 1 else 0
         return not is_blind or group.level + cut <= BLIND_LEVEL_MAX

@@ -571,7 +571,7 @@ class Feed:
             if fault is None:
                 fault = self._models[request.model].refusal_of(request)
                 if fault is not None and request.is_task:  # nobody waits on the line: it is for later, or for others
-                    self._answers.release(Lease(haul, entry_id, NO_HEADER))
+                    self._set_aside(shard, field, entry_id, delivery)
                     continue
             haul.open[entry_id] = request
             self._broker.hold(request)
@@ -586,6 +586,13 @@ class Feed:
             self.taken += len(haul.open)
         else:
             self.claimed += len(haul.open)
+
+    def _set_aside(self, shard: Shard, field: bytes, entry_id: bytes, delivery: int) -> None:
+        """Leave an entry until its lease is over, this delivery uncounted. (Released, it would be claimed again at once,
+        before those of dead batchers.)
+        """
+        claim = (b"XCLAIM", shard.stream(field), GROUP, self._consumer, 0, entry_id)
+        self._nodes.send(shard.slot, ignore, *claim, b"IDLE", 0, b"RETRYCOUNT", delivery - 1, b"JUSTID")
 
     def _lost_lease(self, request: Request) -> None:
         """Another batcher has it: no need to send it from here."""
