@@ -588,8 +588,9 @@ class Feed:
             self.claimed += len(haul.open)
 
     def _set_aside(self, shard: Shard, field: bytes, entry_id: bytes, delivery: int) -> None:
-        """Leave an entry until its lease is over, this delivery uncounted. (Released, it would be claimed again at once,
-        before those of dead batchers.)
+        """Leave an entry until its lease is over, this delivery uncounted.
+
+        Released, it would be claimed again at once, before those of dead batchers.
         """
         claim = (b"XCLAIM", shard.stream(field), GROUP, self._consumer, 0, entry_id)
         self._nodes.send(shard.slot, ignore, *claim, b"IDLE", 0, b"RETRYCOUNT", delivery - 1, b"JUSTID")
