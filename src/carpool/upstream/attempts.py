@@ -13,7 +13,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from secrets import token_hex
 from typing import NamedTuple
 
@@ -90,11 +90,17 @@ class Attempts:
         self._clock = clock
         self._random_share = random_share
         self._call_ids = CallIds(token_hex(4))
+        # Counts a failure on inputs of these owners.
+        self.blame: Callable[[Iterable[Member], Collection[str]], None] = self._blame_only
         # How long calls take, lately.
         self.service_s = SERVICE_S_PRIOR
         # For metrics: seconds of the calls that were answered, calls by result.
         self.call_seconds = Histogram(SECONDS_BOUNDS)
         self.calls: dict[str, int] = {"ok": 0, "failed": 0, "refused": 0, "protocol-fault": 0}
+
+    def _blame_only(self, members: Iterable[Member], owners: Collection[str]) -> None:
+        for member in members:
+            self._pool.went_badly(member, owners)
 
     def live(self, batch: list[Request]) -> list[Request]:
         """Those who still wait, and whose deadline has not passed."""
@@ -237,9 +243,12 @@ class Attempts:
             if answer.status == 429:
                 self._pool.says_nothing(member)  # busy, not broken
                 member.load.refused()
+            elif refusal.kind == "give-up" or not self._pool.has_others(member):
+                # It answers: what it says may have to do with these inputs. (Where others can answer in its place, a
+                # word that blames no input is its own fault.)
+                self.blame([member], {request.owner for request in members})
             else:
-                # It answers: what it says may have to do with these inputs.
-                self._pool.went_badly(member, {request.owner for request in members})
+                self._pool.went_badly(member)
             error = UpstreamFailed(says) if refusal.kind == "elsewhere" else UpstreamRefused(says)
             return Failure(refusal, error, member, size, started)
         self._pool.says_nothing(member)

@@ -159,6 +159,7 @@ class Isolation:
         self._others_at = 0.0
         pool.search_for = self._step_before_others
         pool.apart_may_go = self._apart_may_go
+        attempts.blame = self._blame
         # For metrics.
         self.poisoned = 0
         self.unresolved = 0
