@@ -14,7 +14,11 @@ from support.upstreams import ScriptedUpstream, scripted_upstream
 JSON = "Content-Type: application/json\r\n"
 ASYNC = JSON + "Prefer: respond-async\r\n"
 PROXY, OTHER_PROXY, CLIENT = "127.0.0.3", "127.0.0.4", "127.0.0.2"
-SETTINGS = {"gateway.trusted_proxies": f"{PROXY},127.0.0.4/32"}
+SETTINGS = {
+    # An API that refuses everything would be left alone before long.
+    "upstream.breaker_failures": 1000,
+    "gateway.trusted_proxies": f"{PROXY},127.0.0.4/32",
+}
 
 
 @pytest.fixture

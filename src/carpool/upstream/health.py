@@ -177,16 +177,16 @@ class HealthWatch:
 
 def breaker_shown(breaker: Breaker, now: float) -> str:
     """The breaker's state; one that waits for a call to try the endpoint with counts as half-open."""
-    is_waiting = breaker.state == "open" and (breaker.allows(now) or breaker.allows_others())
-    return "half-open" if is_waiting else breaker.state
+    return "half-open" if breaker.state == "open" and breaker.allows(now) else breaker.state
 
 
 def state_of(member: Member, now: float) -> State:
     """How an endpoint is."""
     breaker = breaker_shown(member.breaker, now)
-    if breaker == "open" or member.failed_probes >= FAILED_PROBES_MAX:
+    is_open = breaker == "open" and not member.breaker.allows_others()  # else it is open to one owner only
+    if is_open or member.failed_probes >= FAILED_PROBES_MAX:
         return "offline"
-    if breaker == "half-open" or member.failed_probes or member.limit < member.endpoint.slots:
+    if breaker != "closed" or member.failed_probes or member.limit < member.endpoint.slots:
         return "degraded"
     return "healthy"
 

@@ -337,6 +337,11 @@ MODEL_FLEET: Json = strict_object(
         "healthy_slots": {"type": "integer", "description": "calls that the endpoints that work may have at once"},
         "capacity_rps": {"type": "number", "description": "healthy slots x largest batch / seconds a batch takes"},
         "endpoints": {"type": "array", "items": ENDPOINT},
+        "offenders": {
+            "type": "array",
+            "items": {"type": "string"},
+            "description": "owners whose inputs keep being refused, and who ride apart",
+        },
     }
 )
 FLEET: Json = strict_object({"models": {"type": "object", "additionalProperties": MODEL_FLEET}})
