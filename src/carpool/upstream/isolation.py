@@ -35,8 +35,9 @@ logger = logging.getLogger("carpool.upstream")
 
 # While searches are under way: how often slots, deadlines and the account are looked at.
 LOOK_S = 0.01
-# Rule 2: a search goes before others while fewer of them wait than this share of a batch and half of its members.
-OTHERS_SHARE = 0.6
+# Rule 2: a search goes before others while fewer of them wait than this share of a batch and WORTH of its members.
+OTHERS_SHARE = 0.55
+# What a member of a search counts for, beside one that waits.
 WORTH = 0.5
 # Offenders, and searches among them, go while fewer wait than this share of a batch.
 OTHERS_SHARE_APART = 0.1
