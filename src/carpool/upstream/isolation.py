@@ -288,6 +288,8 @@ class Isolation:
     def _choose(self, member: Member | None) -> tuple[Case, Wish] | None:
         """The case that may send something now, to this endpoint if one is named: that with the most unresolved."""
         others_wait = self._pool.others_wait()
+        if others_wait and self._is_enough(member):
+            return None
         allows = not others_wait or self._few_wait() or self._pool.isolation_allows()
         best: tuple[int, Case, Wish] | None = None
         for case in self._cases:
@@ -302,6 +304,13 @@ class Isolation:
             if (best is None or unresolved > best[0]) and (member is None or self._pool.fits(member, wish)):
                 best = (unresolved, case, wish)
         return best[1:] if best else None
+
+    def _is_enough(self, member: Member | None) -> bool:
+        """Whether so many steps are under way that the next one would take the last free slot, which others need soon."""
+        pool = self._pool
+        is_last = pool.free() <= (member is None)
+        under_way = sum(case.under_way for case in self._cases)
+        return is_last and under_way >= pool.isolation.at_once(pool.total())
 
     def _goes_before(self, case: Case) -> bool:
         """Whether a step of this search is worth more than a batch of others, who lose a slot by it.

@@ -42,6 +42,10 @@ class SlotShare:
         self._updated = max(now, self._updated)
         return self._balance_s >= 0.0
 
+    def at_once(self, slots: int) -> int:
+        """How many calls may be under way before others notice."""
+        return slots if self.mostly_refused else max(1, int(self._share * slots))
+
     @property
     def mostly_refused(self) -> float:
         """Rule 4: the share of the batches that are refused, if that is most of them; else 0."""
