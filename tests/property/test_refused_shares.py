@@ -53,14 +53,25 @@ def test_it_follows_what_is_seen_and_forgets() -> None:
 
 def test_one_bad_input_after_a_quiet_time_changes_nothing() -> None:
     lanes = RefusedShares()
-    lanes.refused("lane")
-    assert lanes.best_size("lane", 64) >= 32
-    assert may_clear(lanes.share("lane"), 64)
+    for _ in range(5):
+        lanes.refused("lane")
+        assert lanes.best_size("lane", 64) == 64
+        assert may_clear(lanes.share("lane"), 64)
+        lanes.answered("lane", 2000)
+
+
+def test_a_few_bad_inputs_in_a_row_are_remembered() -> None:
+    lanes = RefusedShares()
+    for _ in range(6):
+        lanes.refused("lane")
+        lanes.answered("lane", 16)
+    assert lanes.best_size("lane", 64) < 64
 
 
 def test_lanes_are_bounded() -> None:
     lanes = RefusedShares()
     for number in range(LANES_MAX + 5):
+        lanes.refused(number)
         lanes.refused(number)
     assert lanes.share(0) == 0.0 and lanes.share(LANES_MAX + 4) > 0.0
 

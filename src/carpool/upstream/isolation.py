@@ -306,7 +306,7 @@ class Isolation:
         return best[1:] if best else None
 
     def _is_enough(self, member: Member | None) -> bool:
-        """Whether so many steps are under way that the next one would take the last free slot, which others need soon."""
+        """Whether the next step would take the last free slot, which others need soon, and others are under way."""
         pool = self._pool
         is_last = pool.free() <= (member is None)
         under_way = sum(case.under_way for case in self._cases)

@@ -1,7 +1,7 @@
 """How common bad inputs are in a lane, and what follows for its batches. Pure.
 
 1. The share of refused inputs is an average over about the last thousand, which starts with a hundred and some good
-   ones: one bad input after a quiet time is no reason to change anything.
+   ones. One bad input among those is no reason to change anything: it does not count.
 2. A batch with a bad input costs a search. `calls_for` says how many calls a batch is expected to need, the search
    included; outputs for each call are its yield. The best size is the smallest whose yield is close to the best one:
    where bad inputs are rare that is the largest batch, where they are common about 1 / √share.
@@ -38,7 +38,12 @@ class RefusedShare:
     @property
     def share(self) -> float:
         """From 0 to 1."""
-        return self._refused / self._seen
+        return max(0.0, self._refused - 1.0) / self._seen
+
+    @property
+    def is_as_good_as_none(self) -> bool:
+        """Whether bad inputs were so long ago that they need not be remembered."""
+        return self._refused * SEEN_MAX < 0.5 * self._seen
 
     def answered(self, count: int) -> None:
         """So many inputs were good."""
@@ -74,7 +79,7 @@ class RefusedShares:
         share = self._lanes.get(lane)
         if share is not None:
             share.answered(count)
-            if share.share * SEEN_MAX < 0.5:  # as good as none
+            if share.is_as_good_as_none:
                 del self._lanes[lane]
 
     def refused(self, lane: Hashable) -> None:
