@@ -1,108 +1,15 @@
 """One client can neither open a breaker for others nor keep it open; certain means certain."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
-import msgspec
 import pytest
 
-from carpool.batching.loop import BatchLoop
-from carpool.batching.policy import Fixed
-from carpool.broker.memory import MemoryBroker
 from carpool.core.errors import InputRefused, UpstreamFailed
 from carpool.core.outcome import Output
 from carpool.core.request import Request
-from carpool.testing import Answer, Call, FakeClock, FakeUpstream, Witness, echo, inputs_of, make_request
-from carpool.upstream.codecs import JsonCodec
-from carpool.upstream.dispatch import UpstreamDispatcher
-from carpool.upstream.offenders import Offenders
-from carpool.upstream.pool import Pool
-
-SERVICE_S = 0.05
-
-
-def failing(status: int, mark: bytes = b"bad") -> Callable[[Call], Answer]:
-    """An API that fails every call with such an input in it."""
-
-    def answer(call: Call) -> Answer:
-        if any(mark in value for value in inputs_of(call)):
-            return Answer(status, msgspec.json.encode({"error": "no"}))
-        return echo(call)
-
-    return answer
-
-
-class Stand:
-    """Everything between the door and the endpoints, in virtual time."""
-
-    def __init__(self, *upstreams: FakeUpstream) -> None:
-        self.clock = FakeClock()
-        self.upstreams = upstreams
-        self.witness = Witness()
-        self.offenders = Offenders()
-        self._serial = 0
-
-    def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        async def started() -> None:
-            self.broker = MemoryBroker(
-                waiting_max=1000, bytes_max=10**6, lanes_max=9, tiers=1, offenders=self.offenders, clock=self.clock
-            )
-            self.pool = Pool(self.upstreams, self.clock, random_share=lambda: 0.5)
-            self.pool.others_wait = lambda: self.broker.others_wait("m")
-            self.dispatcher = UpstreamDispatcher(
-                self.pool,
-                JsonCodec(),
-                self.broker,
-                timeout_s=3.0,
-                attempts=3,
-                backoff_s=0.05,
-                model="m",
-                offenders=self.offenders,
-                others_waiting=lambda: self.broker.most_waiting("m"),
-                clock=self.clock,
-            )
-            BatchLoop(
-                "m",
-                self.broker,
-                self.pool,
-                self.dispatcher,
-                Fixed(),
-                max_batch=8,
-                max_wait_s=0.005,
-                clock=self.clock,
-            )
-            await main()
-            await self.dispatcher.finish(60.0)
-            self.pool.close()
-
-        self.clock.run(started())
-
-    def send(self, value: bytes, owner: str, is_task: bool = False) -> Request:
-        self._serial += 1
-        request = make_request(
-            str(self._serial),
-            self.witness,
-            now=self.clock(),
-            value=b'"%b %d"' % (value, self._serial),
-            owner=owner,
-            is_task=is_task,
-            total_timeout_s=600.0 if is_task else 4.0,
-        )
-        assert self.broker.submit(request) is None
-        return request
-
-    async def answer(self, value: bytes, owner: str) -> Any:
-        """The outcome of one request; None if the door is closed to its owner."""
-        if self.pool.is_down or self.pool.is_shut_to(owner):
-            return None
-        request = self.send(value, owner)
-        for _ in range(500):
-            await asyncio.sleep(0.01)
-            self.broker.expire(self.clock())
-            if (outcome := self.witness.outcome(request)) is not None:
-                return outcome
-        raise AssertionError("no outcome")
+from carpool.testing import Answer, FakeUpstream
+from support.virtual_gateway import SERVICE_S, Stand, failing
 
 
 @pytest.mark.parametrize("status", [400, 500])

@@ -1,0 +1,104 @@
+"""Everything between the door and the endpoints, with the classes of a gateway, in virtual time."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from carpool.batching.loop import BatchLoop
+from carpool.batching.policy import Fixed
+from carpool.broker.memory import MemoryBroker
+from carpool.core.request import Request
+from carpool.testing import Answer, Call, FakeClock, FakeUpstream, Witness, echo, inputs_of, make_request
+from carpool.upstream.codecs import JsonCodec
+from carpool.upstream.dispatch import UpstreamDispatcher
+from carpool.upstream.offenders import Offenders
+from carpool.upstream.pool import Pool
+
+SERVICE_S = 0.05
+
+
+def failing(status: int, mark: bytes = b"bad") -> Callable[[Call], Answer]:
+    """An API that fails every call with such an input in it."""
+
+    def answer(call: Call) -> Answer:
+        if any(mark in value for value in inputs_of(call)):
+            return Answer(status, msgspec.json.encode({"error": "no"}))
+        return echo(call)
+
+    return answer
+
+
+class Stand:
+    """A gateway without a face: a test sends requests to it, and scripts its upstreams."""
+
+    def __init__(self, *upstreams: FakeUpstream, max_batch: int = 8) -> None:
+        self.clock = FakeClock()
+        self.upstreams = upstreams
+        self.witness = Witness()
+        self.offenders = Offenders()
+        self._max_batch = max_batch
+        self._serial = 0
+
+    def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def started() -> None:
+            self.broker = MemoryBroker(
+                waiting_max=1000, bytes_max=10**6, lanes_max=9, tiers=1, offenders=self.offenders, clock=self.clock
+            )
+            self.pool = Pool(self.upstreams, self.clock, random_share=lambda: 0.5)
+            self.pool.others_wait = lambda: self.broker.others_wait("m")
+            self.dispatcher = UpstreamDispatcher(
+                self.pool,
+                JsonCodec(),
+                self.broker,
+                timeout_s=3.0,
+                attempts=3,
+                backoff_s=0.05,
+                model="m",
+                offenders=self.offenders,
+                max_batch=lambda: self._max_batch,
+                others_waiting=lambda: self.broker.most_waiting("m"),
+                clock=self.clock,
+            )
+            BatchLoop(
+                "m",
+                self.broker,
+                self.pool,
+                self.dispatcher,
+                Fixed(),
+                max_batch=self._max_batch,
+                max_wait_s=0.005,
+                clock=self.clock,
+            )
+            await main()
+            await self.dispatcher.finish(60.0)
+            self.pool.close()
+
+        self.clock.run(started())
+
+    def send(self, value: bytes, owner: str, is_task: bool = False) -> Request:
+        self._serial += 1
+        request = make_request(
+            str(self._serial),
+            self.witness,
+            now=self.clock(),
+            value=b'"%b %d"' % (value, self._serial),
+            owner=owner,
+            is_task=is_task,
+            total_timeout_s=600.0 if is_task else 4.0,
+        )
+        assert self.broker.submit(request) is None
+        return request
+
+    async def answer(self, value: bytes, owner: str) -> Any:
+        """The outcome of one request; None if the door is closed to its owner."""
+        if self.pool.is_down or self.pool.is_shut_to(owner):
+            return None
+        request = self.send(value, owner)
+        for _ in range(500):
+            await asyncio.sleep(0.01)
+            self.broker.expire(self.clock())
+            if (outcome := self.witness.outcome(request)) is not None:
+                return outcome
+        raise AssertionError("no outcome")
