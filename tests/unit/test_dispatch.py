@@ -776,6 +776,21 @@ def test_cut_off_during_a_bisection_everybody_is_told_and_every_slot_comes_back(
     assert kinds(outcomes) <= {Draining, Output}
 
 
+def test_cut_off_by_a_shutdown_whoever_was_refused_alone_is_told_too() -> None:
+    """Nothing was answered yet, so nobody is judged: the first was refused alone, the second is under way."""
+    stand = Stand(FakeUpstream().then(sick(500), delay_s=0.1, times=99))
+    batch: list[Request] = []
+
+    async def main() -> None:
+        batch.extend(stand.batch(2))
+        stand.send(batch)
+        await stand.dispatcher.finish(0.25)
+
+    stand.run(main)
+    assert [len(call.inputs) for call in stand.upstreams[0].calls] == [2, 1, 1]
+    assert kinds([stand.witness.outcome(request) for request in batch]) == {Draining}
+
+
 # Batches that are too large.
 
 
@@ -826,6 +841,29 @@ def test_one_that_alone_is_too_large_is_told() -> None:
     stand = Stand(FakeUpstream().then(taking(0), times=9))
     assert kinds(stand.deliver(2)) == {UpstreamRefused}
     assert [len(call.inputs) for call in stand.upstreams[0].calls] == [2, 1, 1]
+
+
+def test_who_refuses_for_the_bytes_is_alive_however_often_a_batch_must_be_halved() -> None:
+    """Down to one by one: a search that is told nothing at all would end at the eighths."""
+
+    def api(call: Call) -> Answer:
+        return Answer(413, b"") if len(call.body) > len(b'{"inputs":["in 12"]}') else echo(call)
+
+    stand = Stand(FakeUpstream().then(api, times=999))
+    check_own(stand.deliver(64))
+    assert stand.limits_learned == []  # it is no number of inputs
+    assert stand.failed() == {"fake": 0}
+
+
+def test_one_that_is_too_large_alone_leaves_the_others_their_outputs() -> None:
+    def api(call: Call) -> Answer:
+        return Answer(413, b"") if b'"in 5"' in inputs_of(call) else echo(call)
+
+    stand = Stand(FakeUpstream().then(api, times=99))
+    outcomes = stand.deliver(64)
+    check_own(outcomes, but=[5])
+    assert isinstance(outcomes[5], UpstreamRefused) and "413" in outcomes[5].detail
+    assert stand.pool.members[0].breaker.blamed_owner == "client 5"  # the endpoint is as good as before to others
 
 
 class ConfusedCodec(JsonCodec):
@@ -1043,6 +1081,15 @@ def test_a_lone_500_that_an_endpoint_known_to_be_well_repeats_is_poison() -> Non
     assert [len(upstream.calls) for upstream in stand.upstreams] == [1, 2]
     assert stand.failed() == {"a": 0, "b": 0}
     assert [code for _, code, _ in stand.dead_letters.letters] == ["input-refused"]
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_the_second_endpoint_is_asked_about_an_input_once_also_if_it_never_says_anything(status: int) -> None:
+    """It is busy, so the first one is asked again and refuses again: that is no news, and no reason to go on."""
+    stand = Stand(FakeUpstream("a").then(sick(status), times=999), FakeUpstream("b").then(Answer(429, b""), times=999))
+    (outcome,) = stand.deliver(1, total_timeout_s=60.0)
+    assert isinstance(outcome, InputRefused if status == 400 else UpstreamFailed)
+    assert [len(upstream.calls) for upstream in stand.upstreams] == [2, 1]
 
 
 def test_endpoints_that_fail_every_step_of_a_search_are_all_blamed() -> None:

@@ -49,6 +49,28 @@ def test_it_returns_after_a_quiet_time_and_is_forgotten() -> None:
     assert "tracked=0" in repr(offenders)
 
 
+def test_while_its_requests_wait_time_does_nothing_for_it() -> None:
+    """Nobody has tested them: back among the others, the same bad inputs would fail everybody's batches."""
+    offenders = Offenders()
+    refuse(offenders, 100)
+    refuse(offenders, 100, owner="you")
+    for second in range(int(4 * HALF_LIFE_S)):
+        offenders.look(float(second), waiting={ME})
+    assert ME in offenders and YOU not in offenders
+    offenders.look(4 * HALF_LIFE_S + 2.9 * HALF_LIFE_S)  # from now on nothing of it waits
+    assert ME in offenders
+    offenders.look(4 * HALF_LIFE_S + 3.1 * HALF_LIFE_S)
+    assert ME not in offenders
+
+
+def test_requests_that_wait_make_nobody_an_offender_and_keep_nobody_s_score() -> None:
+    offenders = Offenders()
+    refuse(offenders, 2)
+    offenders.look(HALF_LIFE_S, waiting={ME})
+    refuse(offenders, 1, HALF_LIFE_S)
+    assert ME not in offenders
+
+
 @pytest.mark.parametrize(("every", "is_apart"), [(20, True), (100, False)])
 def test_at_high_rates_the_share_decides(every: int, is_apart: bool) -> None:
     offenders = Offenders()

@@ -105,3 +105,16 @@ def test_what_returned_to_good_rides_with_the_others_again() -> None:
     stand.offenders.look(stand.clock() + 60.0)
     stand.broker.put_back([request])
     assert stand.take() == ["a"]
+
+
+def test_offenders_are_known_to_wait_until_their_last_request_is_taken() -> None:
+    """Their scores stand still for as long."""
+    stand = Stand()
+    stand.offenders.refused("m", "bad", stand.clock(), 3.0)
+    for name, owner in (("a", "bad"), ("b", "bad"), ("c", "good")):
+        stand.submit(name, owner=owner)
+    assert stand.broker.owners_apart() == {("m", "bad")}
+    assert stand.take(1, apart=True) == ["a"]
+    assert stand.broker.owners_apart() == {("m", "bad")}
+    assert stand.take(1, apart=True) == ["b"]
+    assert stand.broker.owners_apart() == set()

@@ -34,6 +34,16 @@ def test_3_an_endpoint_that_has_another_answer_repeats() -> None:
     assert repeats.seen_alone(exchange(b"2", b"b" * 99), NOW) == "nothing"  # nothing is in doubt any more
 
 
+def test_3_the_call_whose_answer_it_may_be_has_it_by_right() -> None:
+    """It is asked again by chance, on a connection of its own: that shows nothing, and the doubt stays."""
+    repeats = Repeats()
+    assert repeats.is_doubtful(exchange(b"2"), exchange(b"1"), NOW)
+    assert repeats.seen_alone(exchange(b"1"), NOW) == "nothing"
+    assert repeats.is_doubtful(exchange(b"4"), exchange(b"3"), NOW)  # nothing is believed
+    assert repeats.seen_alone(exchange(b"3"), NOW) == "nothing"
+    assert repeats.seen_alone(exchange(b"4", b"b" * 99), NOW) == "repeats"
+
+
 def test_4_short_answers_are_not_compared() -> None:
     assert not Repeats().is_doubtful(exchange(b"2", ANSWER[1:]), exchange(b"1", ANSWER[1:]), NOW)
 
