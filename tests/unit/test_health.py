@@ -201,6 +201,22 @@ async def test_the_load_on_the_metrics_page_sets_the_limit() -> None:
     assert (setup.member.limit, setup.pool.free(), setup.state) == (4, 4, "healthy")
 
 
+def test_a_health_page_that_cannot_even_be_asked_does_not_keep_an_endpoint_out() -> None:
+    setup = Setup()
+    setup.gpu.defect = ZeroDivisionError("a defect")
+
+    async def main() -> None:
+        setup.watch.start()
+        while not setup.pool.is_down:
+            setup.pool.went_badly(setup.member)
+        await asyncio.sleep(1.1)  # the pause of its breaker
+        assert setup.gpu.asked == ["/health"]
+        assert setup.pool.free() == 1  # the next call may try it
+        await setup.watch.close()
+
+    setup.clock.run(main())
+
+
 def test_the_state_tells_the_breaker_and_the_limit() -> None:
     clock = FakeClock()
     breaker = Breaker(failures_max=1, pause_s=2.0)

@@ -75,6 +75,36 @@ def test_failures_of_two_clients_close_it_to_all() -> None:
     stand.run(main)
 
 
+@pytest.mark.parametrize("status", [404, 413, 501, 503])
+def test_an_error_that_blames_no_input_is_counted_with_the_owners_of_the_call(status: int) -> None:
+    """The endpoint answers, and may well say so because of what this client sends."""
+    stand = Stand(FakeUpstream(slots=2).then(failing(status), delay_s=SERVICE_S, times=9999))
+
+    async def main() -> None:
+        told = [await stand.answer(b"bad", "X") for _ in range(5)]
+        assert not any(isinstance(outcome, Output) for outcome in told)
+        await asyncio.sleep(0.01)
+        assert stand.pool.is_shut_to("X") and not stand.pool.is_shut_to("Y") and not stand.pool.is_down
+        assert ("m", "X") in stand.offenders  # what waits of it does not stand in the way
+        assert isinstance(await stand.answer(b"good", "Y"), Output)
+
+    stand.run(main)
+
+
+def test_where_another_endpoint_answers_such_an_error_is_the_endpoint_s_own() -> None:
+    broken = FakeUpstream("broken").then(Answer(503, b""), delay_s=SERVICE_S, times=9999)
+    stand = Stand(broken, FakeUpstream("well").then(failing(400), delay_s=SERVICE_S, times=9999))
+
+    async def main() -> None:
+        for _ in range(12):
+            assert isinstance(await stand.answer(b"good", "X"), Output)
+        breaker = stand.pool.members[0].breaker
+        assert (breaker.state, breaker.blamed_owner) == ("open", None)
+        assert ("m", "X") not in stand.offenders
+
+    stand.run(main)
+
+
 def test_a_replica_that_refuses_what_others_answer_is_left_alone() -> None:
     right = [FakeUpstream(name).then(failing(400), delay_s=SERVICE_S, times=9999) for name in "ab"]
     wrong = FakeUpstream("wrong").then(Answer(400, b'{"error":"wrong shape"}'), delay_s=SERVICE_S, times=9999)

@@ -1,0 +1,75 @@
+"""Searches and offenders beside those who wait: neither takes from the other what it needs to get on."""
+
+import asyncio
+
+import aiohttp
+
+from carpool.broker.memory import MemoryBroker
+from carpool.core.errors import InputRefused
+from carpool.core.outcome import Output
+from carpool.core.request import Request
+from carpool.settings import BatchingSettings, ModelSettings, Settings, UpstreamSettings
+from carpool.testing import FakeUpstream
+from carpool.upstream.isolation import STARVED_APART_S
+from support.virtual_gateway import SERVICE_S, Stand, failing
+
+OWED_S = 1000.0
+
+
+def test_where_few_wait_a_search_takes_slots_for_nothing() -> None:
+    """At low load there is always somebody who waits for the next slot, but slots take small batches anyway."""
+    stand = Stand(FakeUpstream(slots=2).then(failing(400), delay_s=SERVICE_S, times=9999), max_batch=64)
+
+    async def main() -> None:
+        assert stand.pool.isolation_allows()
+        stand.pool.isolation.pay(OWED_S)  # far more than it earns while this lasts
+        owed = repr(stand.pool.isolation)
+        requests: list[Request] = []
+        bad: list[Request] = []
+        for number in range(300):
+            if number == 50:
+                bad.append(stand.send(b"bad", "X"))
+            requests.append(stand.send(b"good", f"client {number % 7}"))
+            await asyncio.sleep(0.01)
+            stand.broker.expire(stand.clock())
+        await asyncio.sleep(0.5)
+        assert {type(stand.witness.outcome(request)) for request in requests} == {Output}
+        assert {type(stand.witness.outcome(request)) for request in bad} == {InputRefused}
+        assert stand.dispatcher.isolation.steps > 1
+        assert repr(stand.pool.isolation) == owed  # nothing was paid, nor looked up
+
+    stand.run(main)
+
+
+def test_offenders_get_on_though_others_always_wait() -> None:
+    """One batch of them about every second: no more, no less, however often it is asked whether they may go."""
+    seconds = 12
+    upstream = FakeUpstream(slots=2).then(failing(400), delay_s=SERVICE_S, times=9999)
+    stand = Stand(upstream)
+
+    async def main() -> None:
+        apart: list[Request] = []
+        stand.offenders.refused("m", "X", stand.clock(), 8.0)
+        for number in range(seconds * 100):
+            while stand.broker.most_waiting("m") < 40:
+                stand.send(b"good", "Y")
+            if number % 20 == 10:
+                apart.append(stand.send(b"of X", "X"))
+                assert ("m", "X") in stand.offenders
+            await asyncio.sleep(0.01)
+            stand.broker.expire(stand.clock())
+        assert stand.broker.others_wait("m")
+        told = [stand.witness.outcome(request) for request in apart if request.arrived < stand.clock() - 2.0]
+        assert {type(outcome) for outcome in told} == {Output}
+
+    stand.run(main)
+    calls = sum(any(b"of X" in value for value in call.inputs) for call in upstream.calls)
+    assert 0.7 * seconds <= calls * STARVED_APART_S <= seconds + 1
+
+
+async def test_those_for_whose_bytes_there_is_no_room_keep_no_search_from_a_slot() -> None:
+    """The members of a search hold the bytes that those who wait need: each would wait for the other."""
+    settings = Settings(
+        upstream=UpstreamSettings(endpoints=["sim:?slots=2"]),
+        batching=BatchingSettings(batch_bytes_max=8, in_flight_bytes_max=8),
+    )
