@@ -5,12 +5,17 @@ import asyncio
 import aiohttp
 
 from carpool.broker.memory import MemoryBroker
-from carpool.core.errors import InputRefused
+from carpool.core.clock import monotonic
+from carpool.core.errors import CarpoolError, InputRefused
 from carpool.core.outcome import Output
 from carpool.core.request import Request
+from carpool.service import ModelService
 from carpool.settings import BatchingSettings, ModelSettings, Settings, UpstreamSettings
-from carpool.testing import FakeUpstream
+from carpool.testing import FakeUpstream, Witness, make_request
 from carpool.upstream.isolation import STARVED_APART_S
+from carpool.upstream.offenders import Offenders
+from carpool.upstream.pool import WELL_S
+from support.processes import PATIENCE_S, until
 from support.virtual_gateway import SERVICE_S, Stand, failing
 
 OWED_S = 1000.0
@@ -67,9 +72,46 @@ def test_offenders_get_on_though_others_always_wait() -> None:
     assert 0.7 * seconds <= calls * STARVED_APART_S <= seconds + 1
 
 
+class NoLetters:
+    def bury(self, request: Request, error: CarpoolError, sends: int) -> None:
+        """Nobody looks at them here."""
+
+
 async def test_those_for_whose_bytes_there_is_no_room_keep_no_search_from_a_slot() -> None:
-    """The members of a search hold the bytes that those who wait need: each would wait for the other."""
+    """The members of the search hold the bytes that the others wait for: each would wait for the other."""
     settings = Settings(
-        upstream=UpstreamSettings(endpoints=["sim:?slots=2"]),
-        batching=BatchingSettings(batch_bytes_max=8, in_flight_bytes_max=8),
+        upstream=UpstreamSettings(endpoints=["sim:?latency_ms=1&slots=2&refuse=BAD"]),
+        batching=BatchingSettings(max_batch=4, batch_bytes_max=32, in_flight_bytes_max=32),
     )
+    broker = MemoryBroker(waiting_max=99, bytes_max=9999, lanes_max=9, tiers=1)
+    witness = Witness()
+
+    # Their deadline comes while the endpoint still counts as alive: later on, a search goes before others.
+    def send(count: int, value: bytes = b'"good 1"') -> list[Request]:
+        now = monotonic()
+        requests = [
+            make_request(
+                f"{value!r} {number} {now}",
+                witness,
+                now=now,
+                value=value,
+                owner=str(number),
+                total_timeout_s=WELL_S - 2.0,
+            )
+            for number in range(count)
+        ]
+        assert [broker.submit(request) for request in requests] == [None] * count
+        return requests
+
+    async with aiohttp.ClientSession() as session:
+        service = ModelService("m", ModelSettings(), settings, session, broker, NoLetters(), Offenders())
+        send(4)
+        await until(lambda: len(witness.told) == 4)  # now it is known to be alive
+        assert service.pool.isolation_allows()
+        service.pool.isolation.pay(OWED_S)
+        bad, good = send(1, b'"BAD  1"'), send(3 + 36)
+        await until(lambda: len(witness.told) == 4 + 40)
+        await service.dispatcher.finish(PATIENCE_S)
+        service.pool.close()
+    assert {type(witness.outcome(request)) for request in bad} == {InputRefused}
+    assert {type(witness.outcome(request)) for request in good} == {Output}
