@@ -1,12 +1,14 @@
 """Searches and offenders beside those who wait: neither takes from the other what it needs to get on."""
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import aiohttp
+import pytest
 
 from carpool.broker.memory import MemoryBroker
 from carpool.core.clock import monotonic
-from carpool.core.errors import CarpoolError, InputRefused
+from carpool.core.errors import CarpoolError, InputRefused, QueueFull
 from carpool.core.outcome import Output
 from carpool.core.request import Request
 from carpool.service import ModelService
@@ -15,7 +17,7 @@ from carpool.testing import FakeUpstream, Witness, make_request
 from carpool.upstream.isolation import STARVED_APART_S
 from carpool.upstream.offenders import Offenders
 from carpool.upstream.pool import WELL_S
-from support.processes import PATIENCE_S, until
+from support.processes import until
 from support.virtual_gateway import SERVICE_S, Stand, failing
 
 OWED_S = 1000.0
@@ -72,46 +74,85 @@ def test_offenders_get_on_though_others_always_wait() -> None:
     assert 0.7 * seconds <= calls * STARVED_APART_S <= seconds + 1
 
 
+# With all that a gateway has around them.
+
+
 class NoLetters:
     def bury(self, request: Request, error: CarpoolError, sends: int) -> None:
         """Nobody looks at them here."""
 
 
-async def test_those_for_whose_bytes_there_is_no_room_keep_no_search_from_a_slot() -> None:
-    """The members of the search hold the bytes that the others wait for: each would wait for the other."""
-    settings = Settings(
-        upstream=UpstreamSettings(endpoints=["sim:?latency_ms=1&slots=2&refuse=BAD"]),
-        batching=BatchingSettings(max_batch=4, batch_bytes_max=32, in_flight_bytes_max=32),
-    )
-    broker = MemoryBroker(waiting_max=99, bytes_max=9999, lanes_max=9, tiers=1)
-    witness = Witness()
+class ServiceStand:
+    """A model of a gateway, with a simulated GPU of two slots."""
 
-    # Their deadline comes while the endpoint still counts as alive: later on, a search goes before others.
-    def send(count: int, value: bytes = b'"good 1"') -> list[Request]:
-        now = monotonic()
-        requests = [
-            make_request(
-                f"{value!r} {number} {now}",
-                witness,
-                now=now,
-                value=value,
-                owner=str(number),
-                total_timeout_s=WELL_S - 2.0,
-            )
-            for number in range(count)
-        ]
-        assert [broker.submit(request) for request in requests] == [None] * count
+    def __init__(self, session: aiohttp.ClientSession, bytes_max: int = 9999) -> None:
+        settings = Settings(
+            upstream=UpstreamSettings(endpoints=["sim:?latency_ms=1&slots=2&refuse=BAD"]),
+            batching=BatchingSettings(max_batch=4, batch_bytes_max=bytes_max, in_flight_bytes_max=bytes_max),
+        )
+        self.witness = Witness()
+        self.offenders = Offenders()
+        self.broker = MemoryBroker(waiting_max=99, bytes_max=9999, lanes_max=9, tiers=1, offenders=self.offenders)
+        self.service = ModelService("m", ModelSettings(), settings, session, self.broker, NoLetters(), self.offenders)
+        self.pool = self.service.pool
+        self._serial = 0
+
+    def request(self, owner: str, value: bytes = b'"good 1"') -> Request:
+        self._serial += 1
+        # The deadline comes while the endpoint still counts as alive: later on, a search goes before others.
+        return make_request(
+            str(self._serial),
+            self.witness,
+            now=monotonic(),
+            value=value,
+            owner=owner,
+            total_timeout_s=WELL_S - 2.0,
+        )
+
+    def send(self, count: int, owner: str = "Y", value: bytes = b'"good 1"') -> list[Request]:
+        requests = [self.request(owner, value) for _ in range(count)]
+        assert [self.broker.submit(request) for request in requests] == [None] * count
         return requests
 
+    def kinds(self, requests: list[Request]) -> set[type]:
+        return {type(self.witness.outcome(request)) for request in requests}
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession() as session:
-        service = ModelService("m", ModelSettings(), settings, session, broker, NoLetters(), Offenders())
-        send(4)
-        await until(lambda: len(witness.told) == 4)  # now it is known to be alive
-        assert service.pool.isolation_allows()
-        service.pool.isolation.pay(OWED_S)
-        bad, good = send(1, b'"BAD  1"'), send(3 + 36)
-        await until(lambda: len(witness.told) == 4 + 40)
-        await service.dispatcher.finish(PATIENCE_S)
-        service.pool.close()
-    assert {type(witness.outcome(request)) for request in bad} == {InputRefused}
-    assert {type(witness.outcome(request)) for request in good} == {Output}
+        yield session
+
+
+async def test_those_for_whose_bytes_there_is_no_room_keep_no_search_from_a_slot(
+    session: aiohttp.ClientSession,
+) -> None:
+    """The members of the search hold the bytes that the others wait for: each would wait for the other."""
+    stand = ServiceStand(session, bytes_max=32)
+    stand.send(4)
+    await until(lambda: len(stand.witness.told) == 4)  # now it is known to be alive
+    assert stand.pool.isolation_allows()
+    stand.pool.isolation.pay(OWED_S)
+    bad, good = stand.send(1, "X", b'"BAD  1"'), stand.send(3 + 36)
+    await until(lambda: len(stand.witness.told) == 4 + 40)
+    assert stand.kinds(bad) == {InputRefused}
+    assert stand.kinds(good) == {Output}
+
+
+async def test_of_what_other_processes_admitted_two_batches_of_offenders_are_taken_up(
+    session: aiohttp.ClientSession,
+) -> None:
+    stand = ServiceStand(session)
+    busy = [stand.pool.take() for _ in range(2)]
+    stand.offenders.refused("m", "X", monotonic(), 3.0)
+    taken_up = stand.send(7, "X")
+    assert stand.service.refusal_of(stand.request("X")) is None
+    taken_up += stand.send(1, "X")
+    assert isinstance(stand.service.refusal_of(stand.request("X")), QueueFull)
+    assert stand.service.refusal_of(stand.request("Y")) is None
+    for member in busy:
+        stand.pool.give_back(member)
+    await until(lambda: stand.broker.waiting_apart("m") == 0)
+    assert stand.service.refusal_of(stand.request("X")) is None
+    await until(lambda: len(stand.witness.told) == len(taken_up))
+    assert stand.kinds(taken_up) == {Output}
