@@ -16,7 +16,7 @@ from carpool.broker.redis.answers import UNCONFIRMED_MAX
 from carpool.broker.redis.feed import LOOKS_A_LEASE
 from carpool.broker.redis.tasks import RedisTasks
 from carpool.core.clock import monotonic
-from carpool.core.errors import CarpoolError, InternalError
+from carpool.core.errors import CarpoolError, InternalError, QueueFull
 from carpool.core.outcome import Output
 from carpool.testing import FakeClock
 from support.processes import PATIENCE_S, until
@@ -372,6 +372,33 @@ class TestLeases:
         other = await halves.batcher(b"b2")
         await other.until_staged(1)
         assert [request.id for request in other.start_batch()] == ["new"]
+
+    async def test_tasks_that_are_not_taken_up_now_are_left_until_their_lease_is_over(self, halves: Halves) -> None:
+        """Those of a client whose inputs fail were released, and claimed again at once, before those of the dead."""
+        gateway, batcher = await halves.gateway(b"g2"), await halves.batcher(started=False)
+        gateway.submit("r")
+        await halves.until_entries(1)
+        tasks = await submit_tasks(halves, batcher, names := task_names(3))
+        batcher.model.refusal = QueueFull("many of your inputs were refused")
+        batcher.feed._look_at_all()
+        assert isinstance((await gateway.until_told(1))["r"], QueueFull)  # somebody waits on the line for this one
+        await halves.until_entries(3)
+        await until_quiet(batcher)
+        await batcher.nodes.ask(0, b"PING")  # what it has sent is done
+        left = await halves.entries()
+        assert [(entry.owner, entry.deliveries) for entry in left] == [(b"b1", 0)] * 3  # nobody died over them
+        assert max(entry.idle_ms for entry in left) < NEVER_MS
+        assert (batcher.broker.held, batcher.feed.claimed) == (0, 0)
+
+        batcher.model.refusal = None
+        for entry in left:
+            await halves.let_lapse(entry, entry.deliveries)
+        batcher.feed._look_at_all()
+        await batcher.until_staged(3)
+        batcher.answer(batcher.start_batch())
+        await batcher.until_confirmed()
+        assert {await look(tasks, name) for name in names} == {"SUCCESS"}
+        tasks.close()
 
 
 class TestDrain:

@@ -27,6 +27,7 @@ from carpool.broker.redis.records import decode_value
 from carpool.broker.redis.scripts import Script
 from carpool.broker.redis.tasks import TaskResults
 from carpool.core.clock import monotonic
+from carpool.core.errors import CarpoolError
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.request import Request
 from carpool.testing import Witness, make_request
@@ -103,9 +104,11 @@ class SlotsModel:
         self.name = MODEL
         self.free = free
         self.largest = largest
+        # Why nothing is taken up now.
+        self.refusal: CarpoolError | None = None
 
-    def refusal_of(self, request: Request) -> None:
-        return None
+    def refusal_of(self, request: Request) -> CarpoolError | None:
+        return self.refusal
 
     def free_slots(self) -> int:
         return self.free
