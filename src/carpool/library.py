@@ -88,6 +88,10 @@ class FunctionCalls:
         """Nobody rides apart here."""
         return self._free
 
+    def is_apart_due(self) -> bool:
+        """Nobody rides apart here."""
+        return False
+
     def batch_max(self, lane: LaneQueue, max_batch: int) -> int:
         """The function takes whatever the settings say."""
         return max_batch

@@ -99,6 +99,10 @@ class SharedSlots:
         """Slots of the share that could take a batch of offenders now."""
         return min(self.free(), self._pool.free_apart())
 
+    def is_apart_due(self) -> bool:
+        """Whether offenders have waited so long that a batch of them goes before others."""
+        return self._pool.is_apart_due()
+
     def when_slot_frees(self, ring: Callable[[], None]) -> None:
         """Have `ring` called when a slot becomes free."""
         self._pool.when_slot_frees(ring)
@@ -168,7 +172,7 @@ class ModelService(ModelFace):
 
     def _others_waiting(self) -> int:
         """Requests that could share a batch and wait for a slot; none while there is no room for their bytes."""
-        if self.pool.free() and not self.loop.free_slots():
+        if not self.loop.has_room():
             return 0
         return self.waiting_elsewhere() + self._broker.most_waiting(self.name)
 

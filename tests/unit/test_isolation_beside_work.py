@@ -74,6 +74,46 @@ def test_offenders_get_on_though_others_always_wait() -> None:
     assert 0.7 * seconds <= calls * STARVED_APART_S <= seconds + 1
 
 
+def test_offenders_get_on_where_others_are_shed() -> None:
+    """Then the others' head is always older than anything of an offender: by age it would never be its turn."""
+    stand = Stand(FakeUpstream(slots=2).then(failing(400), delay_s=SERVICE_S, times=9999))
+
+    async def main() -> None:
+        apart: list[Request] = []
+        stand.offenders.refused("m", "X", stand.clock(), 8.0)
+        for number in range(1500):
+            for _ in range(4):  # 400 a second, where 320 fit
+                stand.send(b"good", "Y")
+            if number % 20 == 10:
+                apart.append(stand.send(b"of X", "X"))
+            await asyncio.sleep(0.01)
+            stand.broker.expire(stand.clock())
+        told = [stand.witness.outcome(request) for request in apart if request.arrived < stand.clock() - 2.5]
+        assert len(told) > 50 and {type(outcome) for outcome in told} == {Output}
+
+    stand.run(main)
+
+
+def test_it_is_known_when_the_next_slot_should_be_free() -> None:
+    stand = Stand(FakeUpstream(slots=2).then(failing(400), delay_s=SERVICE_S, times=9999))
+
+    async def main() -> None:
+        attempts = stand.dispatcher.attempts
+        for _ in range(40):  # it learns how long calls take
+            await stand.answer(b"good", "Y")
+        assert attempts.next_end_s() == 0.0
+        stand.send(b"good", "Y")
+        await asyncio.sleep(0.5 * SERVICE_S)
+        stand.send(b"good", "Y")
+        await asyncio.sleep(0.01)
+        first_ends_s = 0.5 * SERVICE_S - 0.01
+        assert attempts.next_end_s() == pytest.approx(first_ends_s, abs=0.008)
+        await asyncio.sleep(first_ends_s + 0.007)
+        assert attempts.next_end_s() == pytest.approx(0.5 * SERVICE_S - 0.005, abs=0.008)
+
+    stand.run(main)
+
+
 # With all that a gateway has around them.
 
 

@@ -103,8 +103,11 @@ class BatchLoop:
 
     def free_slots(self) -> int:
         """Slots that could take a batch now."""
-        # Room for less than a whole batch would be spent on small ones, one after the other.
-        return self._slots.free() if self._room_bytes() >= self.batch_bytes_max else 0
+        return self._slots.free() if self.has_room() else 0
+
+    def has_room(self) -> bool:
+        """Whether the bytes of a whole batch may be sent: less room would be spent on many small ones."""
+        return self._room_bytes() >= self.batch_bytes_max
 
     def drain(self) -> None:
         """Wait for no more company."""
@@ -140,7 +143,8 @@ class BatchLoop:
                 continue  # whoever keeps the slots' time rings when there is some for them
             plan = self.policy.plan(self._view(lane, now), now)
             if isinstance(plan, Send):
-                ready.append((lane.place(), number, lane))
+                is_due = lane.is_apart and self._slots.is_apart_due()
+                ready.append((-inf if is_due else lane.place(), number, lane))
             elif isinstance(plan, WaitUntil):
                 wake = min(wake, plan.at)
         heapify(ready)

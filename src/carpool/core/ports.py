@@ -132,6 +132,10 @@ class Slots(Protocol):
         """Slots that could take a batch of offenders now."""
         ...
 
+    def is_apart_due(self) -> bool:
+        """Whether offenders have waited so long that a batch of them goes before others."""
+        ...
+
     def when_slot_frees(self, ring: Callable[[], None]) -> None:
         """Have `ring` called when a slot becomes free."""
         ...

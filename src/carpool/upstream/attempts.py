@@ -94,6 +94,9 @@ class Attempts:
         self.blame: Callable[[Iterable[Member], Collection[str]], None] = self._blame_only
         # How long calls take, lately.
         self.service_s = SERVICE_S_PRIOR
+        # When the calls under way began, the oldest first.
+        self._began: dict[int, float] = {}
+        self._call_number = 0
         # For metrics: seconds of the calls that were answered, calls by result.
         self.call_seconds = Histogram(SECONDS_BOUNDS)
         self.calls: dict[str, int] = {"ok": 0, "failed": 0, "refused": 0, "protocol-fault": 0}
@@ -101,6 +104,11 @@ class Attempts:
     def _blame_only(self, members: Iterable[Member], owners: Collection[str]) -> None:
         for member in members:
             self._pool.went_badly(member, owners)
+
+    def next_end_s(self) -> float:
+        """In how many seconds the next of the calls under way should end, if it takes as long as others do."""
+        oldest = next(iter(self._began.values()), None)
+        return 0.0 if oldest is None else max(0.0, oldest + self.service_s - self._clock())
 
     def live(self, batch: list[Request]) -> list[Request]:
         """Those who still wait, and whose deadline has not passed."""
@@ -186,6 +194,8 @@ class Attempts:
         """
         started = self._clock()
         call_id = self._call_ids.next()
+        number = self._call_number = self._call_number + 1
+        self._began[number] = started
         is_slot_held = False
         try:
             answer = await member.endpoint.post(self._codec.encode(members, call_id), timeout_s)
@@ -201,6 +211,7 @@ class Attempts:
             self._pool.says_nothing(member)
             raise
         finally:
+            del self._began[number]
             if not is_slot_held:
                 self._pool.give_back(member)
         seconds = self._clock() - started

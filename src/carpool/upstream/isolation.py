@@ -35,10 +35,13 @@ logger = logging.getLogger("carpool.upstream")
 
 # While searches are under way: how often slots, deadlines and the account are looked at.
 LOOK_S = 0.01
-# Rule 2: a search goes before others while fewer of them wait than this share of a batch and WORTH of its members.
-OTHERS_SHARE = 0.55
+# Rule 2: a search goes before others while fewer of them will wait when the next slot is free than so many batches, and
+# WORTH of its members.
+OTHERS_BATCHES = 1.45
 # What a member of a search counts for, beside one that waits.
 WORTH = 0.5
+# However late the next slot will be free: more batches than this are not expected to come together until then.
+MISSED_MAX = 3.0
 # Offenders, and searches among them, go while fewer wait than this share of a batch.
 OTHERS_SHARE_APART = 0.1
 # However many wait: the first steps of a search, which resolve most, come in time; and offenders get on, too.
@@ -160,6 +163,7 @@ class Isolation:
         self._others_at = 0.0
         pool.search_for = self._step_before_others
         pool.apart_may_go = self._apart_may_go
+        pool.apart_is_due = self._apart_is_due
         attempts.blame = self._blame
         # For metrics.
         self.poisoned = 0
@@ -321,10 +325,17 @@ class Isolation:
         if case.batch[0].is_apart:
             return self._apart_goes_before()
         unresolved, max_batch = case.search.unresolved, self._max_batch()
-        if self._others_worth() < OTHERS_SHARE * max_batch + unresolved * WORTH:
+        if self._others_worth() < (OTHERS_BATCHES - self._batches_missed()) * max_batch + unresolved * WORTH:
             return True
         waited_s = self._clock() - case.waiting_since
         return waited_s > (STARVED_S if 2 * unresolved >= max_batch else STARVED_SMALL_S)
+
+    def _batches_missed(self) -> float:
+        """How many batches of others come together until the next slot is free: 1 where slots become free evenly.
+
+        They do not once calls have begun close to one another: then they end so, too, and nobody gets a slot for long.
+        """
+        return min(MISSED_MAX, self._attempts.next_end_s() * self._pool.total() / max(self._attempts.service_s, 1e-6))
 
     def _apart_may_go(self) -> bool:
         pool = self._pool
@@ -340,7 +351,11 @@ class Isolation:
 
     def _apart_goes_before(self) -> bool:
         few_wait = self._others_worth() < OTHERS_SHARE_APART * self._max_batch()
-        return few_wait or self._clock() - self._apart_at > STARVED_APART_S
+        return few_wait or self._apart_is_due()
+
+    def _apart_is_due(self) -> bool:
+        """By age they would never go where others wait as long as they may, and are shed then."""
+        return self._clock() - self._apart_at > STARVED_APART_S
 
     def _few_wait(self) -> bool:
         return self._others_waiting() < FEW_SHARE * self._max_batch()

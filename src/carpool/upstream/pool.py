@@ -178,6 +178,7 @@ class Pool:
         self.others_wait: Callable[[], bool] = lambda: True
         # Whether a batch of offenders may take a slot.
         self.apart_may_go: Callable[[], bool] = lambda: True
+        self.apart_is_due: Callable[[], bool] = lambda: False
         self.search_for: Callable[[Member], Callable[[], None] | None] = lambda member: None
 
     def __repr__(self) -> str:
@@ -201,6 +202,10 @@ class Pool:
         if not self._free or not self.apart_may_go():
             return 0
         return sum(not self._is_for_others(member) for member in self._free)
+
+    def is_apart_due(self) -> bool:
+        """Whether offenders have waited so long that a batch of them goes before others."""
+        return self.apart_is_due()
 
     def isolation_allows(self) -> bool:
         """Whether a search, or a batch of offenders, may take a slot that others want."""
