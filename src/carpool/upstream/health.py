@@ -137,6 +137,8 @@ class HealthWatch:
             is_well = True  # whatever fails here must not keep the endpoint out
             try:
                 is_well = await self._is_alive(member.endpoint) or member.alive_at == -inf
+            except Exception:
+                logger.exception("an endpoint could not be asked how it is")
             finally:
                 tell(is_well)
 
