@@ -140,6 +140,7 @@ class ModelService(ModelFace):
             offenders=offenders,
             max_batch=self.largest_batch,
             others_waiting=self._others_waiting,
+            all_waiting=self._all_waiting,
             when_limit_is_learned=self._limit_is_learned,
         )
         # Requests of this model that wait where this process takes them from (Redis), as far as it knows.
@@ -175,6 +176,12 @@ class ModelService(ModelFace):
         if not self.loop.has_room():
             return 0
         return self.waiting_elsewhere() + self._broker.most_waiting(self.name)
+
+    def _all_waiting(self) -> int:
+        """The same for all lanes together."""
+        if not self.loop.has_room():
+            return 0
+        return self.waiting_elsewhere() + self._broker.all_waiting(self.name)
 
     def free_slots(self) -> int:
         """Slots that could take a batch now.

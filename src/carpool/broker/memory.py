@@ -86,6 +86,10 @@ class MemoryBroker:
         lanes = [lane for lanes in self._active.values() for lane in lanes.values() if lane.is_apart]
         return {(lane.model, request.owner) for lane in lanes for request in lane.requests()}
 
+    def all_waiting(self, model: str) -> int:
+        """Requests that wait and whose owners are no offenders."""
+        return sum(lane.waiting for lane in self._active[model].values() if not lane.is_apart)
+
     def most_waiting(self, model: str) -> int:
         """Requests in the longest lane whose owners are no offenders."""
         return max((lane.waiting for lane in self._active[model].values() if not lane.is_apart), default=0)

@@ -106,9 +106,9 @@ class Attempts:
             self._pool.went_badly(member, owners)
 
     def next_end_s(self) -> float:
-        """In how many seconds the next of the calls under way should end, if it takes as long as others do."""
-        oldest = next(iter(self._began.values()), None)
-        return 0.0 if oldest is None else max(0.0, oldest + self.service_s - self._clock())
+        """In how many seconds the next of the calls under way, or one that begins now, should end."""
+        now = self._clock()
+        return max(0.0, next(iter(self._began.values()), now) + self.service_s - now)
 
     def live(self, batch: list[Request]) -> list[Request]:
         """Those who still wait, and whose deadline has not passed."""

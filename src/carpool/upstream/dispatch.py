@@ -44,6 +44,7 @@ class UpstreamDispatcher:
         offenders: Offenders | None = None,
         max_batch: Callable[[], int] = lambda: 64,
         others_waiting: Callable[[], int] = lambda: 0,
+        all_waiting: Callable[[], int] | None = None,
         when_limit_is_learned: Callable[[Member], None] = lambda member: None,
         clock: Clock = monotonic,
         random_share: Callable[[], float] = random.random,
@@ -83,6 +84,7 @@ class UpstreamDispatcher:
             max_batch=max_batch,
             when_limit_is_learned=self._limit_is_learned,
             others_waiting=others_waiting,
+            all_waiting=all_waiting or others_waiting,
             clock=clock,
         )
         # The event loop holds its tasks only weakly.
@@ -128,6 +130,7 @@ class UpstreamDispatcher:
             self.isolation.apart_sent()
         else:
             deliver = self._deliver(batch, member, ended)
+            self.isolation.batch_sent(is_apart)
         task = asyncio.get_running_loop().create_task(deliver)
         self._running.add(task)
         task.add_done_callback(self._running.discard)

@@ -5,7 +5,7 @@ search.py, refusals.py and slot_share.py; who is at fault is decided here.
    refused, if there is one: it may be the endpoint that is sick.
 2. While others wait for slots, searches have a share of the slots' time, and rather such slots as would take batches
    that are not full; slots that nobody wants are free for them. The search with the most unresolved members goes first.
-   While nothing at all has been answered since the refusal, the next step of the search is the best use of a slot.
+   Where few wait, and while nothing at all has been answered since the refusal, they take turns with the others.
 3. Members are searched in the order of their owners: what one owner broke lies together, and is found as if it were
    one bad input.
 4. Whoever is cleared goes back to the head of its lane. Whoever cannot be resolved in time is told so (503), and
@@ -46,7 +46,7 @@ MISSED_MAX = 3.0
 OTHERS_SHARE_APART = 0.1
 # However many wait: the first steps of a search, which resolve most, come in time; and offenders get on, too.
 STARVED_S, STARVED_SMALL_S, STARVED_APART_S = 1.5, 3.0, 1.0
-# Where fewer wait than this share of a batch, slots take small batches, and a search takes nothing from anybody.
+# Where fewer wait than this share of a batch, slots take small batches: every second one may be a search's.
 FEW_SHARE = 0.25
 # Without others for so long, offenders may have every slot.
 OTHERS_GONE_S = 1.0
@@ -131,6 +131,7 @@ class Isolation:
         max_batch: Callable[[], int],
         when_limit_is_learned: Callable[[Member], None],
         others_waiting: Callable[[], int],
+        all_waiting: Callable[[], int],
         clock: Clock,
     ) -> None:
         self._pool = pool
@@ -144,8 +145,11 @@ class Isolation:
         self._give_up = give_up
         self._max_batch = max_batch
         self._when_limit_is_learned = when_limit_is_learned
-        # How many others wait that could share a batch, as far as is known.
+        # How many others wait that could share a batch, as far as is known; and in all lanes together.
         self._others_waiting = others_waiting
+        self._all_waiting = all_waiting
+        # Whether others have had a slot since a search last took the only one that was free.
+        self._others_went = True
         self._clock = clock
         self._common = CommonOwner()
         # In the order in which they came.
@@ -294,15 +298,20 @@ class Isolation:
         others_wait = self._pool.others_wait()
         if others_wait and self._is_enough(member):
             return None
-        allows = not others_wait or self._few_wait() or self._pool.isolation_allows()
+        allows = not others_wait or self._pool.isolation_allows()
+        takes_turns = others_wait and (self._others_went or not self._is_last(member))
+        is_free = takes_turns and self._few_wait()
         best: tuple[int, Case, Wish] | None = None
         for case in self._cases:
             is_alive = self._is_alive(case)
             group = case.search.peek(is_alive=self._goes_on(case))
             if group is None:
                 continue
-            if others_wait and is_alive and not (allows and self._goes_before(case)):
-                continue
+            if others_wait:
+                is_apart = case.batch[0].is_apart
+                goes = (allows or (is_free and not is_apart)) and self._goes_before(case, member)
+                if not goes and (is_alive or is_apart or not takes_turns):
+                    continue
             wish = self._wish(case, group)
             unresolved = case.search.unresolved
             if (best is None or unresolved > best[0]) and (member is None or self._pool.fits(member, wish)):
@@ -312,11 +321,14 @@ class Isolation:
     def _is_enough(self, member: Member | None) -> bool:
         """Whether the next step would take the last free slot, which others need soon, and others are under way."""
         pool = self._pool
-        is_last = pool.free() <= (member is None)
         under_way = sum(case.under_way for case in self._cases)
-        return is_last and under_way >= pool.isolation.at_once(pool.total())
+        return under_way >= pool.isolation.at_once(pool.total()) and self._is_last(member)
 
-    def _goes_before(self, case: Case) -> bool:
+    def _is_last(self, member: Member | None) -> bool:
+        """Whether no slot is free but this one, which has become free just now, or the one that would be taken."""
+        return self._pool.free() <= (member is None)
+
+    def _goes_before(self, case: Case, member: Member | None) -> bool:
         """Whether a step of this search is worth more than a batch of others, who lose a slot by it.
 
         Simulated at 78 % load (four slots of 200 ms, one bad input in 1,000 and in 2,000): it resolves as many as a
@@ -325,16 +337,19 @@ class Isolation:
         if case.batch[0].is_apart:
             return self._apart_goes_before()
         unresolved, max_batch = case.search.unresolved, self._max_batch()
-        if self._others_worth() < (OTHERS_BATCHES - self._batches_missed()) * max_batch + unresolved * WORTH:
+        batches = OTHERS_BATCHES - self._batches_missed(member)
+        if self._others_worth() < batches * max_batch + unresolved * WORTH:
             return True
         waited_s = self._clock() - case.waiting_since
         return waited_s > (STARVED_S if 2 * unresolved >= max_batch else STARVED_SMALL_S)
 
-    def _batches_missed(self) -> float:
+    def _batches_missed(self, member: Member | None) -> float:
         """How many batches of others come together until the next slot is free: 1 where slots become free evenly.
 
         They do not once calls have begun close to one another: then they end so, too, and nobody gets a slot for long.
         """
+        if not self._is_last(member):
+            return 0.0
         return min(MISSED_MAX, self._attempts.next_end_s() * self._pool.total() / max(self._attempts.service_s, 1e-6))
 
     def _apart_may_go(self) -> bool:
@@ -349,6 +364,10 @@ class Isolation:
         """A batch of offenders has taken a slot though others wait."""
         self._apart_at = self._clock()
 
+    def batch_sent(self, is_apart: bool) -> None:
+        """A batch has taken a slot."""
+        self._others_went = self._others_went or not is_apart
+
     def _apart_goes_before(self) -> bool:
         few_wait = self._others_worth() < OTHERS_SHARE_APART * self._max_batch()
         return few_wait or self._apart_is_due()
@@ -358,7 +377,7 @@ class Isolation:
         return self._clock() - self._apart_at > STARVED_APART_S
 
     def _few_wait(self) -> bool:
-        return self._others_waiting() < FEW_SHARE * self._max_batch()
+        return self._all_waiting() < FEW_SHARE * self._max_batch()
 
     def _others_worth(self) -> float:
         """How many of those who wait would be answered by the next batch, if there were room for all."""
@@ -390,11 +409,16 @@ class Isolation:
         singly = is_singly(share, len(search.refused_alone), search.answered_members)
         group = search.take_next(is_alive=self._goes_on(case), singly=singly)
         assert group is not None  # `_choose` has asked
-        is_paid = self._pool.others_wait() and not self._few_wait()
+        is_apart = case.batch[0].is_apart
+        is_last = not self._pool.free()
+        is_free = not is_apart and self._few_wait() and (self._others_went or not is_last)
+        is_paid = self._pool.others_wait() and not is_free
         if is_paid:
             self._pool.isolation.pay(self._attempts.service_s)
-            if case.batch[0].is_apart:
+            if is_apart:
                 self._apart_at = self._clock()
+        if is_last:
+            self._others_went = False
         case.under_way += 1
         self.steps += 1
         step = asyncio.get_running_loop().create_task(self._step(case, group, member, is_paid))
