@@ -59,6 +59,7 @@ class Stand:
                 offenders=self.offenders,
                 max_batch=lambda: self._max_batch,
                 others_waiting=lambda: self.broker.most_waiting("m"),
+                all_waiting=lambda: self.broker.all_waiting("m"),
                 clock=self.clock,
             )
             BatchLoop(
@@ -77,7 +78,7 @@ class Stand:
 
         self.clock.run(started())
 
-    def send(self, value: bytes, owner: str, is_task: bool = False) -> Request:
+    def send(self, value: bytes, owner: str, is_task: bool = False, timeout_s: float = 4.0) -> Request:
         self._serial += 1
         request = make_request(
             str(self._serial),
@@ -86,7 +87,7 @@ class Stand:
             value=b'"%b %d"' % (value, self._serial),
             owner=owner,
             is_task=is_task,
-            total_timeout_s=600.0 if is_task else 4.0,
+            total_timeout_s=600.0 if is_task else timeout_s,
         )
         assert self.broker.submit(request) is None
         return request

@@ -582,6 +582,23 @@ def test_known_poison_is_sent_alone_from_then_on() -> None:
     stand.run(main)
 
 
+def test_who_was_taken_for_poison_and_is_answered_rides_with_the_others_again() -> None:
+    """Or a popular input that was judged wrongly once would be sent alone, copy by copy, for minutes."""
+    stand = Stand(FakeUpstream(slots=2).then(refusing(3), times=9).then(echo, times=99))
+
+    async def main() -> None:
+        while len(stand.upstreams[0].calls) < 9:
+            await stand.deliver_now(8)
+        check_own(await stand.deliver_now(8))
+        await asyncio.sleep(0.01)
+        calls = len(stand.upstreams[0].calls)
+        check_own(await stand.deliver_now(8))
+        assert [len(call.inputs) for call in stand.upstreams[0].calls[calls:]] == [8]
+
+    stand.run(main)
+    assert stand.dispatcher.poisoned >= 1
+
+
 def test_a_batch_of_known_poison_alone() -> None:
     stand = Stand(FakeUpstream().then(refusing(0, 1, status=422), times=99))
 

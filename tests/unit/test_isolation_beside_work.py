@@ -13,7 +13,7 @@ from carpool.core.outcome import Output
 from carpool.core.request import Request
 from carpool.service import ModelService
 from carpool.settings import BatchingSettings, ModelSettings, Settings, UpstreamSettings
-from carpool.testing import FakeUpstream, Witness, make_request
+from carpool.testing import Answer, Call, FakeUpstream, Witness, echo, inputs_of, make_request
 from carpool.upstream.isolation import STARVED_APART_S
 from carpool.upstream.offenders import Offenders
 from carpool.upstream.pool import WELL_S
@@ -103,6 +103,77 @@ def test_offenders_get_on_where_others_are_shed() -> None:
             stand.broker.expire(stand.clock())
         told = [stand.witness.outcome(request) for request in apart if request.arrived < stand.clock() - 2.5]
         assert len(told) > 50 and {type(outcome) for outcome in told} == {Output}
+
+    stand.run(main)
+
+
+@pytest.mark.parametrize("status", [400, 500])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_one_bad_client_does_not_starve_the_few_others(status: int, slots: int) -> None:
+    """Bursts of it make searches one after the other; the others wait for the very same slots, and are never many."""
+    stand = Stand(FakeUpstream(slots=slots).then(failing(status), delay_s=0.2, times=9999), max_batch=64)
+
+    async def main() -> None:
+        good: list[Request] = []
+        for number in range(4000):
+            if number % 20 == 0:
+                good.append(stand.send(b"good", f"client {number % 7}"))
+            if number % 500 == 250:
+                for _ in range(64):
+                    stand.send(b"bad", "X")
+            await asyncio.sleep(0.01)
+            stand.broker.expire(stand.clock())
+        await asyncio.sleep(4.0)
+        told = [type(stand.witness.outcome(request)) for request in good]
+        assert told.count(Output) >= 0.98 * len(good)  # some were in one batch with it before it was known
+
+    stand.run(main)
+
+
+def test_three_endpoints_that_do_not_tell_their_limit_are_found_out() -> None:
+    """Parts of what one of them refused are answered by the others: that says nothing against it."""
+
+    def takes_five(call: Call) -> Answer:
+        return echo(call) if len(inputs_of(call)) <= 5 else Answer(400, b'{"error": "no"}')
+
+    upstreams = [FakeUpstream(name, slots=2).then(takes_five, delay_s=0.1, times=9999) for name in "abc"]
+    stand = Stand(*upstreams, max_batch=64)
+
+    async def main() -> None:
+        requests: list[Request] = []
+        for number in range(2000):
+            requests += [stand.send(b"good", f"client {owner}") for owner in {number % 7, number * 3 % 11}]
+            await asyncio.sleep(0.01)
+            stand.broker.expire(stand.clock())
+        await asyncio.sleep(4.0)
+        late = [request for request in requests if request.arrived > stand.clock() - 14.0]
+        assert {type(stand.witness.outcome(request)) for request in late} == {Output}
+        assert {member.breaker.state for member in stand.pool.members} == {"closed"}
+        assert not stand.offenders
+
+    stand.run(main)
+    limits = [member.batch_limit.learned for member in stand.pool.members]
+    assert any(limits) and set(limits) <= {None, 4, 5}
+
+
+@pytest.mark.parametrize("status", [403, 451])
+def test_a_content_filter_refuses_one_client_only(status: int) -> None:
+    stand = Stand(FakeUpstream(slots=2).then(failing(status), delay_s=SERVICE_S, times=9999))
+
+    async def main() -> None:
+        good: list[Request] = []
+        bad: list[Request] = []
+        for number in range(1000):
+            good.append(stand.send(b"good", f"client {number % 7}"))
+            if number % 10 == 5:
+                bad.append(stand.send(b"bad", "X"))
+            await asyncio.sleep(0.01)
+            stand.broker.expire(stand.clock())
+        await asyncio.sleep(4.0)
+        assert {type(stand.witness.outcome(request)) for request in good} == {Output}
+        told = {type(stand.witness.outcome(request)) for request in bad}
+        assert InputRefused in told and Output not in told
+        assert stand.pool.members[0].breaker.state == "closed"
 
     stand.run(main)
 

@@ -8,7 +8,7 @@ import pytest
 from carpool.core.errors import InputRefused, UpstreamFailed
 from carpool.core.outcome import Output
 from carpool.core.request import Request
-from carpool.testing import Answer, FakeUpstream
+from carpool.testing import Answer, FakeUpstream, echo
 from support.virtual_gateway import SERVICE_S, Stand, failing
 
 
@@ -163,5 +163,23 @@ def test_one_of_ten_clients_that_is_all_bad_is_set_apart() -> None:
         assert {type(stand.witness.outcome(request)) for request in good} == {Output}
         waits = sorted(request.ended - request.arrived for request in good)
         assert waits[len(waits) * 99 // 100] < 4 * SERVICE_S  # virtual time
+
+    stand.run(main)
+
+
+@pytest.mark.parametrize(("given_s", "state"), [(0.5 * SERVICE_S, "closed"), (6 * SERVICE_S, "open")])
+def test_calls_that_had_less_time_than_calls_take_say_nothing_of_the_endpoint(given_s: float, state: str) -> None:
+    """Or one impatient client would close it to everybody; who had time enough and got nothing tells of a fault."""
+    upstream = FakeUpstream(slots=2).then(echo, delay_s=SERVICE_S, times=40).then(echo, delay_s=2.0, times=9999)
+    stand = Stand(upstream, max_batch=1)
+
+    async def main() -> None:
+        for _ in range(40):
+            assert isinstance(await stand.answer(b"good", "Y"), Output)
+        for _ in range(12):
+            stand.send(b"good", "X", timeout_s=given_s)
+            await asyncio.sleep(0.4)
+            stand.broker.expire(stand.clock())
+        assert stand.pool.members[0].breaker.state == state
 
     stand.run(main)

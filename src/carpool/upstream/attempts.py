@@ -27,7 +27,7 @@ from carpool.upstream.call_ids import CallIds
 from carpool.upstream.codecs import Codec, ProtocolFaultError
 from carpool.upstream.codecs.base import Refusal
 from carpool.upstream.endpoint import Answer, AttemptFailedError, ConnectionWasDeadError
-from carpool.upstream.pool import Member, Pool
+from carpool.upstream.pool import WELL_S, Member, Pool
 from carpool.upstream.retry import RetryBudget, pause_before
 
 logger = logging.getLogger("carpool.upstream")
@@ -36,6 +36,10 @@ logger = logging.getLogger("carpool.upstream")
 DEAD_IN_A_ROW_MAX = 3
 # A timer of the event loop may fire so much before its time.
 TIMER_EARLY_S = 0.01
+# A call that its clients' deadlines cut off sooner than this many times what calls take says nothing of the endpoint.
+CUT_SHORT = 2.0
+# What is said with these has to do with the call, whatever is in it: credentials, addresses, methods, sizes, time.
+OF_THE_CALL = frozenset({401, 404, 405, 407, 408, 411, 413, 426, 429, 431})
 # How long a call takes, until the first has been seen; and the weight of the newest.
 SERVICE_S_PRIOR = 0.2
 SERVICE_WEIGHT = 0.1
@@ -141,7 +145,7 @@ class Attempts:
             else:
                 self._pool.give_back(member)
                 self._pool.says_nothing(member)
-                return too_many(len(members), most) if members else out_of_time()
+                return too_many(len(members), most, now) if members else out_of_time()
             latest = max(request.deadline for request in members)
             limit_s = latest - self._clock()
             outcome = await self._call(members, member, min(self.timeout_s, limit_s), ended)
@@ -205,7 +209,7 @@ class Attempts:
             dead = failure if isinstance(failure, ConnectionWasDeadError) else None
             is_slot_held = dead is not None
             if dead is None:
-                self._pool.went_badly(member)
+                self._call_failed(member, timeout_s, started)
             return Failure(Refusal("elsewhere"), error, member, len(members), started, dead=dead)
         except BaseException:
             self._pool.says_nothing(member)
@@ -242,6 +246,14 @@ class Attempts:
         self._outcomes.settle_batch(members, [Output(part.value, facts, part.tokens_used) for part in parts])
         return None
 
+    def _call_failed(self, member: Member, timeout_s: float, started: float) -> None:
+        """No answer came: the endpoint's fault, unless its clients gave it less time than calls take."""
+        is_cut = timeout_s < min(self.timeout_s, CUT_SHORT * self.service_s)
+        if is_cut and self._clock() > started + timeout_s - TIMER_EARLY_S:
+            self._pool.says_nothing(member)
+        else:
+            self._pool.went_badly(member)
+
     def _refused(self, answer: Answer, members: list[Request], member: Member, started: float, call_id: str) -> Failure:
         """An answer with an error status. What the body says goes to a client that was alone in its call, at most."""
         self.calls["refused"] += 1
@@ -250,6 +262,8 @@ class Attempts:
         if refusal.batch_max is not None and member.batch_limit.said(refusal.batch_max, size, self._clock()):
             self._when_limit_is_learned(member)
         says = f"the inference API answered with status {answer.status}"
+        if refusal.kind == "give-up" and self._may_be_an_input(answer.status, members, member):
+            refusal = Refusal("bisect", refusal.message)
         if refusal.kind in ("elsewhere", "give-up"):
             if answer.status == 429:
                 self._pool.says_nothing(member)  # busy, not broken
@@ -265,16 +279,22 @@ class Attempts:
         self._pool.says_nothing(member)
         return Failure(refusal, UpstreamFailed(says), member, size, started, answer.status in (400, 422))
 
+    def _may_be_an_input(self, status: int, members: list[Request], member: Member) -> bool:
+        """Whether another status than those that blame inputs does so here, as that of a content filter may."""
+        lately = self._clock() - WELL_S
+        is_of_the_call = status in OF_THE_CALL or not 400 <= status < 500
+        return not is_of_the_call and self._pool.answered_lane(member, members[0].common_key, lately)
+
     def _time_left(self, members: list[Request]) -> float:
         """Seconds until nobody of them waits any more."""
         latest = max((request.deadline for request in members if request.phase != DONE), default=0.0)
         return latest - self._clock()
 
 
-def too_many(size: int, most: int) -> Failure:
+def too_many(size: int, most: int, now: float) -> Failure:
     """The limit of the endpoint was learned after the batch was formed."""
     error = UpstreamFailed("the inference API does not take so many inputs")
-    return Failure(Refusal("split", batch_max=most), error, size=size)
+    return Failure(Refusal("split", batch_max=most), error, size=size, started=now)
 
 
 def out_of_time() -> Failure:

@@ -73,14 +73,15 @@ class Case:
         "batch",
         "counted",
         "failure",
-        "largest_answered",
         "last",
+        "parts_answered",
         "refused_alone_by",
         "refused_by",
         "search",
         "started",
         "under_way",
         "waiting_since",
+        "wholes_refused",
     )
 
     def __init__(self, batch: list[Request], search: Search, failure: Failure | None, now: float) -> None:
@@ -95,7 +96,9 @@ class Case:
         self.last: dict[int, Failure] = {}
         # Who answered a part of it.
         self.answered_by: set[Member] = set()
-        self.largest_answered = 0
+        # The groups that were answered, and those that were refused, with the endpoints that did so.
+        self.parts_answered: list[Group] = []
+        self.wholes_refused: list[tuple[Group, Member]] = []
         # Owners that have been counted as offenders for this case already.
         self.counted: set[str] = set()
         # How many endpoints were asked about a member alone, where it was more than one.
@@ -212,6 +215,8 @@ class Isolation:
         case = Case(live, search, failure, self._clock())
         if failure.refusal.kind == "bisect":
             case.note(range(len(live)), failure, is_alone=failure.size == 1)
+            if failure.member is not None and failure.size == len(live) > 1:
+                case.wholes_refused.append((whole, failure.member))
             if failure.size == 1:
                 search.take_next(is_alive=True, singly=False)
                 search.refused(whole, clears=False)
@@ -453,9 +458,11 @@ class Isolation:
     def _answered(self, case: Case, group: Group, member: Member) -> None:
         case.search.answered(group)
         case.answered_by.add(member)
-        case.largest_answered = max(case.largest_answered, group.size)
+        case.parts_answered.append(group)
         self._look_for_common(case.batch[group.first : group.end], is_refused=False, is_batch=False)
         for index in range(group.first, group.end):
+            if case.failure is None:
+                self._known_poison.forget(case.batch[index])
             # An endpoint that refused alone what another one answers is at fault.
             self._blame(case.refused_alone_by.pop(index, ()))
 
@@ -478,6 +485,8 @@ class Isolation:
     def _refused(self, case: Case, group: Group, result: Failure) -> None:
         is_alone = result.size == 1 and group.size == 1
         case.note(range(group.first, group.end), result, is_alone)
+        if result.member is not None and result.size == group.size > 1:
+            case.wholes_refused.append((group, result.member))
         share = self._shares.share(case.batch[0].lane_key)
         clears = self._is_alive(case) and may_clear(share, self._max_batch())
         cleared = case.search.refused(group, clears=clears)
@@ -604,8 +613,8 @@ class Isolation:
             known = case.refused_alone_by if case.search.any_answered else case.refused_by
             sick = {member for index in left for member in known.get(index, ())}
             self._blame(sick, {request.owner for request in left.values()})
-        elif failure is not None and is_answered_whole(case):
-            self._refused_a_good_whole(case, failure)
+        if failure is not None:
+            self._look_at_good_wholes(case)
         for index, request in left.items():
             last = case.last.get(index)
             if last is None:
@@ -618,14 +627,18 @@ class Isolation:
         if not self._cases:
             self._is_idle.set()
 
-    def _refused_a_good_whole(self, case: Case, failure: Failure) -> None:
-        """An endpoint refused a whole whose parts are good. If it answered those itself, it may have a limit."""
-        member = failure.member
-        if member is not None and case.answered_by == {member}:
-            if member.batch_limit.split(failure.size, case.largest_answered, self._clock()):
+    def _look_at_good_wholes(self, case: Case) -> None:
+        """Endpoints refused groups all parts of which were answered: each may have a limit, or is at fault."""
+        good = good_wholes(case)
+        for member, (size, parts_max) in good.items():
+            # One that has answered nothing meanwhile, or as many lately, has no limit that would explain this.
+            if member.well_at <= case.started or member.batch_limit.has_answered(size, self._clock()):
+                self._blame({member})
+            elif member.batch_limit.split(size, parts_max, self._clock()):
                 self._when_limit_is_learned(member)
-        else:
-            self._blame({member})
+        if good:
+            for owner in case.counted:
+                self._offenders.take_back(self._model, owner, self._clock())
 
     def _settle(self, requests: Iterable[Request], error: CarpoolError) -> None:
         for request in requests:
@@ -657,15 +670,16 @@ class Isolation:
         return ordered, firsts if is_balanced else 0
 
 
-def is_answered_whole(case: Case) -> bool:
-    """Whether every member of a call that was refused has its output."""
-    failure = case.failure
-    return (
-        failure is not None
-        and failure.refusal.kind == "bisect"
-        and len(case.batch) == failure.size > 1
-        and case.search.answered_members == failure.size
-    )
+def good_wholes(case: Case) -> dict[Member, tuple[int, int]]:
+    """By endpoint: the size of the smallest group that it refused though every member was answered later on, and the
+    size of the largest part of that which was answered.
+    """
+    found: dict[Member, tuple[int, int]] = {}
+    for whole, member in case.wholes_refused:
+        parts = [part.size for part in case.parts_answered if whole.first <= part.first and part.end <= whole.end]
+        if sum(parts) == whole.size and (member not in found or whole.size < found[member][0]):
+            found[member] = whole.size, max(parts)
+    return found
 
 
 def input_refused(failure: Failure) -> InputRefused:

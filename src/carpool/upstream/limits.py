@@ -89,6 +89,10 @@ class BatchLimit:
         is_second = first_size > 0
         return is_second and 0 < limit < min(first_size, size) and self._learn(limit, size, now)
 
+    def has_answered(self, size: int, now: float) -> bool:
+        """Whether it has answered a batch of this size lately."""
+        return self._answered_lately(now) >= size
+
     def answered(self, size: int, now: float) -> None:
         """It answered a batch of `size`."""
         self._turn_to(now)

@@ -76,6 +76,14 @@ class Offenders:
             self._apart.add(rider)
             self.set_apart += 1
 
+    def take_back(self, model: str, owner: str, now: float) -> None:
+        """What was refused was none of this owner's fault."""
+        rider = Rider(model, owner)
+        if rider in self._scores:
+            score = max(0.0, self._score(rider, now) - 1.0)
+            self._scores[rider] = (score, now)
+            self._look(rider, score)
+
     def passed(self, model: str, owner: str, now: float) -> None:
         """An input of this owner was answered."""
         rider = Rider(model, owner)

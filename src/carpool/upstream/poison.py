@@ -27,6 +27,10 @@ class KnownPoison:
             del self._until[next(iter(self._until))]
         self._until[key] = now + KEPT_S
 
+    def forget(self, request: Request) -> None:
+        """An input was answered: it is good, whatever was thought of it."""
+        self._until.pop(_key(request), None)
+
     def among(self, batch: Sequence[Request], now: float) -> list[Request]:
         """The members of a batch that are known."""
         while self._until and next(iter(self._until.values())) <= now:
