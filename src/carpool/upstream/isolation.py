@@ -26,7 +26,7 @@ from carpool.core.ports import Returns
 from carpool.core.request import DONE, Request
 from carpool.upstream.attempts import Attempts, Failure
 from carpool.upstream.offenders import OFFENDS_FROM, CommonOwner, Offenders
-from carpool.upstream.poison import KnownPoison
+from carpool.upstream.poison import KnownPoison, key_of
 from carpool.upstream.pool import WELL_S, Member, Pool, Wish
 from carpool.upstream.refusals import RefusedShares, is_singly, may_clear
 from carpool.upstream.search import Group, Search
@@ -73,6 +73,7 @@ class Case:
         "batch",
         "counted",
         "failure",
+        "known",
         "last",
         "parts_answered",
         "refused_alone_by",
@@ -87,8 +88,9 @@ class Case:
     def __init__(self, batch: list[Request], search: Search, failure: Failure | None, now: float) -> None:
         self.batch = batch
         self.search = search
-        # How it began; None for inputs that are sent alone because they are known.
+        # How it began; None for inputs that are sent alone because they are known, and what they are known by.
         self.failure = failure
+        self.known = [key_of(request) for request in batch] if failure is None else []
         self.started = failure.started if failure is not None else now
         # By member: who refused a call with it, who refused it alone, and how that was said.
         self.refused_by: dict[int, set[Member]] = {}
@@ -461,8 +463,8 @@ class Isolation:
         case.parts_answered.append(group)
         self._look_for_common(case.batch[group.first : group.end], is_refused=False, is_batch=False)
         for index in range(group.first, group.end):
-            if case.failure is None:
-                self._known_poison.forget(case.batch[index])
+            if case.known:
+                self._known_poison.forget(case.known[index])
             # An endpoint that refused alone what another one answers is at fault.
             self._blame(case.refused_alone_by.pop(index, ()))
 

@@ -22,21 +22,22 @@ class KnownPoison:
 
     def add(self, request: Request, now: float) -> None:
         """Remember an input that was refused."""
-        self._until.pop(key := _key(request), None)
+        self._until.pop(key := key_of(request), None)
         if len(self._until) >= KEPT_MAX:
             del self._until[next(iter(self._until))]
         self._until[key] = now + KEPT_S
 
-    def forget(self, request: Request) -> None:
-        """An input was answered: it is good, whatever was thought of it."""
-        self._until.pop(_key(request), None)
+    def forget(self, key: int) -> None:
+        """An input with this hash was answered: it is good, whatever was thought of it."""
+        self._until.pop(key, None)
 
     def among(self, batch: Sequence[Request], now: float) -> list[Request]:
         """The members of a batch that are known."""
         while self._until and next(iter(self._until.values())) <= now:
             del self._until[next(iter(self._until))]
-        return [request for request in batch if _key(request) in self._until]
+        return [request for request in batch if key_of(request) in self._until]
 
 
-def _key(request: Request) -> int:
+def key_of(request: Request) -> int:
+    """What an input is known by."""
     return hash((request.model, request.parameters, request.input))
