@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from carpool.testing import FakeClock, FakeUpstream
 from carpool.upstream.breaker import Breaker
-from carpool.upstream.pool import Member, Pool
+from carpool.upstream.pool import Member, Pool, Wish
 
 FAILURES_MAX, LONGEST_PAUSE_S = 2, 4.0
 ENDS = ("well", "badly", "nothing")
@@ -106,7 +106,23 @@ class Play:
         assert pool.busy() <= len(self.out) + len(self.retries)
         assert pool.free() == sum(member.offered for member in pool.members)
         assert pool.is_down == (not pool.free() and all(m.breaker.state != "closed" for m in pool.members))
-        assert pool.total() >= 1
+        in_use = [member for member in pool.members if member.breaker.state == "closed"]
+        assert pool.total() == (sum(member.limit for member in in_use) or 1)
+        for since in (0.0, self.clock() - 1.0, self.clock()):
+            assert pool.is_alive(since) == any(member.well_at > since for member in in_use)
+        self.check_wishes(in_use)
+
+    def check_wishes(self, in_use: list[Member]) -> None:
+        """What the pool works out in few steps is what one finds who compares each endpoint with every other."""
+
+        def fit(member: Member, wish: Wish) -> int:
+            return 0 if member is wish.failed else 2 if wish.known_well and self.pool.is_well(member) else 1
+
+        for wish in (Wish(failed, well) for failed in (None, *self.pool.members) for well in (False, True)):
+            best = max((fit(member, wish) for member in in_use), default=0)
+            for member in self.pool.members:
+                assert self.pool.fits(member, wish) == (fit(member, wish) >= best)
+            assert self.pool.has_free(wish) == any(fit(member, wish) >= best for member in self.pool._free)
 
     async def get_well(self) -> None:
         """Everything that is under way ends well, and so do the probes."""

@@ -8,12 +8,14 @@ import pytest
 
 from carpool.broker.memory import MemoryBroker
 from carpool.core.clock import monotonic
-from carpool.core.errors import CarpoolError, InputRefused, QueueFull
+from carpool.core.errors import CarpoolError, InputRefused, QueueFull, UpstreamFailed
 from carpool.core.outcome import Output
 from carpool.core.request import Request
 from carpool.service import ModelService
 from carpool.settings import BatchingSettings, ModelSettings, Settings, UpstreamSettings
 from carpool.testing import Answer, Call, FakeUpstream, Witness, echo, inputs_of, make_request
+from carpool.upstream.attempts import Failure
+from carpool.upstream.codecs.base import Refusal
 from carpool.upstream.isolation import STARVED_APART_S
 from carpool.upstream.offenders import Offenders
 from carpool.upstream.pool import WELL_S
@@ -194,6 +196,32 @@ def test_it_is_known_when_the_next_slot_should_be_free() -> None:
         assert attempts.next_end_s() == pytest.approx(first_ends_s, abs=0.008)
         await asyncio.sleep(first_ends_s + 0.007)
         assert attempts.next_end_s() == pytest.approx(0.5 * SERVICE_S - 0.005, abs=0.008)
+
+    stand.run(main)
+
+
+def test_a_search_whose_wish_is_not_to_be_had_keeps_no_other_from_a_free_slot() -> None:
+    """The larger one was refused by the endpoint that is free, and waits for the other one; the smaller need not."""
+    busy, free = (FakeUpstream(name).then(echo, delay_s=SERVICE_S, times=99) for name in ("busy", "free"))
+    stand = Stand(busy, free)
+
+    async def main() -> None:
+        members = [stand.pool.take(), stand.pool.take()]
+        batches: list[list[Request]] = []
+        for size in (6, 4):
+            for _ in range(size):
+                stand.send(b"good", "Y")
+            (lane,) = stand.broker.lanes("m")
+            batches.append(stand.broker.take(lane, size, stand.clock()))
+        stand.pool.give_back(members[1])
+        for batch, member in zip(batches, reversed(members), strict=True):
+            refused = Failure(Refusal("bisect"), UpstreamFailed("no"), member, len(batch), stand.clock())
+            stand.dispatcher.isolation.add(batch, refused)
+        await asyncio.sleep(0.5 * SERVICE_S)
+        assert [len(call.inputs) for call in free.calls] == [2]  # half of the smaller
+        stand.pool.give_back(members[0])
+        await asyncio.sleep(1.0)
+        assert {type(stand.witness.outcome(request)) for batch in batches for request in batch} == {Output}
 
     stand.run(main)
 

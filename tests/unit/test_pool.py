@@ -8,7 +8,7 @@ import pytest
 
 from carpool.testing import FakeClock, FakeUpstream
 from carpool.upstream.breaker import Breaker
-from carpool.upstream.pool import Member, Pool
+from carpool.upstream.pool import Member, Pool, Wish
 
 FAILURES_MAX = 2
 # With half of the jitter, the first pauses last 0.75, 1.5 and 3 s.
@@ -477,6 +477,77 @@ def test_a_retry_that_wants_one_that_is_well_takes_any_other_when_none_is() -> N
         assert await pool.take_for_retry(failed, 1.0, known_well=True) is other
 
     in_virtual_time(1, 1)(scene)
+
+
+# Many endpoints: each of these is asked again and again while a search or a retry waits.
+
+MANY = 200
+
+
+class CountingBreaker(Breaker):
+    """Counts how often any breaker is looked at."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        CountingBreaker.looks += 1
+        return super().__getattribute__(name)
+
+
+def looks_of(action: Callable[[], Any]) -> int:
+    before = CountingBreaker.looks
+    action()
+    return CountingBreaker.looks - before
+
+
+def large_pool() -> tuple[Pool, Member]:
+    """A pool, and the only endpoint in it that is known to be well; that has no free slot."""
+    endpoints = [FakeUpstream(f"e{number}", slots=4) for number in range(MANY)]
+    pool = Pool(endpoints, FakeClock(), make_breaker=CountingBreaker, random_share=lambda: 0.5)
+    well = pool.members[MANY // 2]
+    for _ in range(4):
+        start_on(pool, well)
+    pool.went_well(well)
+    return pool, well
+
+
+def test_a_look_for_a_slot_compares_no_endpoint_with_all_others() -> None:
+    pool, well = large_pool()
+    wish = Wish(pool.members[0], known_well=True)
+    found: list[Member | None] = []
+    assert looks_of(lambda: found.append(pool.take_for_search(wish))) < 5 * MANY
+    assert looks_of(lambda: pool.has_free(wish)) < 5 * MANY
+    assert looks_of(lambda: pool.fits(well, wish)) < 5 * MANY
+    assert found == [None]
+    assert looks_of(lambda: found.append(pool.take_for_search(Wish(pool.members[0], known_well=False)))) < 5 * MANY
+    assert found[1] not in (None, pool.members[0])
+
+
+def test_what_searches_ask_of_the_pool_all_the_time_costs_little() -> None:
+    pool, well = large_pool()
+    pool.total()
+    assert looks_of(lambda: pool.is_alive(0.0)) < 9
+    assert looks_of(pool.total) == 0
+    assert looks_of(lambda: pool.has_others(well)) < 9
+    assert looks_of(pool.free_apart) < 5 * MANY
+
+
+async def test_a_freed_slot_is_compared_with_the_wishes_that_wait_and_not_with_all_endpoints_for_each() -> None:
+    pool, _ = large_pool()
+    unknown = pool.take()
+    retries = [
+        asyncio.create_task(pool.take_for_retry(failed, 10.0, known_well=True))
+        for failed in (*pool.members[:50], *pool.members[:50])
+    ]
+    await asyncio.sleep(0)
+    assert looks_of(lambda: pool.give_back(unknown)) < 10 * len(retries)
+    failing = pool.take()
+    # The wishes of the second half are those of the first.
+    assert looks_of(lambda: pool.went_badly(failing)) < 10 * MANY
+    assert not any(retry.done() for retry in retries)
+    for retry in retries:
+        retry.cancel()
+    await asyncio.wait(retries)
 
 
 # Limits.

@@ -321,7 +321,10 @@ class Isolation:
                     continue
             wish = self._wish(case, group)
             unresolved = case.search.unresolved
-            if (best is None or unresolved > best[0]) and (member is None or self._pool.fits(member, wish)):
+            if best is not None and unresolved <= best[0]:
+                continue
+            # Where the wish of one is not to be had, another may be content with what there is.
+            if self._pool.has_free(wish) if member is None else self._pool.fits(member, wish):
                 best = (unresolved, case, wish)
         return best[1:] if best else None
 

@@ -20,7 +20,7 @@
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from math import inf
 from typing import NamedTuple
@@ -38,6 +38,8 @@ WELL_S = 10.0
 WELL_LANES_MAX = 256
 # The event loop's timers have millisecond steps.
 TIMER_S_MIN = 0.001
+# How well an endpoint fits a wish: it is the one that failed, another one, or another one that is known to be well.
+FIT_FAILED, FIT_OTHER, FIT_WELL = 0, 1, 2
 # Weight of the newest measurement in an endpoint's utilisation.
 UTILIZATION_WEIGHT = 0.5
 
@@ -158,6 +160,10 @@ class Pool:
                 if turn < member.limit:
                     self._offer(member)
         self._retries: deque[tuple[Wish, asyncio.Future[Member]]] = deque()
+        # Those that have answered well, the latest last: whoever looks for one that is well need not look at them all.
+        self._answered: dict[Member, None] = {}
+        # What `total` says; None when it is to be counted again.
+        self._slots_in_use: int | None = None
         # Called when a slot becomes free.
         self._rings: list[Callable[[], None]] = []
         self._probe_timers: dict[Member, asyncio.TimerHandle] = {}
@@ -191,7 +197,9 @@ class Pool:
 
     def total(self) -> int:
         """Slots of the endpoints that may be called."""
-        return sum(member.limit for member in self.members if member.breaker.state == "closed") or 1
+        if self._slots_in_use is None:
+            self._slots_in_use = sum(member.limit for member in self.members if member.breaker.state == "closed")
+        return self._slots_in_use or 1
 
     def free(self) -> int:
         """Slots that could take a batch now."""
@@ -201,7 +209,8 @@ class Pool:
         """Slots that could take a batch of offenders now."""
         if not self._free or not self.apart_may_go():
             return 0
-        return sum(not self._is_for_others(member) for member in self._free)
+        shut = (member for member in self.members if member.breaker.state != "closed")
+        return len(self._free) - sum(member.offered for member in shut if self._is_for_others(member))
 
     def is_apart_due(self) -> bool:
         """Whether offenders have waited so long that a batch of them goes before others."""
@@ -250,9 +259,13 @@ class Pool:
         """A free slot of the endpoint that fits best; None if there is none now."""
         return self._take_free(wish)
 
+    def has_free(self, wish: "Wish") -> bool:
+        """Whether `take_for_search` would find a slot."""
+        return self._find_free(wish) is not None
+
     def fits(self, member: Member, wish: "Wish") -> bool:
         """Whether none of the endpoints in use fits better."""
-        return self._may_retry_on(member, wish)
+        return self._fit(member, wish) >= self._best_fit(wish)
 
     def batch_max(self, wanted: int) -> int:
         """How many of `wanted` inputs any endpoint in use takes in a call."""
@@ -291,8 +304,13 @@ class Pool:
         member.well_lanes[lane] = member.well_at
         member.failed_probes = 0
         member.probing = False
+        if not member.is_leaving:
+            self._answered.pop(member, None)
+            self._answered[member] = None
         was_open = member.breaker.state != "closed"
         member.breaker.succeeded()
+        if was_open:
+            self._slots_in_use = None
         if was_open and not member.is_leaving:
             self._cancel_probe(member)
             self._offer_what_may_be(member)
@@ -306,6 +324,7 @@ class Pool:
             self._clock(), self._random_share(), probe=probe, may_open=self._may_eject(), owners=owners
         ):
             self._withhold(member)
+        self._slots_in_use = None
         if all(other.breaker.state != "closed" or other.breaker.is_failing for other in self.members):
             for other in self.members:  # rule 4: none of them answers
                 if other.breaker.state == "closed":
@@ -326,7 +345,12 @@ class Pool:
 
     def is_alive(self, since: float) -> bool:
         """Whether any endpoint in use has answered a call well since then."""
-        return any(member.well_at > since and member.breaker.state == "closed" for member in self.members)
+        for member in reversed(self._answered):
+            if member.well_at <= since:
+                return False
+            if member.breaker.state == "closed":
+                return True
+        return False
 
     def answered_lane(self, member: Member, lane: bytes, since: float) -> bool:
         """Whether the endpoint has answered a call of this lane since then."""
@@ -362,6 +386,7 @@ class Pool:
     def set_limit(self, member: Member, limit: int) -> None:
         """Let the endpoint have at most so many calls at once, from 1 to its slots."""
         member.limit = max(1, min(limit, member.endpoint.slots))
+        self._slots_in_use = None
         while member.offered and member.offered + member.in_flight > member.limit:
             self._free.remove(member)
             member.offered -= 1
@@ -371,6 +396,7 @@ class Pool:
         """Take an endpoint in while running."""
         member = self._member(endpoint)
         self.members.append(member)
+        self._slots_in_use = None
         self.is_down = False
         self._offer_what_may_be(member)
 
@@ -378,6 +404,8 @@ class Pool:
         """Send an endpoint no more; `when_gone` is called once it has no call under way."""
         member = next(member for member in self.members if member.endpoint is endpoint)
         self.members.remove(member)
+        self._answered.pop(member, None)
+        self._slots_in_use = None
         self._withdraw(member)
         member.is_leaving = True
         self._leaving[member] = when_gone
@@ -430,20 +458,36 @@ class Pool:
 
     def _take_free(self, wish: Wish) -> Member | None:
         """A free slot for a retry."""
+        member = self._find_free(wish)
+        if member is not None:
+            self._free.remove(member)
+            member.offered -= 1
+            self._start(member)
+        return member
+
+    def _find_free(self, wish: Wish) -> Member | None:
+        """Whose free slot a retry may have. Asked often, of many slots: what is best is worked out once."""
+        best = self._best_fit(wish)
+        if best == FIT_WELL and not any(member.offered for member in self._known_well(wish)):
+            return None
         for member in self._free:
-            if self._may_retry_on(member, wish) and not self._is_for_others(member):
-                self._free.remove(member)
-                member.offered -= 1
-                self._start(member)
+            if self._fit(member, wish) >= best and not self._is_for_others(member):
                 return member
         return None
 
     def _serve_retries(self) -> None:
         """An endpoint went out: retries that waited for it may now have the one that failed them, if that is free."""
+        unmet: set[Wish] = set()
         for entry in list(self._retries):
             wish, future = entry
-            member = None if future.done() else self._take_free(wish)
-            if member is not None:
+            if not self._free:
+                return
+            if future.done() or wish in unmet:
+                continue
+            member = self._take_free(wish)
+            if member is None:
+                unmet.add(wish)
+            else:
                 self._retries.remove(entry)
                 future.set_result(member)
 
@@ -465,7 +509,7 @@ class Pool:
 
     def _hand_to_retry(self, member: Member) -> bool:
         for index, (wish, future) in enumerate(self._retries):
-            if not future.done() and self._may_retry_on(member, wish) and not self._is_for_others(member):
+            if not future.done() and self.fits(member, wish) and not self._is_for_others(member):
                 del self._retries[index]
                 self._start(member)
                 future.set_result(member)
@@ -540,11 +584,21 @@ class Pool:
         open_now = sum(member.breaker.state != "closed" for member in self.members)
         return open_now + 1 <= max(1, int(len(self.members) * self._eject_share_max))
 
-    def _may_retry_on(self, member: Member, wish: Wish) -> bool:
-        in_use = (other for other in self.members if other.breaker.state == "closed")
-        return self._fit(member, wish) >= max((self._fit(other, wish) for other in in_use), default=0)
+    def _best_fit(self, wish: Wish) -> int:
+        """How well the best of the endpoints in use fits."""
+        if wish.known_well and any(member.breaker.state == "closed" for member in self._known_well(wish)):
+            return FIT_WELL
+        return FIT_OTHER if self.has_others(wish.failed) else FIT_FAILED
 
     def _fit(self, member: Member, wish: Wish) -> int:
         if member is wish.failed:
-            return 0
-        return 2 if wish.known_well and self.is_well(member) else 1
+            return FIT_FAILED
+        return FIT_WELL if wish.known_well and self.is_well(member) else FIT_OTHER
+
+    def _known_well(self, wish: Wish) -> Iterator[Member]:
+        """Those that are known to be well, but for the one that failed; the latest first."""
+        for member in reversed(self._answered):
+            if not self.is_well(member):
+                return
+            if member is not wish.failed:
+                yield member
