@@ -6,7 +6,7 @@ The same broker, policies and loop as the gateway; in place of an upstream, a fu
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import update_wrapper
 from itertools import count
@@ -34,6 +34,8 @@ MODEL = "function"
 # What a future or a task takes for a word to itself: the caller would end without a sound, or the event loop would stop
 # and take everybody's work with it.
 CONTROL_FLOW = (StopIteration, GeneratorExit, asyncio.CancelledError, KeyboardInterrupt, SystemExit)
+# These have a length, and what comes out of them one by one are not the results in order.
+NO_LISTS = (Mapping, Set, str, bytes, bytearray)
 # In place of a result: the event loop is ending, and the call was cancelled.
 _CANCELLED: Any = object()
 
@@ -55,6 +57,29 @@ def is_async(function: Callable[..., Any]) -> bool:
     """Whether it must be awaited; also an object whose `__call__` must."""
     call = getattr(function, "__call__", None)  # noqa: B004 - the method is wanted, not the answer
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def as_list(results: Any, count: int) -> list[Any]:
+    """What the function returned, one result for each of `count` items in their order; else WrongResultCountError."""
+    kind = type(results)
+    # A table (pandas, polars) has the length of its rows, and gives its columns.
+    if isinstance(results, NO_LISTS) or hasattr(kind, "columns"):
+        raise WrongResultCountError(
+            f"the function must return a list with one result for each item, not {kind.__name__}"
+        )
+    try:
+        size = len(results)
+        iter(results)
+    except TypeError:
+        raise WrongResultCountError(f"the function must return a list, not {kind.__name__}") from None
+    listed = list(results)
+    if len(listed) != size:
+        raise WrongResultCountError(
+            f"the function must return a list, not {kind.__name__}: its length is {size}, but it gives {len(listed)}"
+        )
+    if size != count:
+        raise WrongResultCountError(f"the function returned {size} results for {count} items")
+    return listed
 
 
 class FunctionCalls:
@@ -134,7 +159,11 @@ class FunctionCalls:
         self._free += 1
         seconds = monotonic() - started
         facts = CallFacts(len(batch), seconds)
-        self.outcomes.settle_batch(batch, [Output(result, facts) for result in results])
+        try:
+            self.outcomes.settle_batch(batch, [Output(result, facts) for result in results])
+        except BaseException as failure:  # whatever it is, nobody waits for ever
+            for request in batch:
+                self.outcomes.settle(request, Output(failure, facts))
         if self._ring is not None:
             self._ring()
         return seconds
@@ -152,14 +181,7 @@ class FunctionCalls:
         else:
             loop = asyncio.get_running_loop()
             results = cast(Sequence[Any], await loop.run_in_executor(self._threads, self._call_plainly, items))
-        try:
-            size = len(results)
-        except TypeError:
-            kind = type(results).__name__
-            raise WrongResultCountError(f"the function must return a list, not {kind}") from None
-        if size != len(items):
-            raise WrongResultCountError(f"the function returned {size} results for {len(items)} items")
-        return list(results)
+        return as_list(results, len(items))
 
 
 def _is_running(task: "asyncio.Task[Any]") -> bool:
@@ -285,12 +307,15 @@ class Batcher(Generic[Item, Result]):
         future: asyncio.Future[Any] = request.ticket
         if not future.done():
             value = outcome.value if isinstance(outcome, Output) else outcome
-            if value is _CANCELLED:
-                future.cancel()
-            elif isinstance(value, BaseException):
-                future.set_exception(raisable(value))
-            else:
-                future.set_result(value)
+            try:
+                if value is _CANCELLED:
+                    future.cancel()
+                elif isinstance(value, BaseException):
+                    future.set_exception(raisable(value))
+                else:
+                    future.set_result(value)
+            except Exception as failure:  # such as what only says that it is an exception
+                future.set_exception(raisable(failure))
         self._settled_all.set()  # `close` looks again; it counts for itself
 
 

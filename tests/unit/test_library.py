@@ -5,16 +5,21 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import uvloop
 
 from carpool import Batcher, batched
+from carpool.broker.memory import MemoryBroker
 from carpool.core.errors import QueueFull
+from carpool.core.outcome import Output
+from carpool.core.request import Request
 from carpool.library import CONTROL_FLOW, WrongResultCountError
 from support.processes import PATIENCE_S, until
 
@@ -108,6 +113,129 @@ async def test_results_that_do_not_match_the_items_are_nobodys(answer: object) -
     async with Batcher(wrong, max_batch_size=2, max_wait_ms=50, policy="fixed") as b:
         results = await asyncio.gather(b.predict(1), b.predict(2), return_exceptions=True)
     assert all(isinstance(result, WrongResultCountError) for result in results)
+
+
+class Table:
+    """As a DataFrame: its length is that of its rows, and it gives its columns."""
+
+    def __init__(self, rows: int, columns: list[str]) -> None:
+        self.rows = rows
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+
+class NamedTable(Table):
+    @property
+    def columns(self) -> list[str]:
+        return self._columns
+
+
+class Broken:
+    """Has a length, and cannot be gone through."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[int]:
+        raise RuntimeError("lost the device")
+
+
+@pytest.mark.parametrize("how", ["in a thread", "on the loop"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Table(2, ["a"]),
+        Table(2, ["a", "b", "c"]),
+        NamedTable(2, ["a", "b"]),
+        {1: "one", 2: "two"},
+        {1, 2},
+        frozenset({1, 2}),
+        {1: 1, 2: 2}.keys(),
+        "ab",
+        b"ab",
+        bytearray(b"ab"),
+    ],
+    ids=lambda answer: type(answer).__name__,
+)
+async def test_what_is_no_list_of_results_is_refused_and_nobody_waits_for_ever(answer: Any, how: str) -> None:
+    def plain(items: list[int]) -> Any:
+        return answer if items == [1, 2] else items
+
+    async def on_the_loop(items: list[int]) -> Any:
+        return plain(items)
+
+    function = plain if how == "in a thread" else on_the_loop
+    async with asyncio.timeout(PATIENCE_S), Batcher(function, max_batch_size=2, policy="fixed") as b:
+        results = await asyncio.gather(b.predict(1), b.predict(2), return_exceptions=True)
+        assert [type(result) for result in results] == [WrongResultCountError] * 2
+        assert "must return a list" in str(results[0])
+        assert type(answer).__name__ in str(results[0])
+        assert [*await asyncio.gather(b.predict(3), b.predict(4))] == [3, 4]
+
+
+async def test_any_list_like_in_order_will_do() -> None:
+    class Column:
+        """As an array: no Sequence, but it has a length and gives its values."""
+
+        def __init__(self, items: list[int]) -> None:
+            self._items = items
+
+        def __len__(self) -> int:
+            return len(self._items)
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(self._items)
+
+    for kind in (tuple, deque, Column, lambda items: range(items[0], items[-1] + 1)):
+
+        async def predict(items: list[int], kind: Callable[[list[int]], Any] = kind) -> Any:
+            return kind(items)
+
+        async with asyncio.timeout(PATIENCE_S), Batcher(predict, max_batch_size=2, policy="fixed") as b:
+            assert [*await asyncio.gather(b.predict(1), b.predict(2))] == [1, 2]
+
+
+async def test_results_that_break_off_while_they_are_read_reach_every_caller() -> None:
+    async def broken(items: list[int]) -> Any:
+        return Broken() if items == [1, 2] else items
+
+    async with asyncio.timeout(PATIENCE_S), Batcher(broken, max_batch_size=2, policy="fixed") as b:
+        results = await asyncio.gather(b.predict(1), b.predict(2), return_exceptions=True)
+        assert [str(result) for result in results] == ["lost the device"] * 2
+        assert [*await asyncio.gather(b.predict(3), b.predict(4))] == [3, 4]
+
+
+async def test_whatever_fails_while_results_are_handed_over_reaches_every_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hand_over = MemoryBroker.settle_batch
+    calls: list[int] = []
+
+    def fails_once(self: MemoryBroker, batch: Sequence[Request], outputs: Sequence[Output]) -> None:
+        calls.append(len(batch))
+        if len(calls) == 1:
+            raise RuntimeError("a defect")
+        hand_over(self, batch, outputs)
+
+    monkeypatch.setattr(MemoryBroker, "settle_batch", fails_once)
+    async with asyncio.timeout(PATIENCE_S), Batcher(Recorder(), max_batch_size=2, policy="fixed") as b:
+        results = await asyncio.gather(b.predict(1), b.predict(2), return_exceptions=True)
+        assert [str(result) for result in results] == ["a defect"] * 2
+        assert [*await asyncio.gather(b.predict(3), b.predict(4))] == [6, 8]
+
+
+async def test_what_only_says_that_it_is_an_exception_leaves_nobody_waiting() -> None:
+    async def predict(items: list[int]) -> list[Any]:
+        return [Mock(spec=ValueError) if item == 1 else item for item in items]
+
+    async with asyncio.timeout(PATIENCE_S), Batcher(predict, max_batch_size=2, policy="fixed") as b:
+        results = await asyncio.gather(b.predict(1), b.predict(2), return_exceptions=True)
+    assert [type(result) for result in results] == [TypeError, int]
 
 
 async def test_a_cancelled_call_leaves_the_queue_and_harms_nobody() -> None:
