@@ -17,13 +17,14 @@ import msgspec
 
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.request import Request, Waiter
-from carpool.upstream.endpoint import Answer, AttemptFailedError, Call, ConnectionWasDeadError
+from carpool.upstream.endpoint import Answer, AttemptFailedError, Call, ConnectionWasDeadError, DoubtfulAnswerError
 
 __all__ = [
     "Answer",
     "AttemptFailedError",
     "Call",
     "ConnectionWasDeadError",
+    "DoubtfulAnswerError",
     "FakeClock",
     "FakeUpstream",
     "ReceivedCall",

@@ -10,7 +10,18 @@ from carpool.broker.memory import MemoryBroker
 from carpool.core.errors import ClientLeft, DeadlineExceeded, UpstreamFailed
 from carpool.core.outcome import Output
 from carpool.core.request import Request
-from carpool.testing import Answer, Call, ConnectionWasDeadError, FakeClock, FakeUpstream, Witness, echo, make_request
+from carpool.testing import (
+    Answer,
+    AttemptFailedError,
+    Call,
+    ConnectionWasDeadError,
+    DoubtfulAnswerError,
+    FakeClock,
+    FakeUpstream,
+    Witness,
+    echo,
+    make_request,
+)
 from carpool.upstream.attempts import DEAD_IN_A_ROW_MAX
 from carpool.upstream.codecs import JsonCodec
 from carpool.upstream.dispatch import UpstreamDispatcher
@@ -20,12 +31,13 @@ from carpool.upstream.retry import RetryBudget
 ATTEMPTS = 3
 UNSENT = ConnectionWasDeadError("closed", closed_before_sent=True)
 SENT = ConnectionWasDeadError("closed", closed_before_sent=False)
+DOUBT = DoubtfulAnswerError("the one before, again")
 
 
 class Stand:
     """A dispatcher between a broker and one endpoint, in virtual time."""
 
-    def __init__(self, gpu: FakeUpstream, paid_retries: float = 9.0) -> None:
+    def __init__(self, gpu: FakeUpstream, paid_retries: float = 9.0, attempts: int = ATTEMPTS) -> None:
         self.gpu = gpu
         self.clock = FakeClock()
         self.witness = Witness()
@@ -39,7 +51,7 @@ class Stand:
             JsonCodec(),
             self.broker,
             timeout_s=3.0,
-            attempts=ATTEMPTS,
+            attempts=attempts,
             backoff_s=0.1,
             budget=self.budget,
             clock=self.clock,
@@ -110,8 +122,37 @@ def test_without_a_budget_a_call_that_may_have_been_received_is_not_sent_again()
     assert {type(outcome) for outcome in free.deliver()} == {Output}
 
 
-@pytest.mark.parametrize("dead", [UNSENT, SENT], ids=["unsent", "sent"])
-def test_whoever_left_or_expired_meanwhile_is_not_sent_again(dead: ConnectionWasDeadError) -> None:
+@pytest.mark.parametrize("attempts", [1, ATTEMPTS])
+@pytest.mark.parametrize("paid_retries", [0.0, 9.0])
+def test_a_call_whose_answer_is_in_doubt_is_sent_again_once_whatever_else_is_allowed(
+    attempts: int, paid_retries: float
+) -> None:
+    stand = Stand(FakeUpstream().then(DOUBT), paid_retries, attempts)
+    started = stand.clock()
+    assert {type(outcome) for outcome in stand.deliver()} == {Output}
+    assert (stand.sizes(), stand.clock()) == ([3, 3], started)  # at once
+    assert [request.sends for request in stand.requests] == [1] * 3  # before the one that was answered
+    assert stand.pool.members[0].failed == 0
+    if paid_retries:
+        assert stand.paid() == 0.0
+
+
+@pytest.mark.parametrize(("attempts", "calls"), [(1, 2), (ATTEMPTS, ATTEMPTS + 1)])
+def test_answers_in_doubt_one_after_the_other_come_to_an_end(attempts: int, calls: int) -> None:
+    stand = Stand(FakeUpstream().then(DOUBT, times=99), attempts=attempts)
+    assert {type(outcome) for outcome in stand.deliver()} == {UpstreamFailed}
+    assert len(stand.sizes()) == calls
+    assert stand.pool.members[0].failed == 1
+
+
+def test_after_a_doubt_a_failure_is_one() -> None:
+    stand = Stand(FakeUpstream().then(DOUBT).then(Answer(503, b""), times=9), attempts=1)
+    assert {type(outcome) for outcome in stand.deliver()} == {UpstreamFailed}
+    assert len(stand.sizes()) == 2
+
+
+@pytest.mark.parametrize("dead", [UNSENT, SENT, DOUBT], ids=["unsent", "sent", "doubt"])
+def test_whoever_left_or_expired_meanwhile_is_not_sent_again(dead: AttemptFailedError) -> None:
     def upset(call: Call) -> Answer:
         stand.broker.cancel(stand.requests[0])
         stand.requests[1].deadline = stand.clock()

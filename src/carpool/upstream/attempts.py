@@ -6,7 +6,9 @@
 3. Attempts are for the endpoint's faults, and are paid from the retry budget.
 4. Whoever has left, or whose deadline has passed, is dropped before every call.
 5. A call whose connection was dead is sent again at once, in the same slot. That says nothing against the endpoint the
-   first time. It is an attempt, and paid for, unless the call surely was not received.
+   first time. It is an attempt, and paid for, unless the call surely was not received. The same holds for a call whose
+   answer is in doubt (repeats.py). The first of a batch is no attempt and costs nothing: the doubt is Carpool's own. An
+   endpoint cannot cause many, since none of its connections is used again until it is known how it answers.
 6. No endpoint gets more inputs than it is known to take (limits.py), but for the one batch that tests that.
 """
 
@@ -26,7 +28,7 @@ from carpool.core.tally import SECONDS_BOUNDS, Histogram
 from carpool.upstream.call_ids import CallIds
 from carpool.upstream.codecs import Codec, ProtocolFaultError
 from carpool.upstream.codecs.base import Refusal
-from carpool.upstream.endpoint import Answer, AttemptFailedError, ConnectionWasDeadError
+from carpool.upstream.endpoint import Answer, AttemptFailedError, ConnectionFailedError, DoubtfulAnswerError
 from carpool.upstream.pool import WELL_S, Member, Pool
 from carpool.upstream.retry import RetryBudget, pause_before
 
@@ -59,8 +61,8 @@ class Failure(NamedTuple):
     started: float = 0.0
     # The refusal blames the input, not the endpoint.
     is_certain: bool = False
-    # The connection was dead. The slot is still held.
-    dead: ConnectionWasDeadError | None = None
+    # The connection was dead, or what came on it is in doubt. The slot is still held.
+    dead: ConnectionFailedError | None = None
 
 
 class Attempts:
@@ -125,7 +127,7 @@ class Attempts:
         `member`: the slot for the first attempt; None to take one when it is free.
         """
         failure, failed = out_of_time(), None
-        attempt = dead_in_a_row = 0
+        attempt = dead_in_a_row = doubts = 0
         while attempt < self._attempts:
             attempt += 1
             if member is None:
@@ -156,8 +158,11 @@ class Attempts:
                 request.sends += was_received
             if outcome.dead is not None:
                 dead_in_a_row += 1
-                if self._may_send_again(outcome.dead, attempt, dead_in_a_row):
-                    attempt -= not was_received
+                is_doubt = isinstance(outcome.dead, DoubtfulAnswerError)
+                doubts += is_doubt
+                is_free = not was_received or (is_doubt and doubts == 1)
+                if self._may_send_again(attempt, dead_in_a_row, is_free=is_free):
+                    attempt -= is_free
                     continue
                 self._give_up_dead(member, dead_in_a_row)
             dead_in_a_row = 0
@@ -175,11 +180,11 @@ class Attempts:
             )
         return failure
 
-    def _may_send_again(self, dead: ConnectionWasDeadError, attempt: int, dead_in_a_row: int) -> bool:
+    def _may_send_again(self, attempt: int, dead_in_a_row: int, *, is_free: bool) -> bool:
         """Whether a call whose connection was dead is sent again at once; pays for it."""
         if dead_in_a_row > DEAD_IN_A_ROW_MAX:
             return False
-        return dead.closed_before_sent or (attempt < self._attempts and self._budget.take(self._clock()))
+        return is_free or (attempt < self._attempts and self._budget.take(self._clock()))
 
     def _give_up_dead(self, member: Member, dead_in_a_row: int) -> None:
         """Give back the slot that was held; more than one dead connection in a row is the endpoint's fault."""
@@ -206,7 +211,7 @@ class Attempts:
         except AttemptFailedError as failure:
             self.calls["failed"] += 1
             error = UpstreamFailed(f"the inference API could not be used: {failure}")
-            dead = failure if isinstance(failure, ConnectionWasDeadError) else None
+            dead = failure if isinstance(failure, ConnectionFailedError) else None
             is_slot_held = dead is not None
             if dead is None:
                 self._call_failed(member, timeout_s, started)

@@ -29,17 +29,29 @@ class AttemptFailedError(Exception):
     """No answer: refused, reset, timed out, broken off, too long. The text names no payload."""
 
 
-class ConnectionWasDeadError(AttemptFailedError):
+class ConnectionFailedError(AttemptFailedError):
+    """There is no answer because of the connection that the call was made on, and the next call will have another one.
+
+    That says little against the endpoint. Whether the call is sent once more is for the caller to say.
+    """
+
+    # Nothing of the call was written: it surely was not received.
+    closed_before_sent = False
+
+
+class ConnectionWasDeadError(ConnectionFailedError):
     """A connection that had been used before broke off, and no byte of an answer had come.
 
-    That says little against the endpoint: servers close idle connections, and may do so just when one is used again.
-    Whether the call is sent once more is for the caller to say.
+    Servers close idle connections, and may do so just when one is used again.
     """
 
     def __init__(self, text: str, *, closed_before_sent: bool) -> None:
         super().__init__(text)
-        # Nothing of the call was written: it surely was not received.
         self.closed_before_sent = closed_before_sent
+
+
+class DoubtfulAnswerError(ConnectionFailedError):
+    """The answer may be that of the call before on this connection, so it is nobody's (repeats.py)."""
 
 
 class Endpoint(Protocol):
