@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable
 from carpool.core.clock import Clock
 from carpool.core.errors import CarpoolError, DeadlineExceeded, Draining, InputRefused, InternalError, Unresolved
 from carpool.core.ports import Returns
-from carpool.core.request import DONE, Request
+from carpool.core.request import DONE, RUNNING, Request
 from carpool.upstream.attempts import Attempts, Failure
 from carpool.upstream.offenders import OFFENDS_FROM, CommonOwner, Offenders
 from carpool.upstream.poison import KnownPoison, key_of
@@ -283,8 +283,14 @@ class Isolation:
         if case.under_way or case not in self._cases:
             return
         is_left = any(case.batch[index].phase != DONE for index in case.search.waiting())
-        if (not is_left or case.search.peek(is_alive=self._goes_on(case)) is None) and not self._judge_all(case):
-            self._end(case)
+        if not is_left or case.search.peek(is_alive=self._goes_on(case)) is None:
+            indices = (*case.search.members(), *case.search.refused_alone)
+            try:
+                if not self._judge_all(case):
+                    self._end(case)
+            except Exception:
+                self._broke([case.batch[index] for index in indices])
+                self._cases.pop(case, None)
 
     def _start_steps(self) -> None:
         """Use slots that are free now."""
@@ -442,8 +448,7 @@ class Isolation:
         try:
             result = await self._attempts.send(members, member, ignore)
         except Exception:
-            logger.exception("a step of a search failed inside Carpool")
-            self._settle(members, InternalError("the gateway failed on this batch"))
+            self._broke(members)
         finally:
             case.under_way -= 1
             case.waiting_since = self._clock()
@@ -451,12 +456,16 @@ class Isolation:
                 self._pool.isolation.pay(self._clock() - started - paid_s)
         if case not in self._cases:
             return
-        if result is None:
+        try:
+            if result is None:
+                case.search.left(group)
+            elif isinstance(result, Member):
+                self._answered(case, group, result)
+            else:
+                self._failed(case, group, result)
+        except Exception:
+            self._broke(members)
             case.search.left(group)
-        elif isinstance(result, Member):
-            self._answered(case, group, result)
-        else:
-            self._failed(case, group, result)
         self._look_at(case)
         self._start_steps()
 
@@ -644,6 +653,13 @@ class Isolation:
         if good:
             for owner in case.counted:
                 self._offenders.take_back(self._model, owner, self._clock())
+
+    def _broke(self, members: list[Request]) -> None:
+        """A defect, which must leave nobody without an outcome. Those who were put back have one to come."""
+        logger.exception("a step of a search failed inside Carpool")
+        self._settle(
+            [each for each in members if each.phase == RUNNING], InternalError("the gateway failed on this batch")
+        )
 
     def _settle(self, requests: Iterable[Request], error: CarpoolError) -> None:
         for request in requests:

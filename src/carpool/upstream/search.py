@@ -128,7 +128,7 @@ class Search:
 
     def left(self, group: Group) -> None:
         """Nobody of the group waits any more, or it has an outcome of its own: nothing follows for the others."""
-        other = self._other_half.pop(group)
+        other = self._other_half.pop(group, None)
         if other is not None:
             self._unknown.append(other)
 
