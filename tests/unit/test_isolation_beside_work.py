@@ -180,6 +180,23 @@ def test_a_content_filter_refuses_one_client_only(status: int) -> None:
     stand.run(main)
 
 
+def test_where_nothing_is_answered_one_search_after_the_other_comes_to_its_end() -> None:
+    """Those that come meanwhile are larger than what is left of the first; but only what has ended tells of endpoints."""
+    upstreams = [FakeUpstream(name).then(failing(500, b""), delay_s=0.012, times=9999) for name in "abc"]
+    stand = Stand(*upstreams, max_batch=64)
+
+    async def main() -> None:
+        for _ in range(100):
+            stand.send(b"good", "X")
+            await asyncio.sleep(0.01)
+            stand.broker.expire(stand.clock())
+            if all(member.breaker.state != "closed" for member in stand.pool.members):
+                return
+        raise AssertionError("the breakers stay closed")
+
+    stand.run(main)
+
+
 def test_it_is_known_when_the_next_slot_should_be_free() -> None:
     stand = Stand(FakeUpstream(slots=2).then(failing(400), delay_s=SERVICE_S, times=9999))
 

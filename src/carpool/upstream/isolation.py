@@ -326,7 +326,8 @@ class Isolation:
                 if not goes and (is_alive or is_apart or not takes_turns):
                     continue
             wish = self._wish(case, group)
-            unresolved = case.search.unresolved
+            # While nothing is answered, the oldest is brought to its end: that tells of the endpoints.
+            unresolved = case.search.unresolved if is_alive else self._max_batch()
             if best is not None and unresolved <= best[0]:
                 continue
             # Where the wish of one is not to be had, another may be content with what there is.
