@@ -181,8 +181,8 @@ def test_a_content_filter_refuses_one_client_only(status: int) -> None:
 
 
 def test_where_nothing_is_answered_one_search_after_the_other_comes_to_its_end() -> None:
-    """Those that come meanwhile are larger than what is left of the first; but only what has ended tells of endpoints."""
-    upstreams = [FakeUpstream(name).then(failing(500, b""), delay_s=0.012, times=9999) for name in "abc"]
+    """Those that come meanwhile are larger than what is left of the first, but only an end tells of the endpoints."""
+    upstreams = [FakeUpstream(name).then(failing(500, b""), delay_s=0.03, times=9999) for name in "abc"]
     stand = Stand(*upstreams, max_batch=64)
 
     async def main() -> None:
