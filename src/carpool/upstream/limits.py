@@ -4,9 +4,9 @@ What an endpoint says may be a client's words, and what it does may be a bad mom
 
 1. What it says is believed only if the batch that it refused was larger, and never below what it answered lately.
 2. A batch that is answered refutes every limit below its size: the limit is forgotten at once.
-3. What it does counts as well: an endpoint that refused a whole twice in a row though all parts of it were answered,
-   with nothing as large answered in between, takes as many as the largest of these parts, and never fewer than it
-   answered lately.
+3. What it does counts as well: an endpoint that refused a whole twice in a row though all parts of it were answered
+   (by this endpoint or by others), with nothing as large answered in between, takes as many as the largest of these
+   parts, and never fewer than it answered lately.
 4. A limit is tested: after a while one batch of up to twice the limit may be sent. Each refusal of a test doubles the
    while. One test at a time; one that brings no verdict may be repeated later.
 5. "Lately" is the last 60 to 120 seconds: two numbers, whatever the load.
