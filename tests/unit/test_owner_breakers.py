@@ -167,19 +167,29 @@ def test_one_of_ten_clients_that_is_all_bad_is_set_apart() -> None:
     stand.run(main)
 
 
-@pytest.mark.parametrize(("given_s", "state"), [(0.5 * SERVICE_S, "closed"), (6 * SERVICE_S, "open")])
-def test_calls_that_had_less_time_than_calls_take_say_nothing_of_the_endpoint(given_s: float, state: str) -> None:
-    """Or one impatient client would close it to everybody; who had time enough and got nothing tells of a fault."""
-    upstream = FakeUpstream(slots=2).then(echo, delay_s=SERVICE_S, times=40).then(echo, delay_s=2.0, times=9999)
+@pytest.mark.parametrize(
+    ("takes_s", "given_s", "state"),
+    [(SERVICE_S, 0.5 * SERVICE_S, "closed"), (9.0, 6 * SERVICE_S, "open"), (9.0, 0.5 * SERVICE_S, "open")],
+    ids=["it answers", "it hangs", "it hangs and nobody has patience"],
+)
+def test_calls_cut_off_before_calls_end_say_nothing_of_an_endpoint_that_answers(
+    takes_s: float, given_s: float, state: str
+) -> None:
+    """Or one impatient client would close it to everybody."""
+    upstream = FakeUpstream(slots=2).then(echo, delay_s=SERVICE_S, times=40).then(echo, delay_s=takes_s, times=9999)
     stand = Stand(upstream, max_batch=1)
 
     async def main() -> None:
         for _ in range(40):
             assert isinstance(await stand.answer(b"good", "Y"), Output)
-        for _ in range(12):
+        for _ in range(60):
             stand.send(b"good", "X", timeout_s=given_s)
-            await asyncio.sleep(0.4)
+            if takes_s == SERVICE_S:
+                stand.send(b"good", "Y")
+            await asyncio.sleep(0.1)
             stand.broker.expire(stand.clock())
+            assert stand.pool.members[0].breaker.state in ("closed", state)
+        assert stand.pool.members[0].failed == 0 or state == "open"
         assert stand.pool.members[0].breaker.state == state
 
     stand.run(main)

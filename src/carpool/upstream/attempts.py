@@ -40,8 +40,10 @@ DEAD_IN_A_ROW_MAX = 3
 TIMER_EARLY_S = 0.01
 # A call that its clients' deadlines cut off sooner than this many times what calls take says nothing of the endpoint.
 CUT_SHORT = 2.0
+# That is, of one that has answered within this time, or within as many times what calls take.
+ANSWERS_S = 1.0
 # What is said with these has to do with the call, whatever is in it: credentials, addresses, methods, sizes, time.
-OF_THE_CALL = frozenset({401, 404, 405, 407, 408, 411, 413, 426, 429, 431})
+OF_THE_CALL = frozenset({401, 402, 404, 405, 407, 408, 411, 413, 426, 429, 431})
 # How long a call takes, until the first has been seen; and the weight of the newest.
 SERVICE_S_PRIOR = 0.2
 SERVICE_WEIGHT = 0.1
@@ -61,6 +63,8 @@ class Failure(NamedTuple):
     started: float = 0.0
     # The refusal blames the input, not the endpoint.
     is_certain: bool = False
+    # As a rule such a refusal blames no input: that it does here is shown by answers that came after it only.
+    needs_proof: bool = False
     # The connection was dead, or what came on it is in doubt. The slot is still held.
     dead: ConnectionFailedError | None = None
 
@@ -214,7 +218,7 @@ class Attempts:
             dead = failure if isinstance(failure, ConnectionFailedError) else None
             is_slot_held = dead is not None
             if dead is None:
-                self._call_failed(member, timeout_s, started)
+                self._call_failed(members, member, timeout_s, started)
             return Failure(Refusal("elsewhere"), error, member, len(members), started, dead=dead)
         except BaseException:
             self._pool.says_nothing(member)
@@ -251,13 +255,16 @@ class Attempts:
         self._outcomes.settle_batch(members, [Output(part.value, facts, part.tokens_used) for part in parts])
         return None
 
-    def _call_failed(self, member: Member, timeout_s: float, started: float) -> None:
-        """No answer came: the endpoint's fault, unless its clients gave it less time than calls take."""
-        is_cut = timeout_s < min(self.timeout_s, CUT_SHORT * self.service_s)
-        if is_cut and self._clock() > started + timeout_s - TIMER_EARLY_S:
+    def _call_failed(self, members: list[Request], member: Member, timeout_s: float, started: float) -> None:
+        """No answer came: the fault of the endpoint, unless its clients gave it less time than calls take."""
+        now = self._clock()
+        is_short = timeout_s < min(self.timeout_s, CUT_SHORT * self.service_s)
+        if not is_short or now < started + timeout_s - TIMER_EARLY_S:
+            self._pool.went_badly(member)
+        elif now - member.well_at < min(self.timeout_s, max(ANSWERS_S, CUT_SHORT * self.service_s)):
             self._pool.says_nothing(member)
         else:
-            self._pool.went_badly(member)
+            self.blame([member], {request.owner for request in members})
 
     def _refused(self, answer: Answer, members: list[Request], member: Member, started: float, call_id: str) -> Failure:
         """An answer with an error status. What the body says goes to a client that was alone in its call, at most."""
@@ -268,7 +275,9 @@ class Attempts:
             self._when_limit_is_learned(member)
         says = f"the inference API answered with status {answer.status}"
         if refusal.kind == "give-up" and self._may_be_an_input(answer.status, members, member):
-            refusal = Refusal("bisect", refusal.message)
+            self._pool.says_nothing(member)
+            bisect = Refusal("bisect", refusal.message)
+            return Failure(bisect, UpstreamRefused(says), member, size, started, needs_proof=True)
         if refusal.kind in ("elsewhere", "give-up"):
             if answer.status == 429:
                 self._pool.says_nothing(member)  # busy, not broken

@@ -309,7 +309,7 @@ class Isolation:
     def _choose(self, member: Member | None) -> tuple[Case, Wish] | None:
         """The case that may send something now, to this endpoint if one is named: that with the most unresolved."""
         others_wait = self._pool.others_wait()
-        if others_wait and self._is_enough(member):
+        if others_wait and not self._few_wait() and self._is_enough(member):
             return None
         allows = not others_wait or self._pool.isolation_allows()
         takes_turns = others_wait and (self._others_went or not self._is_last(member))
@@ -546,7 +546,7 @@ class Isolation:
         lately = self._clock() - WELL_S
         was_search = case.failure is not None and case.failure.size > 1
         if not failure.is_certain:
-            lately = case.started if was_search else self._clock() - SURE_S
+            lately = case.started if was_search or failure.needs_proof else self._clock() - SURE_S
         since = lately
         is_right = bool(by_alone & case.answered_by) or any(
             self._pool.answered_lane(member, lane, since) for member in by_alone
@@ -646,8 +646,10 @@ class Isolation:
         """Endpoints refused groups all parts of which were answered: each may have a limit, or is at fault."""
         good = good_wholes(case)
         for member, (size, parts_max) in good.items():
-            # One that has answered nothing meanwhile, or as many lately, has no limit that would explain this.
-            if member.well_at <= case.started or member.batch_limit.has_answered(size, self._clock()):
+            # One that has answered nothing meanwhile has no limit that would explain this; nor is it likely where as
+            # many were answered lately, by itself or by its like.
+            takes_more = any(other.batch_limit.has_answered(size, self._clock()) for other in self._pool.members)
+            if member.well_at <= case.started or takes_more:
                 self._blame({member})
             elif member.batch_limit.split(size, parts_max, self._clock()):
                 self._when_limit_is_learned(member)
