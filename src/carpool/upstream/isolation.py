@@ -109,6 +109,15 @@ class Case:
         # Since when it waits for a slot.
         self.waiting_since = now
 
+    def refused_again_by(self, members: Collection[Member]) -> list[Member]:
+        """Of these endpoints: one entry for each call that was refused, but the first."""
+        again = []
+        for member in members:
+            groups = sum(by is member for _, by in self.wholes_refused)
+            alone = sum(member in by for by in self.refused_alone_by.values())
+            again += [member] * (groups + alone - 1)
+        return again
+
     def note(self, indices: Iterable[int], failure: Failure, is_alone: bool) -> None:
         """A call with these members was refused."""
         for index in indices:
@@ -627,7 +636,12 @@ class Isolation:
             # Nobody knows: it may be the inputs, or the endpoints. These are suspected, by these owners' inputs.
             known = case.refused_alone_by if case.search.any_answered else case.refused_by
             sick = {member for index in left for member in known.get(index, ())}
-            self._blame(sick, {request.owner for request in left.values()})
+            owners = {request.owner for request in left.values()}
+            self._blame(sick, owners)
+            is_failure = failure is not None and not (failure.is_certain or failure.needs_proof)
+            if is_failure and len(owners) == 1 and not self._is_alive(case):
+                # Nothing at all was answered: each of these calls was a failure, and it is closed to one owner at most.
+                self._blame(case.refused_again_by(sick), owners)
         if failure is not None:
             self._look_at_good_wholes(case)
         for index, request in left.items():
