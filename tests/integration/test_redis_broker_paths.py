@@ -66,21 +66,26 @@ class Workshop:
 
         Entries come by plain commands and are counted by a script right behind these: in between they do not.
         """
-        while (found := await self._counted_entries()) is None:
-            await asyncio.sleep(0.01)
-        return found
+        found: list[tuple[int, int]] = []
 
-    async def _counted_entries(self) -> tuple[int, int] | None:
+        async def are_counted() -> bool:
+            found[:] = await self._counted_entries()
+            return bool(found)
+
+        await until(are_counted)
+        return found[0]
+
+    async def _counted_entries(self) -> list[tuple[int, int]]:
         held = taken = 0
         for shard in self.keys.shards:
             names = (shard.lanes, shard.counts, shard.letters)
             reply: Any = await self.client.eval(AUDIT.source, len(names), *names, shard.stream(b""))  # type: ignore[arg-type]
             _, counted, _, truly, unread = reply[:5]
             if counted != truly:
-                return None
+                return []
             held += truly
             taken += truly - unread
-        return held, taken
+        return [(held, taken)]
 
     async def holds(self, held: int, taken: int) -> bool:
         return await self.entries() == (held, taken)
