@@ -158,6 +158,31 @@ def test_three_endpoints_that_do_not_tell_their_limit_are_found_out() -> None:
     assert any(limits) and set(limits) <= {None, 4, 5}
 
 
+def test_one_of_three_has_no_limit_below_what_its_like_answer() -> None:
+    """It answers single inputs, as one with a limit does: batches of all three would shrink by it."""
+
+    def takes_one(call: Call) -> Answer:
+        return echo(call) if len(inputs_of(call)) == 1 else Answer(400, b'{"error": "no"}')
+
+    sick = FakeUpstream("a", slots=2).then(takes_one, delay_s=0.1, times=9999)
+    stand = Stand(
+        sick, *(FakeUpstream(name, slots=2).then(echo, delay_s=0.1, times=9999) for name in "bc"), max_batch=64
+    )
+    learned: set[int | None] = set()
+
+    async def main() -> None:
+        for number in range(600):
+            for _ in range(1 if number % 20 else 40):
+                stand.send(b"good", f"client {number % 7}")
+            await asyncio.sleep(0.2)
+            stand.broker.expire(stand.clock())
+            learned.update(member.batch_limit.learned for member in stand.pool.members)
+
+    stand.run(main)
+    # Halves of bursts are what the others had to answer; less than that is never believed.
+    assert learned <= {None, 20}
+
+
 @pytest.mark.parametrize("status", [403, 451])
 def test_a_content_filter_refuses_one_client_only(status: int) -> None:
     stand = Stand(FakeUpstream(slots=2).then(failing(status), delay_s=SERVICE_S, times=9999))

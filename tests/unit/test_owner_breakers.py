@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from carpool.core.errors import InputRefused, UpstreamFailed
+from carpool.core.errors import InputRefused, UpstreamFailed, UpstreamRefused
 from carpool.core.outcome import Output
 from carpool.core.request import Request
 from carpool.testing import Answer, FakeUpstream, echo
@@ -193,3 +193,33 @@ def test_calls_cut_off_before_calls_end_say_nothing_of_an_endpoint_that_answers(
         assert stand.pool.members[0].breaker.state == state
 
     stand.run(main)
+
+
+def test_a_search_that_found_nothing_alive_counts_each_of_its_calls() -> None:
+    """They were failures in a row: four more such searches would tell nothing new."""
+    upstream = FakeUpstream(slots=2).then(failing(500, b""), delay_s=SERVICE_S, times=9999)
+    stand = Stand(upstream)
+
+    async def main() -> None:
+        for _ in range(8):
+            stand.send(b"good", "X")
+        await asyncio.sleep(20 * SERVICE_S)
+        assert stand.pool.members[0].breaker.blamed_owner == "X"
+        assert stand.pool.is_shut_to("X") and not stand.pool.is_shut_to("Y")
+
+    stand.run(main)
+
+
+@pytest.mark.parametrize("status", [403, 451])
+def test_an_api_that_refuses_everybody_with_another_status_convicts_nobody(status: int) -> None:
+    """A key that has run out: the API answered a moment ago, and each request is alone."""
+    stand = Stand(FakeUpstream().then(echo, delay_s=SERVICE_S, times=5).then(failing(status, b""), times=9999))
+
+    async def main() -> None:
+        for number in range(5):
+            assert isinstance(await stand.answer(b"good", f"client {number}"), Output)
+        for number in range(4):
+            assert isinstance(await stand.answer(b"good", f"client {number}"), UpstreamRefused)
+
+    stand.run(main)
+    assert stand.dispatcher.poisoned == 0
