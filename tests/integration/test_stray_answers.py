@@ -17,7 +17,7 @@ import uvloop
 
 from carpool.upstream import connections
 from carpool.upstream.client import HttpEndpoint, make_session
-from carpool.upstream.endpoint import AttemptFailedError, Call, ConnectionWasDeadError
+from carpool.upstream.endpoint import AttemptFailedError, Call, ConnectionWasDeadError, DoubtfulAnswerError
 from carpool.upstream.tls import Credentials, UpstreamSecurity
 from support.processes import until
 from support.raw_http import (
@@ -275,6 +275,51 @@ def test_an_answer_repeated_while_the_next_call_is_under_way_is_given_to_nobody(
             await ask_for_own(endpoint, *(f"{LONG} {number}" for number in range(1, 10)))
             # Known for what it is since the call in doubt had another answer; and each call had its own connection.
             assert (endpoint.stray_answers, upstream.connections) == (1, 10)
+
+    run(main())
+
+
+def own_behind_repeated(repeated: bytes, own: bytes) -> bytes:
+    return repeated + own
+
+
+def own_begins_behind_repeated(repeated: bytes, own: bytes) -> bytes:
+    return repeated + own[:20]
+
+
+def empty_line_behind_repeated(repeated: bytes, own: bytes) -> bytes:
+    return repeated + b"\r\n"
+
+
+@each_loop
+@each_way
+@pytest.mark.parametrize(
+    ("text", "mix"),
+    [
+        pytest.param("short", own_behind_repeated, id="short"),
+        pytest.param(LONG, own_behind_repeated, id="long"),
+        pytest.param(LONG, own_begins_behind_repeated, id="begun"),
+        pytest.param(LONG, empty_line_behind_repeated, id="empty line"),
+    ],
+)
+@pytest.mark.parametrize("chunks", [False, True], ids=["length", "chunks"])
+def test_nor_if_it_comes_in_one_read_with_something_behind_it(
+    run: Run, way: str, chunks: bool, text: str, mix: Callable[[bytes, bytes], bytes], certificate: Path
+) -> None:
+    """As it does where the gateway was stopped for a moment."""
+    answers: list[bytes] = []
+
+    async def repeat(call: RawCall) -> None:
+        answers.append(chunked_answer_to(call.body) if chunks else answer_to(call.body))
+        call.write_if_open(mix(answers[-2], answers[-1]) if call.number > 1 else answers[-1])
+
+    async def main() -> None:
+        async with endpoint_of(repeat, way, certificate) as (endpoint, upstream):
+            await ask_for_own(endpoint, f"{text} 0")
+            with pytest.raises(DoubtfulAnswerError):
+                await ask(endpoint, f"{text} 1")
+            await ask_for_own(endpoint, *(f"{text} {number}" for number in range(1, 5)))
+            assert upstream.connections == 5
 
     run(main())
 

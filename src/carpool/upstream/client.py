@@ -102,7 +102,7 @@ class HttpEndpoint:
                 raise ConnectionWasDeadError(_reason(failure), closed_before_sent=not trip.is_sent) from None
             raise AttemptFailedError(_reason(failure)) from None
         if trip.is_doubtful:
-            raise DoubtfulAnswerError("the answer is the one to the call before, again")
+            raise DoubtfulAnswerError("the answer may be the one to the call before, again")
         load = parse_load(response.headers.get(self._load_header, "")) if self._load_header else None
         return Answer(response.status, body if response.status < 400 else _without(secrets, body), load)
 

@@ -5,8 +5,9 @@ calls, and hands it to the next as its answer. So:
 
 1. A connection rests, is taken by a call, or has been asked. Only then may an answer come. Bytes that come before are
    stray: the connection is cut off, never used again, and counted. Empty lines are no bytes (RFC 9112, 9.2).
-2. An answer ends where its length says. It is good even if something follows; what follows, in the same read or later,
-   is stray.
+2. An answer ends where its length says. What follows, in the same read or later, is stray. The first answer of its
+   connection is good even so. A later one, not yet handed out, is in doubt: of the two it may be the one that is
+   repeated.
 3. Right before a request is written the socket is looked at. What lies there unread is read first: stray bytes fall
    under rule 1, and on a connection that the other side has closed nothing is written.
 4. Outputs cannot come before the inputs were sent. An answer that begins before the request has been written whole is
@@ -120,7 +121,7 @@ class UpstreamConnection(ResponseHandler):
         self._state: str = "resting"
         self._rests_since = inf
         self._is_cut_off = False
-        # The last bytes that came.
+        # The last bytes that came: those of an answer, where nothing but empty lines comes behind it.
         self._end = b""
         # The last call here that had an output, with its answer.
         self._exchange: Exchange | None = None
@@ -186,7 +187,8 @@ class UpstreamConnection(ResponseHandler):
         self._state = "resting"
         if self._trip is not None and 200 <= message.code < 300:
             before = self._exchange
-            self._exchange = Exchange(self._trip.print, print_of_end(payload.total_bytes, self._end))
+            end = self._end.rstrip(_EMPTY_LINES)
+            self._exchange = Exchange(self._trip.print, print_of_end(payload.total_bytes, end))
             self._trip.is_doubtful = self._line.is_doubtful(self._exchange, before, now)
         if now < self._line.reuse_from:
             self.force_close()
@@ -216,6 +218,8 @@ class UpstreamConnection(ResponseHandler):
         if not self._is_cut_off:  # one read may have several messages behind the answer
             self._is_cut_off = True
             self._line.caught(self._loop.time())
+        if self._trip is not None and self._trip.is_reused:
+            self._trip.is_doubtful = True  # rule 2; nobody looks at that any more once the answer is handed out
         self.abort()
 
 
