@@ -25,8 +25,9 @@ from carpool.core.errors import CarpoolError, DeadlineExceeded, Draining, InputR
 from carpool.core.ports import Returns
 from carpool.core.request import DONE, RUNNING, Request
 from carpool.upstream.attempts import Attempts, Failure
+from carpool.upstream.case import Case
 from carpool.upstream.offenders import OFFENDS_FROM, CommonOwner, Offenders
-from carpool.upstream.poison import KnownPoison, key_of
+from carpool.upstream.poison import KnownPoison
 from carpool.upstream.pool import WELL_S, Member, Pool, Wish
 from carpool.upstream.refusals import RefusedShares, is_singly, may_clear
 from carpool.upstream.search import Group, Search
@@ -62,70 +63,6 @@ SURE_S = 1.0
 ASKED_ALONE_MAX = 2
 
 GiveUp = Callable[[Request, CarpoolError], None]
-
-
-class Case:
-    """One batch that was refused, and what is known of its members."""
-
-    __slots__ = (
-        "answered_by",
-        "asked",
-        "batch",
-        "counted",
-        "failure",
-        "known",
-        "last",
-        "parts_answered",
-        "refused_alone_by",
-        "refused_by",
-        "search",
-        "started",
-        "under_way",
-        "waiting_since",
-        "wholes_refused",
-    )
-
-    def __init__(self, batch: list[Request], search: Search, failure: Failure | None, now: float) -> None:
-        self.batch = batch
-        self.search = search
-        # How it began; None for inputs that are sent alone because they are known, and what they are known by.
-        self.failure = failure
-        self.known = [key_of(request) for request in batch] if failure is None else []
-        self.started = failure.started if failure is not None else now
-        # By member: who refused a call with it, who refused it alone, and how that was said.
-        self.refused_by: dict[int, set[Member]] = {}
-        self.refused_alone_by: dict[int, set[Member]] = {}
-        self.last: dict[int, Failure] = {}
-        # Who answered a part of it.
-        self.answered_by: set[Member] = set()
-        # The groups that were answered, and those that were refused, with the endpoints that did so.
-        self.parts_answered: list[Group] = []
-        self.wholes_refused: list[tuple[Group, Member]] = []
-        # Owners that have been counted as offenders for this case already.
-        self.counted: set[str] = set()
-        # How many endpoints were asked about a member alone, where it was more than one.
-        self.asked: dict[int, int] = {}
-        self.under_way = 0
-        # Since when it waits for a slot.
-        self.waiting_since = now
-
-    def refused_again_by(self, members: Collection[Member]) -> list[Member]:
-        """Of these endpoints: one entry for each call that was refused, but the first."""
-        again = []
-        for member in members:
-            groups = sum(by is member for _, by in self.wholes_refused)
-            alone = sum(member in by for by in self.refused_alone_by.values())
-            again += [member] * (groups + alone - 1)
-        return again
-
-    def note(self, indices: Iterable[int], failure: Failure, is_alone: bool) -> None:
-        """A call with these members was refused."""
-        for index in indices:
-            self.last[index] = failure
-            if failure.member is not None:
-                self.refused_by.setdefault(index, set()).add(failure.member)
-                if is_alone:
-                    self.refused_alone_by.setdefault(index, set()).add(failure.member)
 
 
 class Isolation:
@@ -225,9 +162,7 @@ class Isolation:
             search = Search([whole], cut_at=cut_at)
         case = Case(live, search, failure, self._clock())
         if failure.refusal.kind == "bisect":
-            case.note(range(len(live)), failure, is_alone=failure.size == 1)
-            if failure.member is not None and failure.size == len(live) > 1:
-                case.wholes_refused.append((whole, failure.member))
+            case.note(whole, failure)
             if failure.size == 1:
                 search.take_next(is_alive=True, singly=False)
                 search.refused(whole, clears=False)
@@ -507,10 +442,7 @@ class Isolation:
             case.search.left(group)
 
     def _refused(self, case: Case, group: Group, result: Failure) -> None:
-        is_alone = result.size == 1 and group.size == 1
-        case.note(range(group.first, group.end), result, is_alone)
-        if result.member is not None and result.size == group.size > 1:
-            case.wholes_refused.append((group, result.member))
+        case.note(group, result)
         share = self._shares.share(case.batch[0].lane_key)
         clears = self._is_alive(case) and may_clear(share, self._max_batch())
         cleared = case.search.refused(group, clears=clears)
@@ -521,7 +453,7 @@ class Isolation:
         if group.size > 1 and owner not in case.counted and all(each.owner == owner for each in members):
             case.counted.add(owner)
             self._offends(owner)
-        if is_alone:
+        if result.size == group.size == 1:
             self._judge(case, group.first)
 
     # Verdicts.
@@ -556,9 +488,8 @@ class Isolation:
         was_search = case.failure is not None and case.failure.size > 1
         if not failure.is_certain:
             lately = case.started if was_search or failure.needs_proof else self._clock() - SURE_S
-        since = lately
         is_right = bool(by_alone & case.answered_by) or any(
-            self._pool.answered_lane(member, lane, since) for member in by_alone
+            self._pool.answered_lane(member, lane, lately) for member in by_alone
         )
         if not self._pool.has_others(failure.member):
             return is_right
@@ -658,7 +589,7 @@ class Isolation:
 
     def _look_at_good_wholes(self, case: Case) -> None:
         """Endpoints refused groups all parts of which were answered: each may have a limit, or is at fault."""
-        good = good_wholes(case)
+        good = case.good_wholes()
         for member, (size, parts_max) in good.items():
             # One that has answered nothing meanwhile has no limit that would explain this; nor is it likely where as
             # many were answered lately, by itself or by its like.
@@ -706,18 +637,6 @@ class Isolation:
         firsts = sum(not last[request.owner][1] for request in batch)
         is_balanced = len(batch) <= 4 * firsts <= 3 * len(batch)
         return ordered, firsts if is_balanced else 0
-
-
-def good_wholes(case: Case) -> dict[Member, tuple[int, int]]:
-    """By endpoint: the size of the smallest group that it refused though every member was answered later on, and the
-    size of the largest part of that which was answered.
-    """
-    found: dict[Member, tuple[int, int]] = {}
-    for whole, member in case.wholes_refused:
-        parts = [part.size for part in case.parts_answered if whole.first <= part.first and part.end <= whole.end]
-        if sum(parts) == whole.size and (member not in found or whole.size < found[member][0]):
-            found[member] = whole.size, max(parts)
-    return found
 
 
 def input_refused(failure: Failure) -> InputRefused:
