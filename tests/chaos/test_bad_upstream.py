@@ -73,7 +73,9 @@ async def test_nobody_gets_anothers_output_while_calls_fail_by_chance(tmp_path: 
         for _ in range(10):
             await pipelined_neighbours(clients)
         verdict, tally = clients.checker.verdict(), clients.checker.tally
-        messages = [m for m in clients.gateway.log_messages("error") if not m.startswith("protocol fault")]
+        # What this upstream does is said; nothing else may go wrong.
+        said = ("protocol fault", "an endpoint sent bytes that were no answer to a call")
+        messages = [m for m in clients.gateway.log_messages("error") if not m.startswith(said)]
     passed = verdict.is_clean and tally["ok"] > 100 and tally["502"] > 100 and messages == []
     verdict.report("U2, U3", f"any fault by chance for 10 s: {dict(tally)}", passed=passed)
     assert passed
