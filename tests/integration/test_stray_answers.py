@@ -18,6 +18,7 @@ import uvloop
 from carpool.upstream import connections
 from carpool.upstream.client import HttpEndpoint, make_session
 from carpool.upstream.endpoint import AttemptFailedError, Call, ConnectionWasDeadError, DoubtfulAnswerError
+from carpool.upstream.repeats import Exchange, print_of, print_of_end
 from carpool.upstream.tls import Credentials, UpstreamSecurity
 from support.processes import until
 from support.raw_http import (
@@ -246,7 +247,8 @@ async def test_a_page_is_no_answer_to_a_call_and_a_call_is_no_page() -> None:
 
 # While the next call is under way
 
-LONG = "x" * 64
+LONG_BYTES = 64
+LONG = "x" * LONG_BYTES
 
 
 @each_loop
@@ -322,6 +324,15 @@ def test_nor_if_it_comes_in_one_read_with_something_behind_it(
             assert upstream.connections == 5
 
     run(main())
+
+
+def test_one_that_was_caught_meanwhile_is_not_trusted_for_answering_alike() -> None:
+    line, same = connections.Line("e"), print_of_end(LONG_BYTES, LONG.encode())
+    first, second = Exchange(print_of(b"a"), same), Exchange(print_of(b"b"), same)
+    assert line.is_doubtful(second, first, now=10.0)
+    line.caught(now=11.0)
+    assert not line.is_doubtful(second, None, now=12.0)  # on a connection of its own it has the same answer
+    assert line.reuse_from == 11.0 + connections.CAUGHT_S
 
 
 @each_loop

@@ -152,3 +152,33 @@ def test_failures_of_two_owners_count_for_all(owners: list[str]) -> None:
     breaker.failed(NOW, 0.0, owners=["me"])
     assert breaker.state == "open"
     assert not breaker.allows_others()
+
+
+def test_further_failures_of_one_search_close_it_to_its_owner_alone() -> None:
+    breaker = Breaker(failures_max=3)
+    breaker.failed(NOW, 0.0, owners=["me"])
+    assert [breaker.failed_again(NOW, 0.0, "me", may_open=True) for _ in range(3)] == [False, True, False]
+    assert breaker.allows_others() and not breaker.allows(NOW)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_they_never_help_to_close_it_to_all(is_first: bool) -> None:
+    breaker = Breaker(failures_max=3)
+    for owners in ([], ["me", "you"]) if is_first else (["me", "you"], []):
+        if owners:
+            breaker.failed(NOW, 0.0, owners=owners)
+        else:
+            assert not breaker.failed_again(NOW, 0.0, "me", may_open=True)
+            assert not breaker.failed_again(NOW, 0.0, "me", may_open=True)
+    assert (breaker.state, breaker.is_failing) == ("closed", False)
+    breaker.failed(NOW, 0.0, owners=["you"])
+    assert not breaker.is_failing
+    breaker.failed(NOW, 0.0, owners=["you"])
+    assert not breaker.allows(NOW) and not breaker.allows_others()
+
+
+def test_nor_do_those_of_another_owner_help_each_other() -> None:
+    breaker = Breaker(failures_max=3)
+    for owner in ("me", "you", "him", "her"):
+        assert not breaker.failed_again(NOW, 0.0, owner, may_open=True)
+    assert breaker.state == "closed"

@@ -183,6 +183,31 @@ def test_one_of_three_has_no_limit_below_what_its_like_answer() -> None:
     assert learned <= {None, 20}
 
 
+def test_one_of_two_has_a_limit_of_its_own() -> None:
+    """It answers batches, only smaller ones: what its like answers says nothing of it."""
+
+    def takes_eight(call: Call) -> Answer:
+        return echo(call) if len(inputs_of(call)) <= 8 else Answer(500, b'{"error": "no"}')
+
+    small = FakeUpstream("a", slots=1).then(takes_eight, delay_s=0.3, times=9999)
+    stand = Stand(small, FakeUpstream("b", slots=1).then(echo, delay_s=0.3, times=9999), max_batch=64)
+
+    async def main() -> None:
+        late: list[Request] = []
+        for number in range(60 * 100):
+            request = stand.send(b"good", f"client {number % 7}")
+            if number > 60 * 50:
+                late.append(request)
+            await asyncio.sleep(1 / 60)
+            stand.broker.expire(stand.clock())
+        await asyncio.sleep(4.0)
+        told = [type(stand.witness.outcome(request)) for request in late]
+        assert told.count(Output) > 0.85 * len(late)  # 66 % where it was asked for more again and again
+
+    stand.run(main)
+    assert stand.pool.members[0].batch_limit.learned == 8
+
+
 @pytest.mark.parametrize("status", [403, 451])
 def test_a_content_filter_refuses_one_client_only(status: int) -> None:
     stand = Stand(FakeUpstream(slots=2).then(failing(status), delay_s=SERVICE_S, times=9999))

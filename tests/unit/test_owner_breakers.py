@@ -223,3 +223,22 @@ def test_an_api_that_refuses_everybody_with_another_status_convicts_nobody(statu
 
     stand.run(main)
     assert stand.dispatcher.poisoned == 0
+
+
+@pytest.mark.parametrize("status", [403, 451])
+def test_nor_do_answers_to_calls_that_began_before_it_refused(status: int) -> None:
+    """They come while it refuses already: that it answers others is no longer true."""
+    upstream = FakeUpstream(slots=2).then(echo, delay_s=1.0, times=2)
+    stand = Stand(upstream.then(failing(status, b""), delay_s=0.2, times=9999))
+
+    async def main() -> None:
+        stand.send(b"good", "X")
+        await asyncio.sleep(0.5)
+        stand.send(b"good", "Y")
+        await asyncio.sleep(0.6)  # the first one is answered: the API is known to be well
+        refused = [stand.send(b"good", f"client {number}") for number in range(4)]
+        await asyncio.sleep(4.0)
+        assert {type(stand.witness.outcome(request)) for request in refused} == {UpstreamRefused}
+
+    stand.run(main)
+    assert stand.dispatcher.poisoned == 0

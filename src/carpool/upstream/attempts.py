@@ -249,7 +249,7 @@ class Attempts:
         member.load.answered(len(members), seconds, started)
         member.batch_limit.answered(len(members), started)
         self.calls["ok"] += 1
-        self._pool.went_well(member, members[0].common_key)
+        self._pool.went_well(member, members[0].common_key, started)
         self._when_answered(members)
         facts = CallFacts(len(members), seconds, parts[0].model_version)
         self._outcomes.settle_batch(members, [Output(part.value, facts, part.tokens_used) for part in parts])

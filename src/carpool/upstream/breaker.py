@@ -10,6 +10,8 @@
 5. What is refused for its input is no failure: the endpoint answered.
 6. Where all that is known against the endpoint are inputs of one owner that failed, it is closed to that owner only: a
    request of anybody else may probe at once. If that fails too, or more is known against it, it is closed to all.
+7. One search makes many calls with one owner's inputs. All but the first count as `again`: they help to close the
+   endpoint to that owner, never to all.
 """
 
 from collections.abc import Collection
@@ -22,6 +24,7 @@ class Breaker:
     """The circuit breaker of one endpoint."""
 
     __slots__ = (
+        "_again",
         "_failures",
         "_failures_max",
         "_is_for_all",
@@ -50,6 +53,8 @@ class Breaker:
         self._is_for_all = False
         # Failures in a row that were nobody's input.
         self._unowned = 0
+        # Rule 7.
+        self._again = 0
 
     def __repr__(self) -> str:
         return f"<Breaker {self.state} failures={self._failures}>"
@@ -62,7 +67,7 @@ class Breaker:
     @property
     def is_failing(self) -> bool:
         """Whether it would be open, had the pool been able to do without the endpoint."""
-        return self._failures >= self._failures_max
+        return self._failures + (0 if self._is_for_all else self._again) >= self._failures_max
 
     @property
     def blamed_owner(self) -> str | None:
@@ -93,7 +98,7 @@ class Breaker:
         self.state = "closed"
         self._failures = 0
         self._pause_s = self._pause_s_first
-        self._only_owner, self._is_for_all, self._unowned = None, False, 0
+        self._only_owner, self._is_for_all, self._unowned, self._again = None, False, 0, 0
 
     def failed(
         self,
@@ -122,7 +127,18 @@ class Breaker:
             self.close_to_all()
         else:
             (self._only_owner,) = owners
-        if self.state == "closed" and (self._failures < self._failures_max or not may_open):
+        return self._open_if_failing(now, random_share, may_open)
+
+    def failed_again(self, now: float, random_share: float, owner: str, *, may_open: bool) -> bool:
+        """One more call of the same search failed, all with inputs of this owner (rule 7); as `failed`."""
+        if self.state != "closed" or self._only_owner not in (None, owner):
+            return False
+        self._only_owner = owner
+        self._again += 1
+        return self._open_if_failing(now, random_share, may_open)
+
+    def _open_if_failing(self, now: float, random_share: float, may_open: bool) -> bool:
+        if self.state == "closed" and not (self.is_failing and may_open):
             return False
         self.open(now, random_share)
         return True

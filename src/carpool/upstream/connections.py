@@ -58,13 +58,15 @@ class Line:
         self.stray = 0
         # On the event loop's clock: a connection that came to rest before this is not used again.
         self.reuse_from = -inf
+        # Until then rule 6 holds, whatever else is learned.
+        self._caught_until = -inf
         self._repeats = Repeats()
         self._complained_at = -inf
 
     def caught(self, now: float) -> None:
         """Stray bytes came (rule 6)."""
         self.stray += 1
-        self.reuse_from = now + CAUGHT_S
+        self.reuse_from = self._caught_until = now + CAUGHT_S
         if now - self._complained_at >= CAUGHT_S / 2:  # not with every one
             self._complained_at = now
             fields = {"endpoint": self.name, "stray_answers": self.stray}
@@ -82,7 +84,7 @@ class Line:
             return True
         verdict = self._repeats.seen_alone(exchange, now) if before is None else "nothing"
         if verdict == "answers so":
-            self.reuse_from = now
+            self.reuse_from = max(now, self._caught_until)
         elif verdict == "repeats":
             self.caught(now)
         return False

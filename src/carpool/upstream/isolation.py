@@ -551,11 +551,14 @@ class Isolation:
         for member in sick:
             if member is not None:
                 self._pool.went_badly(member, owners)
-                blamed = member.breaker.blamed_owner
-                if member.breaker.state != "closed" and blamed is not None:
-                    # What waits of this owner must not stand in the way of the others.
-                    self._offenders.refused(self._model, blamed, self._clock(), count=3.0)
-                    self.look_soon()
+                self._make_way(member)
+
+    def _make_way(self, member: Member) -> None:
+        """What waits of an owner to whom an endpoint is closed must not stand in the way of the others."""
+        blamed = member.breaker.blamed_owner
+        if member.breaker.state != "closed" and blamed is not None:
+            self._offenders.refused(self._model, blamed, self._clock(), count=3.0)
+            self.look_soon()
 
     def _end(self, case: Case) -> None:
         """Nothing can be sent any more."""
@@ -571,8 +574,10 @@ class Isolation:
             self._blame(sick, owners)
             is_failure = failure is not None and not (failure.is_certain or failure.needs_proof)
             if is_failure and len(owners) == 1 and not self._is_alive(case):
-                # Nothing at all was answered: each of these calls was a failure, and it is closed to one owner at most.
-                self._blame(case.refused_again_by(sick), owners)
+                # Nothing at all was answered: each of these calls was a failure.
+                for member in case.refused_again_by(sick):
+                    self._pool.went_badly_again(member, *owners)
+                    self._make_way(member)
         if failure is not None:
             self._look_at_good_wholes(case)
         for index, request in left.items():
@@ -591,12 +596,14 @@ class Isolation:
         """Endpoints refused groups all parts of which were answered: each may have a limit, or is at fault."""
         good = case.good_wholes()
         for member, (size, parts_max) in good.items():
-            # One that has answered nothing meanwhile has no limit that would explain this; nor is it likely where as
-            # many were answered lately, by itself or by its like.
-            takes_more = any(other.batch_limit.has_answered(size, self._clock()) for other in self._pool.members)
+            # One that has answered nothing meanwhile has no limit that would explain this; nor has one that answered
+            # as many lately, or one that answers no batch at all where its like do.
+            limit, now = member.batch_limit, self._clock()
+            likes = [member] if limit.has_answered(2, now) else self._pool.members
+            takes_more = any(other.batch_limit.has_answered(size, now) for other in likes)
             if member.well_at <= case.started or takes_more:
                 self._blame({member})
-            elif member.batch_limit.split(size, parts_max, self._clock()):
+            elif limit.split(size, parts_max, now):
                 self._when_limit_is_learned(member)
         if good:
             for owner in case.counted:

@@ -84,7 +84,7 @@ class Member:
         self.offered = 0
         # The call it has is a probe.
         self.probing = False
-        # When it last answered well, and in which lanes; and counts, for the fleet's page.
+        # When it last answered well; by lane when that call began; and counts, for the fleet's page.
         self.well_at = -inf
         self.well_lanes: dict[bytes, float] = {}
         self.succeeded = 0
@@ -295,13 +295,13 @@ class Pool:
             # A little later: what this call showed must not be taken for the word of the next probe.
             self._wait_for_probe(member)
 
-    def went_well(self, member: Member, lane: bytes = b"") -> None:
-        """A call of a lane was answered as it should be."""
+    def went_well(self, member: Member, lane: bytes = b"", began: float = -inf) -> None:
+        """A call of a lane, which began then, was answered as it should be."""
         member.succeeded += 1
         member.well_at = self._clock()
         if lane not in member.well_lanes and len(member.well_lanes) >= WELL_LANES_MAX:
             member.well_lanes.clear()
-        member.well_lanes[lane] = member.well_at
+        member.well_lanes[lane] = max(began, member.well_lanes.get(lane, -inf))
         member.failed_probes = 0
         member.probing = False
         if not member.is_leaving:
@@ -320,9 +320,23 @@ class Pool:
         """A call failed, through the endpoint's fault or, as far as is known, on inputs of these owners."""
         member.failed += 1
         probe, member.probing = member.probing, False
-        if member.breaker.failed(
-            self._clock(), self._random_share(), probe=probe, may_open=self._may_eject(), owners=owners
-        ):
+        self._failed(
+            member,
+            member.breaker.failed(
+                self._clock(), self._random_share(), probe=probe, may_open=self._may_eject(), owners=owners
+            ),
+        )
+
+    def went_badly_again(self, member: Member, owner: str) -> None:
+        """One more call of the same search failed, on inputs of this owner alone."""
+        member.failed += 1
+        self._failed(
+            member,
+            member.breaker.failed_again(self._clock(), self._random_share(), owner, may_open=self._may_eject()),
+        )
+
+    def _failed(self, member: Member, is_opened: bool) -> None:
+        if is_opened:
             self._withhold(member)
         self._slots_in_use = None
         if all(other.breaker.state != "closed" or other.breaker.is_failing for other in self.members):
@@ -353,7 +367,7 @@ class Pool:
         return False
 
     def answered_lane(self, member: Member, lane: bytes, since: float) -> bool:
-        """Whether the endpoint has answered a call of this lane since then."""
+        """Whether the endpoint has answered a call of this lane that began since then: an older one proves nothing."""
         return member.well_lanes.get(lane, -inf) > since
 
     def has_others(self, member: Member | None) -> bool:
