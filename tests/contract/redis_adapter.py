@@ -31,7 +31,7 @@ from carpool.broker.redis.front import RedisFront
 from carpool.broker.redis.keys import Keys, lane_name, line_name
 from carpool.broker.redis.link import OnReply
 from carpool.broker.redis.nodes import Nodes, RedisFailure
-from carpool.broker.redis.scripts import PEEK, Script
+from carpool.broker.redis.scripts import AUDIT, PEEK, Script
 from carpool.broker.redis.shard_view import Budget
 from carpool.broker.redis.tasks import TaskResults
 from carpool.core.errors import CarpoolError
@@ -59,6 +59,10 @@ class CountingNodes(Nodes):
     def send(self, slot: int, on_reply: OnReply, *command: bytes | int | str) -> None:
         self.outstanding += 1
         super().send(slot, partial(self._replied, on_reply, command), *command)
+
+    def send_all(self, slot: int, on_reply: OnReply, packed: list[bytes]) -> None:
+        self.outstanding += len(packed)
+        super().send_all(slot, partial(self._replied, on_reply, ()), packed)
 
     def run(
         self,
@@ -237,6 +241,8 @@ class RedisBroker:
         self._submitted: dict[int, Request] = {}
         self._twins: dict[int, Request] = {}
         self._lanes: dict[bytes, WaitingLane] = {}
+        # What Redis counts, beside the truth.
+        self._audits: list[Any] = []
         # By millisecond: when exactly somebody arrived.
         self._arrivals: dict[int, float] = {}
 
@@ -293,7 +299,12 @@ class RedisBroker:
         for shard in self._keys.shards:
             arguments = (shard.stream(b""), self._now_ms(), 1500)
             self._nodes.run(PEEK, shard.slot, (shard.lanes, shard.counts), arguments, self._peeked)
+            names = (shard.lanes, shard.counts, shard.letters)
+            self._nodes.run(AUDIT, shard.slot, names, (shard.stream(b""),), self._audits.append)
         self._let_run()
+        audits, self._audits[:] = list(self._audits), []
+        for _, held, unread, true_held, true_unread, *_ in audits:
+            assert (held, unread) == (true_held, true_unread)
         return [lane for lane in self._lanes.values() if lane.model == model and lane.waiting]
 
     def take(

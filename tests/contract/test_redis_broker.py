@@ -64,21 +64,28 @@ class TestRedisClusterBroker(RedisContract):
         return redis_cluster.url
 
 
+# Near its bounds a gateway queues by a script, far from them by plain commands: both are production's own paths.
+each_path = pytest.mark.parametrize("waiting_max", [BrokerMachine.WAITING_MAX, 1000], ids=["near bounds", "far"])
+
+
+@each_path
 @pytest.mark.parametrize("shards", [1, 16])
-def test_any_order_of_events(redis_server: RedisServer, shards: int) -> None:
-    run_machine(redis_server.url, shards)
+def test_any_order_of_events(redis_server: RedisServer, shards: int, waiting_max: int) -> None:
+    run_machine(redis_server.url, shards, waiting_max)
 
 
+@each_path
 @pytest.mark.parametrize("shards", [1, 16])
-def test_any_order_of_events_on_a_cluster(redis_cluster: RedisCluster, shards: int) -> None:
-    run_machine(redis_cluster.url, shards)
+def test_any_order_of_events_on_a_cluster(redis_cluster: RedisCluster, shards: int, waiting_max: int) -> None:
+    run_machine(redis_cluster.url, shards, waiting_max)
 
 
-def run_machine(url: str, shards: int) -> None:
+def run_machine(url: str, shards: int, waiting_max: int) -> None:
     redis_adapter = RedisAdapter(url, shards)
 
     class RedisBrokerMachine(BrokerMachine):
         adapter = redis_adapter
+        WAITING_MAX = waiting_max
 
         def teardown(self) -> None:
             redis_adapter.clear()

@@ -329,7 +329,7 @@ class RedisFront:
         for request in requests:
             request.held_by = parcel
         is_near_bound = self._held_in[shard.number] + 2 * len(requests) > self._shard_max
-        if line.lanes_max == NO_LIMIT and not is_near_bound and not self._now_ms():
+        if line.lanes_max == NO_LIMIT and not is_near_bound:
             self._add(parcel)
             return
         values = [encode_value(request.number, request.id, request.owner, request.input) for request in requests]
@@ -350,7 +350,8 @@ class RedisFront:
         shard, line = parcel.shard, parcel.line
         stream = shard.stream(line.field)
         added: list[Any] = []
-        beginning = pack_beginning(b"XADD", stream, b"*", line.header)
+        entry_id = self._now_ms() + b"-*" if self._now_ms() else b"*"
+        beginning = pack_beginning(b"XADD", stream, entry_id, line.header)
         self._nodes.send_all(
             shard.slot,
             added.append,
