@@ -26,6 +26,7 @@ from carpool.broker.redis.keys import Keys, line_name
 from carpool.broker.redis.memory_watch import MemoryWatch
 from carpool.broker.redis.nodes import Nodes
 from carpool.broker.redis.registry import Registry
+from carpool.broker.redis.steps import Steps
 from carpool.broker.redis.tasks import RedisTasks, TaskResults
 from carpool.composition import Process, face_settings, http_limits
 from carpool.config import ConfigError, Role, broker_address, require_upstream
@@ -101,9 +102,9 @@ class DistributedProcess(Process):
         self.nodes = self._connect()
         self.memory = MemoryWatch(self.nodes, memory_max=broker.memory_max)
         self.depth = DepthWatch(self.nodes, self.keys)
+        self.steps = Steps(self.nodes, self.keys)
         self.dead_letters = RedisDeadLetterBox(
-            self.nodes,
-            self.keys,
+            self.steps,
             letters_max_per_shard=LETTERS_A_SHARD_MAX,
             kept=settings.dead_letters.synchronous,
         )
@@ -141,8 +142,7 @@ class DistributedProcess(Process):
             self._opened.callback(self.feed.close)
         by_name = {face.name: face for face in faces}
         desk = RedisDeadLetterDesk(
-            self.nodes,
-            self.keys,
+            self.steps,
             self.tasks,
             frozenset(named),
             tier_target_s=self.targets,
@@ -242,22 +242,20 @@ class DistributedProcess(Process):
         settings = self.settings
         assert self.local is not None
         results = TaskResults(
-            self.nodes,
-            self.keys,
+            self.steps,
             result_ttl_ms=round(settings.tasks.result_ttl_s * 1000),
             letters_max_per_shard=LETTERS_A_SHARD_MAX,
             buried=self.dead_letters.count,
         )
-        self.answers = Answers(self.nodes, self.keys, results, self.name)
+        self.answers = Answers(self.steps, results, self.name)
         self.feed = Feed(
-            self.nodes,
-            self.keys,
+            self.steps,
             self.name,
             self.local,
             self.answers,
             self.dead_letters,
             self.services,
-            line_offsets_ms=line_offsets_ms(settings),
+            lines=list(line_offsets_ms(settings)),
             tier_target_s=self.targets,
             lease_ms=settings.broker.lease_ms,
             dead_letter_ttl_ms=round(settings.tasks.dead_letter_ttl_s * 1000),
@@ -270,9 +268,9 @@ class DistributedProcess(Process):
     def _make_tasks(self) -> RedisTasks:
         broker = self.settings.broker
         return RedisTasks(
-            self.nodes,
-            self.keys,
+            self.steps,
             self.name,
+            line_offsets_ms=line_offsets_ms(self.settings),
             held_max=-(-broker.waiting_max // broker.shards),
             lanes_max=broker.lanes_max,
             replicas=broker.replicas,
@@ -285,9 +283,9 @@ class DistributedProcess(Process):
         broker = self.settings.broker
         assert self.tasks is not None
         self.front = RedisFront(
-            self.nodes,
-            self.keys,
+            self.steps,
             self.name,
+            line_offsets_ms=line_offsets_ms(self.settings),
             waiting_max=broker.waiting_max,
             bytes_max=broker.bytes_max,
             lanes_max=broker.lanes_max,

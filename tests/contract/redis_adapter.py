@@ -31,8 +31,8 @@ from carpool.broker.redis.front import RedisFront
 from carpool.broker.redis.keys import Keys, lane_name, line_name
 from carpool.broker.redis.link import OnReply
 from carpool.broker.redis.nodes import Nodes, RedisFailure
-from carpool.broker.redis.scripts import AUDIT, PEEK, Script
-from carpool.broker.redis.shard_view import Budget
+from carpool.broker.redis.scripts import AUDIT, Script
+from carpool.broker.redis.steps import Budget, Steps, View
 from carpool.broker.redis.tasks import TaskResults
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Outcome, Output
@@ -40,6 +40,7 @@ from carpool.core.ports import Broker, LaneQueue
 from carpool.core.request import DONE, Request, Waiter
 from carpool.testing import FakeClock
 from support.processes import PATIENCE_S, until
+from support.redis_tasks import clear_shard
 
 LETTERS_MAX = 100
 STRICT_STEP_MS = 10**13
@@ -193,16 +194,21 @@ class RedisBroker:
         self._keys = Keys(f"contract-{secrets.token_hex(6)}", shards)
         gateway = secrets.token_hex(6).encode()
         self._replies = self._keys.replies(gateway)
+        steps = self._steps = Steps(nodes, self._keys, self._now_ms)
+        self._offsets_ms = {
+            line_name(tier, is_task): STRICT_STEP_MS * tier if strict_order else round(target_s * 1000)
+            for tier, target_s in enumerate(TARGETS_S)
+            for is_task in (False, True)
+        }
         self.front = RedisFront(
-            nodes,
-            self._keys,
+            steps,
             gateway,
+            line_offsets_ms=self._offsets_ms,
             waiting_max=waiting_max,
             bytes_max=bytes_max,
             lanes_max=lanes_max,
             models=MODELS,
             clock=clock,
-            now_ms=self._now_ms,
         )
         self._local = MemoryBroker(
             waiting_max=1000,
@@ -212,27 +218,18 @@ class RedisBroker:
             strict_order=strict_order,
             clock=clock,
         )
-        results = TaskResults(
-            nodes, self._keys, result_ttl_ms=60_000, letters_max_per_shard=LETTERS_MAX, now_ms=self._now_ms
-        )
-        self._answers = Answers(nodes, self._keys, results, b"batcher", clock)
-        self._offsets_ms = {
-            line_name(tier, is_task): STRICT_STEP_MS * tier if strict_order else round(target_s * 1000)
-            for tier, target_s in enumerate(TARGETS_S)
-            for is_task in (False, True)
-        }
+        results = TaskResults(steps, result_ttl_ms=60_000, letters_max_per_shard=LETTERS_MAX)
+        self._answers = Answers(steps, results, b"batcher", clock)
         self._feed = LaneFeed(
-            nodes,
-            self._keys,
+            steps,
             b"batcher",
             self._local,
             self._answers,
-            RedisDeadLetterBox(nodes, self._keys, letters_max_per_shard=LETTERS_MAX, now_ms=self._now_ms),
+            RedisDeadLetterBox(steps, letters_max_per_shard=LETTERS_MAX),
             [SuiteModel(model) for model in MODELS],
-            line_offsets_ms=self._offsets_ms,
+            lines=list(self._offsets_ms),
             tier_target_s=TARGETS_S,
             clock=clock,
-            now_ms=self._now_ms,
         )
         for model in MODELS:
             self._local.when_work_arrives(model, lambda lane: None)
@@ -297,10 +294,8 @@ class RedisBroker:
         for lane in self._lanes.values():
             lane.waiting, lane.first_arrival, lane.best_place = 0, inf, inf
         for shard in self._keys.shards:
-            arguments = (shard.stream(b""), self._now_ms(), 1500)
-            self._nodes.run(PEEK, shard.slot, (shard.lanes, shard.counts), arguments, self._peeked)
-            names = (shard.lanes, shard.counts, shard.letters)
-            self._nodes.run(AUDIT, shard.slot, names, (shard.stream(b""),), self._audits.append)
+            self._steps.look_at(shard, MODELS, self._looked)
+            self._nodes.run(AUDIT, shard.slot, (shard.counts,), (), self._audits.append)
         self._let_run()
         audits, self._audits[:] = list(self._audits), []
         for _, held, unread, true_held, true_unread, *_ in audits:
@@ -338,9 +333,7 @@ class RedisBroker:
         self._feed.close()
         self.front.close()
         for shard in self._keys.shards:
-            names = [shard.lanes, shard.counts, shard.letters, shard.letter_bodies]
-            names += [shard.stream(field) for field in await self._nodes.ask(shard.slot, b"HKEYS", shard.lanes)]
-            await self._nodes.ask(shard.slot, b"DEL", *names)
+            await clear_shard(self._nodes, shard)
         await self._until_quiet()
 
     # Time.
@@ -373,14 +366,14 @@ class RedisBroker:
         if request.phase != DONE:
             request.waiter = Crossing(request.waiter, outcome)
 
-    def _peeked(self, reply: Any) -> None:
-        for at in range(3, len(reply), 4):
-            field, _, head, number = reply[at : at + 4]
-            name, _, line = field.partition(b":")
-            lane, arrived_ms = self._lanes[name], entry_key(head)[0]
-            lane.waiting += number
+    def _looked(self, view: View | RedisFailure) -> None:
+        assert isinstance(view, View)
+        for head in view.heads:
+            arrived_ms = round(head.place) - self._offsets_ms[head.field.partition(b":")[2]]
+            lane = self._lanes[head.lane]
+            lane.waiting += head.unread
             lane.first_arrival = min(lane.first_arrival, self._arrivals[arrived_ms])
-            lane.best_place = min(lane.best_place, (arrived_ms + self._offsets_ms[line]) / 1000)
+            lane.best_place = min(lane.best_place, head.place / 1000)
 
 
 class RedisAdapter(Adapter):

@@ -27,6 +27,7 @@ from carpool.broker.redis.front import RedisFront
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.nodes import Nodes
 from carpool.broker.redis.scripts import AUDIT
+from carpool.broker.redis.steps import Steps
 from carpool.core.clock import monotonic
 from carpool.core.outcome import Output
 from carpool.testing import Witness, make_request
@@ -78,8 +79,7 @@ class Workshop:
     async def _counted_entries(self) -> list[tuple[int, int]]:
         held = taken = 0
         for shard in self.keys.shards:
-            names = (shard.lanes, shard.counts, shard.letters)
-            reply: Any = await self.client.eval(AUDIT.source, len(names), *names, shard.stream(b""))  # type: ignore[arg-type]
+            reply: Any = await self.client.eval(AUDIT.source, 1, shard.counts)  # type: ignore[arg-type]
             _, counted, _, truly, unread = reply[:5]
             if counted != truly:
                 return []
@@ -320,7 +320,7 @@ async def gateway_half(workshop: Workshop) -> AsyncIterator[tuple[RedisFront, Wi
     fronts: list[RedisFront] = []
     nodes = Nodes(parse_broker_url(workshop.server.url), changed=lambda: fronts[0].nodes_changed())
     bounds: dict[str, Any] = {"waiting_max": 10_000, "bytes_max": 10**9, "lanes_max": 100, "models": ["default"]}
-    front = RedisFront(nodes, workshop.keys, b"half", **bounds)
+    front = RedisFront(Steps(nodes, workshop.keys), b"half", line_offsets_ms={}, **bounds)
     fronts.append(front)
     nodes.start()
     try:

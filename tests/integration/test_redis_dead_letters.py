@@ -42,11 +42,10 @@ class LetterOffice:
 
     def __init__(self, office: Office, *, letters_max: int = LETTERS_MAX, **gateway: Any) -> None:
         self.office = office
-        self.box = RedisDeadLetterBox(office.nodes, office.keys, letters_max_per_shard=letters_max, kept="all")
+        self.box = RedisDeadLetterBox(office.steps, letters_max_per_shard=letters_max, kept="all")
         self.tasks: RedisTasks = office.gateway(**gateway)
         self.desk = RedisDeadLetterDesk(
-            office.nodes,
-            office.keys,
+            office.steps,
             self.tasks,
             {"m"},
             tier_target_s=TARGETS_S,
@@ -126,7 +125,7 @@ async def test_counts_are_by_cause(letters: LetterOffice) -> None:
 async def test_which_synchronous_requests_are_kept(
     letters: LetterOffice, kept: SynchronousKept, causes: list[str]
 ) -> None:
-    letters.box = RedisDeadLetterBox(letters.office.nodes, letters.office.keys, letters_max_per_shard=9, kept=kept)
+    letters.box = RedisDeadLetterBox(letters.office.steps, letters_max_per_shard=9, kept=kept)
     await letters.bury("a", error=REFUSED)
     await letters.bury("b", error=UpstreamFailed("down"))
     await letters.bury("c", error=DeadlineExceeded("late"))
@@ -257,8 +256,8 @@ async def test_a_letter_of_another_version_can_be_seen_and_dropped(letters: Lett
     shard = letters.office.keys.shards[3]
     head = msgspec.msgpack.encode([99, "r", "m", 0, "new-cause", "new", 1])
     letter = len(head).to_bytes(4, "big") + bytes(4) + head
-    names = (shard.letters, shard.letter_bodies, shard.counts)
-    await letters.office.nodes.ask_script(BURY, shard.slot, names, (b"", 3, 10, b"owner", letter, b'"x"'))
+    arguments = (b"", 3, 10, b"owner", letter, b'"x"')
+    await letters.office.nodes.ask_script(BURY, shard.slot, (shard.counts,), arguments)
     summary = await letters.only()
     assert (summary.cause, summary.size) == ("unknown", 3)
     with pytest.raises(Malformed):
@@ -373,7 +372,7 @@ async def test_replay_all_ends_though_its_tasks_come_back(redis_server: RedisSer
     async with open_office(redis_server.url, shards=2) as office:
         letters = LetterOffice(office)
         await letters.bury(*(f"r{number}" for number in range(200)))
-        office.results = TaskResults(office.nodes, office.keys, result_ttl_ms=1000, letters_max_per_shard=1000)
+        office.results = TaskResults(office.steps, result_ttl_ms=1000, letters_max_per_shard=1000)
         over = asyncio.Event()
 
         async def fail_everything() -> None:

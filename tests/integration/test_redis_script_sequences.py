@@ -61,13 +61,31 @@ class ShardMachine(RuleBasedStateMachine):
             with pytest.raises(redis.ResponseError, match=r"^QUEUEFULL"):
                 self.shard.submit(field, number, model=LANES[field[0]], held_max=HELD_MAX)
             return
-        ids = self.shard.submit(field, number, model=LANES[field[0]], held_max=HELD_MAX)
+        ids = self.shard.submit(field, number, model=LANES[field[0]], held_max=HELD_MAX, offsets=OFFSETS)
         assert len(ids) == min(room, number)
         self.waiting.setdefault(field, []).extend(ids)
 
+    @rule(field=fields, number=st.integers(1, 12))
+    def add(self, field: str, number: int) -> None:
+        self.now += 10
+        self.shard.now = self.now
+        if number <= HELD_MAX - self.held():
+            ids = self.shard.add(field, number, model=LANES[field[0]], offsets=OFFSETS)
+            self.waiting.setdefault(field, []).extend(ids)
+
+    @rule(consumer=batchers, number=st.integers(1, 12), pick=st.integers(0, 99))
+    def read(self, consumer: str, number: int, pick: int) -> None:
+        known = sorted(field for field in self.shard.fields() if field in self.waiting)
+        if known:
+            field = known[pick % len(known)]
+            got = self.shard.read(field, number, consumer=consumer)
+            assert [entry.id for entry in got] == self.waiting[field][:number]
+            del self.waiting[field][:number]
+            self.taken |= {(field, entry.id): Lease(consumer) for entry in got}
+
     @rule(consumer=batchers, m=budgets, n=st.builds(Budget, st.integers(0, 2), st.integers(1, 5)))
     def take(self, consumer: str, m: Budget, n: Budget) -> None:
-        got = self.shard.take({"m": m, "n": n}, consumer=consumer, offsets=OFFSETS)
+        got = self.shard.take({"m": m, "n": n}, consumer=consumer)
         assert {(entry.field, entry.id) for entry in got} == self.best({"m": m, "n": n})
         for entry in got:
             self.waiting[entry.field].remove(entry.id)
@@ -189,7 +207,11 @@ class ShardMachine(RuleBasedStateMachine):
 
     @invariant()
     def heads_are_known(self) -> None:
-        expected = [(field, LANES[field[0]], ids[0], len(ids)) for field, ids in self.waiting.items() if ids]
+        expected = [
+            (field, LANES[field[0]], int(ids[0].split("-")[0]) + OFFSETS[field[2:]], len(ids))
+            for field, ids in self.waiting.items()
+            if ids
+        ]
         assert self.shard.peek() == sorted(expected)
 
     @invariant()

@@ -13,6 +13,7 @@ from carpool.broker.redis import removals as removals_module
 from carpool.broker.redis import submissions as submissions_module
 from carpool.broker.redis import tasks as tasks_module
 from carpool.broker.redis.nodes import Nodes
+from carpool.broker.redis.steps import Steps
 from carpool.broker.redis.tasks import RedisTasks, TaskResults
 from carpool.core.errors import (
     BrokerDown,
@@ -164,12 +165,13 @@ async def test_lanes_are_bounded_but_not_for_those_without_parameters(redis_serv
     async with open_office(redis_server.url, shards=1) as office:
         tasks = office.gateway(lanes_max=1)
         await office.submit(tasks, parameters=b'{"a":1}')
-        refused = office.request(parameters=b'{"a":2}')
+        refused = office.request(parameters=b'{"a":2}', owner="owner")
         error = await told(lambda done: tasks.submit(refused, done))
         assert isinstance(error, QueueFull)
         assert "different `parameters`" in error.detail
         assert (refused.phase, refused.input) == (DONE, b"")
         await office.submit(tasks)
+        await office.submit(tasks, owner="another", parameters=b'{"a":2}')  # which has none yet
 
 
 async def test_what_collects_is_bounded(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +345,7 @@ async def test_a_result_is_kept_for_a_time_from_the_outcome(office: Office) -> N
     await office.finish(taken, OUTPUT)
     assert 0 < await office.nodes.ask(shard.slot, b"PTTL", shard.task(task_id)) <= RESULT_TTL_MS
 
-    brief = TaskResults(office.nodes, office.keys, result_ttl_ms=1000, letters_max_per_shard=1)
+    brief = TaskResults(office.steps, result_ttl_ms=1000, letters_max_per_shard=1)
     office.results = brief
     task_id = await office.submit(tasks)
     (taken,) = await office.take()
@@ -359,7 +361,7 @@ async def test_a_result_is_kept_for_a_time_from_the_outcome(office: Office) -> N
 async def test_the_clock_may_be_given(office: Office) -> None:
     tasks = office.gateway(now_ms=lambda: b"1000000")
     office.results = TaskResults(
-        office.nodes, office.keys, result_ttl_ms=1000, letters_max_per_shard=1, now_ms=lambda: b"2000000"
+        Steps(office.nodes, office.keys, lambda: b"2000000"), result_ttl_ms=1000, letters_max_per_shard=1
     )
     task_id = await office.submit(tasks)
     assert (await look(tasks, task_id)).timestamp_wall == 1000.0

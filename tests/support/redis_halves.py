@@ -25,6 +25,7 @@ from carpool.broker.redis.link import OnReply
 from carpool.broker.redis.nodes import Link, Nodes, Reader
 from carpool.broker.redis.records import decode_value
 from carpool.broker.redis.scripts import Script
+from carpool.broker.redis.steps import Steps
 from carpool.broker.redis.tasks import TaskResults
 from carpool.core.clock import monotonic
 from carpool.core.errors import CarpoolError
@@ -38,6 +39,11 @@ MODEL = "m"
 TARGETS_S = (0.05, 0.15, 0.5)
 TASK_PATIENCE_MS = 1000
 LETTERS_MAX = 100
+LINE_OFFSETS_MS = {
+    line_name(tier, is_task): round(target_s * 1000) + is_task * TASK_PATIENCE_MS
+    for tier, target_s in enumerate(TARGETS_S)
+    for is_task in (False, True)
+}
 # Deadlines and ends of leases that do not come while a test waits: what comes, comes for another reason.
 NEVER_S = 600.0
 NEVER_MS = 600_000
@@ -238,7 +244,8 @@ class Halves:
         nodes = self._connect(changed)
         settings: dict[str, Any] = {"waiting_max": 100_000, "bytes_max": 10**9, "lanes_max": 64, **options}
         local = local_broker() if with_upstream else None
-        front = RedisFront(nodes, self.keys, name, models=[MODEL], local=local, **settings)
+        settings |= {"line_offsets_ms": LINE_OFFSETS_MS}
+        front = RedisFront(Steps(nodes, self.keys), name, models=[MODEL], local=local, **settings)
         fronts.append(front)
         self._opened.callback(front.close)
         gateway = Gateway(nodes, front)
@@ -252,17 +259,13 @@ class Halves:
         nodes = self._connect(lambda: None)
         await until(lambda: nodes.is_up(0))
         broker, model = local_broker(), SlotsModel(free, largest)
-        results = TaskResults(nodes, self.keys, result_ttl_ms=60_000, letters_max_per_shard=LETTERS_MAX)
-        answers = Answers(nodes, self.keys, results, name)
-        letters = RedisDeadLetterBox(nodes, self.keys, letters_max_per_shard=LETTERS_MAX)
-        offsets_ms = {
-            line_name(tier, is_task): round(target_s * 1000) + is_task * TASK_PATIENCE_MS
-            for tier, target_s in enumerate(TARGETS_S)
-            for is_task in (False, True)
-        }
+        steps = Steps(nodes, self.keys)
+        results = TaskResults(steps, result_ttl_ms=60_000, letters_max_per_shard=LETTERS_MAX)
+        answers = Answers(steps, results, name)
+        letters = RedisDeadLetterBox(steps, letters_max_per_shard=LETTERS_MAX)
         settings: dict[str, Any] = {"lease_ms": NEVER_MS, **options}
-        settings |= {"line_offsets_ms": offsets_ms, "tier_target_s": TARGETS_S}
-        feed = Feed(nodes, self.keys, name, broker, answers, letters, [model], **settings)
+        settings |= {"lines": list(LINE_OFFSETS_MS), "tier_target_s": TARGETS_S}
+        feed = Feed(steps, name, broker, answers, letters, [model], **settings)
         self._opened.callback(feed.close)
         if started:
             feed.start()

@@ -10,7 +10,20 @@ import redis
 
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.records import encode_value
-from carpool.broker.redis.scripts import CANCEL, DONE, PEEK, RELEASE, RENEW, SUBMIT, SWEEP, TAKE, Script
+from carpool.broker.redis.scripts import (
+    ARRIVED,
+    CANCEL,
+    CLAIM,
+    DONE,
+    LAPSED,
+    LEVEL,
+    RELEASE,
+    RENEW,
+    SUBMIT,
+    SWEEP,
+    TAKE,
+    Script,
+)
 from support.processes import PATIENCE_S
 from support.redis_servers import HOST
 
@@ -18,6 +31,7 @@ GROUP = "batchers"
 START_MS = 1_700_000_000_000
 LEASE_MS = 5_000
 OFFSETS = {"s0": 50, "s1": 150, "s2": 500}
+LINES = ("s0", "s1", "s2", "t0", "t1")
 # More than any clock counts, and still a whole number in Lua.
 STRICT_OFFSETS = {"s0": 0, "s1": 10**14, "s2": 2 * 10**14}
 
@@ -58,9 +72,9 @@ class ShardBench:
             self.client.delete(*names)
         self.client.close()
 
-    def run(self, script: Script, keys: Sequence[bytes], *args: str | bytes | int) -> Any:
+    def run(self, script: Script, *args: str | bytes | int) -> Any:
         """One atomic step."""
-        return self.client.eval(script.source, len(keys), *keys, *args)  # type: ignore[arg-type]  # bytes are fine
+        return self.client.eval(script.source, 1, self.shard.counts, *args)  # type: ignore[arg-type]  # bytes are fine
 
     def stream(self, field: str) -> bytes:
         """The name of a stream."""
@@ -80,23 +94,33 @@ class ShardBench:
         tasks: Sequence[str] = (),
         owner: str = "",
         letter: str = "",
+        offsets: Mapping[str, int] = OFFSETS,
     ) -> list[str]:
         """Queue entries; their ids, which the first one's tells."""
         if isinstance(values, int):
             values = [b"%d" % next(self._numbers) for _ in range(values)]
         if tasks:  # of these the script reads the owner
             values = [encode_value(0, task, owner, value) for task, value in zip(tasks, values, strict=True)]
-        shard = self.shard
-        keys = [shard.lanes, shard.counts, self.stream(field), shard.letters, shard.letter_bodies]
-        keys += [shard.task(task) for task in tasks]
-        limits = (held_max, lanes_max, shard.bell, self._now())
-        first, number, _, _ = self.run(SUBMIT, keys, field, model, *limits, header, letter, *values)
+        about = self.about(field, model, lanes_max, offsets)
+        facts = (field, about, held_max, lanes_max, self._now(), header, owner, letter)
+        first, number, _, _ = self.run(SUBMIT, *facts, len(values), *values, *tasks)
         milliseconds, sequence = first.decode().split("-")
         return [f"{milliseconds}-{int(sequence) + position}" for position in range(number)]
 
+    def add(self, field: str, number: int, *, model: str = "m", offsets: Mapping[str, int] = OFFSETS) -> list[str]:
+        """Queue entries by plain commands, as most are."""
+        where, entry_id = self.stream(field), "*" if self.now is None else f"{self.now}-*"
+        ids = [self.client.xadd(where, {"header": next(self._numbers)}, id=entry_id).decode() for _ in range(number)]
+        self.run(ARRIVED, field, self.about(field, model, 0, offsets), number, self._now(), "")
+        return ids
+
+    def about(self, field: str, model: str, lanes_max: int, offsets: Mapping[str, int]) -> str:
+        """What is said of a stream."""
+        return f"{offsets.get(field.split(':')[1], 0)} {'b' if lanes_max else '-'} {model}"
+
     def cancel(self, *entries: tuple[str, str]) -> list[int]:
         """Delete (field, id) that nobody took; which of them were."""
-        return list(self.run(CANCEL, [self.shard.counts], self._prefix(), *(part for pair in entries for part in pair)))
+        return list(self.run(CANCEL, *(part for pair in entries for part in pair)))
 
     # What a batcher does.
 
@@ -106,22 +130,19 @@ class ShardBench:
         *,
         consumer: str = "b1",
         lease_ms: int = 0,
-        offsets: Mapping[str, int] = OFFSETS,
     ) -> list[Entry]:
         """New entries, or with `lease_ms` those whose lease is so old."""
         if isinstance(budgets, Budget):
             budgets = {"m": budgets}
-        args: list[str | bytes | int] = [self._prefix(), consumer, self._now(), lease_ms]
-        args += [part for pair in offsets.items() for part in pair]
-        args.append("")
+        args: list[str | bytes | int] = [consumer, self._now(), *([lease_ms] if lease_ms else [*LINES, ""])]
         for model, budget in budgets.items():
             args += [model, budget.batches, budget.largest, len(budget.rooms)]
             args += [part for pair in budget.rooms.items() for part in pair]
-        reply = self.run(TAKE, [self.shard.lanes, self.shard.counts], *args)
-        assert reply[1] == int(self.counts().get("unread", 0))
+        reply = self.run(CLAIM if lease_ms else TAKE, *args)
+        assert reply[0][1] == int(self.counts().get("unread", 0))
         step = 3 if lease_ms else 2
         taken = []
-        for at in range(2, len(reply), step):
+        for at in range(1, len(reply), step):
             for position, (entry_id, (_, value)) in enumerate(reply[at + 1]):
                 deliveries = reply[at + 2][position] if lease_ms else 1
                 taken.append(Entry(reply[at].decode(), entry_id.decode(), value, deliveries))
@@ -131,32 +152,47 @@ class ShardBench:
         """Entries whose lease is over."""
         return self.take(budget, consumer=consumer, lease_ms=lease_ms)
 
-    def peek(self) -> list[tuple[str, str, str, int]]:
-        """Field, model, first id and number of what waits."""
-        reply = self.run(PEEK, [self.shard.lanes, self.shard.counts], self._prefix(), self._now(), 1500)
-        assert reply[1] == int(self.counts().get("unread", 0))
-        rows = [reply[at : at + 4] for at in range(3, len(reply), 4)]
-        return sorted((field.decode(), model.decode(), head.decode(), number) for field, model, head, number in rows)
+    def read(self, field: str, number: int, *, consumer: str = "b1") -> list[Entry]:
+        """New entries by a plain command, as most are taken."""
+        found: Any = self.client.xreadgroup(GROUP, consumer, {self.stream(field): ">"}, count=number)
+        self.run(LEVEL, self._now(), 0, field, number)
+        entries = found[0][1] if found else []
+        return [Entry(field, entry_id.decode(), next(iter(fields.values()))) for entry_id, fields in entries]
+
+    def peek(self, *models: str) -> list[tuple[str, str, int, int]]:
+        """Field, model, place of the first and number of what waits."""
+        models = models or ("m", "n")
+        _, unread, *heads = self.run(LEVEL, self._now(), len(models), *models)
+        assert unread == int(self.counts().get("unread", 0))
+        rows = [
+            (model, flat[at : at + 3])
+            for model, flat in zip(models, heads, strict=True)
+            for at in range(0, len(flat), 3)
+        ]
+        return sorted((field.decode(), model, int(place), number) for model, (field, place, number) in rows)
+
+    def has_lapsed(self) -> bool:
+        """Whether a lease is over."""
+        return bool(self.run(LAPSED, LEASE_MS))
 
     def renew(self, *entries: Entry, consumer: str = "b1") -> list[tuple[str, str]]:
         """Keep leases; those that are lost."""
-        lost = self.run(RENEW, [self.shard.counts], self._prefix(), consumer, *_by_stream(entries))
+        lost = self.run(RENEW, consumer, *_by_stream(entries))
         texts = [part.decode() for part in lost]
         return list(zip(texts[::2], texts[1::2], strict=True))
 
     def release(self, *entries: Entry, consumer: str = "b1") -> None:
         """Let others have them."""
-        self.run(RELEASE, [self.shard.counts], self._prefix(), consumer, *_by_stream(entries))
+        self.run(RELEASE, consumer, *_by_stream(entries))
 
     def done(self, *entries: Entry) -> int:
         """They have their outcome; how many were still there."""
-        return int(self.run(DONE, [self.shard.counts], self._prefix(), *_by_stream(entries)))
+        return int(self.run(DONE, self._now(), *_by_stream(entries)))
 
     def sweep(self, *, consumer_gone_ms: int = 600_000, letters_kept_ms: int = 10**9) -> tuple[int, int]:
         """Held and unread entries after a sweep."""
-        shard = self.shard
-        keys = [shard.lanes, shard.counts, shard.letters, shard.letter_bodies]
-        held, unread = self.run(SWEEP, keys, self._prefix(), self._now(), consumer_gone_ms, letters_kept_ms)
+        cursor, held, unread = self.run(SWEEP, 0, self._now(), consumer_gone_ms, letters_kept_ms)
+        assert cursor == 0
         return held, unread
 
     # What is true.
@@ -215,9 +251,6 @@ class ShardBench:
 
     def _now(self) -> str | int:
         return "" if self.now is None else self.now
-
-    def _prefix(self) -> bytes:
-        return self.shard.stream(b"")
 
 
 def _by_stream(entries: Iterable[Entry]) -> list[str | int]:

@@ -16,6 +16,7 @@ from carpool.broker.redis.nodes import Nodes
 from carpool.broker.redis.records import Header, Reply, decode_header, decode_value
 from carpool.broker.redis.replies import ReplyReader
 from carpool.broker.redis.scripts import TAKE
+from carpool.broker.redis.steps import Steps
 from carpool.broker.redis.tasks import FAILED, SUCCESS, RedisTasks, TaskResults
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Output
@@ -46,8 +47,9 @@ class Office:
     def __init__(self, nodes: Nodes, shards: int) -> None:
         self.nodes = nodes
         self.keys = Keys(f"test-{secrets.token_hex(4)}", shards)
+        self.steps = Steps(nodes, self.keys)
         self.results = TaskResults(
-            nodes, self.keys, result_ttl_ms=RESULT_TTL_MS, letters_max_per_shard=LETTERS_MAX, buried=self._note
+            self.steps, result_ttl_ms=RESULT_TTL_MS, letters_max_per_shard=LETTERS_MAX, buried=self._note
         )
         self.buried: list[str] = []
         self._gateways: list[RedisTasks] = []
@@ -58,8 +60,9 @@ class Office:
 
     def gateway(self, name: bytes = b"g1", **options: Any) -> RedisTasks:
         """A gateway that is not told of finished tasks."""
-        given = {"held_max": 1000, "lanes_max": 9, **options}
-        tasks = RedisTasks(self.nodes, self.keys, name, **given)
+        given = {"held_max": 1000, "lanes_max": 9, "line_offsets_ms": {}, **options}
+        steps = Steps(self.nodes, self.keys, given.pop("now_ms", lambda: b""))
+        tasks = RedisTasks(steps, name, **given)
         self._gateways.append(tasks)
         return tasks
 
@@ -92,9 +95,8 @@ class Office:
             wanted += [model, 100, 100, 0]
         taken: list[Taken] = []
         for shard in self.keys.shards:
-            arguments = [shard.stream(b""), b"b1", b"", 0, b"", *wanted]
-            reply = await self.nodes.ask_script(TAKE, shard.slot, (shard.lanes, shard.counts), arguments)
-            for field, entries in zip(reply[2::2], reply[3::2], strict=True):
+            reply = await self.nodes.ask_script(TAKE, shard.slot, (shard.counts,), [b"b1", b"", b"", *wanted])
+            for field, entries in zip(reply[1::2], reply[2::2], strict=True):
                 for entry_id, (header, value) in entries:
                     ticket, task_id, owner, given = decode_value(value)
                     assert ticket == 0
@@ -148,9 +150,7 @@ class Office:
 
     async def _clear(self, shard: Shard) -> None:
         """Others use this Redis too, and count what it holds."""
-        names = [shard.lanes, shard.counts, shard.letters, shard.letter_bodies]
-        names += [shard.stream(field) for field in await self.nodes.ask(shard.slot, b"HKEYS", shard.lanes)]
-        await self.nodes.ask(shard.slot, b"DEL", *names)
+        await clear_shard(self.nodes, shard)
 
 
 @asynccontextmanager
@@ -169,6 +169,17 @@ async def connected(url: str, timeout_s: float = PATIENCE_S, kind: type[Nodes] =
     nodes.start()
     await until(lambda: not nodes.trouble)
     return nodes
+
+
+async def clear_shard(nodes: Nodes, shard: Shard) -> None:
+    """Remove all that a shard has."""
+    cursor = b"0"
+    while True:
+        cursor, names = await nodes.ask(shard.slot, b"SCAN", cursor, b"MATCH", shard.prefix + b"*", b"COUNT", 1000)
+        if names:
+            await nodes.ask(shard.slot, b"DEL", *names)
+        if cursor == b"0":
+            return
 
 
 async def told(call: Callable[[Callable[[Any], None]], object]) -> Any:

@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 from carpool.broker.redis.dead_letters import letter_of
-from carpool.broker.redis.keys import Keys, Shard
+from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.leases import Lease, by_stream, parts_of
 from carpool.broker.redis.link import ignore
-from carpool.broker.redis.nodes import Nodes, RedisFailure, Refused
+from carpool.broker.redis.nodes import RedisFailure, Refused
 from carpool.broker.redis.records import REPLY_FORMAT, CallRecord, Reply, encode_reply
-from carpool.broker.redis.scripts import DONE, RELEASE, REPLY
+from carpool.broker.redis.steps import Steps
 from carpool.broker.redis.tasks import TaskResults
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, Draining, InternalError
@@ -54,11 +54,10 @@ class Outbox:
 class Answers:
     """The waiter of every request that came out of Redis (core.request.Waiter)."""
 
-    def __init__(
-        self, nodes: Nodes, keys: Keys, results: TaskResults, consumer: bytes, clock: Clock = monotonic
-    ) -> None:
-        self._nodes = nodes
-        self._keys = keys
+    def __init__(self, steps: Steps, results: TaskResults, consumer: bytes, clock: Clock = monotonic) -> None:
+        self._steps = steps
+        self._nodes = steps.nodes
+        self._keys = steps.keys
         self._results = results
         self._consumer = consumer
         self._clock = clock
@@ -145,10 +144,8 @@ class Answers:
         released, self._released = self._released, defaultdict(list)
         for number, leases in released.items():
             for part in parts_of(leases):
-                shard = self._keys.shards[number]
-                arguments = [shard.stream(b""), self._consumer, *by_stream(part)]
                 # If this is lost, the leases end by themselves.
-                self._nodes.run(RELEASE, shard.slot, (shard.counts,), arguments, ignore)
+                self._steps.release(self._keys.shards[number], self._consumer, by_stream(part), ignore)
 
     # Replies.
 
@@ -163,16 +160,12 @@ class Answers:
         self._write(gateway, reply, outbox.leases, outbox.useless_at)
 
     def _write(self, gateway: bytes, reply: bytes, leases: list[Lease], useless_at: float) -> None:
-        stream = self._keys.replies(gateway)
-        written = partial(self._written, gateway, reply, leases, useless_at)
-        slot = self._keys.slot_of(stream)
-        self._nodes.send(slot, written, b"XADD", stream, b"NOMKSTREAM", b"*", b"r", reply)
+        self._steps.reply(gateway, reply, partial(self._written, gateway, reply, leases, useless_at))
 
     def _written(self, gateway: bytes, reply: bytes, leases: list[Lease], useless_at: float, answer: Any) -> None:
         if isinstance(answer, Refused) and answer.code == "OOM":
-            stream = self._keys.replies(gateway)
             written = partial(self._written, gateway, reply, leases, useless_at)
-            self._nodes.run(REPLY, self._keys.slot_of(stream), (stream,), (reply,), written)
+            self._steps.reply(gateway, reply, written, by_script=True)
             return
         if isinstance(answer, RedisFailure) and self._clock() < useless_at:
             self.retries += 1
@@ -183,10 +176,9 @@ class Answers:
         self._flush_soon()
 
     def _acknowledge(self, shard: Shard, leases: list[Lease]) -> None:
-        arguments = [shard.stream(b""), *by_stream(leases)]
-        self._nodes.run(DONE, shard.slot, (shard.counts,), arguments, partial(self._acknowledged, shard, leases))
+        self._steps.forget_entries(shard, by_stream(leases), partial(self._acknowledged, shard, leases))
 
-    def _acknowledged(self, shard: Shard, leases: list[Lease], answer: Any) -> None:
+    def _acknowledged(self, shard: Shard, leases: list[Lease], answer: int | RedisFailure) -> None:
         if isinstance(answer, RedisFailure):
             self.retries += 1
             self._loop.call_later(RETRY_S, self._acknowledge, shard, leases)

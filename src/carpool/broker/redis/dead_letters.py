@@ -8,18 +8,18 @@
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
 from carpool.broker.journal_writer import no_such_letter
-from carpool.broker.redis.keys import Keys, Shard
+from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.letters import IDS_A_MS, decode_body, encode_letter, summary_of
-from carpool.broker.redis.nodes import Nodes, RedisFailure
+from carpool.broker.redis.nodes import RedisFailure
 from carpool.broker.redis.records import UnknownFormatError
-from carpool.broker.redis.scripts import BURY, DROP, LETTERS, Script
+from carpool.broker.redis.steps import Steps
 from carpool.broker.redis.submissions import out_of_reach
 from carpool.broker.redis.tasks import RedisTasks
 from carpool.broker.replays import ReplayRun, answer_of, not_served, replay_request
@@ -57,18 +57,16 @@ class RedisDeadLetterBox:
 
     def __init__(
         self,
-        nodes: Nodes,
-        keys: Keys,
+        steps: Steps,
         *,
         letters_max_per_shard: int,
         kept: SynchronousKept = "poison",
-        now_ms: Callable[[], bytes] = lambda: b"",
     ) -> None:
-        self._nodes = nodes
-        self._keys = keys
+        self._steps = steps
+        self._nodes = steps.nodes
+        self._keys = steps.keys
         self._kept = kept
         self._letters_max = letters_max_per_shard
-        self._now_ms = now_ms
         self._next_shard = 0
         self._burying = 0
         self._burying_bytes = 0
@@ -101,20 +99,8 @@ class RedisDeadLetterBox:
             return
         self._burying += 1
         self._burying_bytes += request.size
-        self._nodes.run(
-            BURY,
-            shard.slot,
-            (shard.letters, shard.letter_bodies, shard.counts),
-            (
-                self._now_ms(),
-                shard.number,
-                self._letters_max,
-                request.owner.encode(),
-                encode_letter(request, error, sends),
-                request.input,
-            ),
-            partial(self._done, request.size),
-        )
+        letter, done = encode_letter(request, error, sends), partial(self._done, request.size)
+        self._steps.bury(shard, self._letters_max, request.owner, letter, request.input, done)
 
     def _done(self, size: int, reply: Any) -> None:
         self._burying -= 1
@@ -146,8 +132,7 @@ class RedisDeadLetterDesk:
 
     def __init__(
         self,
-        nodes: Nodes,
-        keys: Keys,
+        steps: Steps,
         tasks: RedisTasks,
         models: Container[str],
         *,
@@ -156,8 +141,9 @@ class RedisDeadLetterDesk:
         prepare: Callable[[Request], None] = lambda request: None,
         clock: Clock = monotonic,
     ) -> None:
-        self._nodes = nodes
-        self._keys = keys
+        self._steps = steps
+        self._nodes = steps.nodes
+        self._keys = steps.keys
         self._tasks = tasks
         self._models = models
         self._tier_target_s = tier_target_s
@@ -252,33 +238,24 @@ class RedisDeadLetterDesk:
 
     async def _shard_page(self, shard: Shard, after: int, limit: int) -> ShardPage:
         """Some letters of one shard, maybe fewer than asked for; none only if there are no more."""
-        names = (shard.letters, shard.letter_bodies, shard.counts)
-        bounds = (after, min(limit, LETTERS_A_CALL_MAX), LOOKED_THROUGH_BYTES_MAX)
-        total, last, *rows = await self._ask_script(LETTERS, shard, names, bounds)
-        letters = [
-            summary_of(int(letter_id), head, size)
-            for letter_id, head, size in zip(rows[::3], rows[1::3], rows[2::3], strict=True)
-        ]
-        return ShardPage(total, int(last), letters)
+        limit = min(limit, LETTERS_A_CALL_MAX)
+        found = await answered(self._steps.letters(shard, after, limit, LOOKED_THROUGH_BYTES_MAX))
+        return ShardPage(found.total, found.last, [summary_of(*row) for row in found.rows])
 
     async def _drop(self, shard: Shard, letter: bytes) -> int:
-        dropped: int = await self._ask_script(DROP, shard, (shard.letters, shard.letter_bodies), (letter,))
-        return dropped
+        return await answered(self._steps.drop_letters(shard, letter))
 
     async def _of_all(self, ask: Callable[[Shard], Awaitable[Found]]) -> list[Found]:
         """What every shard answers: one that cannot be reached must not look as if it had none."""
         return await asyncio.gather(*map(ask, self._keys.shards))
 
     async def _ask(self, shard: Shard, *command: bytes | int) -> Any:
-        try:
-            return await self._nodes.ask(shard.slot, *command)
-        except RedisFailure:
-            raise out_of_reach() from None
+        return await answered(self._nodes.ask(shard.slot, *command))
 
-    async def _ask_script(
-        self, script: Script, shard: Shard, names: Sequence[bytes], arguments: Sequence[bytes | int]
-    ) -> Any:
-        try:
-            return await self._nodes.ask_script(script, shard.slot, names, arguments)
-        except RedisFailure:
-            raise out_of_reach() from None
+
+async def answered(question: Awaitable[Found]) -> Found:
+    """What Redis says; raises BrokerDown where it says nothing."""
+    try:
+        return await question
+    except RedisFailure:
+        raise out_of_reach() from None

@@ -56,6 +56,7 @@ SCAN_S_MAX = 30.0
 STREAMS_FOUND_MAX = 50_000
 REASON_CHARS_MAX = 200
 # So long ago that no consumer and no dead letter is old enough for the sweep to touch it.
+PARTS_OF_A_SWEEP_MAX = 1000
 NEVER_MS = 10**13
 CONFIG_NAMES = ("appendfsync", "save", "min-replicas-to-write")
 
@@ -293,9 +294,8 @@ class Doctor:
 
     async def _audit(self, deployment: Deployment, shard: Shard) -> ShardFacts:
         server = _served(deployment, shard.slot)
-        prefix = shard.stream(b"")
-        reply = await server.ask("EVAL", AUDIT.source, 3, shard.lanes, shard.counts, shard.letters, prefix)
-        return parse_audit(shard.number, prefix, reply)
+        reply = await server.ask("EVAL", AUDIT.source, 1, shard.counts)
+        return parse_audit(shard.number, shard.stream(b""), reply)
 
     async def _scan(self, deployment: Deployment) -> "Found":
         """The streams in Carpool's namespace, within bounds."""
@@ -353,9 +353,12 @@ class Doctor:
 
     async def _count_again(self, deployment: Deployment) -> str:
         for shard in self._keys.shards:
-            keys = (shard.lanes, shard.counts, shard.letters, shard.letter_bodies)
-            server = _served(deployment, shard.slot)
-            await server.ask("EVAL", SWEEP.source, len(keys), *keys, shard.stream(b""), b"", NEVER_MS, NEVER_MS)
+            server, cursor = _served(deployment, shard.slot), 0
+            for _ in range(PARTS_OF_A_SWEEP_MAX):
+                arguments = (cursor, b"", NEVER_MS, NEVER_MS)
+                cursor, _, _ = await server.ask("EVAL", SWEEP.source, 1, shard.counts, *arguments)
+                if not cursor:
+                    break
         return f"shards counted again: {len(self._keys.shards)}"
 
 

@@ -14,20 +14,19 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from math import inf
 from typing import Any
 
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.redis.answers import UNCONFIRMED_MAX, Answers
-from carpool.broker.redis.keys import GROUP, Keys, Shard, lane_name
+from carpool.broker.redis.keys import Shard, lane_name
 from carpool.broker.redis.leases import NO_HEADER, Haul, Lease, Leases
-from carpool.broker.redis.link import Link, ignore
-from carpool.broker.redis.nodes import Nodes, Reader, RedisFailure
-from carpool.broker.redis.scripts import LEVEL, PEEK, SWEEP, TAKE
-from carpool.broker.redis.shard_view import Budget, ShardView, is_scarce, plan_reads
+from carpool.broker.redis.link import Link
+from carpool.broker.redis.nodes import Reader, RedisFailure
+from carpool.broker.redis.shard_view import Reads, ShardView, is_scarce, plan_reads
 from carpool.broker.redis.staging import ALONE_AT_DELIVERY, FedModel, SuspectLetters, Unpacker
+from carpool.broker.redis.steps import Budget, Entry, Head, Steps, Stream, Swept, Taken, View
 from carpool.core.clock import Clock, monotonic
 from carpool.core.request import QUEUED, Request
 
@@ -55,43 +54,40 @@ class Feed:
 
     def __init__(
         self,
-        nodes: Nodes,
-        keys: Keys,
+        steps: Steps,
         consumer: bytes,
         broker: MemoryBroker,
         answers: Answers,
         dead_letters: SuspectLetters,
         models: Sequence[FedModel],
         *,
-        # What each line (`line_name`) adds to an entry's time for its place in the order, in ms.
-        line_offsets_ms: Mapping[bytes, int],
-        # What each tier adds, in seconds: the same for the local order.
+        # The names of all lines (`line_name`), in their order.
+        lines: Sequence[bytes],
+        # What each tier adds to the time of a request for its place in the local order, in seconds.
         tier_target_s: Sequence[float],
         lease_ms: int = 1500,
         dead_letter_ttl_ms: int = 7 * 86_400_000,
         clock: Clock = monotonic,
-        now_ms: Callable[[], bytes] = lambda: b"",
     ) -> None:
-        self._nodes = nodes
-        self._keys = keys
+        self._steps = steps
+        self._nodes = steps.nodes
         self._consumer = consumer
         self._broker = broker
         self._answers = answers
         self._models = {model.name: model for model in models}
-        self._offsets: list[bytes | int] = [part for pair in line_offsets_ms.items() for part in pair]
-        self._offset_of = dict(line_offsets_ms)
+        self._model_names = list(self._models)
+        self._lines = lines
         self._lease_ms = lease_ms
         self._renew_every_s = lease_ms / 1000 / RENEWALS_A_LEASE
         self._look_every_s = lease_ms / 1000 / LOOKS_A_LEASE
         self._dead_letter_ttl_ms = dead_letter_ttl_ms
         self._clock = clock
-        self._now_ms = now_ms
         self._loop = asyncio.get_running_loop()
-        self._views = [ShardView(shard) for shard in keys.shards]
+        self._views = [ShardView(shard) for shard in steps.keys.shards]
         self._view_of_bell = {view.shard.bell: view for view in self._views}
         self._unpacker = Unpacker(models, answers, dead_letters, tier_target_s)
         self._lane_names: dict[tuple[str, bytes], bytes] = {}
-        self._leases = Leases(nodes, keys, consumer, self._renew_every_s, self._lost_lease, clock)
+        self._leases = Leases(steps, consumer, self._renew_every_s, self._lost_lease, clock)
         # Taken, and not to be sent yet: other shards are known to have more for the same batch.
         self._landed: list[Request] = []
         self._landed_since = 0.0
@@ -100,9 +96,8 @@ class Feed:
         self._rung = False
         # All shards are to be looked at.
         self._is_look_due = True
-        # When Redis last told how many wait there; and its clock minus ours, in ms, as last seen.
+        # When Redis last told how many wait there.
         self._told_at = clock()
-        self._ahead_ms = 0.0
         # Shards whose claims are due, the next one last.
         self._claims_due: list[ShardView] = []
         self._is_claims_turn = False
@@ -111,6 +106,8 @@ class Feed:
         # Where a suspect was found that runs here, or waits until this batcher has nothing else: nothing is taken then.
         self._suspects_at: ShardView | None = None
         self._next_shard = 0
+        # By shard: where the next part of the sweep begins.
+        self._sweeps = [0] * len(self._views)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._bells: list[Reader] = []
         # While true, nothing more is taken.
@@ -163,7 +160,7 @@ class Feed:
 
     def unread(self) -> int:
         """Entries that wait in Redis, as far as is known here."""
-        return sum(view.unread or 0 for view in self._views)
+        return sum(view.unread for view in self._views)
 
     def unread_s(self) -> float:
         """How many seconds ago Redis last told how many wait there. While all slots are busy, nobody asks."""
@@ -176,27 +173,16 @@ class Feed:
             link.send(b"SSUBSCRIBE", view.shard.bell)
 
     def _bell(self, message: Any) -> None:
-        if isinstance(message, list) and message[0] in (b"ssubscribe", b"smessage"):
-            view = self._view_of_bell[message[1]]
-            # Nobody heard the bells before the subscription: it counts as one, of no stream in particular.
-            number, _, stream = (b"1 " if message[0] == b"ssubscribe" else message[2]).partition(b" ")
-            if view.only is not None and view.shard.stream(view.only[0]) != stream:
-                view.only = None
-            view.rung = int(number)
-            if stream and (view.unread == 0 or view.place is not None):
-                # It has come just now; an earlier one may still be there.
-                place = self._clock() * 1000 + self._ahead_ms + self._offset_of.get(stream.rpartition(b":")[2], 0)
-                view.place = place if view.place is None or view.unread == 0 else min(view.place, place)
-            else:
-                view.place = None
-            self._heed_bell(view)
-            self.ring()
-
-    def _heed_bell(self, view: ShardView) -> None:
-        """A bell may be here before the answer to a question that Redis answered earlier: it holds until then."""
-        if view.rung:
-            view.unread = max(view.unread or 0, view.rung)
+        if not isinstance(message, list) or message[0] not in (b"ssubscribe", b"smessage"):
+            return
+        view = self._view_of_bell[message[1]]
+        if message[0] == b"ssubscribe":
+            view.heads = None  # nobody heard the bells before the subscription
             view.barren_until = 0.0
+        elif (head := head_of(message[2])) is not None and head.model in self._models:
+            view.rung[head.field] = head
+            view.heard(head)
+        self.ring()
 
     def _every(self, name: str, seconds: float, act: Callable[[], None]) -> None:
         def again() -> None:
@@ -243,37 +229,32 @@ class Feed:
         if self._is_look_due:
             self._is_look_due = False
             if reachable := [view for view in self._views if self._nodes.is_up(view.shard.slot)]:
-                self._peek(reachable)
+                self._look_at(reachable, for_leases=True)
                 return
-        views = [view for view in self._views if view.unread != 0 and self._may_give(view, budgets, now)]
+        asked = [view for view in self._views if view.barren_until <= now and self._nodes.is_up(view.shard.slot)]
+        views = [view for view in asked if view.heads is None or view.usable(budgets)]
         # Claims and takes in turn: neither may hold up the other.
         self._is_claims_turn = not self._is_claims_turn
         if self._claims_due and (self._is_claims_turn or not views):
             view = self._claims_due.pop()
             if self._nodes.is_up(view.shard.slot):
-                self._take(view, budgets, self._lease_ms)
+                self._claim(view, budgets)
             else:
                 self.ring()
             return
-        if not views:
-            return
-        if len(views) > 1 and is_scarce(views, budgets):
-            unseen = [view for view in views if view.place is None]
-            if unseen:
-                self._peek(unseen)
-                return
-            views.sort(key=lambda view: (view.place or 0.0, view.shard.number))
-        else:
-            self._next_shard += 1
-            first = self._next_shard % len(views)
-            views = views[first:] + views[:first]
-        self._take_or_read(views, budgets)
-
-    def _may_give(self, view: ShardView, budgets: Sequence[Budget], now: float) -> bool:
-        is_barren = view.barren_until > now and all(
-            budget.model in view.asked_for or budget.wants() <= view.asked_for for budget in budgets
-        )
-        return not is_barren and self._nodes.is_up(view.shard.slot)
+        if unknown := [view for view in views if view.heads is None]:
+            self._look_at(unknown)
+        elif views:
+            if len(views) > 1 and is_scarce(views, budgets):
+                views.sort(key=lambda view: (view.usable(budgets)[0].place, view.shard.number))
+            else:
+                self._next_shard += 1
+                first = self._next_shard % len(views)
+                views = views[first:] + views[:first]
+            if reads := plan_reads(views, budgets):
+                self._read(reads)
+            else:
+                self._take(views[0], budgets)
 
     def _budgets(self) -> list[Budget]:
         """What free slots can use beyond what is staged already."""
@@ -312,82 +293,49 @@ class Feed:
             name = self._lane_names[model, key] = lane_name(model, key)
         return name
 
-    def _take_or_read(self, views: Sequence[ShardView], budgets: Sequence[Budget]) -> None:
-        """Ask the first of the shards; and others with it, if that is cheap."""
-        wanted = frozenset().union(*(budget.wants() for budget in budgets))
-        reads = plan_reads(views, budgets)
-        for view, _ in reads or [(views[0], 0)]:
-            view.asked_for = wanted
-        if reads:
-            self._read(reads)
-        else:
-            self._take(views[0], budgets)
-
-    def _read(self, reads: Sequence[tuple[ShardView, int]]) -> None:
+    def _read(self, reads: Reads) -> None:
+        """Take by plain commands, from several shards at once."""
         self._is_asking = True
         unanswered = len(reads)
 
-        def digested() -> None:
+        def came(view: ShardView, taken: Taken | RedisFailure) -> None:
             nonlocal unanswered
             unanswered -= 1
+            self._digest(view, taken)
             if not unanswered:
                 self._answered()
 
-        for view, number in reads:
-            self._read_one(view, number, digested)
+        for number, streams in reads.items():
+            view = self._views[number]
+            view.rung.clear()
+            self._steps.read(view.shard, self._consumer, self._model_names, streams, partial(came, view))
 
-    def _read_one(self, view: ShardView, number: int, digested: Callable[[], None]) -> None:
-        assert view.only is not None
-        field, shard = view.only[0], view.shard
-        view.rung = 0
-        entries: Any = None
-
-        def read(reply: Any) -> None:
-            nonlocal entries
-            entries = reply
-
-        def levelled(reply: Any) -> None:
-            place: float | None = None
-            if isinstance(reply, RedisFailure):
-                view.only = None
-                if isinstance(entries, list):  # the time is not known: to others, or to us at the next claim
-                    self._release(shard, field, entries[0][1])
-            else:
-                if len(reply) != 5 or reply[2] != field:  # there are others too
-                    view.only = None
-                elif reply[4]:
-                    place = self._place_of(field, reply[4])
-                del reply[2:]
-                if isinstance(entries, list):  # None: nothing was there; an error: the stream was tidied away
-                    reply += (field, entries[0][1])
-            self._digest(view, reply, is_read=True)
-            if view.place is None:
-                view.place = place
-            digested()
-
-        stream = shard.stream(field)
-        group = (b"XREADGROUP", b"GROUP", GROUP, self._consumer)
-        self._nodes.send(shard.slot, read, *group, b"COUNT", number, b"STREAMS", stream, b">")
-        arguments = (shard.stream(b""), self._now_ms(), number, shard.bell)
-        self._nodes.run(LEVEL, shard.slot, (shard.lanes, shard.counts), arguments, levelled)
-
-    def _take(self, view: ShardView, budgets: Sequence[Budget], lease_ms: int = 0) -> None:
+    def _take(self, view: ShardView, budgets: Sequence[Budget]) -> None:
         self._is_asking = True
-        view.rung = 0
-        shard = view.shard
-        arguments: list[bytes | int | str] = [shard.stream(b""), self._consumer, self._now_ms(), lease_ms]
-        arguments += self._offsets
-        arguments.append(b"")
-        for budget in budgets:
-            arguments += (budget.model, budget.batches, budget.largest, len(budget.rooms))
-            for lane, room in budget.rooms.items():
-                arguments += (lane, room)
+        view.rung.clear()
 
-        def took(reply: Any) -> None:
-            self._digest(view, reply, is_claim=lease_ms > 0)
+        def took(taken: Taken | RedisFailure) -> None:
+            self._digest(view, taken)
             self._answered()
 
-        self._nodes.run(TAKE, shard.slot, (shard.lanes, shard.counts), arguments, took)
+        self._steps.take(view.shard, self._consumer, self._lines, self._for_all(budgets), took)
+
+    def _claim(self, view: ShardView, budgets: Sequence[Budget]) -> None:
+        self._is_asking = True
+        view.rung.clear()
+
+        def claimed(taken: Taken | RedisFailure) -> None:
+            if isinstance(taken, Taken):
+                taken = Taken(self._leave_suspects(view, self._without_own(view.shard, taken.streams)), taken.view)
+            self._digest(view, taken)
+            self._answered()
+
+        self._steps.claim(view.shard, self._consumer, self._lease_ms, self._for_all(budgets), claimed)
+
+    def _for_all(self, budgets: Sequence[Budget]) -> list[Budget]:
+        """With the models for which nothing may be taken: what waits of them is to be known, too."""
+        by_model = {budget.model: budget for budget in budgets}
+        return [by_model.get(name) or Budget(name, 0, 1, {}) for name in self._model_names]
 
     def _answered(self) -> None:
         """All that a question could bring is here."""
@@ -396,37 +344,26 @@ class Feed:
             self._land()
         self.ring()
 
-    def _digest(self, view: ShardView, reply: Any, *, is_claim: bool = False, is_read: bool = False) -> None:
-        """Learn from an answer, and stage what it brought."""
-        if isinstance(reply, RedisFailure):
-            view.barren_until = self._clock() + ASK_AGAIN_S
-            return
-        now_ms, view.unread = reply[0], max(reply[1], 0)
-        self._told_at = self._clock()
-        self._ahead_ms = now_ms - self._told_at * 1000
-        if not view.rung:
-            view.place = None
-        step = 3 if is_claim else 2
-        if is_read and len(reply) == 2 and view.unread:
-            view.only = None  # it is in another stream
-        elif len(reply) == 2 and not is_claim:
-            view.barren_until = self._clock() + ASK_AGAIN_S  # for other models, or others were quicker
-        is_emptied = not view.unread and not view.rung
-        self._heed_bell(view)
-        if is_claim:
-            self._forget_own(view.shard, reply)
-        if self.draining:
-            for at in range(2, len(reply), step):
-                self._release(view.shard, reply[at], reply[at + 1])
-            return
-        if is_claim:
-            self._leave_suspects(view, reply)
-        for at in range(2, len(reply), step):
-            deliveries = reply[at + 2] if is_claim else None
-            self._stage(view.shard, reply[at], reply[at + 1], deliveries, now_ms)
-        is_one_stream = len(reply) == 4 and not is_read and is_emptied
-        if is_one_stream and (header := self._unpacker.known(reply[3][0][1][0])) is not None:
-            view.only = (reply[2], header.model)
+    def _digest(self, view: ShardView, taken: Taken | RedisFailure) -> None:
+        """Learn from an answer, and stage what it brought. Whatever that is, the next question is asked."""
+        try:
+            if isinstance(taken, RedisFailure):
+                view.heads, view.barren_until = None, self._clock() + ASK_AGAIN_S
+                return
+            if taken.view is None:
+                view.heads, view.barren_until = None, self._clock() + ASK_AGAIN_S
+            else:
+                view.told(taken.view)
+                self._told_at = self._clock()
+            for stream in taken.streams:
+                if (
+                    taken.view is None or self.draining
+                ):  # their time is not known: to others, or to us at the next claim
+                    self._release(view.shard, stream.field, stream.entries)
+                else:
+                    self._stage(view.shard, stream, taken.view.now_ms)
+        except Exception:
+            logger.exception("an answer of Redis could not be dealt with")
 
     def _awaits_company(self) -> bool:
         """Whether the last free slots would get batches that are not full while other shards have more for them."""
@@ -437,7 +374,7 @@ class Feed:
         budgets = [budget for budget in self._budgets() if budget.model in models]
         if len(budgets) < len(models) or any(budget.batches > 0 for budget in budgets):
             return False
-        return any(view.unread and self._may_give(view, budgets, now) for view in self._views)
+        return any(view.usable(budgets) and self._nodes.is_up(view.shard.slot) for view in self._views)
 
     def _land(self) -> None:
         """Let what was taken be sent."""
@@ -450,37 +387,34 @@ class Feed:
     def _release(self, shard: Shard, field: bytes, entries: Iterable[Any]) -> None:
         """Let others have what came at the wrong time."""
         haul = Haul(shard, field, 0.0, 0.0, {})
-        for entry_id, _ in entries:
-            self._answers.release(Lease(haul, entry_id, NO_HEADER))
+        for entry in entries:
+            self._answers.release(Lease(haul, entry[0], NO_HEADER))
 
-    def _forget_own(self, shard: Shard, reply: list[Any]) -> None:
+    def _without_own(self, shard: Shard, streams: list[Stream]) -> list[Stream]:
         """A batcher that stood still, or had no Redis, for longer than its leases claims its own entries: those are
         here already, and nobody died over them.
         """
-        for at in range(2, len(reply), 3):
-            own = self._leases.open_ids(shard, reply[at])
-            kept = []
-            for entry, delivery in zip(reply[at + 1], reply[at + 2], strict=True):
+        kept = []
+        for field, entries, deliveries in streams:
+            own = self._leases.open_ids(shard, field)
+            pairs = list(zip(entries, deliveries or (), strict=True))
+            for entry, delivery in pairs:
                 if entry[0] in own:
-                    uncounted = (entry[0], b"RETRYCOUNT", delivery - 1, b"JUSTID")
-                    claim = (b"XCLAIM", shard.stream(reply[at]), GROUP, self._consumer, 0)
-                    self._nodes.send(shard.slot, ignore, *claim, *uncounted)
-                else:
-                    kept.append((entry, delivery))
-            reply[at + 1], reply[at + 2] = [entry for entry, _ in kept], [delivery for _, delivery in kept]
-        empty = [at for at in range(2, len(reply), 3) if not reply[at + 1]]
-        for at in reversed(empty):
-            del reply[at : at + 3]
+                    self._steps.uncount(shard, field, self._consumer, entry[0], delivery - 1)
+            if others := [pair for pair in pairs if pair[0][0] not in own]:
+                kept.append(Stream(field, [entry for entry, _ in others], [delivery for _, delivery in others]))
+        return kept
 
-    def _leave_suspects(self, view: ShardView, reply: list[Any]) -> None:
+    def _leave_suspects(self, view: ShardView, streams: list[Stream]) -> list[Stream]:
         """Keep one suspect if there is nothing else; give the others back, these deliveries uncounted."""
-        parts = range(2, len(reply), 3)
-        has_others = bool(self._leases) or any(min(reply[at + 2]) < ALONE_AT_DELIVERY for at in parts)
-        for at in parts:
-            field, entries, deliveries = reply[at : at + 3]
+        if self.draining:
+            return streams
+        has_others = bool(self._leases) or any(min(stream.deliveries or ()) < ALONE_AT_DELIVERY for stream in streams)
+        left = []
+        for field, entries, deliveries in streams:
             haul = Haul(view.shard, field, 0.0, 0.0, {})
             kept = []
-            for entry, delivery in zip(entries, deliveries, strict=True):
+            for entry, delivery in zip(entries, deliveries or (), strict=True):
                 if delivery == ALONE_AT_DELIVERY:
                     self._suspects_at = view
                     if has_others:
@@ -488,7 +422,8 @@ class Feed:
                         continue
                     has_others = True
                 kept.append((entry, delivery))
-            reply[at + 1], reply[at + 2] = [entry for entry, _ in kept], [delivery for _, delivery in kept]
+            left.append(Stream(field, [entry for entry, _ in kept], [delivery for _, delivery in kept]))
+        return left
 
     def _is_quiet_for_suspects(self) -> bool:
         """False while a suspect runs here, or waits until all else has ended. Then it, or the next one, is claimed."""
@@ -505,95 +440,71 @@ class Feed:
         self._suspects_at = None
         return True
 
-    def _peek(self, views: Sequence[ShardView]) -> None:
-        """Learn where the best entries are."""
+    def _look_at(self, views: Sequence[ShardView], *, for_leases: bool = False) -> None:
+        """Learn what is there."""
         self._is_asking = True
         left = len(views)
-        for view in views:
-            view.rung = 0
 
-        def peeked(view: ShardView, reply: Any) -> None:
+        def told(view: ShardView, found: View | RedisFailure) -> None:
             nonlocal left
             left -= 1
-            if isinstance(reply, RedisFailure):
-                view.barren_until = self._clock() + ASK_AGAIN_S
+            if isinstance(found, RedisFailure):
+                view.heads, view.barren_until = None, self._clock() + ASK_AGAIN_S
             else:
-                self._ahead_ms = reply[0] - self._clock() * 1000
-                place = self._best_place(reply)
-                if not view.rung:
-                    view.place = place
                 view.barren_until = 0.0
-                # The count may be behind: there is one at least.
-                view.unread = max(1, reply[1]) if place < inf else 0
-                # Streams without unread entries are not told of: the next read sees whether there are others.
-                if len(reply) > 3:
-                    view.only = (reply[3], reply[4].decode()) if len(reply) == 7 and not view.rung else None
-                if reply[2] and view not in self._claims_due:
-                    self._claims_due.append(view)
+                view.told(found)
+                self._told_at = self._clock()
             if not left:
                 self._is_asking = False
-                for each in views:
-                    self._heed_bell(each)
                 self.ring()
 
+        def lapsed(view: ShardView, is_over: bool | RedisFailure) -> None:
+            if is_over is True and view not in self._claims_due:
+                self._claims_due.append(view)
+
         for view in views:
-            shard = view.shard
-            arguments = (shard.stream(b""), self._now_ms(), self._lease_ms)
-            self._nodes.run(PEEK, shard.slot, (shard.lanes, shard.counts), arguments, partial(peeked, view))
-
-    def _best_place(self, reply: Sequence[Any]) -> float:
-        places = [
-            self._place_of(reply[at], reply[at + 2])
-            for at in range(3, len(reply), 4)
-            if reply[at + 1].decode() in self._models
-        ]
-        return min(places, default=inf)
-
-    def _place_of(self, field: bytes, entry_id: bytes) -> float:
-        return int(entry_id.partition(b"-")[0]) + self._offset_of.get(field.partition(b":")[2], 0)
+            view.rung.clear()
+            if for_leases:  # before the view, whose answer asks the next question
+                self._steps.has_lapsed(view.shard, self._lease_ms, partial(lapsed, view))
+            self._steps.look_at(view.shard, self._model_names, partial(told, view))
 
     # Staging.
 
-    def _stage(
-        self, shard: Shard, field: bytes, entries: Iterable[Any], deliveries: Sequence[int] | None, now_ms: int
-    ) -> None:
+    def _stage(self, shard: Shard, stream: Stream, now_ms: int) -> None:
         """Put entries into the local broker."""
-        now = self._clock()
+        now, field = self._clock(), stream.field
         haul = Haul(shard, field, now, now, {})
         self._leases.add(haul)
-        for index, (entry_id, (head, value)) in enumerate(entries):
-            delivery = 1 if deliveries is None else deliveries[index]
-            unpacked = self._unpacker.unpack(haul, entry_id, head, value, delivery, now, now_ms)
-            if unpacked is None:
-                self._answers.release(Lease(haul, entry_id, NO_HEADER))
-                continue
-            request, fault = unpacked
-            if fault is None:
-                fault = self._models[request.model].refusal_of(request)
-                if fault is not None and request.is_task:  # nobody waits on the line: it is for later, or for others
-                    self._set_aside(shard, field, entry_id, delivery)
-                    continue
-            haul.open[entry_id] = request
-            self._broker.hold(request)
-            if fault is None:
-                if not self._landed:
-                    self._landed_since = now
-                    self._timers["land"] = self._loop.call_later(COMPANY_S_MAX, self._land)
-                self._landed.append(request)
-            else:
-                self._broker.settle(request, fault)
-        if deliveries is None:
+        for index, entry in enumerate(stream.entries):
+            delivery = 1 if stream.deliveries is None else stream.deliveries[index]
+            self._stage_one(haul, entry, delivery, now, now_ms)
+        if stream.deliveries is None:
             self.taken += len(haul.open)
         else:
             self.claimed += len(haul.open)
 
-    def _set_aside(self, shard: Shard, field: bytes, entry_id: bytes, delivery: int) -> None:
-        """Leave an entry until its lease is over, this delivery uncounted.
-
-        Released, it would be claimed again at once, before those of dead batchers.
-        """
-        claim = (b"XCLAIM", shard.stream(field), GROUP, self._consumer, 0, entry_id)
-        self._nodes.send(shard.slot, ignore, *claim, b"IDLE", 0, b"RETRYCOUNT", delivery - 1, b"JUSTID")
+    def _stage_one(self, haul: Haul, entry: Entry, delivery: int, now: float, now_ms: int) -> None:
+        entry_id, (head, value) = entry
+        unpacked = self._unpacker.unpack(haul, entry_id, head, value, delivery, now, now_ms)
+        if unpacked is None:
+            self._answers.release(Lease(haul, entry_id, NO_HEADER))
+            return
+        request, fault = unpacked
+        if fault is None:
+            fault = self._models[request.model].refusal_of(request)
+            if fault is not None and request.is_task:  # nobody waits on the line: it is for later, or for others
+                # Released, it would be claimed again at once, before those of dead batchers.
+                self._steps.uncount(haul.shard, haul.field, self._consumer, entry_id, delivery - 1)
+                return
+        haul.open[entry_id] = request
+        self._broker.hold(request)
+        if fault is None:
+            if not self._landed:
+                self._landed_since = now
+                self._timers["land"] = self._loop.call_later(COMPANY_S_MAX, self._land)
+            self._landed.append(request)
+        else:
+            self._broker.settle(request, fault)
 
     def _lost_lease(self, request: Request) -> None:
         """Another batcher has it: no need to send it from here."""
@@ -605,10 +516,20 @@ class Feed:
 
     def _sweep_all(self) -> None:
         for view in self._views:
-            shard = view.shard
-            arguments = (shard.stream(b""), self._now_ms(), CONSUMER_GONE_MS, self._dead_letter_ttl_ms)
-            names = (shard.lanes, shard.counts, shard.letters, shard.letter_bodies)
-            self._nodes.run(SWEEP, shard.slot, names, arguments, ignore)
+            number = view.shard.number
+
+            def swept(result: Swept | RedisFailure, number: int = number) -> None:
+                self._sweeps[number] = result.cursor if isinstance(result, Swept) else 0
+
+            self._steps.sweep(view.shard, self._sweeps[number], CONSUMER_GONE_MS, self._dead_letter_ttl_ms, swept)
+
+
+def head_of(message: bytes) -> Head | None:
+    """What a bell says: how many entries wait, the place of the first, the stream and its model."""
+    parts = message.split(b" ", 3)
+    if len(parts) != 4 or not (parts[0].isdigit() and parts[1].isdigit()):
+        return None
+    return Head(parts[2], parts[3].decode(errors="replace"), float(parts[1]), int(parts[0]))
 
 
 def _nothing() -> None:

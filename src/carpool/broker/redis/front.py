@@ -11,7 +11,7 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -19,10 +19,9 @@ import msgspec
 
 from carpool.broker.deadlines import Deadlines
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.redis.keys import Keys, Shard
-from carpool.broker.redis.link import pack_beginning, pack_rest
-from carpool.broker.redis.nodes import Lost, Nodes, RedisFailure, Refused
-from carpool.broker.redis.queueing import NO_LIMIT, REFUSALS, field_of, header_of, limit_for, parts_of
+from carpool.broker.redis.keys import Shard
+from carpool.broker.redis.nodes import RedisFailure, Refused
+from carpool.broker.redis.queueing import REFUSALS, header_of, line_of, parts_of
 from carpool.broker.redis.records import (
     Reply,
     encode_value,
@@ -30,7 +29,7 @@ from carpool.broker.redis.records import (
     value_parts,
 )
 from carpool.broker.redis.replies import ReplyReader
-from carpool.broker.redis.scripts import ARRIVED, CANCEL, SUBMIT
+from carpool.broker.redis.steps import Added, Line, Queued, Steps
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import (
     BrokerDown,
@@ -50,18 +49,16 @@ logger = logging.getLogger("carpool.broker")
 Mode = Literal["redis", "direct", "down"]
 CANCELS_A_CALL_MAX = 500
 # What a gateway remembers about lanes, and about entries that it must withdraw when Redis is back.
-LINES_KEPT_MAX = 4096
+GROUPS_KEPT_MAX = 4096
 STRAYS_KEPT_MAX = 100_000
 MOVING = ("MOVED", "ASK")
 
 
-class Line(msgspec.Struct, eq=False):
+class Group(msgspec.Struct, eq=False):
     """The requests of one lane and tier that leave in this turn, and what is the same for all of them."""
 
-    field: bytes
-    model: bytes
+    line: Line
     header: bytes
-    lanes_max: int
     requests: list[Request]
 
 
@@ -69,7 +66,7 @@ class Parcel(msgspec.Struct, eq=False):
     """Requests that were queued in one call."""
 
     shard: Shard
-    line: Line
+    field: bytes
     requests: list[Request]
     # Their entries' ids, or what came in place of one; empty until Redis has answered.
     entry_ids: list[Any] = msgspec.field(default_factory=list)
@@ -82,23 +79,26 @@ class RedisFront:
 
     def __init__(
         self,
-        nodes: Nodes,
-        keys: Keys,
+        steps: Steps,
         name: bytes,
         *,
         waiting_max: int,
         bytes_max: int,
         lanes_max: int,
+        # What each line (`line_name`) adds to an entry's time for its place in the order, in ms.
+        line_offsets_ms: Mapping[bytes, int],
         models: Iterable[str],
         local: MemoryBroker | None = None,
         is_memory_full: Callable[[], bool] = lambda: False,
         task_finished: Callable[[str], None] = lambda task_id: None,
         mode_changed: Callable[[Mode], None] = lambda mode: None,
         clock: Clock = monotonic,
-        now_ms: Callable[[], bytes] = lambda: b"",
     ) -> None:
+        nodes, keys = steps.nodes, steps.keys
+        self._steps = steps
         self._nodes = nodes
         self._keys = keys
+        self._offsets_ms = line_offsets_ms
         self._name = name
         self.waiting_max = waiting_max
         self.bytes_max = bytes_max
@@ -110,14 +110,13 @@ class RedisFront:
         self._task_finished = task_finished
         self._mode_changed = mode_changed
         self._clock = clock
-        self._now_ms = now_ms
         self.mode: Mode = "direct" if local is not None else "down"
         self.held = 0
         self.held_bytes = 0
         self._parked: dict[int, Request] = {}
         self._next_number = 1
-        self._lines: dict[tuple[str, bytes, bytes, int, float, bool], Line] = {}
-        self._leaving: list[Line] = []
+        self._groups: dict[tuple[str, bytes, bytes, int, float, bool], Group] = {}
+        self._leaving: list[Group] = []
         self._cancelled: defaultdict[int, list[tuple[bytes, bytes, Request | None]]] = defaultdict(list)
         self._strays: list[tuple[Shard, bytes, bytes]] = []
         self._is_flush_due = False
@@ -125,8 +124,9 @@ class RedisFront:
         self._is_line_thinned = False
         self._next_shard = 0
         self._up: list[Shard] = []
-        # Entries in each shard, as Redis told last.
+        # Entries in each shard, and lanes that count against the bound, as Redis told last.
         self._held_in = [0] * len(keys.shards)
+        self._lanes_in = [0] * len(keys.shards)
         self._deadlines = Deadlines()
         self._loop = asyncio.get_running_loop()
         # For metrics.
@@ -279,24 +279,15 @@ class RedisFront:
         # There is one total for each queue timeout.
         queue_timeout_s = request.queue_timeout_s
         key = (request.model, request.parameters, request.lane, request.tier, queue_timeout_s, request.is_task)
-        line = self._lines.get(key)
-        if line is None:
-            line = self._lines[key] = self._make_line(request)
-        if not line.requests:
-            self._leaving.append(line)
+        group = self._groups.get(key)
+        if group is None:
+            if len(self._groups) >= GROUPS_KEPT_MAX:
+                self._groups = {key: group for key, group in self._groups.items() if group.requests}
+            group = self._groups[key] = Group(line_of(request, self._offsets_ms), header_of(request, self._name), [])
+        if not group.requests:
+            self._leaving.append(group)
             self._flush_soon()
-        line.requests.append(request)
-
-    def _make_line(self, request: Request) -> Line:
-        if len(self._lines) >= LINES_KEPT_MAX:
-            self._lines = {key: line for key, line in self._lines.items() if line.requests}
-        return Line(
-            field=field_of(request),
-            model=request.model.encode(),
-            header=header_of(request, self._name),
-            lanes_max=limit_for(request, self._lanes_max),
-            requests=[],
-        )
+        group.requests.append(request)
 
     def _flush_soon(self) -> None:
         if not self._is_flush_due:
@@ -306,12 +297,12 @@ class RedisFront:
     def _flush(self) -> None:
         self._is_flush_due = False
         leaving, self._leaving = self._leaving, []
-        for line in leaving:
-            requests, line.requests = line.requests, []
+        for group in leaving:
+            requests, group.requests = group.requests, []
             if self._is_line_thinned:
                 requests = [request for request in requests if self._is_parked(request)]
             for part, _ in parts_of(requests, [request.input for request in requests]) if requests else ():
-                self._send(line, part)
+                self._send(group, part)
         self._is_line_thinned = False
         if self._cancelled:
             cancelled, self._cancelled = self._cancelled, defaultdict(list)
@@ -319,81 +310,60 @@ class RedisFront:
                 for start in range(0, len(entries), CANCELS_A_CALL_MAX):
                     self._delete(self._keys.shards[number], entries[start : start + CANCELS_A_CALL_MAX])
 
-    def _send(self, line: Line, requests: list[Request]) -> None:
+    def _send(self, group: Group, requests: list[Request]) -> None:
         if not self._up:
             self._send_again(requests)
             return
         self._next_shard += 1
-        shard = self._up[self._next_shard % len(self._up)]
-        parcel = Parcel(shard, line, requests)
+        shard, line = self._up[self._next_shard % len(self._up)], group.line
+        parcel = Parcel(shard, line.field, requests)
         for request in requests:
             request.held_by = parcel
         is_near_bound = self._held_in[shard.number] + 2 * len(requests) > self._shard_max
-        if line.lanes_max == NO_LIMIT and not is_near_bound:
-            self._add(parcel)
-            return
-        values = [encode_value(request.number, request.id, request.owner, request.input) for request in requests]
-        limits = (self._shard_max, line.lanes_max, shard.bell, self._now_ms())
-        self._nodes.run(
-            SUBMIT,
-            shard.slot,
-            (shard.lanes, shard.counts, shard.stream(line.field), shard.letters, shard.letter_bodies),
-            (line.field, line.model, *limits, line.header, b"", *values),
-            partial(self._queued, parcel),
-        )
+        if is_near_bound or (line.is_bound and 2 * self._lanes_in[shard.number] >= self._lanes_max):
+            values = [encode_value(request.number, request.id, request.owner, request.input) for request in requests]
+            self._steps.submit(
+                shard,
+                line,
+                group.header,
+                requests[0].owner,
+                values,
+                partial(self._queued, parcel),
+                held_max=self._shard_max,
+                lanes_max=self._lanes_max,
+            )
+        else:
+            parts = [value_parts(request.number, request.id, request.owner, request.input) for request in requests]
+            self._steps.add(shard, line, group.header, requests[0].owner, parts, partial(self._added, parcel))
 
-    def _add(self, parcel: Parcel) -> None:
-        """Queue where no bound is near: Redis adds entries by plain commands in half the time that a script takes.
-
-        A few more than the bound may come in this way, as many as other gateways add in one turn.
-        """
-        shard, line = parcel.shard, parcel.line
-        stream = shard.stream(line.field)
-        added: list[Any] = []
-        entry_id = self._now_ms() + b"-*" if self._now_ms() else b"*"
-        beginning = pack_beginning(b"XADD", stream, entry_id, line.header)
-        self._nodes.send_all(
-            shard.slot,
-            added.append,
-            [
-                pack_rest(beginning, *value_parts(request.number, request.id, request.owner, request.input))
-                for request in parcel.requests
-            ],
-        )
-        self._nodes.run(
-            ARRIVED,
-            shard.slot,
-            (shard.lanes, shard.counts, stream),
-            (line.field, line.model, len(parcel.requests), shard.bell),
-            partial(self._added, parcel, added),
-        )
-
-    def _added(self, parcel: Parcel, added: list[Any], reply: Any) -> None:
+    def _added(self, parcel: Parcel, added: Added | RedisFailure) -> None:
         """The plain commands and the script behind them have their replies."""
-        parcel.entry_ids = added + [Lost("no reply came")] * (len(parcel.requests) - len(added))
+        assert isinstance(added, Added)
+        parcel.entry_ids = added.entry_ids
         # Where slots are moving, the next ones go by the script: it is redirected, plain commands are not.
-        is_moving = any(isinstance(entry_id, Refused) and entry_id.code in MOVING for entry_id in added)
-        if isinstance(reply, int) or is_moving:
-            self._held_in[parcel.shard.number] = self._shard_max if is_moving else reply
+        is_moving = any(isinstance(entry_id, Refused) and entry_id.code in MOVING for entry_id in added.entry_ids)
+        if added.failure is None or is_moving:
+            self._held_in[parcel.shard.number] = self._shard_max if is_moving else added.held
+            self._lanes_in[parcel.shard.number] = added.lanes
         for request, entry_id in zip(parcel.requests, parcel.entry_ids, strict=True):
             if request.held_by is not parcel:
                 continue
             if not isinstance(entry_id, bytes):
                 self._not_queued([request], entry_id)
-            elif not isinstance(reply, int):  # it is in the stream, but batchers may not know of that
+            elif added.failure is not None:  # it is in the stream, but batchers may not know of that
                 parcel.has_left = True
-                self._not_queued([request], reply)
+                self._not_queued([request], added.failure)
         self._withdraw_those_who_left(parcel)
 
-    def _queued(self, parcel: Parcel, reply: Any) -> None:
+    def _queued(self, parcel: Parcel, queued: Queued | RedisFailure) -> None:
         """Redis has answered a submission."""
-        if isinstance(reply, RedisFailure):
-            self._not_queued([request for request in parcel.requests if request.held_by is parcel], reply)
+        if isinstance(queued, RedisFailure):
+            self._not_queued([request for request in parcel.requests if request.held_by is parcel], queued)
             return
-        entry_id, number, _, self._held_in[parcel.shard.number] = reply
-        milliseconds, _, first = entry_id.partition(b"-")
-        parcel.entry_ids = [b"%b-%d" % (milliseconds, int(first) + position) for position in range(number)]
-        for request in parcel.requests[number:]:
+        number = parcel.shard.number
+        self._held_in[number], self._lanes_in[number] = queued.held, queued.lanes
+        parcel.entry_ids = list(queued.entry_ids)
+        for request in parcel.requests[len(queued.entry_ids) :]:
             if request.held_by is parcel:
                 self._end(request, QueueFull("the queue is full; try again soon", retry_after_s=1))
         self._withdraw_those_who_left(parcel)
@@ -402,7 +372,7 @@ class RedisFront:
         if parcel.has_left:
             for request, entry_id in zip(parcel.requests, parcel.entry_ids, strict=False):
                 if request.held_by is not parcel and isinstance(entry_id, bytes):
-                    self._cancelled[parcel.shard.number].append((parcel.line.field, entry_id, None))
+                    self._cancelled[parcel.shard.number].append((parcel.field, entry_id, None))
             self._flush_soon()
 
     def _not_queued(self, waiting: list[Request], failure: RedisFailure) -> None:
@@ -442,7 +412,7 @@ class RedisFront:
         parcel.has_left = True
         entry_id = entry_of(parcel, request)
         if entry_id is not None and len(self._strays) < STRAYS_KEPT_MAX:
-            self._strays.append((parcel.shard, parcel.line.field, entry_id))
+            self._strays.append((parcel.shard, parcel.field, entry_id))
 
     def _move_to_local(self, request: Request) -> None:
         assert self._local is not None
@@ -474,22 +444,22 @@ class RedisFront:
             if is_timeout:
                 self._end(request, queue_timeout(request))
             return
-        self._cancelled[parcel.shard.number].append((parcel.line.field, entry_id, request if is_timeout else None))
+        self._cancelled[parcel.shard.number].append((parcel.field, entry_id, request if is_timeout else None))
         self._flush_soon()
 
     def _delete(self, shard: Shard, entries: list[tuple[bytes, bytes, Request | None]]) -> None:
-        arguments = [shard.stream(b"")]
-        for field, entry_id, _ in entries:
-            arguments += (field, entry_id)
-        self._nodes.run(CANCEL, shard.slot, (shard.counts,), arguments, partial(self._deleted, shard, entries))
+        ids = [(field, entry_id) for field, entry_id, _ in entries]
+        self._steps.cancel(shard, ids, partial(self._deleted, shard, entries))
 
-    def _deleted(self, shard: Shard, entries: list[tuple[bytes, bytes, Request | None]], reply: Any) -> None:
-        if isinstance(reply, RedisFailure):
+    def _deleted(
+        self, shard: Shard, entries: list[tuple[bytes, bytes, Request | None]], deleted: list[bool] | RedisFailure
+    ) -> None:
+        if isinstance(deleted, RedisFailure):
             # Those who wait still have their deadline; the entries of the others are left until the shard is back.
             left = [(shard, field, entry_id) for field, entry_id, request in entries if request is None]
             self._strays += left[: STRAYS_KEPT_MAX - len(self._strays)]
             return
-        for (_, _, request), was_deleted in zip(entries, reply, strict=True):
+        for (_, _, request), was_deleted in zip(entries, deleted, strict=False):
             if request is not None and was_deleted and self._is_parked(request):
                 self._end(request, queue_timeout(request))
 

@@ -6,14 +6,13 @@ A lease is for an entry, not for a batcher: what was taken by a reply that never
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
 
-from carpool.broker.redis.keys import Keys, Shard
-from carpool.broker.redis.nodes import Nodes, RedisFailure
+from carpool.broker.redis.keys import Shard
+from carpool.broker.redis.nodes import RedisFailure
 from carpool.broker.redis.records import Header
-from carpool.broker.redis.scripts import RENEW
+from carpool.broker.redis.steps import Steps
 from carpool.core.clock import Clock
 from carpool.core.request import Request
 
@@ -48,10 +47,9 @@ class Leases:
     """All that one batcher has taken and not acknowledged."""
 
     def __init__(
-        self, nodes: Nodes, keys: Keys, consumer: bytes, every_s: float, lost: Callable[[Request], None], clock: Clock
+        self, steps: Steps, consumer: bytes, every_s: float, lost: Callable[[Request], None], clock: Clock
     ) -> None:
-        self._nodes = nodes
-        self._keys = keys
+        self._steps = steps
         self._consumer = consumer
         self._every_s = every_s
         # Is told of a request whose entry another batcher has by now.
@@ -82,15 +80,13 @@ class Leases:
             if haul.leased < now - self._every_s / 2:
                 due[haul.shard.number] += [Lease(haul, entry_id, NO_HEADER) for entry_id in haul.open]
         for number, leases in due.items():
-            shard = self._keys.shards[number]
+            shard = self._steps.keys.shards[number]
             for part in parts_of(leases):
-                arguments = [shard.stream(b""), self._consumer, *by_stream(part)]
-                self._nodes.run(RENEW, shard.slot, (shard.counts,), arguments, partial(self._renewed, part, now))
+                self._steps.renew(shard, self._consumer, by_stream(part), partial(self._renewed, part, now))
 
-    def _renewed(self, leases: list[Lease], asked: float, reply: Any) -> None:
-        if isinstance(reply, RedisFailure):
+    def _renewed(self, leases: list[Lease], asked: float, lost: set[tuple[bytes, bytes]] | RedisFailure) -> None:
+        if isinstance(lost, RedisFailure):
             return
-        lost = {(reply[at], reply[at + 1]) for at in range(0, len(reply), 2)}
         for lease in leases:
             haul = lease.haul
             haul.leased = max(haul.leased, asked)
@@ -100,15 +96,12 @@ class Leases:
                     self._lost(request)
 
 
-def by_stream(leases: Sequence[Lease]) -> list[bytes]:
-    """As the scripts want them: field, number of ids, ids; and again for the next stream."""
+def by_stream(leases: Sequence[Lease]) -> dict[bytes, list[bytes]]:
+    """The ids of their entries, by stream."""
     ids: defaultdict[bytes, list[bytes]] = defaultdict(list)
     for lease in leases:
         ids[lease.haul.field].append(lease.entry_id)
-    arguments: list[bytes] = []
-    for field, entry_ids in ids.items():
-        arguments += (field, b"%d" % len(entry_ids), *entry_ids)
-    return arguments
+    return ids
 
 
 def parts_of(leases: list[Lease]) -> list[list[Lease]]:

@@ -1,16 +1,16 @@
 """How requests and tasks come into a shard: what is the same for both. Pure."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from carpool.broker.redis.keys import lane_name, line_name
 from carpool.broker.redis.records import ENTRY_FORMAT, Header, encode_header
+from carpool.broker.redis.steps import Line
 from carpool.core.errors import BrokerMemoryFull, CarpoolError, QueueFull
 from carpool.core.request import Request
 
 # A script holds up everybody else in Redis: no call carries more than this.
 ENTRIES_A_CALL_MAX = 256
 CALL_BYTES_MAX = 4 * 1024 * 1024
-NO_LIMIT = 0
 # The gateway of a task: its outcome is kept in Redis.
 NOBODY = b""
 
@@ -24,14 +24,14 @@ REFUSALS: dict[str, Callable[[], CarpoolError]] = {
 }
 
 
-def field_of(request: Request) -> bytes:
-    """The stream of a request in any shard."""
-    return lane_name(request.model, request.lane_key) + b":" + line_name(request.tier, request.is_task)
+def line_of(request: Request, offsets_ms: Mapping[bytes, int]) -> Line:
+    """The stream of a request in any shard, and its place in the order.
 
-
-def limit_for(request: Request, lanes_max: int) -> int:
-    """What most clients send is never shut out by those who send many different parameters."""
-    return lanes_max if request.lane_key else NO_LIMIT
+    What most clients send, without parameters, is never shut out by those who send many different ones.
+    """
+    name = line_name(request.tier, request.is_task)
+    field = lane_name(request.model, request.lane_key) + b":" + name
+    return Line(field, request.model, offsets_ms.get(name, 0), is_bound=bool(request.lane_key))
 
 
 def total_ms_of(request: Request) -> int:

@@ -3,11 +3,9 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-from carpool.broker.redis.keys import Keys
-from carpool.broker.redis.nodes import Nodes, RedisFailure
-from carpool.broker.redis.scripts import FORGET
+from carpool.broker.redis.nodes import RedisFailure
+from carpool.broker.redis.steps import Steps
 from carpool.broker.redis.tellings import Tellings
 
 # Redis may still have the submission of a lost connection to read when it is first asked to remove the task.
@@ -19,10 +17,9 @@ DOUBTFUL_MAX = 10_000
 class TaskRemovals:
     """Removes tasks in any state, with their entries if nobody took them yet."""
 
-    def __init__(self, nodes: Nodes, keys: Keys) -> None:
-        self._nodes = nodes
-        self._keys = keys
-        self._tellings = Tellings(nodes, keys)
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._tellings = Tellings(steps)
         # How often more a task that Redis did not know is asked for.
         self._doubtful: dict[str, int] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -30,17 +27,15 @@ class TaskRemovals:
     def remove(self, task_id: str, done: Callable[[bool | RedisFailure], None]) -> None:
         """Remove a task; `done` says whether there was one. Gateways where somebody waits for it are told."""
 
-        def replied(reply: Any) -> None:
-            if isinstance(reply, RedisFailure):
-                done(reply)
+        def removed(gateways: bytes | RedisFailure | None) -> None:
+            if isinstance(gateways, RedisFailure):
+                done(gateways)
                 return
-            if reply:
-                self._tellings.tell(reply, task_id)
-            done(reply is not None)
+            if gateways:
+                self._tellings.tell(gateways, task_id)
+            done(gateways is not None)
 
-        shard = self._keys.shard_of_task(task_id)
-        names = (shard.task(task_id), shard.counts)
-        self._nodes.run(FORGET, shard.slot, names, (shard.stream(b""),), replied)
+        self._steps.remove_task(task_id, removed)
 
     def remove_if_there(self, task_id: str) -> None:
         """Its submitter was told that it is not accepted, but Redis may have it: keep trying to remove it."""
@@ -59,7 +54,7 @@ class TaskRemovals:
     def _try(self) -> None:
         self._timer = None
         for task_id in self._doubtful:
-            if self._nodes.is_up(self._keys.shard_of_task(task_id).slot):
+            if self._steps.nodes.is_up(self._steps.keys.shard_of_task(task_id).slot):
                 self.remove(task_id, partial(self._tried, task_id))
         if self._doubtful:
             self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._try)

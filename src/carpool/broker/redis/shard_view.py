@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from carpool.broker.redis.keys import Shard
+from carpool.broker.redis.steps import Budget, Head, View
 
 # One question goes to so many shards at most.
 SHARDS_A_QUESTION_MAX = 8
@@ -14,59 +15,106 @@ class ShardView(msgspec.Struct, eq=False):
     """What this batcher knows of a shard."""
 
     shard: Shard
-    # Entries that nobody took; None if that must be asked.
-    unread: int | None = None
-    # The smallest virtual deadline that was seen, which may be gone by now; None if that must be asked.
-    place: float | None = None
-    # Nothing there was for us: not asked for the same again before this, or before a bell.
+    # Streams with entries to take, by their places; None if that must be asked.
+    heads: list[Head] | None = None
+    # Entries of all models that nobody took, as Redis told last.
+    unread: int = 0
+    # It failed: not asked again before this, or before a bell.
     barren_until: float = 0.0
-    # What was asked for last: models with a free slot, lanes with room.
-    asked_for: frozenset[bytes | str] = frozenset()
-    # What the last bell since the last question said.
-    rung: int = 0
-    # The only stream with entries to take, and its model, until a bell names another; None if that is not known.
-    only: tuple[bytes, str] | None = None
+    # What bells have told since the last question, by stream.
+    rung: dict[bytes, Head] = msgspec.field(default_factory=dict)
+
+    def told(self, view: View) -> None:
+        """Redis has said what is there. Bells may be here before the answer to a question that was answered earlier."""
+        self.heads, self.unread = view.heads, view.unread
+        for head in self.rung.values():
+            self.heard(head)
+
+    def heard(self, head: Head) -> None:
+        """A bell rang for a stream that had nothing to take."""
+        self.barren_until = 0.0
+        if self.heads is not None and all(head.field != known.field for known in self.heads):
+            self.unread += head.unread
+            self.heads.append(head)
+            self.heads.sort(key=lambda known: (known.place, known.field))
+
+    def usable(self, budgets: Sequence[Budget]) -> list[Head]:
+        """The streams of which something may be taken."""
+        return [head for head in self.heads or () if any(budget.allows(head) for budget in budgets)]
 
 
-class Budget(msgspec.Struct):
-    """What may be taken for one model: batches not begun, and room in those that are."""
+class Room:
+    """What is left of the budgets while a question is planned."""
 
-    model: str
-    batches: int
-    largest: int
-    rooms: dict[bytes, int]
+    def __init__(self, budgets: Sequence[Budget]) -> None:
+        self._batches = {budget.model: budget.batches for budget in budgets}
+        self._largest = {budget.model: budget.largest for budget in budgets}
+        self._rooms = {lane: room for budget in budgets for lane, room in budget.rooms.items()}
 
-    def wants(self) -> set[bytes | str]:
-        """What may come for it: anything of its model, or of these lanes alone."""
-        return {self.model} if self.batches > 0 else set(self.rooms)
+    def copy(self) -> "Room":
+        """One to try something on."""
+        other = Room(())
+        other._batches, other._largest, other._rooms = dict(self._batches), self._largest, dict(self._rooms)
+        return other
+
+    def for_lane(self, head: Head) -> int:
+        """How many of a lane may come."""
+        return self._rooms.get(head.lane, 0) + self._batches.get(head.model, 0) * self._largest.get(head.model, 0)
+
+    def use(self, head: Head, number: int) -> None:
+        """So many of a lane are taken: what is left of its last batch is room for others of it."""
+        room = self._rooms.get(head.lane, 0) - number
+        if room < 0:
+            largest = self._largest[head.model]
+            opened = -(room // largest)
+            self._batches[head.model] -= opened
+            room += opened * largest
+        self._rooms[head.lane] = room
+
+
+Reads = dict[int, list[tuple[bytes, int]]]
 
 
 def is_scarce(views: Sequence[ShardView], budgets: Sequence[Budget]) -> bool:
     """Whether more waits than can be taken: only then does it matter what goes first."""
-    room = sum(budget.batches * budget.largest + sum(budget.rooms.values()) for budget in budgets)
-    return sum(view.unread or 0 for view in views) > room or any(view.unread is None for view in views)
+    room = Room(budgets)
+    for view in views:
+        for head in view.usable(budgets):
+            if head.unread > room.for_lane(head):
+                return True
+            room.use(head, head.unread)
+    return False
 
 
-def plan_reads(views: Sequence[ShardView], budgets: Sequence[Budget]) -> list[tuple[ShardView, int]]:
-    """Where a shard has one stream there is no order to find out: a plain read costs Redis a quarter of a script
-    that has to carry the entries. Shards with the same stream are read together, as many as it takes to fill all
-    free slots; the numbers add up to what may be taken.
+def plan_reads(views: Sequence[ShardView], budgets: Sequence[Budget]) -> Reads:
+    """By shard: streams and how many to read of each, which add up to what may be taken. Nothing where the order must
+    be found out: that is for a script.
+
+    Where all that is known of a shard fits there is no order to find out, and where it has one stream. Shards are read
+    together, as many as it takes to fill all free slots.
     """
-    only = views[0].only
-    if only is None:
-        return []
-    field, model = only
-    left = sum(
-        budget.rooms.get(field.partition(b":")[0], 0) + budget.batches * budget.largest
-        for budget in budgets
-        if budget.model == model
-    )
-    reads: list[tuple[ShardView, int]] = []
+    room = Room(budgets)
+    reads: Reads = {}
+    first: Head | None = None
     for view in views[:SHARDS_A_QUESTION_MAX]:
-        number = min(view.unread or 1, left)
-        if view.only == only and number > 0:
-            reads.append((view, number))
-            left -= number
-    if reads:
-        reads[0] = (views[0], reads[0][1] + left)  # there may be more by now
+        heads = view.usable(budgets)
+        fitting = room.copy()
+        numbers: list[tuple[Head, int]] = []
+        for head in heads:
+            number = min(head.unread, fitting.for_lane(head))
+            if number < head.unread and len(heads) > 1:
+                break
+            if number:
+                numbers.append((head, number))
+                fitting.use(head, number)
+        else:
+            room = fitting
+            if numbers:
+                first = first or numbers[0][0]
+                reads[view.shard.number] = [(head.field, number) for head, number in numbers]
+            continue
+        break
+    if first is not None:
+        streams = next(iter(reads.values()))
+        streams[0] = (first.field, streams[0][1] + room.for_lane(first))  # there may be more by now
     return reads

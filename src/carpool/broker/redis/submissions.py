@@ -13,19 +13,19 @@
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from carpool.broker.journal_writer import no_such_letter
-from carpool.broker.redis.keys import Keys, Shard
+from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.nodes import Lost, Nodes, RedisFailure, Refused
-from carpool.broker.redis.queueing import NOBODY, REFUSALS, field_of, header_of, limit_for, parts_of, total_ms_of
+from carpool.broker.redis.queueing import NOBODY, REFUSALS, header_of, line_of, parts_of, total_ms_of
 from carpool.broker.redis.records import encode_value
 from carpool.broker.redis.removals import TaskRemovals
-from carpool.broker.redis.scripts import SUBMIT
+from carpool.broker.redis.steps import Queued, Steps, Unreadable
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import BrokerDown, CarpoolError
 from carpool.core.request import QUEUED, Request
@@ -59,33 +59,34 @@ class TaskSubmissions:
 
     def __init__(
         self,
-        nodes: Nodes,
-        keys: Keys,
+        steps: Steps,
         removals: TaskRemovals,
         *,
         held_max: int,
         lanes_max: int,
+        line_offsets_ms: Mapping[bytes, int],
         replicas: int = 0,
         replicas_timeout_ms: int = 200,
         durable_nodes: Nodes | None = None,
         is_memory_full: Callable[[], bool] = lambda: False,
         clock: Clock = monotonic,
-        now_ms: Callable[[], bytes] = lambda: b"",
     ) -> None:
         if replicas and durable_nodes is None:
             raise ValueError("WAIT needs connections of its own: `durable_nodes`")
-        self._nodes = nodes
-        self._keys = keys
+        self._steps = steps
+        self._nodes = steps.nodes
+        self._keys = steps.keys
         self._removals = removals
         # In each shard.
         self._held_max = held_max
         self._lanes_max = lanes_max
+        self._offsets_ms = line_offsets_ms
         self._replicas = replicas
         self._replicas_timeout_ms = replicas_timeout_ms
-        self._task_nodes = durable_nodes if replicas and durable_nodes is not None else nodes
+        self._durable_nodes = durable_nodes if replicas else None
+        self._task_nodes = self._durable_nodes or steps.nodes
         self._is_memory_full = is_memory_full
         self._clock = clock
-        self._now_ms = now_ms
         self._collected: list[Request] = []
         self._collected_bytes = 0
         self._is_flush_due = False
@@ -100,7 +101,7 @@ class TaskSubmissions:
         if self._is_memory_full():
             self._refuse(request, REFUSALS["OOM"]())
         elif letter:
-            self._send(self._nodes, self._keys.shard_of_task(request.id), [request], None)
+            self._send(self._keys.shard_of_task(request.id), [request], None)
         elif len(self._collected) >= COLLECTED_MAX or self._collected_bytes + request.size > COLLECTED_BYTES_MAX:
             self._refuse(request, REFUSALS["QUEUEFULL"]())
         else:
@@ -143,48 +144,41 @@ class TaskSubmissions:
             lines[request.model, request.parameters, request.lane, request.tier, total_ms_of(request)].append(request)
         flush = Flush([]) if self._replicas else None
         for line in lines.values():
-            self._send(self._task_nodes, shard, line, flush)
+            self._send(shard, line, flush)
         if flush is not None:
             self._is_confirming = True
             confirmed = partial(self._confirmed, flush)
             self._task_nodes.send(shard.slot, confirmed, b"WAIT", self._replicas, self._replicas_timeout_ms)
 
-    def _send(self, nodes: Nodes, shard: Shard, requests: list[Request], flush: Flush | None) -> None:
+    def _send(self, shard: Shard, requests: list[Request], flush: Flush | None) -> None:
         """Queue tasks of one lane and line."""
         first = requests[0]
-        field = field_of(first)
-        lanes_max = limit_for(first, self._lanes_max)
-        about = (
-            field,
-            first.model.encode(),
-            self._held_max,
-            lanes_max,
-            shard.bell,
-            self._now_ms(),
-            header_of(first, NOBODY),
-        )
+        line = line_of(first, self._offsets_ms)
         values = [encode_value(NO_TICKET, request.id, request.owner, request.input) for request in requests]
         for part, part_values in parts_of(requests, values):
-            keys = (
-                *(shard.lanes, shard.counts, shard.stream(field), shard.letters, shard.letter_bodies),
-                *(shard.task(request.id) for request in part),
+            self._steps.submit(
+                shard,
+                line,
+                header_of(first, NOBODY),
+                part[0].owner,
+                part_values,
+                partial(self._queued, part, flush),
+                held_max=self._held_max,
+                lanes_max=self._lanes_max,
+                tasks=[request.id for request in part],
+                letter=first.ticket.letter,
+                eval_on=None if flush is None else self._durable_nodes,
             )
-            arguments = (*about, first.ticket.letter, *part_values)
-            queued = partial(self._queued, part, flush)
-            if flush is None:
-                nodes.run(SUBMIT, shard.slot, keys, arguments, queued)
-            else:
-                nodes.send(shard.slot, queued, b"EVAL", SUBMIT.source, len(keys), *keys, *arguments)
 
-    def _queued(self, requests: list[Request], flush: Flush | None, reply: Any) -> None:
+    def _queued(self, requests: list[Request], flush: Flush | None, queued: Queued | RedisFailure) -> None:
         """Redis has answered a submission."""
-        if isinstance(reply, RedisFailure):
+        if isinstance(queued, RedisFailure):
             for request in requests:
-                if isinstance(reply, Lost) and not request.ticket.letter:
+                if isinstance(queued, Lost | Unreadable) and not request.ticket.letter:
                     self._removals.remove_if_there(request.id)
-                self._refuse(request, error_of(reply))
+                self._refuse(request, error_of(queued))
             return
-        number: int = reply[1]
+        number = len(queued.entry_ids)
         for request in requests[number:]:
             self._refuse(request, REFUSALS["QUEUEFULL"]())
         if flush is None:

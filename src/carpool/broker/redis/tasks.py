@@ -9,17 +9,17 @@
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from carpool.broker.redis.keys import Keys, Shard
+from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.letters import cause_of
 from carpool.broker.redis.nodes import Nodes, RedisFailure
 from carpool.broker.redis.removals import TaskRemovals
-from carpool.broker.redis.scripts import FINISH, LOOK
+from carpool.broker.redis.steps import Finished, Steps
 from carpool.broker.redis.submissions import Accepted, TaskSubmissions, out_of_reach
 from carpool.broker.redis.tellings import Tellings
 from carpool.broker.tasks import Answer, no_such_task
@@ -48,35 +48,32 @@ class RedisTasks:
 
     def __init__(
         self,
-        nodes: Nodes,
-        keys: Keys,
+        steps: Steps,
         gateway: bytes,
         *,
         held_max: int,
         lanes_max: int,
+        line_offsets_ms: Mapping[bytes, int],
         replicas: int = 0,
         replicas_timeout_ms: int = 200,
         durable_nodes: Nodes | None = None,
         is_memory_full: Callable[[], bool] = lambda: False,
         clock: Clock = monotonic,
-        now_ms: Callable[[], bytes] = lambda: b"",
     ) -> None:
-        self._nodes = nodes
-        self._keys = keys
+        self._steps = steps
         self._gateway = gateway
-        self._removals = TaskRemovals(nodes, keys)
+        self._removals = TaskRemovals(steps)
         self._submissions = TaskSubmissions(
-            nodes,
-            keys,
+            steps,
             self._removals,
             held_max=held_max,
             lanes_max=lanes_max,
+            line_offsets_ms=line_offsets_ms,
             replicas=replicas,
             replicas_timeout_ms=replicas_timeout_ms,
             durable_nodes=durable_nodes,
             is_memory_full=is_memory_full,
             clock=clock,
-            now_ms=now_ms,
         )
         # Who waits, by task id.
         self._polls: dict[str, list[Poll]] = {}
@@ -160,8 +157,7 @@ class RedisTasks:
 
     def _look(self, task_id: str, on_reply: Callable[[Any], None]) -> None:
         """Ask for a task's state, and to be told when it has an outcome."""
-        shard = self._keys.shard_of_task(task_id)
-        self._nodes.run(LOOK, shard.slot, (shard.task(task_id),), (self._gateway,), on_reply)
+        self._steps.look_at_task(task_id, self._gateway, on_reply)
 
     def _first_look(self, poll: Poll, reply: Any) -> None:
         if isinstance(reply, RedisFailure):
@@ -191,9 +187,7 @@ class RedisTasks:
 
     def _read(self, poll: Poll) -> None:
         """Answer with what Redis has now."""
-        shard = self._keys.shard_of_task(poll.task_id)
-        fields = (b"s", b"o", b"t", b"r")
-        self._nodes.send(shard.slot, partial(self._answer, poll), b"HMGET", shard.task(poll.task_id), *fields)
+        self._steps.read_task(poll.task_id, partial(self._answer, poll))
 
     def _answer(self, poll: Poll, reply: Any) -> None:
         if poll.has_left:
@@ -233,21 +227,18 @@ class TaskResults:
 
     def __init__(
         self,
-        nodes: Nodes,
-        keys: Keys,
+        steps: Steps,
         *,
         result_ttl_ms: int,
         letters_max_per_shard: int,
         buried: Callable[[str], None] = lambda cause: None,
-        now_ms: Callable[[], bytes] = lambda: b"",
     ) -> None:
-        self._nodes = nodes
+        self._steps = steps
         self._result_ttl_ms = result_ttl_ms
         self._letters_max = letters_max_per_shard
         # Is told the cause of each task that became a dead letter.
         self._buried = buried
-        self._now_ms = now_ms
-        self._tellings = Tellings(nodes, keys)
+        self._tellings = Tellings(steps)
 
     def finish(
         self,
@@ -264,20 +255,18 @@ class TaskResults:
         kept with it unless it is empty. `done(False)` if Redis did not say that this was done: then try again.
         """
 
-        def replied(reply: Any) -> None:
-            if isinstance(reply, RedisFailure):
+        def finished(found: Finished | RedisFailure) -> None:
+            if isinstance(found, RedisFailure):
                 done(False)
                 return
-            was_first, gateways = reply
-            if was_first and letter:
+            if found.was_first and letter:
                 self._buried(cause_of(letter))
-            if gateways:
-                self._tellings.tell(gateways, task_id)
+            if found.gateways:
+                self._tellings.tell(found.gateways, task_id)
             done(True)
 
-        keys = (shard.task(task_id), shard.counts, shard.stream(field), shard.letters, shard.letter_bodies)
-        kept = (status, result, self._result_ttl_ms, self._now_ms(), letter)
-        self._nodes.run(FINISH, shard.slot, keys, (entry_id, *kept, shard.number, self._letters_max), replied)
+        kept = {"kept_ms": self._result_ttl_ms, "letters_max": self._letters_max}
+        self._steps.finish_task(shard, field, entry_id, task_id, status, result, letter, finished, **kept)
 
 
 def names_a_shard(task_id: str) -> bool:

@@ -1,13 +1,6 @@
 -- Entries were added by plain commands: count them, see to it that batchers find their stream, and ring.
--- KEYS: lanes, counts, stream
--- ARGV: field, model, how many were added, bell
--- Returns: entries held
-local lanes, counts, stream = KEYS[1], KEYS[2], KEYS[3]
-local added = tonumber(ARGV[3])
-write_also_without_memory(counts)
-if redis.call('HEXISTS', lanes, ARGV[1]) == 0 then
-  redis.call('HSET', lanes, ARGV[1], ARGV[2])
-end
-redis.call('HINCRBY', counts, 'unread', added)
-ring_if_new(stream, added, ARGV[4])
-return redis.call('HINCRBY', counts, 'held', added)
+-- ARGV: field, what is said of it, how many were added, now, owner of the first
+-- Returns: entries held, lanes that count against the bound
+write_also_without_memory(COUNTS)
+added(ARGV[1], ARGV[2], tonumber(ARGV[3]), clock(ARGV[4]), ARGV[5])
+return { count_of('held'), redis.call('HLEN', OPENERS) }

@@ -1,15 +1,14 @@
 -- What a shard holds, and what its counts say, at one moment. Changes nothing.
--- KEYS: lanes, counts, letters
--- ARGV: prefix of the streams' names
 -- Returns: now, held and unread by the counts, held and unread in truth, dead letters, then for each stream: field,
 --          model, length, pending entries (-1: it has no group), names of other groups,
 --          and of each consumer with pending entries its name, how many, and ms since it was last heard of
 local now = clock('')
 local held, unread = 0, 0
 local streams = {}
-local lanes = redis.call('HGETALL', KEYS[1])
+local lanes = redis.call('HGETALL', LANES)
 for i = 1, #lanes, 2 do
-  local stream = ARGV[1] .. lanes[i]
+  local stream = stream_of(lanes[i])
+  local _, _, model = read_about(lanes[i + 1])
   local length = redis.call('XLEN', stream)
   local pending, strangers, consumers = -1, {}, {}
   local groups = redis.pcall('XINFO', 'GROUPS', stream)
@@ -30,9 +29,9 @@ for i = 1, #lanes, 2 do
   end
   held = held + length
   unread = unread + math.max(length - math.max(pending, 0), 0)
-  streams[#streams + 1] = { lanes[i], lanes[i + 1], length, pending, strangers, consumers }
+  streams[#streams + 1] = { lanes[i], model, length, pending, strangers, consumers }
 end
-local answer = { now, count_of(KEYS[2], 'held'), count_of(KEYS[2], 'unread'), held, unread, redis.call('ZCARD', KEYS[3]) }
+local answer = { now, count_of('held'), count_of('unread'), held, unread, redis.call('ZCARD', LETTERS) }
 for _, facts in ipairs(streams) do
   answer[#answer + 1] = facts
 end

@@ -3,18 +3,18 @@
 -- one he saw misses none. Modulo 16 it is the shard.
 local EVICTED_AT_ONCE = 1000
 
-local function bury(letters, bodies, counts, body, now, shard, letters_max)
-  local id = math.max(count_of(counts, 'letter') + 16, now * 16 + shard)
+local function bury(body, now, shard, letters_max)
+  local id = math.max(count_of('letter') + 16, now * 16 + shard)
   local name = string.format('%.0f', id)
   -- First the counter: without memory this is refused, and nothing is half done.
-  redis.call('HSET', counts, 'letter', name)
-  redis.call('ZADD', letters, name, name)
-  redis.call('HSET', bodies, name, body)
-  local excess = math.min(redis.call('ZCARD', letters) - letters_max, EVICTED_AT_ONCE)
+  redis.call('HSET', COUNTS, 'letter', name)
+  redis.call('ZADD', LETTERS, name, name)
+  redis.call('HSET', LETTER_BODIES, name, body)
+  local excess = math.min(redis.call('ZCARD', LETTERS) - letters_max, EVICTED_AT_ONCE)
   if excess > 0 then
-    local oldest = redis.call('ZRANGE', letters, 0, excess - 1)
-    redis.call('ZREM', letters, unpack(oldest))
-    redis.call('HDEL', bodies, unpack(oldest))
+    local oldest = redis.call('ZRANGE', LETTERS, 0, excess - 1)
+    redis.call('ZREM', LETTERS, unpack(oldest))
+    redis.call('HDEL', LETTER_BODIES, unpack(oldest))
   end
   return name
 end

@@ -1,18 +1,32 @@
--- Prepended to every script. A script touches one shard only: all its keys share a hash tag.
--- Streams are named by the fields of `lanes`, so not every key can be declared; they lie in the declared ones' slot.
+-- Prepended to every script of a shard. KEYS[1] is the shard's `counts`. All its other keys have the same hash tag, so
+-- they lie in the same slot; which of them a script needs is often known only here.
 local GROUP = 'batchers'
+local COUNTS = KEYS[1]
+local PREFIX = string.sub(COUNTS, 1, -#'counts' - 1)
+local LANES, SIZES, LEASED, IDLE = PREFIX .. 'lanes', PREFIX .. 'sizes', PREFIX .. 'leased', PREFIX .. 'idle'
+local OPENERS, OPENED, LINES = PREFIX .. 'openers', PREFIX .. 'opened', PREFIX .. 'lines'
+local LETTERS, LETTER_BODIES = PREFIX .. 'letters', PREFIX .. 'letter'
+local BELL = PREFIX .. 'bell'
 
--- Redis's clock in ms; tests may say another time.
-local function clock(given)
-  if given ~= '' then
-    return tonumber(given)
-  end
-  local time = redis.call('TIME')
-  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local function stream_of(field)
+  return PREFIX .. 'q:' .. field
 end
 
-local function count_of(counts, name)
-  return tonumber(redis.call('HGET', counts, name) or '0')
+local function task_of(id)
+  return PREFIX .. 'task:' .. id
+end
+
+-- The streams of a model that have entries nobody took, by the place of the first one.
+local function heads_of(model)
+  return PREFIX .. 'heads:' .. model
+end
+
+local function lane_of(field)
+  return string.match(field, '^(.-):')
+end
+
+local function count_of(name)
+  return tonumber(redis.call('HGET', COUNTS, name) or '0')
 end
 
 -- Names and values that alternate, as a table.
@@ -22,6 +36,31 @@ local function facts_of(flat)
     facts[flat[i]] = flat[i + 1]
   end
   return facts
+end
+
+local function ms_text_of(id)
+  return string.match(id, '^(%d+)')
+end
+
+local function ms_of(id)
+  return tonumber(ms_text_of(id))
+end
+
+-- What is said of a stream in `lanes`: what its line adds to an entry's time for its place in the order, whether its
+-- lane counts against the bound on lanes, and the model.
+local function read_about(text)
+  local offset, bound, model = string.match(text, '^(%d+) ([b-]) (.*)$')
+  if not offset then -- written by the version before
+    return 0, false, text
+  end
+  return tonumber(offset), bound == 'b', model
+end
+
+local function about(field)
+  local text = redis.call('HGET', LANES, field)
+  if text then
+    return read_about(text)
+  end
 end
 
 -- What the group has seen of a stream: pending entries and the last id delivered; nil if the stream is gone.
@@ -34,19 +73,10 @@ local function group_of(stream)
   return facts['pending'], facts['last-delivered-id']
 end
 
--- Batchers that found nothing sleep until the bell; those that found something come back by themselves. So it is rung
--- when nothing but what was just added waits in a stream. It names the stream: whoever knows of one alone learns so that
--- there is another.
-local function ring_if_new(stream, added, bell)
-  local pending = group_of(stream)
-  if not pending then
-    -- The stream is new; or somebody deleted it and it came back without its group.
-    redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
-    pending = 0
-  end
-  if redis.call('XLEN', stream) - pending <= added then
-    redis.call('SPUBLISH', bell, added .. ' ' .. stream)
-  end
+-- How many entries a stream has; none if somebody put something else in its place.
+local function length_of(stream)
+  local length = redis.pcall('XLEN', stream)
+  return type(length) == 'number' and length or 0
 end
 
 -- The id of the first entry that nobody took; nil if there is none.
@@ -55,14 +85,150 @@ local function head_of(stream, last_delivered)
   return first[1] and first[1][1]
 end
 
-local function ms_text_of(id)
-  return string.match(id, '^(%d+)')
+-- Batchers that found nothing sleep until the bell; those that found something come back by themselves. It says where
+-- something waits, so that nobody has to ask.
+local function ring(field, model, place, unread)
+  redis.call('SPUBLISH', BELL, string.format('%d %.0f %s %s', unread, place, field, model))
 end
 
--- At maxmemory Redis refuses a script's first write if that needs memory, and none after it. What frees memory, or
--- must not be lost, begins with this: it removes nothing.
-local function write_also_without_memory(hash)
-  redis.call('HDEL', hash, '')
+-- A stream has entries to take, and had none.
+local function begins_to_wait(field, bound, owner)
+  local lane = lane_of(field)
+  if bound and redis.call('HINCRBY', LINES, lane, 1) == 1 then
+    redis.call('HSET', OPENERS, lane, owner)
+    redis.call('HINCRBY', OPENED, owner, 1)
+  end
+end
+
+-- It has none any more.
+local function ends_to_wait(field, bound, model)
+  if redis.call('ZREM', heads_of(model), field) == 1 and bound then
+    local lane = lane_of(field)
+    if redis.call('HINCRBY', LINES, lane, -1) <= 0 then
+      local owner = redis.call('HGET', OPENERS, lane)
+      redis.call('HDEL', LINES, lane)
+      redis.call('HDEL', OPENERS, lane)
+      if owner and redis.call('HINCRBY', OPENED, owner, -1) <= 0 then
+        redis.call('HDEL', OPENED, owner)
+      end
+    end
+  end
+end
+
+-- Change by how much a stream counts.
+local function count(field, held, unread)
+  if held ~= 0 then
+    redis.call('HINCRBY', SIZES, 'h' .. field, held)
+    redis.call('HINCRBY', COUNTS, 'held', held)
+  end
+  if unread ~= 0 then
+    redis.call('HINCRBY', SIZES, 'u' .. field, unread)
+    redis.call('HINCRBY', COUNTS, 'unread', unread)
+  end
+end
+
+-- Entries were added to a stream; the first has this place if none was waiting.
+local function added(field, text, number, now, owner)
+  if redis.call('HGET', LANES, field) ~= text then
+    redis.call('HSET', LANES, field, text)
+    redis.pcall('XGROUP', 'CREATE', stream_of(field), GROUP, '0', 'MKSTREAM') -- it may have one
+  end
+  count(field, number, number)
+  local offset, bound, model = read_about(text)
+  local place = now + offset
+  if redis.call('ZADD', heads_of(model), 'NX', string.format('%.0f', place), field) == 1 then
+    begins_to_wait(field, bound, owner)
+    ring(field, model, place, number)
+  end
+end
+
+-- Look at a stream itself: how many entries it has, how many of them nobody took, and the place of the first of these.
+-- Returns the last two.
+local function look_again(field)
+  local offset, bound, model = about(field)
+  if not model then
+    return 0
+  end
+  local stream = stream_of(field)
+  local pending, last = group_of(stream)
+  local length = length_of(stream)
+  if not pending and length > 0 then -- somebody deleted the stream, and it came back without its group
+    redis.call('XGROUP', 'CREATE', stream, GROUP, '0')
+    pending, last = 0, '0-0'
+  end
+  local head = length > 0 and head_of(stream, last)
+  local unread = head and math.max(length - pending, 1) or 0
+  local before = redis.call('HMGET', SIZES, 'h' .. field, 'u' .. field)
+  count(field, length - tonumber(before[1] or '0'), unread - tonumber(before[2] or '0'))
+  if not head then
+    ends_to_wait(field, bound, model)
+    return 0
+  end
+  local place = ms_of(head) + offset
+  if redis.call('ZADD', heads_of(model), string.format('%.0f', place), field) == 1 then
+    begins_to_wait(field, bound, '')
+  end
+  return unread, place, model
+end
+
+-- Entries of a stream are leased, so somebody has to look whether the leases are kept: in turn.
+local function leased(field)
+  if not redis.call('ZSCORE', LEASED, field) then
+    redis.call('ZADD', LEASED, redis.call('HINCRBY', SIZES, 'looks', 1), field)
+  end
+end
+
+-- Forget a stream that has no entries, but none that got some just now: a new one must not give the same ids again.
+local QUIET_MS = 1000
+local function drop_if_idle(field, now)
+  local stream = stream_of(field)
+  if length_of(stream) == 0 then
+    local state = redis.pcall('XINFO', 'STREAM', stream)
+    if not state.err and ms_of(facts_of(state)['last-generated-id']) >= now - QUIET_MS then
+      redis.call('ZADD', IDLE, now, field) -- not yet
+      return
+    end
+    local _, bound, model = about(field)
+    if model then
+      ends_to_wait(field, bound, model)
+    end
+    redis.call('DEL', stream)
+    redis.call('HDEL', LANES, field)
+    redis.call('HDEL', SIZES, 'h' .. field, 'u' .. field)
+    redis.call('ZREM', LEASED, field)
+  end
+  redis.call('ZREM', IDLE, field)
+end
+
+-- Clients that never repeat their parameters leave streams behind: whoever ends the use of some drops as many.
+local function ended(field, now)
+  if length_of(stream_of(field)) == 0 then
+    redis.call('ZADD', IDLE, 'NX', now, field)
+  end
+end
+
+local function drop_idle(number, now)
+  for _, field in ipairs(redis.call('ZRANGE', IDLE, '-inf', now - QUIET_MS, 'BYSCORE', 'LIMIT', 0, number)) do
+    drop_if_idle(field, now)
+  end
+end
+
+-- What a batcher must know of a shard: now, entries nobody took, then for each model the best streams with such
+-- entries: field, place and how many.
+local HEADS_MAX = 32
+local function view_of(models, now)
+  local view = { now, count_of('unread') }
+  for _, model in ipairs(models) do
+    local found = redis.call('ZRANGE', heads_of(model), 0, HEADS_MAX - 1, 'WITHSCORES')
+    local heads = {}
+    for i = 1, #found, 2 do
+      heads[#heads + 1] = found[i]
+      heads[#heads + 1] = found[i + 1]
+      heads[#heads + 1] = tonumber(redis.call('HGET', SIZES, 'u' .. found[i]) or '0')
+    end
+    view[#view + 1] = heads
+  end
+  return view
 end
 
 -- An entry's value (records.py) is: the ticket (8 bytes), a byte each for the lengths of id and owner, the id, the owner,
@@ -75,21 +241,4 @@ end
 local function input_of(value)
   local id_length, owner_length = string.byte(value, 9, 10)
   return string.sub(value, 11 + id_length + owner_length)
-end
-
-local function ms_of(id)
-  return tonumber(ms_text_of(id))
-end
-
--- Forget a stream that has no entries, but none that got some just now: a new one must not give the same ids again.
-local QUIET_MS = 1000
-local function drop_if_idle(lanes, field, stream, now)
-  if redis.call('XLEN', stream) > 0 then
-    return
-  end
-  local state = redis.pcall('XINFO', 'STREAM', stream)
-  if state.err or ms_of(facts_of(state)['last-generated-id']) < now - QUIET_MS then
-    redis.call('DEL', stream)
-    redis.call('HDEL', lanes, field)
-  end
 end

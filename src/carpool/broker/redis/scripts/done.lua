@@ -1,21 +1,20 @@
 -- Entries have their outcome: forget them.
--- KEYS: counts
--- ARGV: prefix of the streams' names, then for each stream: field, number of ids, ids
-local at, removed, unread = 2, 0, 0
+-- ARGV: now, then for each stream: field, number of ids, ids
+local now, at, removed, streams = clock(ARGV[1]), 2, 0, 0
+write_also_without_memory(COUNTS)
 while ARGV[at] do
-  local stream, number = ARGV[1] .. ARGV[at], tonumber(ARGV[at + 1])
+  local field, number = ARGV[at], tonumber(ARGV[at + 1])
   local ids = { unpack(ARGV, at + 2, at + 1 + number) }
-  local acknowledged = redis.call('XACK', stream, GROUP, unpack(ids))
-  local deleted = redis.call('XDEL', stream, unpack(ids))
-  removed = removed + deleted
-  -- A replica that was promoted may not know that they were taken.
-  unread = unread + math.max(deleted - acknowledged, 0)
+  local acknowledged = redis.call('XACK', stream_of(field), GROUP, unpack(ids))
+  local deleted = redis.call('XDEL', stream_of(field), unpack(ids))
+  removed, streams = removed + deleted, streams + 1
+  if deleted > acknowledged then -- a replica that was promoted may not know that they were taken
+    look_again(field)
+  else
+    count(field, -deleted, 0)
+  end
+  ended(field, now)
   at = at + 2 + number
 end
-if removed > 0 then
-  redis.call('HINCRBY', KEYS[1], 'held', -removed)
-end
-if unread > 0 then
-  redis.call('HINCRBY', KEYS[1], 'unread', -unread)
-end
+drop_idle(2 * streams, now)
 return removed

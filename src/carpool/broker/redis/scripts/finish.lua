@@ -1,33 +1,33 @@
 -- A task has its outcome: result, dead letter and acknowledgement in one step. The first written result wins.
--- KEYS: task, counts, stream, letters, letter bodies
--- ARGV: id of the entry, status, result, ms that it is kept, now, letter ('' for none), number of the shard,
---       most letters
+-- ARGV: id of the task, field, id of the entry, status, result, ms that it is kept, now, letter ('' for none), number of
+--       the shard, most letters
 -- Returns: 1 if this result was kept, else 0; names of the gateways where somebody waits for it
-local task, counts, stream = KEYS[1], KEYS[2], KEYS[3]
-local entry_id, letter = ARGV[1], ARGV[6]
-local now = clock(ARGV[5])
+local task, field, entry_id, letter = task_of(ARGV[1]), ARGV[2], ARGV[3], ARGV[8]
+local stream, now = stream_of(field), clock(ARGV[7])
 local state = redis.call('HMGET', task, 's', 'w')
 local is_first = state[1] == 'P'
 -- The result takes the place of the input, so there is always memory for it.
-write_also_without_memory(counts)
+write_also_without_memory(COUNTS)
 if is_first then
-  redis.call('HSET', task, 's', ARGV[2], 'r', ARGV[3], 't', now)
+  redis.call('HSET', task, 's', ARGV[4], 'r', ARGV[5], 't', now)
   if letter ~= '' then
     local entry = redis.call('XRANGE', stream, entry_id, entry_id)[1]
     if entry then
       local value = entry[2][2]
-      local body = body_of(owner_of(value), letter, input_of(value))
-      bury(KEYS[4], KEYS[5], counts, body, now, tonumber(ARGV[7]), tonumber(ARGV[8]))
+      bury(body_of(owner_of(value), letter, input_of(value)), now, tonumber(ARGV[9]), tonumber(ARGV[10]))
     end
   end
   redis.call('HDEL', task, 'f', 'e', 'w')
-  redis.call('PEXPIRE', task, ARGV[4])
+  redis.call('PEXPIRE', task, ARGV[6])
 end
 local was_pending = redis.call('XACK', stream, GROUP, entry_id) == 1
 if redis.call('XDEL', stream, entry_id) == 1 then
-  redis.call('HINCRBY', counts, 'held', -1)
-  if not was_pending then -- a replica that took over may not know that it was taken
-    redis.call('HINCRBY', counts, 'unread', -1)
+  if was_pending then
+    count(field, -1, 0)
+  else -- a replica that took over may not know that it was taken
+    look_again(field)
   end
+  ended(field, now)
 end
+drop_idle(2, now)
 return { is_first and 1 or 0, is_first and state[2] or '' }

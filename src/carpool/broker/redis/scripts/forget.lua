@@ -1,18 +1,17 @@
 -- Remove a task in any state, and its entry if nobody took it yet. Whoever took it finds no task for its result.
--- KEYS: task, counts
--- ARGV: prefix of the streams' names
+-- ARGV: id of the task
 -- Returns: names of the gateways where somebody waits for it; nil if there is no such task
-local state = redis.call('HMGET', KEYS[1], 's', 'f', 'e', 'w')
+local task = task_of(ARGV[1])
+local state = redis.call('HMGET', task, 's', 'f', 'e', 'w')
 if not state[1] then
   return false
 end
+redis.call('DEL', task)
 if state[1] == 'P' then
-  local stream, id = ARGV[1] .. state[2], state[3]
+  local stream, id = stream_of(state[2]), state[3]
   local pending = redis.pcall('XPENDING', stream, GROUP, id, id, 1)
   if not pending.err and not pending[1] and redis.call('XDEL', stream, id) == 1 then
-    redis.call('HINCRBY', KEYS[2], 'held', -1)
-    redis.call('HINCRBY', KEYS[2], 'unread', -1)
+    look_again(state[2])
   end
 end
-redis.call('DEL', KEYS[1])
 return state[4] or ''

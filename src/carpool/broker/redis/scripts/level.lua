@@ -1,26 +1,24 @@
--- After a plain read of a stream: count what is left, and see which streams there are.
--- KEYS: lanes, counts
--- ARGV: prefix of the streams' names, now, how many were to be read, bell
--- Returns: now, unread entries left, then for each stream: field, model, id of its first unread entry ('' for none)
-local lanes, counts = KEYS[1], KEYS[2]
-local streams = redis.call('HGETALL', lanes)
-local answer, unread = { clock(ARGV[2]), 0 }, 0
-for i = 1, #streams, 2 do
-  local stream = ARGV[1] .. streams[i]
-  local pending, last = group_of(stream)
-  local waiting = pending and math.max(redis.call('XLEN', stream) - pending, 0) or 0
-  unread = unread + waiting
-  answer[#answer + 1] = streams[i]
-  answer[#answer + 1] = streams[i + 1]
-  answer[#answer + 1] = waiting > 0 and head_of(stream, last) or ''
+-- What waits in a shard. After plain reads of some streams also: see to it that this is known.
+-- ARGV: now, number of models, models, then for each stream that was read: field, how many were to be read
+-- Returns: what a batcher must know of the shard
+local now, models = clock(ARGV[1]), {}
+local at = 3
+for _ = 1, tonumber(ARGV[2]) do
+  models[#models + 1] = ARGV[at]
+  at = at + 1
 end
-answer[2] = unread
-local before = count_of(counts, 'unread')
-write_also_without_memory(counts)
-redis.call('HSET', counts, 'unread', unread)
--- The read should have left nothing: what is there came in between, and no bell was rung for it.
-if unread > 0 and before <= tonumber(ARGV[3]) then
-  local only = #streams == 2 and ARGV[1] .. streams[1] or ''
-  redis.call('SPUBLISH', ARGV[4], unread .. ' ' .. only)
+if ARGV[at] then
+  write_also_without_memory(COUNTS)
 end
-return answer
+while ARGV[at] do
+  local field, wanted = ARGV[at], tonumber(ARGV[at + 1])
+  local before = tonumber(redis.call('HGET', SIZES, 'u' .. field) or '0')
+  local left, place, model = look_again(field)
+  leased(field)
+  -- The read should have left nothing: what is there came in between, and no bell was rung for it.
+  if left > 0 and before <= wanted then
+    ring(field, model, place, left)
+  end
+  at = at + 2
+end
+return view_of(models, now)

@@ -1,0 +1,443 @@
+"""Every step in Redis: arguments in, a struct out, or the RedisFailure that came in its place.
+
+Which keys, node and clock a step needs, and what its reply looks like, is known here and nowhere else. Whatever Redis
+sends, `done` is called once: a reply that cannot be understood is a failure like others (`Unreadable`).
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from carpool.broker.redis.keys import GROUP, Keys, Shard
+from carpool.broker.redis.link import ignore, pack_beginning, pack_rest
+from carpool.broker.redis.nodes import Nodes, RedisFailure
+from carpool.broker.redis.scripts import (
+    ARRIVED,
+    BURY,
+    CANCEL,
+    CLAIM,
+    DONE,
+    DROP,
+    FINISH,
+    FORGET,
+    LAPSED,
+    LETTERS,
+    LEVEL,
+    LOOK,
+    RELEASE,
+    RENEW,
+    REPLY,
+    SUBMIT,
+    SWEEP,
+    TAKE,
+    Script,
+)
+
+Found = TypeVar("Found")
+Argument = bytes | int | str
+# What came of a step.
+Done = Callable[[Found | RedisFailure], None]
+# An entry's id and its fields, as Redis sends them. Nobody says what they contain.
+Entry = Sequence[Any]
+
+
+class Unreadable(RedisFailure):
+    """A reply that is not what the step promises."""
+
+
+class Head(msgspec.Struct, frozen=True):
+    """A stream with entries that nobody took."""
+
+    field: bytes
+    model: str
+    # The virtual deadline of the first of them.
+    place: float
+    unread: int
+
+    @property
+    def lane(self) -> bytes:
+        """What its entries may share a batch with."""
+        return self.field.partition(b":")[0]
+
+
+class View(NamedTuple):
+    """A shard at one moment."""
+
+    # On Redis's clock.
+    now_ms: int
+    # Of all models.
+    unread: int
+    # Of the models that were asked for: the best streams of each, by their places.
+    heads: list[Head]
+
+
+class Stream(NamedTuple):
+    """Entries of one stream that this batcher has now; how often each was delivered, if not for the first time."""
+
+    field: bytes
+    entries: Sequence[Entry]
+    deliveries: Sequence[int] | None = None
+
+
+class Taken(NamedTuple):
+    """What a batcher got."""
+
+    streams: list[Stream]
+    # None: what was read is ours, but nothing else is known, not even the time.
+    view: View | None
+
+
+class Queued(NamedTuple):
+    """What became of a submission."""
+
+    # In order; the last ones may have found no room.
+    entry_ids: list[bytes]
+    held: int
+    # Lanes that count against the bound.
+    lanes: int
+
+
+class Added(NamedTuple):
+    """What became of entries that were added by plain commands."""
+
+    # For each its id, or what came in its place.
+    entry_ids: list[bytes | RedisFailure]
+    held: int
+    lanes: int
+    # Why batchers may not know of them; None if they do.
+    failure: RedisFailure | None
+
+
+class Line(msgspec.Struct, frozen=True):
+    """What is said of a stream: its name in every shard, its model, what it adds to an entry's time for its place in
+    the order, and whether its lane counts against the bound on lanes.
+    """
+
+    field: bytes
+    model: str
+    offset_ms: int
+    is_bound: bool
+
+    @property
+    def about(self) -> bytes:
+        """As scripts read it."""
+        return b"%d %b %b" % (self.offset_ms, b"b" if self.is_bound else b"-", self.model.encode())
+
+
+class Budget(msgspec.Struct):
+    """What may be taken for one model: batches not begun, and room in those that are."""
+
+    model: str
+    batches: int
+    largest: int
+    rooms: dict[bytes, int]
+
+    def allows(self, head: Head) -> bool:
+        """Whether something of this stream may be taken."""
+        return self.model == head.model and (self.batches > 0 or self.rooms.get(head.lane, 0) > 0)
+
+
+class Swept(NamedTuple):
+    """What a part of a sweep left."""
+
+    # 0 after the last part.
+    cursor: int
+    held: int
+    unread: int
+
+
+class Finished(NamedTuple):
+    """What became of a task's result."""
+
+    was_first: bool
+    # Names of the gateways where somebody waits for it.
+    gateways: bytes
+
+
+class LetterHeads(NamedTuple):
+    """Some letters of a shard."""
+
+    total: int
+    # The highest id that it ever gave.
+    last: int
+    # Id, head, bytes of parameters and input.
+    rows: list[tuple[int, bytes, int]]
+
+
+class Steps:
+    """The steps that gateways and batchers take in one deployment's Redis."""
+
+    def __init__(self, nodes: Nodes, keys: Keys, now_ms: Callable[[], bytes] = lambda: b"") -> None:
+        self.nodes = nodes
+        self.keys = keys
+        # Tests may say what time it is.
+        self._now_ms = now_ms
+
+    # Into the queue.
+
+    def add(self, shard: Shard, line: Line, header: bytes, owner: str, values: list[Any], done: Done[Added]) -> None:
+        """Queue where no bound is near: Redis adds entries by plain commands in half the time that a script takes.
+
+        `values`: of each the length and its parts (records.value_parts). A few more than the bounds may come in this
+        way, as many as other gateways add in one turn.
+        """
+        now = self._now_ms()
+        beginning = pack_beginning(b"XADD", shard.stream(line.field), now + b"-*" if now else b"*", header)
+        entry_ids: list[Any] = []
+        self.nodes.send_all(shard.slot, entry_ids.append, [pack_rest(beginning, *value) for value in values])
+
+        def arrived(reply: Any) -> None:
+            known = read(reply, lambda reply: (int(reply[0]), int(reply[1])))
+            failure = known if isinstance(known, RedisFailure) else None
+            held, lanes = (0, 0) if isinstance(known, RedisFailure) else known
+            missing = [Unreadable("no reply came")] * (len(values) - len(entry_ids))
+            done(Added([*entry_ids, *missing], held, lanes, failure))
+
+        self._run(ARRIVED, shard, (line.field, line.about, len(values), now, owner), arrived)
+
+    def submit(
+        self,
+        shard: Shard,
+        line: Line,
+        header: bytes,
+        owner: str,
+        values: Sequence[bytes],
+        done: Done[Queued],
+        *,
+        held_max: int,
+        lanes_max: int,
+        tasks: Sequence[str] = (),
+        letter: bytes = b"",
+        eval_on: Nodes | None = None,
+    ) -> None:
+        """Queue as many as there is room for. `tasks`: their ids; `letter`: the dead letter that becomes one.
+
+        `eval_on`: other connections, on which nothing is sent again behind what follows.
+        """
+        about = (line.field, line.about, held_max, lanes_max, self._now_ms(), header, owner, letter)
+        arguments: list[Argument] = [*about, len(values), *values, *tasks]
+        if eval_on is None:
+            self._run(SUBMIT, shard, arguments, reading(read_queued, done))
+        else:
+            eval_on.send(shard.slot, reading(read_queued, done), b"EVAL", SUBMIT.source, 1, shard.counts, *arguments)
+
+    def cancel(self, shard: Shard, entries: Iterable[tuple[bytes, bytes]], done: Done[list[bool]]) -> None:
+        """Delete entries (field, id) that nobody took; says of each whether it was deleted."""
+        arguments = [part for entry in entries for part in entry]
+        self._run(CANCEL, shard, arguments, reading(lambda reply: [bool(each) for each in reply], done))
+
+    # Out of the queue.
+
+    def look_at(self, shard: Shard, models: Sequence[str], done: Done[View]) -> None:
+        """What waits in a shard."""
+        arguments: list[Argument] = [self._now_ms(), len(models), *models]
+        self._run(LEVEL, shard, arguments, reading(lambda reply: read_view(reply, models), done))
+
+    def read(
+        self,
+        shard: Shard,
+        consumer: bytes,
+        models: Sequence[str],
+        reads: Sequence[tuple[bytes, int]],
+        done: Callable[[Taken | RedisFailure], None],
+    ) -> None:
+        """Take so many from each of these streams. A plain read costs Redis a quarter of a script that has to carry
+        the entries; the script behind it only counts.
+        """
+        streams: list[Stream] = []
+        for field, number in reads:
+
+            def came(reply: Any, field: bytes = field) -> None:
+                # None: nothing was there. An error: the stream was tidied away.
+                found = read(reply, lambda reply: reply[0][1]) if reply is not None else None
+                if isinstance(found, list):
+                    streams.append(Stream(field, found))
+
+            group = (b"XREADGROUP", b"GROUP", GROUP, consumer)
+            self.nodes.send(shard.slot, came, *group, b"COUNT", number, b"STREAMS", shard.stream(field), b">")
+
+        def levelled(reply: Any) -> None:
+            view = read(reply, lambda reply: read_view(reply, models))
+            if isinstance(view, RedisFailure) and not streams:
+                done(view)
+            else:
+                done(Taken(streams, None if isinstance(view, RedisFailure) else view))
+
+        arguments: list[Argument] = [self._now_ms(), len(models), *models]
+        arguments += [part for pair in reads for part in pair]
+        self._run(LEVEL, shard, arguments, levelled)
+
+    def take(
+        self, shard: Shard, consumer: bytes, lines: Iterable[bytes], budgets: Sequence[Budget], done: Done[Taken]
+    ) -> None:
+        """Take the best that free slots can use, in whole batches."""
+        arguments = (consumer, self._now_ms(), *lines, b"", *budget_arguments(budgets))
+        self._run(TAKE, shard, arguments, reading(lambda reply: read_taken(reply, budgets, 2), done))
+
+    def has_lapsed(self, shard: Shard, lease_ms: int, done: Done[bool]) -> None:
+        """Whether a lease is over."""
+        self._run(LAPSED, shard, (lease_ms,), reading(bool, done))
+
+    def claim(self, shard: Shard, consumer: bytes, lease_ms: int, budgets: Sequence[Budget], done: Done[Taken]) -> None:
+        """Take entries whose leases are over."""
+        arguments = (consumer, self._now_ms(), lease_ms, *budget_arguments(budgets))
+        self._run(CLAIM, shard, arguments, reading(lambda reply: read_taken(reply, budgets, 3), done))
+
+    def uncount(self, shard: Shard, field: bytes, consumer: bytes, entry_id: bytes, deliveries: int) -> None:
+        """An entry that this batcher has keeps its lease, and has been delivered so often."""
+        claim = (b"XCLAIM", shard.stream(field), GROUP, consumer, 0, entry_id)
+        self.nodes.send(shard.slot, ignore, *claim, b"IDLE", 0, b"RETRYCOUNT", deliveries, b"JUSTID")
+
+    def renew(
+        self, shard: Shard, consumer: bytes, ids: Mapping[bytes, Sequence[bytes]], done: Done[set[tuple[bytes, bytes]]]
+    ) -> None:
+        """Keep leases, by stream; tells of those (field, id) that are lost."""
+
+        def lost(reply: Any) -> set[tuple[bytes, bytes]]:
+            return set(zip(reply[::2], reply[1::2], strict=True))
+
+        self._run(RENEW, shard, (consumer, *ids_arguments(ids)), reading(lost, done))
+
+    def release(
+        self, shard: Shard, consumer: bytes, ids: Mapping[bytes, Sequence[bytes]], done: Callable[[Any], None]
+    ) -> None:
+        """Let others have entries that were not sent."""
+        self._run(RELEASE, shard, (consumer, *ids_arguments(ids)), done)
+
+    def forget_entries(self, shard: Shard, ids: Mapping[bytes, Sequence[bytes]], done: Done[int]) -> None:
+        """They have their outcomes."""
+        self._run(DONE, shard, (self._now_ms(), *ids_arguments(ids)), reading(int, done))
+
+    def sweep(self, shard: Shard, cursor: int, consumer_gone_ms: int, letters_kept_ms: int, done: Done[Swept]) -> None:
+        """Tidy up a part of a shard."""
+        arguments = (cursor, self._now_ms(), consumer_gone_ms, letters_kept_ms)
+        self._run(SWEEP, shard, arguments, reading(lambda reply: Swept(*map(int, reply)), done))
+
+    # Outcomes.
+
+    def reply(self, gateway: bytes, reply: bytes, done: Callable[[Any], None], *, by_script: bool = False) -> None:
+        """Write into the stream of a gateway, if that lives; by a script also where Redis has no memory left."""
+        stream = self.keys.replies(gateway)
+        slot = self.keys.slot_of(stream)
+        if by_script:
+            self.nodes.run(REPLY, slot, (stream,), (reply,), done)
+        else:
+            self.nodes.send(slot, done, b"XADD", stream, b"NOMKSTREAM", b"*", b"r", reply)
+
+    def finish_task(
+        self,
+        shard: Shard,
+        field: bytes,
+        entry_id: bytes,
+        task_id: str,
+        status: bytes,
+        result: bytes,
+        letter: bytes,
+        done: Done[Finished],
+        *,
+        kept_ms: int,
+        letters_max: int,
+    ) -> None:
+        """Give a task its result, if it has none, keep its letter, and acknowledge its entry."""
+        kept = (status, result, kept_ms, self._now_ms(), letter)
+        arguments = (task_id, field, entry_id, *kept, shard.number, letters_max)
+        self._run(FINISH, shard, arguments, reading(lambda reply: Finished(bool(reply[0]), reply[1]), done))
+
+    def look_at_task(self, task_id: str, gateway: bytes, done: Callable[[Any], None]) -> None:
+        """A task's state; the gateway is told when it has an outcome."""
+        self._run(LOOK, self.keys.shard_of_task(task_id), (task_id, gateway), done)
+
+    def read_task(self, task_id: str, done: Callable[[Any], None]) -> None:
+        """A task's state."""
+        shard = self.keys.shard_of_task(task_id)
+        self.nodes.send(shard.slot, done, b"HMGET", shard.task(task_id), b"s", b"o", b"t", b"r")
+
+    def remove_task(self, task_id: str, done: Done[bytes | None]) -> None:
+        """Remove a task; tells which gateways wait for it, or None if there was no such task."""
+        self._run(FORGET, self.keys.shard_of_task(task_id), (task_id,), done)
+
+    # Dead letters.
+
+    def bury(
+        self, shard: Shard, letters_max: int, owner: str, letter: bytes, value: bytes, done: Callable[[Any], None]
+    ) -> None:
+        """Keep a letter."""
+        self._run(BURY, shard, (self._now_ms(), shard.number, letters_max, owner, letter, value), done)
+
+    async def letters(self, shard: Shard, after: int, limit: int, bytes_max: int) -> LetterHeads:
+        """Some letters of one shard, maybe fewer than asked for; none only if there are no more."""
+        total, last, *rows = await self._ask(LETTERS, shard, (after, limit, bytes_max))
+        heads = zip(rows[::3], rows[1::3], rows[2::3], strict=True)
+        return LetterHeads(total, int(last), [(int(letter_id), head, size) for letter_id, head, size in heads])
+
+    async def drop_letters(self, shard: Shard, letter: bytes = b"") -> int:
+        """Remove one, or all; returns how many there were."""
+        dropped: int = await self._ask(DROP, shard, (letter,))
+        return dropped
+
+    # How.
+
+    def _run(self, script: Script, shard: Shard, arguments: Sequence[Argument], done: Callable[[Any], None]) -> None:
+        self.nodes.run(script, shard.slot, (shard.counts,), arguments, done)
+
+    async def _ask(self, script: Script, shard: Shard, arguments: Sequence[Argument]) -> Any:
+        return await self.nodes.ask_script(script, shard.slot, (shard.counts,), arguments)
+
+
+def read(reply: Any, understand: Callable[[Any], Found]) -> Found | RedisFailure:
+    """What a reply says, if it says what it should."""
+    if isinstance(reply, RedisFailure):
+        return reply
+    try:
+        return understand(reply)
+    except (TypeError, ValueError, IndexError, AttributeError) as fault:
+        return Unreadable(f"a reply of Redis cannot be understood ({type(fault).__name__})")
+
+
+def reading(understand: Callable[[Any], Found], done: Done[Found]) -> Callable[[Any], None]:
+    """Have `done` told what a reply says."""
+    return lambda reply: done(read(reply, understand))
+
+
+def read_view(reply: Any, models: Sequence[str]) -> View:
+    """From `view_of` in common.lua."""
+    now_ms, unread, *heads = reply
+    found = [
+        Head(bytes(flat[at]), model, float(flat[at + 1]), int(flat[at + 2]))
+        for model, flat in zip(models, heads, strict=True)
+        for at in range(0, len(flat), 3)
+    ]
+    return View(int(now_ms), max(int(unread), 0), sorted(found, key=lambda head: (head.place, head.field)))
+
+
+def read_taken(reply: Any, budgets: Sequence[Budget], step: int) -> Taken:
+    """A view, and behind it the parts of each stream."""
+    view, *parts = reply
+    streams = [Stream(*parts[at : at + step]) for at in range(0, len(parts), step)]
+    return Taken(streams, read_view(view, [budget.model for budget in budgets]))
+
+
+def read_queued(reply: Any) -> Queued:
+    """The ids follow the first one without a gap."""
+    first, number, held, lanes = reply
+    milliseconds, _, sequence = first.partition(b"-")
+    ids = [b"%b-%d" % (milliseconds, int(sequence) + position) for position in range(number)]
+    return Queued(ids, int(held), int(lanes))
+
+
+def budget_arguments(budgets: Sequence[Budget]) -> list[Argument]:
+    """As the scripts want them."""
+    arguments: list[Argument] = []
+    for budget in budgets:
+        arguments += (budget.model, budget.batches, budget.largest, len(budget.rooms))
+        arguments += [part for room in budget.rooms.items() for part in room]
+    return arguments
+
+
+def ids_arguments(ids: Mapping[bytes, Sequence[bytes]]) -> list[Argument]:
+    """As the scripts want them: field, number of ids, ids; and again for the next stream."""
+    arguments: list[Argument] = []
+    for field, entry_ids in ids.items():
+        arguments += (field, len(entry_ids), *entry_ids)
+    return arguments
