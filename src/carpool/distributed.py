@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,18 +26,20 @@ from carpool.broker.redis.keys import Keys, line_name
 from carpool.broker.redis.memory_watch import MemoryWatch
 from carpool.broker.redis.nodes import Nodes
 from carpool.broker.redis.registry import Registry
+from carpool.broker.redis.states import RequestStates
 from carpool.broker.redis.tasks import RedisTasks, TaskResults
 from carpool.composition import Process, face_settings, http_limits
 from carpool.config import ConfigError, Role, broker_address, require_upstream
 from carpool.core.clock import monotonic
 from carpool.core.errors import CarpoolError, Draining
-from carpool.core.request import Request
-from carpool.core.tally import SECONDS_BOUNDS, Histogram
+from carpool.core.request import QUEUED, state_of
+from carpool.face.http.admin import FoundRequest
 from carpool.face.http.gateway import GatewayRoutes
 from carpool.face.http.openapi import gateway_openapi
 from carpool.face.http.server import HttpServer
 from carpool.service import ModelFace, ModelService, named_models
 from carpool.settings import Settings
+from carpool.telemetry.metrics import Value
 
 logger = logging.getLogger("carpool")
 
@@ -114,6 +116,7 @@ class DistributedProcess(Process):
             self._make_feed()
         self.tasks = self._make_tasks()
         self._opened.callback(self.tasks.close)
+        self.states = RequestStates(self.nodes, self.keys, lease_ms=broker.lease_ms)
         self.availability = {name: FleetAvailability() for name in named}
         if self.is_gateway:
             self._make_front(list(named))
@@ -248,7 +251,9 @@ class DistributedProcess(Process):
             letters_max_per_shard=LETTERS_A_SHARD_MAX,
             buried=self.dead_letters.count,
         )
-        self.answers = Answers(self.nodes, self.keys, results, self.name)
+        self.answers = Answers(
+            self.nodes, self.keys, results, self.name, outcomes=self.local.outcomes, waited=self.local.waited
+        )
         self.feed = Feed(
             self.nodes,
             self.keys,
@@ -417,58 +422,56 @@ class DistributedProcess(Process):
         else:
             answer(None)
 
-    def find_request(self, request_id: str) -> Request | None:
-        """A live or recent request."""
-        recent = self.routes.find_recent(request_id) if self.is_gateway else None
-        if recent is None and self.local is not None:
-            recent = next((r for r in self.local.waiting_requests() if r.id == request_id), None)
-        return recent
+    def find_request(self, request_id: str, answer: FoundRequest) -> None:
+        """Tell how a request is that this process has or had lately, or a task: those any process knows."""
+        request = self.routes.find_recent(request_id) if self.is_gateway else None
+        if request is None and self.local is not None:
+            request = next((r for r in self.local.waiting_requests() if r.id == request_id), None)
+        if request is None or (request.is_task and request.phase == QUEUED):  # it is in Redis
+            self.states.of_task(request_id, answer)
+            return
+        state = state_of(request, monotonic())
+        if self.front is not None and (place := self.front.place_of(request)) is not None:
+            self.states.of_entry(*place, state, answer)
+        else:
+            answer(state)
 
-    def outcomes(self) -> Mapping[str, int]:
-        """Requests that got an outcome, by code: at the door, and in direct mode."""
-        counts = dict(self.front.outcomes) if self.front is not None else {}
-        if self.local is not None and self.role != "serve":
-            for code, number in self.local.outcomes.items():
-                counts[code] = counts.get(code, 0) + number
-        return counts
-
-    def buried(self) -> Mapping[str, int]:
-        """Requests that became dead letters, by cause."""
-        return self.dead_letters.buried
-
-    def queue_wait_seconds(self) -> Histogram:
-        """Seconds that requests waited for a slot."""
-        if self.front is not None:
-            return self.front.waited
-        return self.local.waited if self.local is not None else Histogram(SECONDS_BOUNDS)
-
-    def gauges(self) -> Mapping[str, tuple[str, float]]:
-        """Further values of the moment."""
-        values: dict[str, tuple[str, float]] = {
-            "carpool_queue_unread": ("Requests that wait in Redis for a batcher.", self.depth.unread()),
-            "carpool_broker_memory_share": ("Share of the memory of Redis that is used.", self.memory.fraction),
-            "carpool_dead_letters": ("Dead letters that are kept.", self.desk.total()),
-            "carpool_live_gateways": ("Gateways heard of lately.", len(self.registry.view.live_gateways())),
-            "carpool_live_batchers": ("Batchers heard of lately.", len(self.registry.view.live_batchers())),
+    def numbers(self) -> dict[str, Value]:
+        """What `/metrics` shows of this process as a whole."""
+        view, counted = self.registry.view, self.front or self.local
+        assert counted is not None
+        numbers: dict[str, Value] = {
+            "carpool_requests": counted.outcomes,
+            "carpool_queue_wait_seconds": counted.waited,
+            "carpool_dead_letters": self.dead_letters.buried,
+            "carpool_dead_letters_lost": self.dead_letters.failures,
+            "carpool_dead_letters_kept": self.desk.total(),
+            "carpool_broker_memory_share": self.memory.fraction,
+            "carpool_broker_memory_bytes": self.memory.used_bytes,
+            "carpool_queue_unread": self.depth.unread(),
+            "carpool_live_gateways": len(view.live_gateways()),
+            "carpool_live_batchers": len(view.live_batchers()),
+            "carpool_heartbeat_failures": self.registry.failures,
         }
         if self.front is not None:
-            mode = MODE_NUMBERS[self.front.mode]
-            connections = len(self.server.connections) if self.server is not None else 0
-            values["carpool_broker_mode"] = ("0: down, 1: over Redis, 2: direct.", mode)
-            values["carpool_connections"] = ("Open client connections.", connections)
-            values["carpool_held_requests"] = ("Requests admitted and without an outcome.", self.front.held)
-            values["carpool_held_bytes"] = ("Bytes of their inputs.", self.front.held_bytes)
-            values["carpool_sent_again"] = ("Requests sent again because Redis was lost.", self.front.sent_again)
-            values["carpool_late_outcomes"] = ("Outcomes for which nobody waited any more.", self.front.late_outcomes)
+            # What a gateway that is no batcher has in its local broker came to it in direct mode.
+            direct = None if self.is_batcher else self.local
+            numbers |= {
+                "carpool_broker_mode": MODE_NUMBERS[self.front.mode],
+                "carpool_held_requests": self.front.held + (direct.held if direct is not None else 0),
+                "carpool_held_bytes": self.front.held_bytes + (direct.held_bytes if direct is not None else 0),
+                "carpool_sent_again": self.front.sent_again,
+                "carpool_late_outcomes": self.front.late_outcomes,
+            }
         if self.feed is not None and self.answers is not None:
-            values["carpool_entries_taken"] = ("Entries taken from Redis.", self.feed.taken)
-            values["carpool_entries_claimed"] = ("Entries claimed after their lease had ended.", self.feed.claimed)
-            values["carpool_leases_lost"] = ("Leases that another batcher took over.", self.feed.leases_lost)
-            values["carpool_outcomes_unconfirmed"] = (
-                "Outcomes that Redis has not taken yet.",
-                self.answers.unconfirmed,
-            )
-        return values
+            numbers |= {
+                "carpool_entries_taken": self.feed.taken,
+                "carpool_entries_claimed": self.feed.claimed,
+                "carpool_leases_lost": self.feed.leases_lost,
+                "carpool_outcomes_unconfirmed": self.answers.unconfirmed,
+                "carpool_outcome_retries": self.answers.retries,
+            }
+        return super().numbers() | numbers
 
 
 def waiting_in_redis(feed: Feed, service: ModelService) -> int:

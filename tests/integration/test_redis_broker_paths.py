@@ -174,7 +174,7 @@ async def test_two_gateways_and_two_batchers(workshop: Workshop) -> None:
 
     async def both_have_worked() -> bool:
         await asyncio.gather(*(clients.ask() for _ in range(50)), *(clients.run_task() for _ in range(10)))
-        taken = [await place.process.metric("carpool_entries_taken") for place in fleet.batchers]
+        taken = [await place.process.metric("carpool_entries_taken_total") for place in fleet.batchers]
         return all(number >= 50 for number in taken)
 
     await until(both_have_worked)

@@ -94,6 +94,8 @@ class Journal:
         self._burying_bytes = 0
         # Every cause from the start: an alert on an increase needs the zero before the first one.
         self._buried = dict.fromkeys(dead_letter_causes(), 0)
+        # Synchronous requests that should have become dead letters, and did not.
+        self.letters_lost = 0
         self._is_closing = False
         self._closed = asyncio.Event()
         self._writer = Writer(
@@ -178,13 +180,15 @@ class Journal:
         self._count(dead_letter)
         size = size_of(record)
         if self._is_closing or self._burying >= BURYING_MAX or self._burying_bytes + size > BURYING_BYTES_MAX:
+            self.letters_lost += 1
             return
         self._burying += 1
         self._burying_bytes += size
 
-        def done(_: object) -> None:
+        def done(was_kept: object) -> None:
             self._burying -= 1
             self._burying_bytes -= size
+            self.letters_lost += was_kept is not True  # no room, or the disk did not take it
 
         self._put(Bury(record.id, done, 0, Burial(record, dead_letter, time.time())))
 

@@ -129,10 +129,10 @@ class RedisFront:
         self._held_in = [0] * len(keys.shards)
         self._deadlines = Deadlines()
         self._loop = asyncio.get_running_loop()
-        # For metrics.
+        # For metrics. The local broker counts what it settles in direct mode, and that belongs to the same sum.
         self.arrivals = dict.fromkeys(models, 0)
-        self.outcomes: dict[str, int] = {}
-        self.waited = Histogram(SECONDS_BOUNDS)
+        self.outcomes: dict[str, int] = {} if local is None else local.outcomes
+        self.waited = Histogram(SECONDS_BOUNDS) if local is None else local.waited
         self.sent_again = 0
         self.late_outcomes = 0
         self.replies = ReplyReader(nodes, keys, name, came=self.reply_came, changed=self.nodes_changed)
@@ -149,7 +149,9 @@ class RedisFront:
         if self.mode != "redis":
             if self._local is None:
                 return BrokerDown("Redis cannot be reached; try again soon", retry_after_s=1)
-            return self._local.submit(request)
+            refusal = self._local.submit(request)
+            self.arrivals[request.model] += refusal is None
+            return refusal
         if self._is_memory_full():
             return BrokerMemoryFull("the memory of Redis is nearly full; try again soon", retry_after_s=1)
         self.held += 1
@@ -266,6 +268,12 @@ class RedisFront:
         request.settle(outcome, self._clock())
         code = request.result_code
         self.outcomes[code] = self.outcomes.get(code, 0) + 1  # bounded: codes come from the error tree
+
+    def place_of(self, request: Request) -> tuple[Shard, bytes, bytes] | None:
+        """Shard, field and id of a parked request's entry, if Redis has told it."""
+        parcel: Parcel | None = request.held_by if self._is_parked(request) else None
+        entry_id = None if parcel is None else entry_of(parcel, request)
+        return None if parcel is None or entry_id is None else (parcel.shard, parcel.line.field, entry_id)
 
     def _is_parked(self, request: Request) -> bool:
         return self._parked.get(request.number) is request

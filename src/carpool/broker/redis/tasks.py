@@ -259,9 +259,11 @@ class TaskResults:
         result: bytes,
         letter: bytes,
         done: Callable[[bool], None],
+        counts: Callable[[], None] = lambda: None,
     ) -> None:
         """Give a task its result, if it has none, and acknowledge its entry; `letter` (dead_letters.letter_of) is
         kept with it unless it is empty. `done(False)` if Redis did not say that this was done: then try again.
+        `counts` is called if this result is the first.
         """
 
         def replied(reply: Any) -> None:
@@ -269,8 +271,10 @@ class TaskResults:
                 done(False)
                 return
             was_first, gateways = reply
-            if was_first and letter:
-                self._buried(cause_of(letter))
+            if was_first:
+                counts()
+                if letter:
+                    self._buried(cause_of(letter))
             if gateways:
                 self._tellings.tell(gateways, task_id)
             done(True)

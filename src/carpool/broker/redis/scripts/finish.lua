@@ -20,7 +20,7 @@ if is_first then
       bury(KEYS[4], KEYS[5], counts, body, now, tonumber(ARGV[7]), tonumber(ARGV[8]))
     end
   end
-  redis.call('HDEL', task, 'f', 'e', 'w')
+  redis.call('HDEL', task, 'f', 'w') -- the id of its entry tells when it was submitted
   redis.call('PEXPIRE', task, ARGV[4])
 end
 local was_pending = redis.call('XACK', stream, GROUP, entry_id) == 1
