@@ -25,14 +25,15 @@ from carpool.broker.redis.front import Mode, RedisFront
 from carpool.broker.redis.keys import Keys, line_name
 from carpool.broker.redis.memory_watch import MemoryWatch
 from carpool.broker.redis.nodes import Nodes
+from carpool.broker.redis.records import Reply
 from carpool.broker.redis.registry import Registry
 from carpool.broker.redis.states import RequestStates
 from carpool.broker.redis.tasks import RedisTasks, TaskResults
 from carpool.composition import Process, face_settings, http_limits
 from carpool.config import ConfigError, Role, broker_address, require_upstream
 from carpool.core.clock import monotonic
-from carpool.core.errors import CarpoolError, Draining
-from carpool.core.request import QUEUED, state_of
+from carpool.core.errors import CarpoolError, ClientLeft, Draining
+from carpool.core.request import QUEUED, Request, RequestState, state_of
 from carpool.face.http.admin import FoundRequest
 from carpool.face.http.gateway import GatewayRoutes
 from carpool.face.http.openapi import gateway_openapi
@@ -116,7 +117,9 @@ class DistributedProcess(Process):
             self._make_feed()
         self.tasks = self._make_tasks()
         self._opened.callback(self.tasks.close)
-        self.states = RequestStates(self.nodes, self.keys, lease_ms=broker.lease_ms)
+        self.states = RequestStates(
+            self.nodes, self.keys, self.name, lease_ms=broker.lease_ms, others=self._other_gateways
+        )
         self.availability = {name: FleetAvailability() for name in named}
         if self.is_gateway:
             self._make_front(list(named))
@@ -284,6 +287,7 @@ class DistributedProcess(Process):
             replicas_timeout_ms=broker.replicas_timeout_ms,
             durable_nodes=self._connect(broker.replicas_timeout_ms) if broker.replicas else None,
             is_memory_full=lambda: self.memory.is_full,
+            cancelled=self._task_cancelled,
         )
 
     def _make_front(self, models: list[str]) -> None:
@@ -300,6 +304,7 @@ class DistributedProcess(Process):
             local=self.local,
             is_memory_full=lambda: self.memory.is_full,
             task_finished=self.tasks.finished,
+            looked_for=self._looked_for,
             mode_changed=lambda mode: self._fleet_changed(),
         )
         self._opened.callback(self.front.close)
@@ -349,6 +354,17 @@ class DistributedProcess(Process):
                 availability.is_down = self.registry.is_fresh() and view.healthy_slots(name) == 0
             else:
                 availability.is_down = now - self._batchers_seen > BATCHERS_GONE_S
+
+    def _task_cancelled(self) -> None:
+        """Somebody deleted a task that had no outcome: that is its outcome."""
+        counts, code = self._counted().outcomes, ClientLeft.code
+        counts[code] = counts.get(code, 0) + 1
+
+    def _counted(self) -> RedisFront | MemoryBroker:
+        """Where all outcomes of this process are counted: the two share their counts."""
+        counted = self.front or self.local
+        assert counted is not None
+        return counted
 
     def _heard_of_offenders(self, view: FleetView) -> None:
         """What one batcher has found out about an owner, all of them act upon."""
@@ -401,8 +417,11 @@ class DistributedProcess(Process):
         return {"status": status, "broker": mode, **health_numbers(self.registry.view, self.depth.unread())}
 
     def fleet(self) -> dict[str, Any]:
-        """What `/internal/fleet` shows: the whole fleet."""
-        return fleet_page(self.registry.view)
+        """What `/internal/fleet` shows: the whole fleet; while Redis is away, the endpoints that this process has."""
+        view = self.registry.view
+        if self.registry.is_fresh():
+            return fleet_page(view)
+        return fleet_page(view.all_silent()) | (super().fleet() if self.services else {})
 
     def check_ready(self, answer: Callable[[str | None], None]) -> None:
         """A gateway is ready when Redis answers and a batcher lives, or when it can do the work itself; a batcher when
@@ -423,23 +442,52 @@ class DistributedProcess(Process):
             answer(None)
 
     def find_request(self, request_id: str, answer: FoundRequest) -> None:
-        """Tell how a request is that this process has or had lately, or a task: those any process knows."""
+        """Tell how a request is: one of this process, a task, or one of another gateway."""
+
+        def told_of_task(state: RequestState | CarpoolError | None) -> None:
+            if state is None and self.is_gateway:
+                self.states.elsewhere(request_id, answer)
+            else:
+                answer(state)
+
+        if (request := self._find_own(request_id)) is not None:
+            self._tell_own(request, answer)
+        else:
+            self.states.of_task(request_id, told_of_task)
+
+    def _find_own(self, request_id: str) -> Request | None:
+        """A live or recent request of this process; None for a task that Redis has."""
         request = self.routes.find_recent(request_id) if self.is_gateway else None
         if request is None and self.local is not None:
             request = next((r for r in self.local.waiting_requests() if r.id == request_id), None)
-        if request is None or (request.is_task and request.phase == QUEUED):  # it is in Redis
-            self.states.of_task(request_id, answer)
-            return
+        return None if request is not None and request.is_task and request.phase == QUEUED else request
+
+    def _tell_own(self, request: Request, answer: FoundRequest) -> None:
         state = state_of(request, monotonic())
         if self.front is not None and (place := self.front.place_of(request)) is not None:
             self.states.of_entry(*place, state, answer)
         else:
             answer(state)
 
+    def _looked_for(self, reply: Reply) -> None:
+        """Another gateway looks for a request, or has found one that this one looks for."""
+        for request_id, state in reply.found:
+            self.states.told(request_id, state)
+        for gateway, request_id in reply.wanted:
+            if (request := self._find_own(request_id)) is not None:
+                self._tell_own(request, partial(self._tell_other, gateway, request_id))
+
+    def _tell_other(self, gateway: bytes, request_id: str, state: RequestState | CarpoolError | None) -> None:
+        if isinstance(state, RequestState):
+            self.states.tell(gateway, request_id, state)
+
+    def _other_gateways(self) -> list[bytes]:
+        names = [member.name.encode() for member in self.registry.view.live_gateways()]
+        return [name for name in names if name != self.name]
+
     def numbers(self) -> dict[str, Value]:
         """What `/metrics` shows of this process as a whole."""
-        view, counted = self.registry.view, self.front or self.local
-        assert counted is not None
+        view, counted = self.registry.view, self._counted()
         numbers: dict[str, Value] = {
             "carpool_requests": counted.outcomes,
             "carpool_queue_wait_seconds": counted.waited,

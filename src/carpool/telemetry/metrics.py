@@ -43,7 +43,7 @@ METRICS = (
         ("outcome",),
         "all",
         "Requests that got an outcome: `ok` or the code of an error. Synchronous ones count at their gateway, in "
-        "direct mode too; tasks count where their result was written.",
+        "direct mode too; tasks where their result was written, or where they were deleted before (`client-left`).",
     ),
     Metric(
         "carpool_problems",

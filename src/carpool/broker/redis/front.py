@@ -93,6 +93,7 @@ class RedisFront:
         local: MemoryBroker | None = None,
         is_memory_full: Callable[[], bool] = lambda: False,
         task_finished: Callable[[str], None] = lambda task_id: None,
+        looked_for: Callable[[Reply], None] = lambda reply: None,
         mode_changed: Callable[[Mode], None] = lambda mode: None,
         clock: Clock = monotonic,
         now_ms: Callable[[], bytes] = lambda: b"",
@@ -108,6 +109,8 @@ class RedisFront:
         self._local = local
         self._is_memory_full = is_memory_full
         self._task_finished = task_finished
+        # Operators look for a request at some gateway.
+        self._looked_for = looked_for
         self._mode_changed = mode_changed
         self._clock = clock
         self._now_ms = now_ms
@@ -256,6 +259,8 @@ class RedisFront:
                 self._end(request, make_error(code, detail, retry_after_s))
         for task_id in reply.finished:
             self._task_finished(task_id)
+        if reply.wanted or reply.found:
+            self._looked_for(reply)
 
     def _end(self, request: Request, outcome: Outcome) -> None:
         """Settle a parked request and give back what it counts for."""

@@ -27,15 +27,26 @@ class TaskRemovals:
         self._doubtful: dict[str, int] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def remove(self, task_id: str, done: Callable[[bool | RedisFailure], None]) -> None:
-        """Remove a task; `done` says whether there was one. Gateways where somebody waits for it are told."""
+    def remove(
+        self,
+        task_id: str,
+        done: Callable[[bool | RedisFailure], None],
+        cancelled: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Remove a task; `done` says whether there was one, `cancelled` is called before if that had no result yet.
+
+        Gateways where somebody waits for it are told.
+        """
 
         def replied(reply: Any) -> None:
             if isinstance(reply, RedisFailure):
                 done(reply)
                 return
-            if reply:
-                self._tellings.tell(reply, task_id)
+            if reply is not None:
+                gateways, had_no_result = reply
+                self._tellings.tell(gateways, task_id)
+                if had_no_result:
+                    cancelled()
             done(reply is not None)
 
         shard = self._keys.shard_of_task(task_id)

@@ -58,12 +58,15 @@ class RedisTasks:
         replicas_timeout_ms: int = 200,
         durable_nodes: Nodes | None = None,
         is_memory_full: Callable[[], bool] = lambda: False,
+        cancelled: Callable[[], None] = lambda: None,
         clock: Clock = monotonic,
         now_ms: Callable[[], bytes] = lambda: b"",
     ) -> None:
         self._nodes = nodes
         self._keys = keys
         self._gateway = gateway
+        # Called for each task that was deleted here before it had its result.
+        self._cancelled = cancelled
         self._removals = TaskRemovals(nodes, keys)
         self._submissions = TaskSubmissions(
             nodes,
@@ -138,7 +141,7 @@ class RedisTasks:
                 poll.answer(UnknownTask("the task was deleted"))
             done(None if found else no_such_task())
 
-        self._removals.remove(task_id, deleted)
+        self._removals.remove(task_id, deleted, self._cancelled)
 
     def drain(self) -> None:
         """Long polls are answered with what there is."""

@@ -1,7 +1,7 @@
 -- Remove a task in any state, and its entry if nobody took it yet. Whoever took it finds no task for its result.
 -- KEYS: task, counts
 -- ARGV: prefix of the streams' names
--- Returns: names of the gateways where somebody waits for it; nil if there is no such task
+-- Returns: names of the gateways where somebody waits for it, 1 if it had no result; nil if there is no such task
 local state = redis.call('HMGET', KEYS[1], 's', 'f', 'e', 'w')
 if not state[1] then
   return false
@@ -15,4 +15,4 @@ if state[1] == 'P' then
   end
 end
 redis.call('DEL', KEYS[1])
-return state[4] or ''
+return { state[4] or '', state[1] == 'P' and 1 or 0 }
