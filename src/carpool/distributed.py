@@ -19,12 +19,15 @@ from carpool.broker.memory import MemoryBroker
 from carpool.broker.redis.answers import Answers
 from carpool.broker.redis.dead_letters import RedisDeadLetterBox, RedisDeadLetterDesk
 from carpool.broker.redis.depth import DepthWatch
+from carpool.broker.redis.doctor import Doctor
+from carpool.broker.redis.doctor_checks import Wants
 from carpool.broker.redis.feed import Feed
 from carpool.broker.redis.fleet_view import FleetView, fleet_page, health_numbers
 from carpool.broker.redis.front import Mode, RedisFront
 from carpool.broker.redis.keys import Keys, line_name
 from carpool.broker.redis.memory_watch import MemoryWatch
 from carpool.broker.redis.nodes import Nodes
+from carpool.broker.redis.persistence import PersistenceWatch
 from carpool.broker.redis.records import Reply
 from carpool.broker.redis.registry import Registry
 from carpool.broker.redis.states import RequestStates
@@ -90,6 +93,8 @@ class DistributedProcess(Process):
         self.feed: Feed | None = None
         self.answers: Answers | None = None
         self.local: MemoryBroker | None = None
+        # Where Redis must not write to a disk.
+        self.disks: PersistenceWatch | None = None
         self._batchers_seen = monotonic()
         self._rate = 0.0
         self._arrivals_then = 0
@@ -101,6 +106,8 @@ class DistributedProcess(Process):
         named = named_models(settings)
         self.targets = tuple(tier.target_ms / 1000 for tier in settings.tiers)
         self.keys = Keys(broker.namespace, broker.shards)
+        if broker.persistence == "forbidden":
+            await self._watch_disks()
         self.nodes = self._connect()
         self.memory = MemoryWatch(self.nodes, memory_max=broker.memory_max)
         self.depth = DepthWatch(self.nodes, self.keys)
@@ -217,6 +224,15 @@ class DistributedProcess(Process):
             self.local.expire(now)
 
     # The parts.
+
+    async def _watch_disks(self) -> None:
+        """Refuse to start where Redis writes to a disk, or does not tell; later, look again and again."""
+        wants = Wants(persistence="forbidden")
+        self.disks = PersistenceWatch(Doctor(broker_address(self.settings.broker), self.keys, wants))
+        if faults := await self.disks.faults():
+            raise ConfigError(faults)
+        self.disks.start()
+        self._opened.callback(self.disks.close)
 
     def _connect(self, patience_ms: int = 0) -> Nodes:
         broker = self.settings.broker
@@ -413,8 +429,10 @@ class DistributedProcess(Process):
     def health(self) -> dict[str, Any]:
         """The numbers of `/internal/health`: of the whole fleet."""
         mode = self.front.mode if self.front is not None else ("redis" if self._is_connected() else "down")
-        status = "draining" if self.draining else "ok"
-        return {"status": status, "broker": mode, **health_numbers(self.registry.view, self.depth.unread())}
+        numbers = {"broker": mode, **health_numbers(self.registry.view, self.depth.unread())}
+        if self.disks is not None and self.disks.found:
+            return {"status": "degraded", "problem": self.disks.found, **numbers}
+        return {"status": "draining" if self.draining else "ok", **numbers}
 
     def fleet(self) -> dict[str, Any]:
         """What `/internal/fleet` shows: the whole fleet; while Redis is away, the endpoints that this process has."""
@@ -501,6 +519,8 @@ class DistributedProcess(Process):
             "carpool_live_batchers": len(view.live_batchers()),
             "carpool_heartbeat_failures": self.registry.failures,
         }
+        if self.disks is not None:
+            numbers["carpool_broker_disks"] = bool(self.disks.found)
         if self.front is not None:
             # What a gateway that is no batcher has in its local broker came to it in direct mode.
             direct = None if self.is_batcher else self.local

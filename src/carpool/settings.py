@@ -273,6 +273,13 @@ class BrokerSettings(Section, frozen=True):
     replicas_timeout_ms: Annotated[
         Annotated[int, Meta(ge=1, le=60_000)], Meta(description="how long to wait for these replicas")
     ] = 200
+    persistence: Annotated[
+        Literal["allowed", "forbidden"],
+        Meta(
+            description="`forbidden`: refuse to start where a server of Redis writes to a disk (AOF, snapshots, files "
+            "for replicas), for payloads that must never be on one; a process that runs says so loudly"
+        ),
+    ] = "allowed"
     memory_max: Annotated[
         Annotated[int, Meta(ge=0)],
         Meta(

@@ -27,7 +27,7 @@ def keys() -> Keys:
     return Keys("doctor-" + secrets.token_hex(6))
 
 
-async def examine(url: str, keys: Keys, *, mend: bool = False, **wants: int) -> dict[str, Finding]:
+async def examine(url: str, keys: Keys, *, mend: bool = False, **wants: Any) -> dict[str, Finding]:
     findings = await Doctor(parse_broker_url(url), keys, Wants(**wants)).examine(mend=mend)
     assert all(finding.says for finding in findings)
     return {finding.check: finding for finding in findings}

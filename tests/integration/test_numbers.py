@@ -222,7 +222,7 @@ async def test_every_endpoint_has_a_state_and_was_heard_of(tmp_path: Path, redis
 
 
 async def test_every_metric_is_shown_by_those_who_should(tmp_path: Path, redis_server: RedisServer) -> None:
-    settings = {"broker.namespace": tmp_path.name}
+    settings = {"broker.namespace": tmp_path.name, "broker.persistence": "forbidden"}
     shown: dict[str, set[str]] = {}
 
     async def look(who: str, process: GatewayProcess) -> None:

@@ -141,6 +141,13 @@ METRICS = (
         "carpool_broker_memory_share", "gauge", (), "over Redis", "Share of the memory of the fullest primary used."
     ),
     Metric("carpool_broker_memory_bytes", "gauge", (), "over Redis", "Bytes that all primaries use, together."),
+    Metric(
+        "carpool_broker_disks",
+        "gauge",
+        (),
+        "over Redis",
+        "1 while a server of Redis writes to a disk though `broker.persistence` forbids it.",
+    ),
     Metric("carpool_queue_unread", "gauge", (), "over Redis", "Requests that wait in Redis for a batcher."),
     Metric("carpool_live_gateways", "gauge", (), "over Redis", "Gateways heard of lately."),
     Metric("carpool_live_batchers", "gauge", (), "over Redis", "Batchers heard of lately."),

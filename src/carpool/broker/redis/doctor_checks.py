@@ -43,10 +43,11 @@ class Wants(msgspec.Struct, frozen=True):
     replicas: int = 0
     memory_max: int = 0
     lease_ms: int = 1500
+    persistence: Literal["allowed", "forbidden"] = "allowed"
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
-    """What one primary told."""
+    """What one server told."""
 
     name: str
     info: Mapping[str, str]
@@ -102,7 +103,9 @@ def node_findings(node: NodeFacts, wants: Wants, *, is_replicated: bool) -> list
         check_answers(node),
         check_version(node.info),
         check_role(node.info),
-        check_persistence(node.info, node.config),
+        check_no_disk(node, is_replicated=is_replicated)
+        if wants.persistence == "forbidden"
+        else check_persistence(node.info, node.config),
         check_policy(node.info),
         check_memory(node.info, wants.memory_max),
         check_replicas(node.info, node.config, wants.replicas, is_replicated=is_replicated),
@@ -168,6 +171,41 @@ def check_persistence(info: Mapping[str, str], config: Mapping[str, str] | None)
     do = "CONFIG SET appendonly yes, and the same in redis.conf"
     says = "snapshots at most: when Redis ends, the tasks since the last snapshot are lost"
     return Finding("persistence", "warning", says, do)
+
+
+def check_no_disk(node: NodeFacts, *, is_replicated: bool) -> Finding:
+    """Whether a server keeps its data off its disk, where `broker.persistence` is "forbidden"."""
+    config = node.config
+    if config is None:
+        says = (
+            'broker.persistence is "forbidden", and CONFIG GET is refused here: nobody can tell what reaches the disk'
+        )
+        do = 'let this user run CONFIG GET (ACL: +config|get); else only broker.persistence = "allowed" is true'
+        return Finding("persistence", "problem", says, do)
+    # What writes, and the setting of Redis that ends it.
+    disks: list[tuple[str, str]] = []
+    if node.info.get("aof_enabled") != "0":
+        disks.append(("the AOF", "appendonly no"))
+    if config.get("save"):
+        disks.append((f"snapshots (save {config['save']})", 'save ""'))
+    has_replicas = is_replicated or node.info.get("role") != "master" or bool(replicas_of(node.info))
+    if has_replicas and config.get("repl-diskless-sync") != "yes":
+        disks.append(("a file for each replica that attaches", "repl-diskless-sync yes"))
+    if has_replicas and config.get("repl-diskless-load") in ("disabled", "on-empty-db"):
+        disks.append(("a file when it attaches as a replica", "repl-diskless-load swapdb"))
+    if not disks:
+        return Finding(
+            "persistence", "ok", 'nothing is written to a disk, as broker.persistence = "forbidden" wants it'
+        )
+    says = f'broker.persistence is "forbidden", and this server writes {" and ".join(what for what, _ in disks)}'
+    do = f"CONFIG SET {', CONFIG SET '.join(setting for _, setting in disks)}, and the same in redis.conf"
+    return Finding("persistence", "problem", says, f"{do}; remove the files that there are")
+
+
+def replicas_of(info: Mapping[str, str]) -> list[tuple[str, int]]:
+    """Host and port of the replicas that a server knows."""
+    facts = [dict(pair.split("=", 1) for pair in text.split(",")) for name, text in info.items() if _is_replica(name)]
+    return [(fact["ip"], int(fact["port"])) for fact in facts]
 
 
 def check_policy(info: Mapping[str, str]) -> Finding:

@@ -179,7 +179,8 @@ def admin_openapi() -> bytes:
         "type": "object",
         "required": ["status", "gpu_utilization", "queue_depth", "requests_per_second"],
         "properties": {
-            "status": {"enum": ["ok", "draining"]},
+            "status": {"enum": ["ok", "draining", "degraded"]},
+            "problem": {"type": "string", "description": "what is wrong, and what to change, where it is degraded"},
             "gpu_utilization": {"type": "number"},
             "queue_depth": {"type": "integer"},
             "requests_per_second": {"type": "number"},
