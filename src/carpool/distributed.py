@@ -25,6 +25,7 @@ from carpool.broker.redis.feed import Feed
 from carpool.broker.redis.fleet_view import FleetView, fleet_page, health_numbers
 from carpool.broker.redis.front import Mode, RedisFront
 from carpool.broker.redis.keys import Keys, line_name
+from carpool.broker.redis.letter_bounds import LetterBounds
 from carpool.broker.redis.memory_watch import MemoryWatch
 from carpool.broker.redis.nodes import Nodes
 from carpool.broker.redis.persistence import PersistenceWatch
@@ -111,10 +112,16 @@ class DistributedProcess(Process):
         self.nodes = self._connect()
         self.memory = MemoryWatch(self.nodes, memory_max=broker.memory_max)
         self.depth = DepthWatch(self.nodes, self.keys)
+        self.letter_bounds = LetterBounds(
+            letters_max=LETTERS_A_SHARD_MAX,
+            bytes_max=-(-settings.dead_letters.bytes_max // broker.shards),
+            ttl_ms=round(settings.tasks.dead_letter_ttl_s * 1000),
+            is_memory_short=lambda: self.memory.is_short,
+        )
         self.dead_letters = RedisDeadLetterBox(
             self.nodes,
             self.keys,
-            letters_max_per_shard=LETTERS_A_SHARD_MAX,
+            bounds=self.letter_bounds,
             kept=settings.dead_letters.synchronous,
         )
         if has_upstream(settings):  # a gateway may have none
@@ -267,7 +274,7 @@ class DistributedProcess(Process):
             self.nodes,
             self.keys,
             result_ttl_ms=round(settings.tasks.result_ttl_s * 1000),
-            letters_max_per_shard=LETTERS_A_SHARD_MAX,
+            letter_bounds=self.letter_bounds,
             buried=self.dead_letters.count,
         )
         self.answers = Answers(
@@ -284,7 +291,7 @@ class DistributedProcess(Process):
             line_offsets_ms=line_offsets_ms(settings),
             tier_target_s=self.targets,
             lease_ms=settings.broker.lease_ms,
-            dead_letter_ttl_ms=round(settings.tasks.dead_letter_ttl_s * 1000),
+            letter_bounds=self.letter_bounds,
         )
         for service in self.services:
             service.pool.when_slot_frees(self.feed.ring)
@@ -292,12 +299,14 @@ class DistributedProcess(Process):
             service.loop.company_comes = partial(company_comes, self.feed, service)
 
     def _make_tasks(self) -> RedisTasks:
-        broker = self.settings.broker
+        broker, stored_bytes_max = self.settings.broker, self.settings.tasks.stored_bytes_max
         return RedisTasks(
             self.nodes,
             self.keys,
             self.name,
             held_max=-(-broker.waiting_max // broker.shards),
+            input_bytes_max=-(-broker.bytes_max // broker.shards),
+            stored_bytes_max=-(-stored_bytes_max // broker.shards),
             lanes_max=broker.lanes_max,
             replicas=broker.replicas,
             replicas_timeout_ms=broker.replicas_timeout_ms,
@@ -512,6 +521,9 @@ class DistributedProcess(Process):
             "carpool_dead_letters": self.dead_letters.buried,
             "carpool_dead_letters_lost": self.dead_letters.failures,
             "carpool_dead_letters_kept": self.desk.total(),
+            "carpool_dead_letter_bytes": self.depth.letter_bytes(),
+            "carpool_dead_letters_dropped": self.letter_bounds.dropped,
+            "carpool_task_bytes": self.depth.task_bytes(),
             "carpool_broker_memory_share": self.memory.fraction,
             "carpool_broker_memory_bytes": self.memory.used_bytes,
             "carpool_queue_unread": self.depth.unread(),

@@ -336,6 +336,13 @@ class DeadLetterSettings(Section, frozen=True):
             "those that the upstream failed; or `none`"
         ),
     ] = "poison"
+    bytes_max: Annotated[
+        Count,
+        Meta(
+            description="bytes of dead letters kept in Redis, the oldest go; in the journal they have a quarter of "
+            "`tasks.stored_bytes_max`"
+        ),
+    ] = 256 * MIB
 
 
 class LogSettings(Section, frozen=True):

@@ -40,8 +40,8 @@ from carpool.core.ports import Broker, LaneQueue
 from carpool.core.request import DONE, Request, Waiter
 from carpool.testing import FakeClock
 from support.processes import PATIENCE_S, until
+from support.redis_tasks import letter_bounds
 
-LETTERS_MAX = 100
 STRICT_STEP_MS = 10**13
 
 Result = TypeVar("Result")
@@ -212,9 +212,8 @@ class RedisBroker:
             strict_order=strict_order,
             clock=clock,
         )
-        results = TaskResults(
-            nodes, self._keys, result_ttl_ms=60_000, letters_max_per_shard=LETTERS_MAX, now_ms=self._now_ms
-        )
+        bounds = letter_bounds()
+        results = TaskResults(nodes, self._keys, result_ttl_ms=60_000, letter_bounds=bounds, now_ms=self._now_ms)
         self._answers = Answers(nodes, self._keys, results, b"batcher", clock)
         self._offsets_ms = {
             line_name(tier, is_task): STRICT_STEP_MS * tier if strict_order else round(target_s * 1000)
@@ -227,10 +226,11 @@ class RedisBroker:
             b"batcher",
             self._local,
             self._answers,
-            RedisDeadLetterBox(nodes, self._keys, letters_max_per_shard=LETTERS_MAX, now_ms=self._now_ms),
+            RedisDeadLetterBox(nodes, self._keys, bounds=bounds, now_ms=self._now_ms),
             [SuiteModel(model) for model in MODELS],
             line_offsets_ms=self._offsets_ms,
             tier_target_s=TARGETS_S,
+            letter_bounds=bounds,
             clock=clock,
             now_ms=self._now_ms,
         )

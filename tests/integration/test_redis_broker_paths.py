@@ -78,9 +78,9 @@ class Workshop:
     async def _counted_entries(self) -> list[tuple[int, int]]:
         held = taken = 0
         for shard in self.keys.shards:
-            names = (shard.lanes, shard.counts, shard.letters)
+            names = (shard.lanes, shard.counts, shard.letters, shard.letter_bodies)
             reply: Any = await self.client.eval(AUDIT.source, len(names), *names, shard.stream(b""))  # type: ignore[arg-type]
-            _, counted, _, truly, unread = reply[:5]
+            _, counted, _, _, truly, unread = reply[:6]
             if counted != truly:
                 return []
             held += truly

@@ -13,16 +13,17 @@ import pytest
 
 from carpool.broker.redis import feed as feed_module
 from carpool.broker.redis.answers import UNCONFIRMED_MAX
+from carpool.broker.redis.dead_letters import RedisDeadLetterBox
 from carpool.broker.redis.feed import LOOKS_A_LEASE
 from carpool.broker.redis.tasks import RedisTasks
 from carpool.core.clock import monotonic
-from carpool.core.errors import CarpoolError, InternalError, QueueFull
+from carpool.core.errors import CarpoolError, InputRefused, InternalError, QueueFull
 from carpool.core.outcome import Output
-from carpool.testing import FakeClock
+from carpool.testing import FakeClock, Witness, make_request
 from support.processes import PATIENCE_S, until
 from support.redis_halves import NEVER_MS, Batcher, Halves, open_halves, until_seen
 from support.redis_servers import RedisServer, running_redis
-from support.redis_tasks import told
+from support.redis_tasks import letter_bounds, told
 
 ENTERPRISE, FREE = 0, 2
 
@@ -52,7 +53,15 @@ def task_names(number: int) -> list[str]:
 
 async def submit_tasks(halves: Halves, batcher: Batcher, names: list[str], value: bytes = b'"x"') -> RedisTasks:
     """Tasks that are accepted, over a batcher's connections."""
-    tasks = RedisTasks(batcher.nodes, halves.keys, b"g1", held_max=10_000, lanes_max=9)
+    tasks = RedisTasks(
+        batcher.nodes,
+        halves.keys,
+        b"g1",
+        held_max=10_000,
+        input_bytes_max=10**9,
+        stored_bytes_max=10**9,
+        lanes_max=9,
+    )
     gateway = await halves.gateway()
     for name in names:
         request = gateway.request(name, is_task=True, total_timeout_s=600.0, value=value)
@@ -214,6 +223,28 @@ class TestBells:
         await halves.client.delete(entry.shard.stream(entry.field))  # evicted, or an operator's mistake
         gateway.submit("b")
         await batcher.until_staged(2)
+
+    async def test_while_memory_is_short_a_sweep_drops_letters(self, halves: Halves) -> None:
+        is_short = False
+        bounds = letter_bounds(is_memory_short=lambda: is_short)
+        batcher = await halves.batcher(started=False, letter_bounds=bounds)
+        box = RedisDeadLetterBox(batcher.nodes, halves.keys, bounds=bounds)
+        for number in range(2 * len(halves.keys.shards)):
+            request = make_request(f"r{number}", Witness(), now=monotonic())
+            box.bury(request, InputRefused("no"), 1)
+
+        async def number_of_letters() -> int:
+            return sum([await halves.client.zcard(shard.letters) for shard in halves.keys.shards])
+
+        async def are_there() -> bool:
+            return await number_of_letters() == 2 * len(halves.keys.shards)
+
+        await until_seen(are_there)
+        batcher.feed._sweep_all()  # counts them
+        is_short = True
+        batcher.feed._sweep_all()
+        await until(lambda: bounds.dropped == len(halves.keys.shards))
+        assert await number_of_letters() == len(halves.keys.shards)
 
     async def test_a_sweep_mends_a_stream_without_its_group(self, halves: Halves) -> None:
         """Nothing more comes for it, so nobody makes its group."""

@@ -36,6 +36,7 @@ from carpool.broker.journal_records import (
     TaskResult,
     result_size_of,
     size_of,
+    store_full,
 )
 from carpool.broker.journal_store import Store
 from carpool.broker.journal_writer import Writer
@@ -58,9 +59,8 @@ logger = logging.getLogger("carpool")
 
 QUEUED_OPERATIONS_MAX = 100_000
 QUEUED_BYTES_MAX = 256 * 1024 * 1024
-# A queue empties in a second or so; stored results leave as they are deleted or expire.
+# A queue empties in a second or so.
 QUEUE_RETRY_AFTER_S = 1
-STORE_RETRY_AFTER_S = 10
 # Dead letters of synchronous requests on their way to the disk.
 BURYING_MAX = 1000
 BURYING_BYTES_MAX = 64 * 1024 * 1024
@@ -142,11 +142,7 @@ class Journal:
         """
         size = size_of(task)
         if self.stored_bytes + size > self._stored_bytes_max:
-            full = QueueFull(
-                "As many tasks and results are stored as may be. Retry later; delete results you have read.",
-                retry_after_s=STORE_RETRY_AFTER_S,
-            )
-            self._loop.call_soon(done, full)
+            self._loop.call_soon(done, store_full())
         else:
             self._offer(Append(task.id, done, size, task, letter_id))
 

@@ -2,7 +2,8 @@
 
 1. A task becomes one in the step that writes its result (`letter_of`, tasks.py); a synchronous request by
    `RedisDeadLetterBox.bury`, if such ones are kept.
-2. Every shard keeps letters, at most so many; the oldest go first. The id of a letter tells its shard, and rises.
+2. Every shard keeps letters within bounds (letter_bounds.py); the oldest go first. The id of a letter tells its shard,
+   and rises.
 3. A replay is a new task in the letter's shard; the letter goes in the step that accepts it, so it is never lost, and
    never replayed twice.
 """
@@ -16,6 +17,7 @@ import msgspec
 
 from carpool.broker.journal_writer import no_such_letter
 from carpool.broker.redis.keys import Keys, Shard
+from carpool.broker.redis.letter_bounds import LetterBounds
 from carpool.broker.redis.letters import IDS_A_MS, decode_body, encode_letter, summary_of
 from carpool.broker.redis.nodes import Nodes, RedisFailure
 from carpool.broker.redis.records import UnknownFormatError
@@ -60,14 +62,14 @@ class RedisDeadLetterBox:
         nodes: Nodes,
         keys: Keys,
         *,
-        letters_max_per_shard: int,
+        bounds: LetterBounds,
         kept: SynchronousKept = "poison",
         now_ms: Callable[[], bytes] = lambda: b"",
     ) -> None:
         self._nodes = nodes
         self._keys = keys
         self._kept = kept
-        self._letters_max = letters_max_per_shard
+        self._bounds = bounds
         self._now_ms = now_ms
         self._next_shard = 0
         self._burying = 0
@@ -108,7 +110,7 @@ class RedisDeadLetterBox:
             (
                 self._now_ms(),
                 shard.number,
-                self._letters_max,
+                *self._bounds.arguments(),
                 request.owner.encode(),
                 encode_letter(request, error, sends),
                 request.input,
@@ -121,6 +123,8 @@ class RedisDeadLetterBox:
         self._burying_bytes -= size
         if isinstance(reply, RedisFailure):
             self.failures += 1
+        else:
+            self._bounds.note_dropped(reply)
 
     def _shard(self) -> Shard | None:
         """The next one that can be reached."""
@@ -262,7 +266,9 @@ class RedisDeadLetterDesk:
         return ShardPage(total, int(last), letters)
 
     async def _drop(self, shard: Shard, letter: bytes) -> int:
-        dropped: int = await self._ask_script(DROP, shard, (shard.letters, shard.letter_bodies), (letter,))
+        dropped: int = await self._ask_script(
+            DROP, shard, (shard.letters, shard.letter_bodies, shard.counts), (letter,)
+        )
         return dropped
 
     async def _of_all(self, ask: Callable[[Shard], Awaitable[Found]]) -> list[Found]:

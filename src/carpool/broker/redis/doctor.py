@@ -59,6 +59,7 @@ STREAMS_FOUND_MAX = 50_000
 REASON_CHARS_MAX = 200
 # So long ago that no consumer and no dead letter is old enough for the sweep to touch it.
 NEVER_MS = 10**13
+NO_BOUND = 10**15
 CONFIG_NAMES = ("appendfsync", "save", "min-replicas-to-write", "repl-diskless-sync", "repl-diskless-load")
 
 T = TypeVar("T")
@@ -333,7 +334,8 @@ class Doctor:
     async def _audit(self, deployment: Deployment, shard: Shard) -> ShardFacts:
         server = _served(deployment, shard.slot)
         prefix = shard.stream(b"")
-        reply = await server.ask("EVAL", AUDIT.source, 3, shard.lanes, shard.counts, shard.letters, prefix)
+        keys = (shard.lanes, shard.counts, shard.letters, shard.letter_bodies)
+        reply = await server.ask("EVAL", AUDIT.source, len(keys), *keys, prefix)
         return parse_audit(shard.number, prefix, reply)
 
     async def _scan(self, deployment: Deployment) -> "Found":
@@ -394,7 +396,8 @@ class Doctor:
         for shard in self._keys.shards:
             keys = (shard.lanes, shard.counts, shard.letters, shard.letter_bodies)
             server = _served(deployment, shard.slot)
-            await server.ask("EVAL", SWEEP.source, len(keys), *keys, shard.stream(b""), b"", NEVER_MS, NEVER_MS)
+            letters = (NO_BOUND, NO_BOUND, 0, NEVER_MS, 0)  # none is dropped; all are counted
+            await server.ask("EVAL", SWEEP.source, len(keys), *keys, shard.stream(b""), b"", NEVER_MS, *letters)
         return f"shards counted again: {len(self._keys.shards)}"
 
 

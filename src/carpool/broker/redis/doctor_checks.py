@@ -82,9 +82,14 @@ class ShardFacts(msgspec.Struct, frozen=True):
     number: int
     held_counted: int
     unread_counted: int
+    letter_bytes_counted: int
     held: int
     unread: int
+    letter_bytes: int
     letters: int
+    # Of tasks without a result, and of results, by the counts.
+    input_bytes: int
+    result_bytes: int
     streams: tuple[StreamFacts, ...]
 
 
@@ -330,21 +335,33 @@ def check_waiting(shards: Sequence[ShardFacts], view: FleetView) -> Finding:
             "start a batcher with an upstream for this model, or name the model as the batchers do",
         )
     unread = sum(shard.unread for shard in shards)
-    return Finding("waiting", "ok", f"{unread} waiting, {total - unread} taken and not finished")
+    inputs, results = sum(shard.input_bytes for shard in shards), sum(shard.result_bytes for shard in shards)
+    says = f"{unread} waiting, {total - unread} taken and not finished"
+    if inputs or results:
+        says += f"; of tasks {_size(inputs)} without a result, {_size(results)} of results"
+    return Finding("waiting", "ok", says)
 
 
 def check_counts(shards: Sequence[ShardFacts]) -> Finding:
     """Whether the counts that limit the queue are true."""
-    wrong = [s for s in shards if (s.held_counted, s.unread_counted) != (s.held, s.unread)]
+    wrong = [
+        s
+        for s in shards
+        if (s.held_counted, s.unread_counted, s.letter_bytes_counted) != (s.held, s.unread, s.letter_bytes)
+    ]
     if not wrong:
         return Finding("counts", "ok", "the counts of every shard are true")
     named = _listed(
-        [f"shard {s.number} says {s.held_counted}/{s.unread_counted}, has {s.held}/{s.unread}" for s in wrong]
+        [
+            f"shard {s.number} says {s.held_counted}/{s.unread_counted}/{s.letter_bytes_counted}, "
+            f"has {s.held}/{s.unread}/{s.letter_bytes}"
+            for s in wrong
+        ]
     )
     return Finding(
         "counts",
         "warning",
-        f"wrong counts (held/unread): {named}; the queue's limit is off by that much",
+        f"wrong counts (held/unread/bytes of dead letters): {named}; the limits are off by that much",
         "`carpool doctor --fix` counts again",
     )
 
@@ -389,7 +406,8 @@ def check_letters(shards: Sequence[ShardFacts]) -> Finding:
     """Requests given up on."""
     total = sum(shard.letters for shard in shards)
     if total:
-        return Finding("dead letters", "warning", f"{total} kept", "look at them with `carpool dlq list`")
+        says = f"{total} kept, {_size(sum(shard.letter_bytes for shard in shards))}"
+        return Finding("dead letters", "warning", says, "look at them with `carpool dlq list`")
     return Finding("dead letters", "ok", "none")
 
 
@@ -437,14 +455,19 @@ def parse_info(text: bytes) -> dict[str, str]:
 
 def parse_audit(number: int, prefix: bytes, reply: list[Any]) -> ShardFacts:
     """The reply of the audit script."""
-    _, held_counted, unread_counted, held, unread, letters, *streams = reply
+    _, held_counted, unread_counted, letter_bytes_counted, held, unread, letter_bytes, letters = reply[:8]
+    input_bytes, result_bytes, *streams = reply[8:]
     return ShardFacts(
         number,
         held_counted,
         unread_counted,
+        letter_bytes_counted,
         held,
         unread,
+        letter_bytes,
         letters,
+        input_bytes,
+        result_bytes,
         tuple(
             StreamFacts(
                 _text(prefix + field),

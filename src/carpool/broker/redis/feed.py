@@ -23,6 +23,7 @@ from carpool.broker.memory import MemoryBroker
 from carpool.broker.redis.answers import UNCONFIRMED_MAX, Answers
 from carpool.broker.redis.keys import GROUP, Keys, Shard, lane_name
 from carpool.broker.redis.leases import NO_HEADER, Haul, Lease, Leases
+from carpool.broker.redis.letter_bounds import LetterBounds
 from carpool.broker.redis.link import Link, ignore
 from carpool.broker.redis.nodes import Nodes, Reader, RedisFailure
 from carpool.broker.redis.scripts import LEVEL, PEEK, SWEEP, TAKE
@@ -48,6 +49,7 @@ COMPANY_S_MAX = 0.005
 STUCK_AGAIN_S = 10.0
 LANE_NAMES_KEPT_MAX = 4096
 CONSUMER_GONE_MS = 600_000
+COUNT_LETTERS_EVERY_MS = 600_000
 
 
 class Feed:
@@ -68,7 +70,7 @@ class Feed:
         # What each tier adds, in seconds: the same for the local order.
         tier_target_s: Sequence[float],
         lease_ms: int = 1500,
-        dead_letter_ttl_ms: int = 7 * 86_400_000,
+        letter_bounds: LetterBounds,
         clock: Clock = monotonic,
         now_ms: Callable[[], bytes] = lambda: b"",
     ) -> None:
@@ -83,7 +85,7 @@ class Feed:
         self._lease_ms = lease_ms
         self._renew_every_s = lease_ms / 1000 / RENEWALS_A_LEASE
         self._look_every_s = lease_ms / 1000 / LOOKS_A_LEASE
-        self._dead_letter_ttl_ms = dead_letter_ttl_ms
+        self._letter_bounds = letter_bounds
         self._clock = clock
         self._now_ms = now_ms
         self._loop = asyncio.get_running_loop()
@@ -606,9 +608,15 @@ class Feed:
     def _sweep_all(self) -> None:
         for view in self._views:
             shard = view.shard
-            arguments = (shard.stream(b""), self._now_ms(), CONSUMER_GONE_MS, self._dead_letter_ttl_ms)
+            bounds = self._letter_bounds
+            letters = (*bounds.arguments(), bounds.ttl_ms, COUNT_LETTERS_EVERY_MS)
+            arguments = (shard.stream(b""), self._now_ms(), CONSUMER_GONE_MS, *letters)
             names = (shard.lanes, shard.counts, shard.letters, shard.letter_bodies)
-            self._nodes.run(SWEEP, shard.slot, names, arguments, ignore)
+            self._nodes.run(SWEEP, shard.slot, names, arguments, self._swept)
+
+    def _swept(self, reply: Any) -> None:
+        if not isinstance(reply, RedisFailure):
+            self._letter_bounds.note_dropped(reply[2])
 
 
 def _nothing() -> None:

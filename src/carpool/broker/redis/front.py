@@ -22,7 +22,7 @@ from carpool.broker.memory import MemoryBroker
 from carpool.broker.redis.keys import Keys, Shard
 from carpool.broker.redis.link import pack_beginning, pack_rest
 from carpool.broker.redis.nodes import Lost, Nodes, RedisFailure, Refused
-from carpool.broker.redis.queueing import NO_LIMIT, REFUSALS, field_of, header_of, limit_for, parts_of
+from carpool.broker.redis.queueing import NO_LIMIT, NO_TASK_BOUNDS, REFUSALS, field_of, header_of, limit_for, parts_of
 from carpool.broker.redis.records import (
     Reply,
     encode_value,
@@ -351,7 +351,7 @@ class RedisFront:
             SUBMIT,
             shard.slot,
             (shard.lanes, shard.counts, shard.stream(line.field), shard.letters, shard.letter_bodies),
-            (line.field, line.model, *limits, line.header, b"", *values),
+            (line.field, line.model, *limits, line.header, b"", *NO_TASK_BOUNDS, *values),
             partial(self._queued, parcel),
         )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
+from carpool.broker.journal_records import store_full
 from carpool.broker.redis.keys import lane_name, line_name
 from carpool.broker.redis.records import ENTRY_FORMAT, Header, encode_header
 from carpool.core.errors import BrokerMemoryFull, CarpoolError, QueueFull
@@ -11,6 +12,8 @@ from carpool.core.request import Request
 ENTRIES_A_CALL_MAX = 256
 CALL_BYTES_MAX = 4 * 1024 * 1024
 NO_LIMIT = 0
+# What the submission of tasks adds, for requests that are none.
+NO_TASK_BOUNDS = (0, 0, 0)
 # The gateway of a task: its outcome is kept in Redis.
 NOBODY = b""
 
@@ -20,6 +23,7 @@ REFUSALS: dict[str, Callable[[], CarpoolError]] = {
     "LANESFULL": lambda: QueueFull(
         "too many different `parameters` are waiting; use fewer distinct ones or try again soon", retry_after_s=1
     ),
+    "STOREFULL": store_full,
     "OOM": lambda: BrokerMemoryFull("the memory of Redis is full; try again soon", retry_after_s=1),
 }
 

@@ -31,6 +31,8 @@ from carpool.core.errors import BrokerDown, CarpoolError
 from carpool.core.request import QUEUED, Request
 
 TASKS_A_FLUSH_MAX = 256
+# More would fill one shard's part of the bounds while others have room.
+FLUSH_BYTES_MAX = 4 * 1024 * 1024
 # Tasks that wait for a flush.
 COLLECTED_MAX = 10_000
 COLLECTED_BYTES_MAX = 64 * 1024 * 1024
@@ -64,6 +66,8 @@ class TaskSubmissions:
         removals: TaskRemovals,
         *,
         held_max: int,
+        input_bytes_max: int,
+        stored_bytes_max: int,
         lanes_max: int,
         replicas: int = 0,
         replicas_timeout_ms: int = 200,
@@ -79,6 +83,7 @@ class TaskSubmissions:
         self._removals = removals
         # In each shard.
         self._held_max = held_max
+        self._bytes_max = (input_bytes_max, stored_bytes_max)
         self._lanes_max = lanes_max
         self._replicas = replicas
         self._replicas_timeout_ms = replicas_timeout_ms
@@ -115,9 +120,15 @@ class TaskSubmissions:
 
     def _flush(self) -> None:
         self._is_flush_due = False
-        requests = self._collected[:TASKS_A_FLUSH_MAX]
-        del self._collected[:TASKS_A_FLUSH_MAX]
-        self._collected_bytes -= sum(request.size for request in requests)
+        requests: list[Request] = []
+        size = 0
+        for request in self._collected[:TASKS_A_FLUSH_MAX]:
+            if requests and size + request.size > FLUSH_BYTES_MAX:
+                break
+            requests.append(request)
+            size += request.size
+        del self._collected[: len(requests)]
+        self._collected_bytes -= size
         shard = self._shard_for(requests[0])
         if shard is None:
             for request in requests:
@@ -169,7 +180,7 @@ class TaskSubmissions:
                 *(shard.lanes, shard.counts, shard.stream(field), shard.letters, shard.letter_bodies),
                 *(shard.task(request.id) for request in part),
             )
-            arguments = (*about, first.ticket.letter, *part_values)
+            arguments = (*about, first.ticket.letter, *self._bytes_max, total_ms_of(first), *part_values)
             queued = partial(self._queued, part, flush)
             if flush is None:
                 nodes.run(SUBMIT, shard.slot, keys, arguments, queued)

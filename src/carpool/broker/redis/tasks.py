@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from carpool.broker.redis.keys import Keys, Shard
+from carpool.broker.redis.letter_bounds import LetterBounds
 from carpool.broker.redis.letters import cause_of
 from carpool.broker.redis.nodes import Nodes, RedisFailure
 from carpool.broker.redis.removals import TaskRemovals
@@ -53,6 +54,8 @@ class RedisTasks:
         gateway: bytes,
         *,
         held_max: int,
+        input_bytes_max: int,
+        stored_bytes_max: int,
         lanes_max: int,
         replicas: int = 0,
         replicas_timeout_ms: int = 200,
@@ -73,6 +76,8 @@ class RedisTasks:
             keys,
             self._removals,
             held_max=held_max,
+            input_bytes_max=input_bytes_max,
+            stored_bytes_max=stored_bytes_max,
             lanes_max=lanes_max,
             replicas=replicas,
             replicas_timeout_ms=replicas_timeout_ms,
@@ -240,13 +245,13 @@ class TaskResults:
         keys: Keys,
         *,
         result_ttl_ms: int,
-        letters_max_per_shard: int,
+        letter_bounds: LetterBounds,
         buried: Callable[[str], None] = lambda cause: None,
         now_ms: Callable[[], bytes] = lambda: b"",
     ) -> None:
         self._nodes = nodes
         self._result_ttl_ms = result_ttl_ms
-        self._letters_max = letters_max_per_shard
+        self._letter_bounds = letter_bounds
         # Is told the cause of each task that became a dead letter.
         self._buried = buried
         self._now_ms = now_ms
@@ -273,7 +278,8 @@ class TaskResults:
             if isinstance(reply, RedisFailure):
                 done(False)
                 return
-            was_first, gateways = reply
+            was_first, gateways, letters_dropped = reply
+            self._letter_bounds.note_dropped(letters_dropped)
             if was_first:
                 counts()
                 if letter:
@@ -284,7 +290,8 @@ class TaskResults:
 
         keys = (shard.task(task_id), shard.counts, shard.stream(field), shard.letters, shard.letter_bodies)
         kept = (status, result, self._result_ttl_ms, self._now_ms(), letter)
-        self._nodes.run(FINISH, shard.slot, keys, (entry_id, *kept, shard.number, self._letters_max), replied)
+        arguments = (entry_id, *kept, shard.number, *self._letter_bounds.arguments())
+        self._nodes.run(FINISH, shard.slot, keys, arguments, replied)
 
 
 def names_a_shard(task_id: str) -> bool:

@@ -1,11 +1,11 @@
 -- Remove one dead letter, or all of a shard.
--- KEYS: letters, letter bodies
+-- KEYS: letters, letter bodies, counts
 -- ARGV: id ('' for all)
 -- Returns: how many there were
-if ARGV[1] == '' then
-  local number = redis.call('ZCARD', KEYS[1])
-  redis.call('UNLINK', KEYS[1], KEYS[2])
-  return number
+if ARGV[1] ~= '' then
+  return remove_letters(KEYS[1], KEYS[2], KEYS[3], { ARGV[1] })
 end
-redis.call('HDEL', KEYS[2], ARGV[1])
-return redis.call('ZREM', KEYS[1], ARGV[1])
+local number = redis.call('ZCARD', KEYS[1])
+redis.call('UNLINK', KEYS[1], KEYS[2])
+redis.call('HDEL', KEYS[3], 'letter_bytes')
+return number

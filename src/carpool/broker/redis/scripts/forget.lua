@@ -2,7 +2,7 @@
 -- KEYS: task, counts
 -- ARGV: prefix of the streams' names
 -- Returns: names of the gateways where somebody waits for it, 1 if it had no result; nil if there is no such task
-local state = redis.call('HMGET', KEYS[1], 's', 'f', 'e', 'w')
+local state = redis.call('HMGET', KEYS[1], 's', 'f', 'e', 'w', 'b')
 if not state[1] then
   return false
 end
@@ -15,4 +15,5 @@ if state[1] == 'P' then
   end
 end
 redis.call('DEL', KEYS[1])
+uncount_bytes(KEYS[2], state[5])
 return { state[4] or '', state[1] == 'P' and 1 or 0 }

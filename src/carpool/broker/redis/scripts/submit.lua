@@ -1,19 +1,40 @@
 -- Queue requests of one lane, line and gateway: as many as there is room for, in order. With task keys: tasks.
 -- KEYS: lanes, counts, stream, letters, letter bodies, then a task key for each value (tasks only)
 -- ARGV: field, model, most entries held, most lanes (0: this lane is never refused), bell, now, header,
---       id of the dead letter that becomes a task ('' for none), values
+--       id of the dead letter that becomes a task ('' for none), for tasks: most bytes of their inputs, most bytes of
+--       inputs and results, ms until they are over; values
 -- Returns: id of the first entry (the others follow it without a gap), how many were queued, now, entries held
 local lanes, counts, stream = KEYS[1], KEYS[2], KEYS[3]
 local field, held_max, lanes_max = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
 local now = clock(ARGV[6])
 local entry_id = ARGV[6] == '' and '*' or ARGV[6] .. '-*'
 local header, letter = ARGV[7], ARGV[8]
-local VALUES = 8
+local VALUES = 11
 
 local room = held_max - count_of(counts, 'held')
 local wanted = math.min(#ARGV - VALUES, room)
 if wanted <= 0 then
   return redis.error_reply('QUEUEFULL no room for another entry')
+end
+
+-- The bytes of tasks are bounded too; a shard that has none takes one of any size.
+local part, input_bytes = nil, 0
+if KEYS[6] then
+  part = part_of('input_bytes', now, tonumber(ARGV[11]))
+  local inputs = math.max(count_of(counts, 'input_bytes'), 0)
+  local stored = inputs + math.max(count_of(counts, 'result_bytes'), 0)
+  for i = 1, wanted do
+    local size = #ARGV[VALUES + i] + TASK_BYTES
+    local are_inputs_full = inputs > 0 and inputs + size > tonumber(ARGV[9])
+    if are_inputs_full or (stored > 0 and stored + size > tonumber(ARGV[10])) then
+      if i == 1 then
+        return redis.error_reply(are_inputs_full and 'QUEUEFULL no room for its input' or 'STOREFULL no room')
+      end
+      wanted = i - 1
+      break
+    end
+    inputs, stored, input_bytes = inputs + size, stored + size, input_bytes + size
+  end
 end
 
 if redis.call('HEXISTS', lanes, field) == 0 then
@@ -35,7 +56,7 @@ if redis.call('HEXISTS', lanes, field) == 0 then
   redis.call('HSET', lanes, field, ARGV[2])
 end
 
-if letter ~= '' and redis.call('ZREM', KEYS[4], letter) == 0 then
+if letter ~= '' and remove_letters(KEYS[4], KEYS[5], counts, { letter }) == 0 then
   return redis.error_reply('NOLETTER there is no such dead letter')
 end
 
@@ -48,11 +69,12 @@ for i = 1, wanted do
     entry_id = ms_text_of(id) .. '-*'
   end
   if KEYS[5 + i] then
-    redis.call('HSET', KEYS[5 + i], 's', 'P', 'o', owner_of(ARGV[VALUES + i]), 't', now, 'f', field, 'e', id)
+    local state = { 's', 'P', 'o', owner_of(ARGV[VALUES + i]), 't', now, 'f', field, 'e', id }
+    redis.call('HSET', KEYS[5 + i], 'b', #ARGV[VALUES + i] + TASK_BYTES .. ' ' .. part, unpack(state))
   end
 end
-if letter ~= '' then
-  redis.call('HDEL', KEYS[5], letter)
+if part then
+  count_bytes(counts, part, input_bytes)
 end
 local held = redis.call('HINCRBY', counts, 'held', wanted)
 redis.call('HINCRBY', counts, 'unread', wanted)

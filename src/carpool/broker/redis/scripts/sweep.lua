@@ -1,8 +1,8 @@
 -- Keep a shard tidy: drop streams that are empty and consumers that left, count again, forget old dead letters.
 -- KEYS: lanes, counts, letters, letter bodies
--- ARGV: prefix of the streams' names, now, ms after which an idle consumer is gone, ms that dead letters are kept
--- Returns: entries held, unread ones
-local IDS_AT_ONCE = 1000
+-- ARGV: prefix of the streams' names, now, ms after which an idle consumer is gone, most dead letters, most bytes of
+--       them, 1 if memory is short, ms that they are kept, ms after which their bytes are counted again
+-- Returns: entries held, unread ones, how many letters were dropped before their time
 local lanes, counts, prefix = KEYS[1], KEYS[2], ARGV[1]
 local now = clock(ARGV[2])
 write_also_without_memory(lanes)
@@ -28,11 +28,32 @@ for _, field in ipairs(redis.call('HKEYS', lanes)) do
     end
   end
 end
-redis.call('HSET', counts, 'held', held, 'unread', unread)
-local too_old = (now - tonumber(ARGV[4])) * 16
-local old = redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', too_old, 'LIMIT', 0, IDS_AT_ONCE)
-if #old > 0 then
-  redis.call('ZREM', KEYS[3], unpack(old))
-  redis.call('HDEL', KEYS[4], unpack(old))
+local bytes = { input_bytes = 0, result_bytes = 0 }
+local known = redis.call('HGETALL', counts)
+for i = 1, #known, 2 do
+  local total, gone_at = string.match(known[i], '^(%l+_bytes):(%d+)$')
+  if total and tonumber(gone_at) <= now then
+    redis.call('HDEL', counts, known[i])
+  elseif total then
+    bytes[total] = bytes[total] + math.max(tonumber(known[i + 1]), 0)
+  end
 end
-return { held, unread }
+local task_bytes = { 'input_bytes', bytes.input_bytes, 'result_bytes', bytes.result_bytes }
+redis.call('HSET', counts, 'held', held, 'unread', unread, unpack(task_bytes))
+
+local letters, bodies = KEYS[3], KEYS[4]
+local too_old = (now - tonumber(ARGV[7])) * 16
+local old = redis.call('ZRANGEBYSCORE', letters, '-inf', too_old, 'LIMIT', 0, REMOVED_AT_ONCE)
+remove_letters(letters, bodies, counts, old)
+if math.abs(now - count_of(counts, 'letters_counted')) >= tonumber(ARGV[8]) then
+  local letter_bytes = 0
+  for _, id in ipairs(redis.call('ZRANGE', letters, 0, -1)) do
+    letter_bytes = letter_bytes + redis.call('HSTRLEN', bodies, id)
+  end
+  redis.call('HSET', counts, 'letter_bytes', letter_bytes, 'letters_counted', now)
+end
+local letter_bytes_max = tonumber(ARGV[5])
+if ARGV[6] == '1' then -- half of them now, half of the rest at the next sweep
+  letter_bytes_max = math.min(letter_bytes_max, math.floor(count_of(counts, 'letter_bytes') / 2))
+end
+return { held, unread, evict(letters, bodies, counts, tonumber(ARGV[4]), letter_bytes_max) }
