@@ -50,6 +50,8 @@ logger = logging.getLogger("carpool")
 
 # With strict order, what a tier adds to the place of its entries, in ms: more than any clock counts.
 STRICT_STEP_MS = 10**13
+# So many tasks of the largest size have room in a shard.
+LARGEST_TASKS_A_SHARD = 4
 # Dead letters kept in each shard.
 LETTERS_A_SHARD_MAX = 10_000
 # For so long after the last batcher was seen, requests are still queued: it may be about to come back.
@@ -300,14 +302,16 @@ class DistributedProcess(Process):
 
     def _make_tasks(self) -> RedisTasks:
         broker, stored_bytes_max = self.settings.broker, self.settings.tasks.stored_bytes_max
+        shards = task_shards(self.settings)
         return RedisTasks(
             self.nodes,
             self.keys,
             self.name,
             held_max=-(-broker.waiting_max // broker.shards),
-            input_bytes_max=-(-broker.bytes_max // broker.shards),
-            stored_bytes_max=-(-stored_bytes_max // broker.shards),
+            input_bytes_max=-(-broker.bytes_max // shards),
+            stored_bytes_max=-(-stored_bytes_max // shards),
             lanes_max=broker.lanes_max,
+            shards_used=shards,
             replicas=broker.replicas,
             replicas_timeout_ms=broker.replicas_timeout_ms,
             durable_nodes=self._connect(broker.replicas_timeout_ms) if broker.replicas else None,
@@ -571,6 +575,13 @@ def has_upstream(settings: Settings) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def task_shards(settings: Settings) -> int:
+    """How many shards take tasks: so few that the part of each has room for some of the largest."""
+    bodies = [own.body_bytes_max or settings.gateway.body_bytes_max for own in named_models(settings).values()]
+    bytes_max = min(settings.broker.bytes_max, settings.tasks.stored_bytes_max)
+    return min(max(bytes_max // (LARGEST_TASKS_A_SHARD * max(bodies)), 1), settings.broker.shards)
 
 
 def line_offsets_ms(settings: Settings) -> dict[bytes, int]:

@@ -194,6 +194,16 @@ async def test_results_are_bounded_too(redis_server: RedisServer) -> None:
         await office.submit(tasks)
 
 
+async def test_tasks_go_to_the_shards_that_are_for_them(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = office.gateway(shards_used=2)
+    ids = [await office.submit(tasks) for _ in range(20)]
+    assert {office.keys.shard_of_task(task_id).number for task_id in ids} == {0, 1}
+    for_tasks = {shard.slot for shard in office.keys.shards[:2]}
+    monkeypatch.setattr(office.nodes, "is_up", lambda slot: slot not in for_tasks)
+    assert office.keys.shard_of_task(await office.submit(tasks)).number >= 2
+    monkeypatch.undo()
+
+
 async def test_a_flush_does_not_fill_one_shard(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submissions_module, "FLUSH_BYTES_MAX", 10)
     tasks, requests = office.gateway(), [office.request(b'"12345678"') for _ in range(20)]

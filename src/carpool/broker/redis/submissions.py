@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from carpool.broker.journal_writer import no_such_letter
-from carpool.broker.redis.keys import Keys, Shard
+from carpool.broker.redis.keys import SHARDS_MAX, Keys, Shard
 from carpool.broker.redis.nodes import Lost, Nodes, RedisFailure, Refused
 from carpool.broker.redis.queueing import NOBODY, REFUSALS, field_of, header_of, limit_for, parts_of, total_ms_of
 from carpool.broker.redis.records import encode_value
@@ -69,6 +69,7 @@ class TaskSubmissions:
         input_bytes_max: int,
         stored_bytes_max: int,
         lanes_max: int,
+        shards_used: int = SHARDS_MAX,
         replicas: int = 0,
         replicas_timeout_ms: int = 200,
         durable_nodes: Nodes | None = None,
@@ -84,6 +85,8 @@ class TaskSubmissions:
         # In each shard.
         self._held_max = held_max
         self._bytes_max = (input_bytes_max, stored_bytes_max)
+        # The first so many take tasks, while they are in reach.
+        self._shards_used = shards_used
         self._lanes_max = lanes_max
         self._replicas = replicas
         self._replicas_timeout_ms = replicas_timeout_ms
@@ -139,12 +142,13 @@ class TaskSubmissions:
             self._flush_soon()
 
     def _shard_for(self, request: Request) -> Shard | None:
-        """The shard that its id names, or another one if that is out of reach."""
+        """The shard that its id names, or another one if that is not used for tasks, or out of reach."""
         shard = self._keys.shard_of_task(request.id)
-        if self._task_nodes.is_up(shard.slot):
+        if shard.number < self._shards_used and self._task_nodes.is_up(shard.slot):
             return shard
         up = [shard for shard in self._keys.shards if self._task_nodes.is_up(shard.slot)]
-        return random.choice(up) if up else None
+        used = [shard for shard in up if shard.number < self._shards_used]
+        return random.choice(used or up) if up else None
 
     def _send_all(self, shard: Shard, requests: list[Request]) -> None:
         lines: defaultdict[tuple[object, ...], list[Request]] = defaultdict(list)

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from carpool.broker.redis.keys import Keys, Shard
+from carpool.broker.redis.keys import SHARDS_MAX, Keys, Shard
 from carpool.broker.redis.letter_bounds import LetterBounds
 from carpool.broker.redis.letters import cause_of
 from carpool.broker.redis.nodes import Nodes, RedisFailure
@@ -57,6 +57,7 @@ class RedisTasks:
         input_bytes_max: int,
         stored_bytes_max: int,
         lanes_max: int,
+        shards_used: int = SHARDS_MAX,
         replicas: int = 0,
         replicas_timeout_ms: int = 200,
         durable_nodes: Nodes | None = None,
@@ -79,6 +80,7 @@ class RedisTasks:
             input_bytes_max=input_bytes_max,
             stored_bytes_max=stored_bytes_max,
             lanes_max=lanes_max,
+            shards_used=shards_used,
             replicas=replicas,
             replicas_timeout_ms=replicas_timeout_ms,
             durable_nodes=durable_nodes,
