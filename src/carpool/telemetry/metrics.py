@@ -131,7 +131,7 @@ METRICS = (
     # The journal.
     Metric("carpool_tasks_pending", "gauge", (), "alone", "Tasks without an outcome."),
     Metric("carpool_results_stored", "gauge", (), "alone", "Results of tasks that are kept."),
-    Metric("carpool_dead_letter_bytes", "gauge", (), "alone", "Bytes of the inputs of dead letters."),
+    Metric("carpool_dead_letter_bytes", "gauge", (), "all", "Bytes of the dead letters that are kept."),
     Metric("carpool_journal_bytes", "gauge", (), "alone", "Bytes of inputs and results in the journal."),
     Metric("carpool_journal_commit_seconds", "histogram", (), "alone", "Seconds of a transaction of the journal."),
     Metric("carpool_journal_commit_failures", "counter", (), "alone", "Transactions that the disk did not take."),
@@ -149,6 +149,8 @@ METRICS = (
         "1 while a server of Redis writes to a disk though `broker.persistence` forbids it.",
     ),
     Metric("carpool_queue_unread", "gauge", (), "over Redis", "Requests that wait in Redis for a batcher."),
+    Metric("carpool_task_bytes", "gauge", (), "over Redis", "Bytes of tasks and their results in Redis."),
+    Metric("carpool_dead_letters_dropped", "counter", (), "over Redis", "Dead letters that went to make room."),
     Metric("carpool_live_gateways", "gauge", (), "over Redis", "Gateways heard of lately."),
     Metric("carpool_live_batchers", "gauge", (), "over Redis", "Batchers heard of lately."),
     Metric("carpool_heartbeat_failures", "counter", (), "over Redis", "Heartbeats that Redis did not answer."),
