@@ -5,7 +5,7 @@ import logging
 import resource
 import socket
 import ssl
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -13,15 +13,13 @@ import msgspec
 
 from carpool.core.clock import monotonic
 from carpool.core.ports import DeadLetterDesk
-from carpool.core.request import Request
-from carpool.core.tally import Histogram
-from carpool.face.http.admin import AdminRoutes
+from carpool.face.http.admin import AdminRoutes, FoundRequest
 from carpool.face.http.gateway import FaceSettings
 from carpool.face.http.openapi import admin_openapi
 from carpool.face.http.server import HttpLimits, HttpServer
 from carpool.service import ModelFace, ModelService, named_models
 from carpool.settings import Settings
-from carpool.telemetry.metrics import Exposition
+from carpool.telemetry.metrics import Exposition, Value
 from carpool.upstream.client import make_session
 from carpool.upstream.offenders import Offenders
 
@@ -183,33 +181,19 @@ class Process:
         """Ready when work can be done and this process does not drain; else the reason why not."""
         raise NotImplementedError
 
-    def find_request(self, request_id: str) -> Request | None:
-        """A live or recent request."""
+    def find_request(self, request_id: str, answer: FoundRequest) -> None:
+        """Tell how a live or recent request is, or a task that is kept."""
         raise NotImplementedError
 
     def models(self) -> Sequence[ModelService]:
         """Every model."""
         return self.services
 
-    def outcomes(self) -> Mapping[str, int]:
-        """Requests that got an outcome, by code."""
-        raise NotImplementedError
-
-    def problems(self) -> Mapping[str, int]:
-        """Answers to clients that were errors, by code."""
-        return self.server.problems if self.server is not None else {}
-
-    def buried(self) -> Mapping[str, int]:
-        """Requests that became dead letters, by cause."""
-        raise NotImplementedError
-
-    def queue_wait_seconds(self) -> Histogram:
-        """Seconds that requests waited for a slot."""
-        raise NotImplementedError
-
-    def gauges(self) -> Mapping[str, tuple[str, float]]:
-        """Further values of the moment."""
-        raise NotImplementedError
+    def numbers(self) -> dict[str, Value]:
+        """What `/metrics` shows of this process as a whole."""
+        if self.server is None:
+            return {}
+        return {"carpool_problems": self.server.problems, "carpool_connections": len(self.server.connections)}
 
     async def try_endpoints(self, answer: Callable[[str | None], None]) -> None:
         """Try some endpoints at a time, until one accepts a connection."""

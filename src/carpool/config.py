@@ -505,6 +505,9 @@ def _check_broker(broker: BrokerSettings, where: Callable[[str], str]) -> None:
         for name in ("password_file", "tls_ca", "tls_cert", "tls_key"):
             if getattr(broker, name):
                 raise ConfigError(f"{where(f'broker.{name}')} is of no use without broker.url")
+        if broker.persistence == "forbidden":
+            says = "is about Redis, and there is no broker.url; tasks.journal = false keeps payloads off the disk"
+            raise ConfigError(f"{where('broker.persistence')} {says}")
         return
     if broker.password_file:
         try:

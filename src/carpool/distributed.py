@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,31 +19,40 @@ from carpool.broker.memory import MemoryBroker
 from carpool.broker.redis.answers import Answers
 from carpool.broker.redis.dead_letters import RedisDeadLetterBox, RedisDeadLetterDesk
 from carpool.broker.redis.depth import DepthWatch
+from carpool.broker.redis.doctor import Doctor
+from carpool.broker.redis.doctor_checks import Wants
 from carpool.broker.redis.feed import Feed
 from carpool.broker.redis.fleet_view import FleetView, fleet_page, health_numbers
 from carpool.broker.redis.front import Mode, RedisFront
 from carpool.broker.redis.keys import Keys, line_name
+from carpool.broker.redis.letter_bounds import LetterBounds
 from carpool.broker.redis.memory_watch import MemoryWatch
 from carpool.broker.redis.nodes import Nodes
+from carpool.broker.redis.persistence import PersistenceWatch
+from carpool.broker.redis.records import Reply
 from carpool.broker.redis.registry import Registry
+from carpool.broker.redis.states import RequestStates
 from carpool.broker.redis.steps import Steps
 from carpool.broker.redis.tasks import RedisTasks, TaskResults
 from carpool.composition import Process, face_settings, http_limits
 from carpool.config import ConfigError, Role, broker_address, require_upstream
 from carpool.core.clock import monotonic
-from carpool.core.errors import CarpoolError, Draining
-from carpool.core.request import Request
-from carpool.core.tally import SECONDS_BOUNDS, Histogram
+from carpool.core.errors import CarpoolError, ClientLeft, Draining
+from carpool.core.request import QUEUED, Request, RequestState, state_of
+from carpool.face.http.admin import FoundRequest
 from carpool.face.http.gateway import GatewayRoutes
 from carpool.face.http.openapi import gateway_openapi
 from carpool.face.http.server import HttpServer
 from carpool.service import ModelFace, ModelService, named_models
 from carpool.settings import Settings
+from carpool.telemetry.metrics import Value
 
 logger = logging.getLogger("carpool")
 
 # With strict order, what a tier adds to the place of its entries, in ms: more than any clock counts.
 STRICT_STEP_MS = 10**13
+# So many tasks of the largest size have room in a shard.
+LARGEST_TASKS_A_SHARD = 4
 # Dead letters kept in each shard.
 LETTERS_A_SHARD_MAX = 10_000
 # For so long after the last batcher was seen, requests are still queued: it may be about to come back.
@@ -88,6 +97,8 @@ class DistributedProcess(Process):
         self.feed: Feed | None = None
         self.answers: Answers | None = None
         self.local: MemoryBroker | None = None
+        # Where Redis must not write to a disk.
+        self.disks: PersistenceWatch | None = None
         self._batchers_seen = monotonic()
         self._rate = 0.0
         self._arrivals_then = 0
@@ -99,13 +110,21 @@ class DistributedProcess(Process):
         named = named_models(settings)
         self.targets = tuple(tier.target_ms / 1000 for tier in settings.tiers)
         self.keys = Keys(broker.namespace, broker.shards)
+        if broker.persistence == "forbidden":
+            await self._watch_disks()
         self.nodes = self._connect()
         self.memory = MemoryWatch(self.nodes, memory_max=broker.memory_max)
         self.depth = DepthWatch(self.nodes, self.keys)
         self.steps = Steps(self.nodes, self.keys)
+        self.letter_bounds = LetterBounds(
+            letters_max=LETTERS_A_SHARD_MAX,
+            bytes_max=-(-settings.dead_letters.bytes_max // broker.shards),
+            ttl_ms=round(settings.tasks.dead_letter_ttl_s * 1000),
+            is_memory_short=lambda: self.memory.is_short,
+        )
         self.dead_letters = RedisDeadLetterBox(
             self.steps,
-            letters_max_per_shard=LETTERS_A_SHARD_MAX,
+            bounds=self.letter_bounds,
             kept=settings.dead_letters.synchronous,
         )
         if has_upstream(settings):  # a gateway may have none
@@ -115,6 +134,7 @@ class DistributedProcess(Process):
             self._make_feed()
         self.tasks = self._make_tasks()
         self._opened.callback(self.tasks.close)
+        self.states = RequestStates(self.steps, self.name, lease_ms=broker.lease_ms, others=self._other_gateways)
         self.availability = {name: FleetAvailability() for name in named}
         if self.is_gateway:
             self._make_front(list(named))
@@ -212,6 +232,15 @@ class DistributedProcess(Process):
 
     # The parts.
 
+    async def _watch_disks(self) -> None:
+        """Refuse to start where Redis writes to a disk, or does not tell; later, look again and again."""
+        wants = Wants(persistence="forbidden")
+        self.disks = PersistenceWatch(Doctor(broker_address(self.settings.broker), self.keys, wants))
+        if faults := await self.disks.faults():
+            raise ConfigError(faults)
+        self.disks.start()
+        self._opened.callback(self.disks.close)
+
     def _connect(self, patience_ms: int = 0) -> Nodes:
         broker = self.settings.broker
         timeout_s = (broker.redis_timeout_ms + patience_ms) / 1000
@@ -244,10 +273,10 @@ class DistributedProcess(Process):
         results = TaskResults(
             self.steps,
             result_ttl_ms=round(settings.tasks.result_ttl_s * 1000),
-            letters_max_per_shard=LETTERS_A_SHARD_MAX,
+            letter_bounds=self.letter_bounds,
             buried=self.dead_letters.count,
         )
-        self.answers = Answers(self.steps, results, self.name)
+        self.answers = Answers(self.steps, results, self.name, outcomes=self.local.outcomes, waited=self.local.waited)
         self.feed = Feed(
             self.steps,
             self.name,
@@ -258,7 +287,7 @@ class DistributedProcess(Process):
             lines=list(line_offsets_ms(settings)),
             tier_target_s=self.targets,
             lease_ms=settings.broker.lease_ms,
-            dead_letter_ttl_ms=round(settings.tasks.dead_letter_ttl_s * 1000),
+            letter_bounds=self.letter_bounds,
         )
         for service in self.services:
             service.pool.when_slot_frees(self.feed.ring)
@@ -266,17 +295,22 @@ class DistributedProcess(Process):
             service.loop.company_comes = partial(company_comes, self.feed, service)
 
     def _make_tasks(self) -> RedisTasks:
-        broker = self.settings.broker
+        broker, stored_bytes_max = self.settings.broker, self.settings.tasks.stored_bytes_max
+        shards = task_shards(self.settings)
         return RedisTasks(
             self.steps,
             self.name,
             line_offsets_ms=line_offsets_ms(self.settings),
             held_max=-(-broker.waiting_max // broker.shards),
+            input_bytes_max=-(-broker.bytes_max // shards),
+            stored_bytes_max=-(-stored_bytes_max // shards),
             lanes_max=broker.lanes_max,
+            shards_used=shards,
             replicas=broker.replicas,
             replicas_timeout_ms=broker.replicas_timeout_ms,
             durable_nodes=self._connect(broker.replicas_timeout_ms) if broker.replicas else None,
             is_memory_full=lambda: self.memory.is_full,
+            cancelled=self._task_cancelled,
         )
 
     def _make_front(self, models: list[str]) -> None:
@@ -293,6 +327,7 @@ class DistributedProcess(Process):
             local=self.local,
             is_memory_full=lambda: self.memory.is_full,
             task_finished=self.tasks.finished,
+            looked_for=self._looked_for,
             mode_changed=lambda mode: self._fleet_changed(),
         )
         self._opened.callback(self.front.close)
@@ -343,6 +378,17 @@ class DistributedProcess(Process):
             else:
                 availability.is_down = now - self._batchers_seen > BATCHERS_GONE_S
 
+    def _task_cancelled(self) -> None:
+        """Somebody deleted a task that had no outcome: that is its outcome."""
+        counts, code = self._counted().outcomes, ClientLeft.code
+        counts[code] = counts.get(code, 0) + 1
+
+    def _counted(self) -> RedisFront | MemoryBroker:
+        """Where all outcomes of this process are counted: the two share their counts."""
+        counted = self.front or self.local
+        assert counted is not None
+        return counted
+
     def _heard_of_offenders(self, view: FleetView) -> None:
         """What one batcher has found out about an owner, all of them act upon."""
         found = [(service.name, owner) for service in self.services for owner in view.offenders(service.name)]
@@ -390,12 +436,17 @@ class DistributedProcess(Process):
     def health(self) -> dict[str, Any]:
         """The numbers of `/internal/health`: of the whole fleet."""
         mode = self.front.mode if self.front is not None else ("redis" if self._is_connected() else "down")
-        status = "draining" if self.draining else "ok"
-        return {"status": status, "broker": mode, **health_numbers(self.registry.view, self.depth.unread())}
+        numbers = {"broker": mode, **health_numbers(self.registry.view, self.depth.unread())}
+        if self.disks is not None and self.disks.found:
+            return {"status": "degraded", "problem": self.disks.found, **numbers}
+        return {"status": "draining" if self.draining else "ok", **numbers}
 
     def fleet(self) -> dict[str, Any]:
-        """What `/internal/fleet` shows: the whole fleet."""
-        return fleet_page(self.registry.view)
+        """What `/internal/fleet` shows: the whole fleet; while Redis is away, the endpoints that this process has."""
+        view = self.registry.view
+        if self.registry.is_fresh():
+            return fleet_page(view)
+        return fleet_page(view.all_silent()) | (super().fleet() if self.services else {})
 
     def check_ready(self, answer: Callable[[str | None], None]) -> None:
         """A gateway is ready when Redis answers and a batcher lives, or when it can do the work itself; a batcher when
@@ -415,58 +466,90 @@ class DistributedProcess(Process):
         else:
             answer(None)
 
-    def find_request(self, request_id: str) -> Request | None:
-        """A live or recent request."""
-        recent = self.routes.find_recent(request_id) if self.is_gateway else None
-        if recent is None and self.local is not None:
-            recent = next((r for r in self.local.waiting_requests() if r.id == request_id), None)
-        return recent
+    def find_request(self, request_id: str, answer: FoundRequest) -> None:
+        """Tell how a request is: one of this process, a task, or one of another gateway."""
 
-    def outcomes(self) -> Mapping[str, int]:
-        """Requests that got an outcome, by code: at the door, and in direct mode."""
-        counts = dict(self.front.outcomes) if self.front is not None else {}
-        if self.local is not None and self.role != "serve":
-            for code, number in self.local.outcomes.items():
-                counts[code] = counts.get(code, 0) + number
-        return counts
+        def told_of_task(state: RequestState | CarpoolError | None) -> None:
+            if state is None and self.is_gateway:
+                self.states.elsewhere(request_id, answer)
+            else:
+                answer(state)
 
-    def buried(self) -> Mapping[str, int]:
-        """Requests that became dead letters, by cause."""
-        return self.dead_letters.buried
+        if (request := self._find_own(request_id)) is not None:
+            self._tell_own(request, answer)
+        else:
+            self.states.of_task(request_id, told_of_task)
 
-    def queue_wait_seconds(self) -> Histogram:
-        """Seconds that requests waited for a slot."""
-        if self.front is not None:
-            return self.front.waited
-        return self.local.waited if self.local is not None else Histogram(SECONDS_BOUNDS)
+    def _find_own(self, request_id: str) -> Request | None:
+        """A live or recent request of this process; None for a task that Redis has."""
+        request = self.routes.find_recent(request_id) if self.is_gateway else None
+        if request is None and self.local is not None:
+            request = next((r for r in self.local.waiting_requests() if r.id == request_id), None)
+        return None if request is not None and request.is_task and request.phase == QUEUED else request
 
-    def gauges(self) -> Mapping[str, tuple[str, float]]:
-        """Further values of the moment."""
-        values: dict[str, tuple[str, float]] = {
-            "carpool_queue_unread": ("Requests that wait in Redis for a batcher.", self.depth.unread()),
-            "carpool_broker_memory_share": ("Share of the memory of Redis that is used.", self.memory.fraction),
-            "carpool_dead_letters": ("Dead letters that are kept.", self.desk.total()),
-            "carpool_live_gateways": ("Gateways heard of lately.", len(self.registry.view.live_gateways())),
-            "carpool_live_batchers": ("Batchers heard of lately.", len(self.registry.view.live_batchers())),
+    def _tell_own(self, request: Request, answer: FoundRequest) -> None:
+        state = state_of(request, monotonic())
+        if self.front is not None and (place := self.front.place_of(request)) is not None:
+            self.states.of_entry(*place, state, answer)
+        else:
+            answer(state)
+
+    def _looked_for(self, reply: Reply) -> None:
+        """Another gateway looks for a request, or has found one that this one looks for."""
+        for request_id, state in reply.found:
+            self.states.told(request_id, state)
+        for gateway, request_id in reply.wanted:
+            if (request := self._find_own(request_id)) is not None:
+                self._tell_own(request, partial(self._tell_other, gateway, request_id))
+
+    def _tell_other(self, gateway: bytes, request_id: str, state: RequestState | CarpoolError | None) -> None:
+        if isinstance(state, RequestState):
+            self.states.tell(gateway, request_id, state)
+
+    def _other_gateways(self) -> list[bytes]:
+        names = [member.name.encode() for member in self.registry.view.live_gateways()]
+        return [name for name in names if name != self.name]
+
+    def numbers(self) -> dict[str, Value]:
+        """What `/metrics` shows of this process as a whole."""
+        view, counted = self.registry.view, self._counted()
+        numbers: dict[str, Value] = {
+            "carpool_requests": counted.outcomes,
+            "carpool_queue_wait_seconds": counted.waited,
+            "carpool_dead_letters": self.dead_letters.buried,
+            "carpool_dead_letters_lost": self.dead_letters.failures,
+            "carpool_dead_letters_kept": self.desk.total(),
+            "carpool_dead_letter_bytes": self.depth.letter_bytes(),
+            "carpool_dead_letters_dropped": self.letter_bounds.dropped,
+            "carpool_task_bytes": self.depth.task_bytes(),
+            "carpool_broker_memory_share": self.memory.fraction,
+            "carpool_broker_memory_bytes": self.memory.used_bytes,
+            "carpool_queue_unread": self.depth.unread(),
+            "carpool_live_gateways": len(view.live_gateways()),
+            "carpool_live_batchers": len(view.live_batchers()),
+            "carpool_heartbeat_failures": self.registry.failures,
         }
+        if self.disks is not None:
+            numbers["carpool_broker_disks"] = bool(self.disks.found)
         if self.front is not None:
-            mode = MODE_NUMBERS[self.front.mode]
-            connections = len(self.server.connections) if self.server is not None else 0
-            values["carpool_broker_mode"] = ("0: down, 1: over Redis, 2: direct.", mode)
-            values["carpool_connections"] = ("Open client connections.", connections)
-            values["carpool_held_requests"] = ("Requests admitted and without an outcome.", self.front.held)
-            values["carpool_held_bytes"] = ("Bytes of their inputs.", self.front.held_bytes)
-            values["carpool_sent_again"] = ("Requests sent again because Redis was lost.", self.front.sent_again)
-            values["carpool_late_outcomes"] = ("Outcomes for which nobody waited any more.", self.front.late_outcomes)
+            # What a gateway that is no batcher has in its local broker came to it in direct mode.
+            direct = None if self.is_batcher else self.local
+            numbers |= {
+                "carpool_broker_mode": MODE_NUMBERS[self.front.mode],
+                "carpool_held_requests": self.front.held + (direct.held if direct is not None else 0),
+                "carpool_held_bytes": self.front.held_bytes + (direct.held_bytes if direct is not None else 0),
+                "carpool_sent_again": self.front.sent_again,
+                "carpool_late_outcomes": self.front.late_outcomes,
+            }
         if self.feed is not None and self.answers is not None:
-            values["carpool_entries_taken"] = ("Entries taken from Redis.", self.feed.taken)
-            values["carpool_entries_claimed"] = ("Entries claimed after their lease had ended.", self.feed.claimed)
-            values["carpool_leases_lost"] = ("Leases that another batcher took over.", self.feed.leases_lost)
-            values["carpool_outcomes_unconfirmed"] = (
-                "Outcomes that Redis has not taken yet.",
-                self.answers.unconfirmed,
-            )
-        return values
+            numbers |= {
+                "carpool_entries_taken": self.feed.taken,
+                "carpool_entries_claimed": self.feed.claimed,
+                "carpool_leases_lost": self.feed.leases_lost,
+                "carpool_outcomes_unconfirmed": self.answers.unconfirmed,
+                "carpool_outcome_retries": self.answers.retries,
+            }
+        return super().numbers() | numbers
 
 
 def waiting_in_redis(feed: Feed, service: ModelService) -> int:
@@ -486,6 +569,13 @@ def has_upstream(settings: Settings) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def task_shards(settings: Settings) -> int:
+    """How many shards take tasks: so few that the part of each has room for some of the largest."""
+    bodies = [own.body_bytes_max or settings.gateway.body_bytes_max for own in named_models(settings).values()]
+    bytes_max = min(settings.broker.bytes_max, settings.tasks.stored_bytes_max)
+    return min(max(bytes_max // (LARGEST_TASKS_A_SHARD * max(bodies)), 1), settings.broker.shards)
 
 
 def line_offsets_ms(settings: Settings) -> dict[bytes, int]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ from carpool.broker.memory import MemoryBroker
 from carpool.broker.tasks import Tasks
 from carpool.composition import Process, face_settings, http_limits
 from carpool.core.clock import monotonic
-from carpool.core.request import Request
-from carpool.core.tally import Histogram
+from carpool.core.request import Request, state_of
+from carpool.face.http.admin import FoundRequest
 from carpool.face.http.gateway import GatewayRoutes
 from carpool.face.http.openapi import gateway_openapi
 from carpool.face.http.server import HttpServer
 from carpool.service import ModelService, named_models
+from carpool.telemetry.metrics import Value
 
 logger = logging.getLogger("carpool")
 
@@ -137,35 +138,31 @@ class Gateway(Process):
             return
         self.in_background(self.try_endpoints(answer))
 
-    def find_request(self, request_id: str) -> Request | None:
-        """A live or recent request."""
+    def find_request(self, request_id: str, answer: FoundRequest) -> None:
+        """Tell how a live or recent request is, or a task that is kept."""
         recent = self.routes.find_recent(request_id)
-        if recent is not None:
-            return recent
-        return next((r for r in self.broker.waiting_requests() if r.id == request_id), None)
+        if recent is None:
+            recent = next((r for r in self.broker.waiting_requests() if r.id == request_id), None)
+        if recent is None:
+            self.tasks.state(request_id, answer)
+        else:
+            answer(state_of(recent, monotonic()))
 
-    def outcomes(self) -> Mapping[str, int]:
-        """Requests that got an outcome, by code."""
-        return self.broker.outcomes
-
-    def buried(self) -> Mapping[str, int]:
-        """Requests that became dead letters, by cause."""
-        return self.journal.buried
-
-    def queue_wait_seconds(self) -> Histogram:
-        """Seconds that requests waited for a slot."""
-        return self.broker.waited
-
-    def gauges(self) -> Mapping[str, tuple[str, float]]:
-        """Further values of the moment."""
-        journal = self.journal
-        return {
-            "carpool_connections": ("Open client connections.", len(self.server.connections) if self.server else 0),
-            "carpool_held_requests": ("Requests admitted and without an outcome.", self.broker.held),
-            "carpool_held_bytes": ("Bytes of their inputs.", self.broker.held_bytes),
-            "carpool_tasks_pending": ("Tasks without an outcome.", journal.tasks_pending),
-            "carpool_results_stored": ("Results of tasks that are kept.", journal.results),
-            "carpool_dead_letters": ("Dead letters that are kept.", journal.dead_letters),
-            "carpool_dead_letter_bytes": ("Bytes of their inputs.", journal.dead_letter_bytes),
-            "carpool_journal_bytes": ("Bytes of inputs and results in the journal.", journal.stored_bytes),
+    def numbers(self) -> dict[str, Value]:
+        """What `/metrics` shows of this process as a whole."""
+        broker, journal = self.broker, self.journal
+        return super().numbers() | {
+            "carpool_requests": broker.outcomes,
+            "carpool_queue_wait_seconds": broker.waited,
+            "carpool_held_requests": broker.held,
+            "carpool_held_bytes": broker.held_bytes,
+            "carpool_dead_letters": journal.buried,
+            "carpool_dead_letters_lost": journal.letters_lost,
+            "carpool_dead_letters_kept": journal.dead_letters,
+            "carpool_dead_letter_bytes": journal.dead_letter_bytes,
+            "carpool_tasks_pending": journal.tasks_pending,
+            "carpool_results_stored": journal.results,
+            "carpool_journal_bytes": journal.stored_bytes,
+            "carpool_journal_commit_seconds": journal.commit_seconds,
+            "carpool_journal_commit_failures": journal.commit_failures,
         }

@@ -1,7 +1,7 @@
 """One model: its endpoints, its codec, and the loop that sends its batches, plugged together."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -15,9 +15,9 @@ from carpool.core.clock import monotonic
 from carpool.core.errors import CarpoolError, QueueFull
 from carpool.core.ports import DeadLetters, Slots
 from carpool.core.request import Request
-from carpool.core.tally import Histogram
 from carpool.face.http.gateway import ServedModel
 from carpool.settings import ModelSettings, Settings
+from carpool.telemetry.metrics import ENDPOINT_STATES, Numbers
 from carpool.upstream.breaker import Breaker
 from carpool.upstream.client import HttpEndpoint
 from carpool.upstream.codecs import Codec, make_codec
@@ -266,50 +266,6 @@ class ModelService(ModelFace):
         self.utilization += RATE_WEIGHT * (min(used, 1.0) - self.utilization)
         self._arrivals_then, self._busy_s_then = arrivals, busy_s
 
-    # telemetry.metrics.ModelView
-
-    def batch_sizes(self) -> Histogram:
-        """Requests in each batch."""
-        return self.loop.batch_sizes
-
-    def call_seconds(self) -> Histogram:
-        """Seconds of each answered upstream call."""
-        return self.dispatcher.call_seconds
-
-    def batches(self) -> Mapping[str, int]:
-        """Batches by dispatch reason."""
-        return self.loop.batches
-
-    def calls(self) -> Mapping[str, int]:
-        """Upstream calls by result."""
-        return self.dispatcher.calls
-
-    def isolation(self) -> Mapping[str, int]:
-        """Calls to find bad inputs, inputs at fault, requests not resolved in time."""
-        isolation = self.dispatcher.isolation
-        return {"calls": isolation.steps, "at-fault": isolation.poisoned, "unresolved": isolation.unresolved}
-
-    def offenders(self) -> int:
-        """Owners that ride apart now."""
-        return len(self.riders_apart.of_model(self.name))
-
-    def stray_answers(self) -> int:
-        """Connections that were closed because of bytes for which nobody had asked."""
-        endpoints = self.pool.endpoints
-        return sum(endpoint.stray_answers for endpoint in endpoints if isinstance(endpoint, HttpEndpoint))
-
-    def slots(self) -> Mapping[str, int]:
-        """Slots by state."""
-        return {"busy": self.pool.busy(), "free": self.pool.free()}
-
-    def queue_depth(self) -> int:
-        """Requests that wait for a slot."""
-        return self._broker.depth_of(self.name)
-
-    def arrival_rate(self) -> float:
-        """Requests a second, lately."""
-        return self.rate
-
     def healthy_slots(self) -> int:
         """Calls that the endpoints that work may have at once."""
         return self.fleet.healthy_slots()
@@ -318,9 +274,36 @@ class ModelService(ModelFace):
         """Requests a second that these slots can serve in full batches."""
         return self.fleet.healthy_slots() * self.loop.max_batch / self.loop.service_s
 
-    def endpoint_states(self) -> Sequence[tuple[str, str]]:
-        """The name and state of every endpoint."""
-        return self.fleet.states()
+    def numbers(self) -> Numbers:
+        """What `/metrics` shows of this model (telemetry.metrics.ModelView)."""
+        pool, dispatcher, isolation = self.pool, self.dispatcher, self.dispatcher.isolation
+        strays = (each.stray_answers for each in pool.endpoints if isinstance(each, HttpEndpoint))
+        return {
+            "carpool_batch_size": self.loop.batch_sizes,
+            "carpool_batches": self.loop.batches,
+            "carpool_upstream_calls": dispatcher.calls,
+            "carpool_upstream_latency_seconds": dispatcher.call_seconds,
+            "carpool_upstream_stray_answers": sum(strays),
+            "carpool_isolation": {
+                "calls": isolation.steps,
+                "at-fault": isolation.poisoned,
+                "unresolved": isolation.unresolved,
+            },
+            "carpool_offenders": len(self.riders_apart.of_model(self.name)),
+            "carpool_slots": {"busy": pool.busy(), "free": pool.free()},
+            "carpool_healthy_slots": self.fleet.healthy_slots(),
+            "carpool_capacity_rps": self.capacity_rps(),
+            "carpool_queue_depth": self._broker.depth_of(self.name),
+            "carpool_arrival_rate": self.rate,
+            "carpool_endpoint_state": {
+                (name, each): each == state for name, state in self.fleet.states() for each in ENDPOINT_STATES
+            },
+            "carpool_endpoint_calls": {
+                (member.name, result): number
+                for member in pool.members
+                for result, number in (("ok", member.succeeded), ("failed", member.failed))
+            },
+        }
 
 
 def named_models(settings: Settings) -> dict[str, ModelSettings]:

@@ -273,6 +273,13 @@ class BrokerSettings(Section, frozen=True):
     replicas_timeout_ms: Annotated[
         Annotated[int, Meta(ge=1, le=60_000)], Meta(description="how long to wait for these replicas")
     ] = 200
+    persistence: Annotated[
+        Literal["allowed", "forbidden"],
+        Meta(
+            description="`forbidden`: refuse to start where a server of Redis writes to a disk (AOF, snapshots, files "
+            "for replicas), for payloads that must never be on one; a process that runs says so loudly"
+        ),
+    ] = "allowed"
     memory_max: Annotated[
         Annotated[int, Meta(ge=0)],
         Meta(
@@ -329,6 +336,13 @@ class DeadLetterSettings(Section, frozen=True):
             "those that the upstream failed; or `none`"
         ),
     ] = "poison"
+    bytes_max: Annotated[
+        Count,
+        Meta(
+            description="bytes of dead letters kept in Redis, the oldest go; in the journal they have a quarter of "
+            "`tasks.stored_bytes_max`"
+        ),
+    ] = 256 * MIB
 
 
 class LogSettings(Section, frozen=True):

@@ -32,17 +32,17 @@ from carpool.broker.redis.keys import Keys, lane_name, line_name
 from carpool.broker.redis.link import OnReply
 from carpool.broker.redis.nodes import Nodes, RedisFailure
 from carpool.broker.redis.scripts import AUDIT, Script
-from carpool.broker.redis.steps import Budget, Steps, View
+from carpool.broker.redis.steps import Steps
 from carpool.broker.redis.tasks import TaskResults
+from carpool.broker.redis.terms import Budget, View
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Broker, LaneQueue
 from carpool.core.request import DONE, Request, Waiter
 from carpool.testing import FakeClock
 from support.processes import PATIENCE_S, until
-from support.redis_tasks import clear_shard
+from support.redis_tasks import clear_shard, letter_bounds
 
-LETTERS_MAX = 100
 STRICT_STEP_MS = 10**13
 
 Result = TypeVar("Result")
@@ -218,17 +218,19 @@ class RedisBroker:
             strict_order=strict_order,
             clock=clock,
         )
-        results = TaskResults(steps, result_ttl_ms=60_000, letters_max_per_shard=LETTERS_MAX)
+        bounds = letter_bounds()
+        results = TaskResults(steps, result_ttl_ms=60_000, letter_bounds=bounds)
         self._answers = Answers(steps, results, b"batcher", clock)
         self._feed = LaneFeed(
             steps,
             b"batcher",
             self._local,
             self._answers,
-            RedisDeadLetterBox(steps, letters_max_per_shard=LETTERS_MAX),
+            RedisDeadLetterBox(steps, bounds=bounds),
             [SuiteModel(model) for model in MODELS],
             lines=list(self._offsets_ms),
             tier_target_s=TARGETS_S,
+            letter_bounds=bounds,
             clock=clock,
         )
         for model in MODELS:
@@ -298,7 +300,7 @@ class RedisBroker:
             self._nodes.run(AUDIT, shard.slot, (shard.counts,), (), self._audits.append)
         self._let_run()
         audits, self._audits[:] = list(self._audits), []
-        for _, held, unread, true_held, true_unread, *_ in audits:
+        for _, held, unread, _, true_held, true_unread, *_ in audits:
             assert (held, unread) == (true_held, true_unread)
         return [lane for lane in self._lanes.values() if lane.model == model and lane.waiting]
 

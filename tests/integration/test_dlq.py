@@ -114,7 +114,7 @@ async def test_list_show_replay_and_drop_on_the_command_line(
     assert await dlq(gateway, "drop", "--all") == "2 dropped\n"
     assert await dlq(gateway, "list") == "no dead letters\n"
     assert await gateway.metric("carpool_dead_letters_total") == 6
-    assert await gateway.metric("carpool_dead_letters") == 0
+    assert await gateway.metric("carpool_dead_letters_kept") == 0
 
 
 async def test_a_poisoned_synchronous_request_is_a_dead_letter(
@@ -137,7 +137,7 @@ async def test_a_poisoned_synchronous_request_is_a_dead_letter(
 
 async def until_letters(gateway: GatewayProcess, count: int) -> None:
     async def are_there() -> bool:
-        return await gateway.metric("carpool_dead_letters") == count
+        return await gateway.metric("carpool_dead_letters_kept") == count
 
     await until(are_there)
 

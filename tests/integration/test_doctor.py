@@ -27,7 +27,7 @@ def keys() -> Keys:
     return Keys("doctor-" + secrets.token_hex(6))
 
 
-async def examine(url: str, keys: Keys, *, mend: bool = False, **wants: int) -> dict[str, Finding]:
+async def examine(url: str, keys: Keys, *, mend: bool = False, **wants: Any) -> dict[str, Finding]:
     findings = await Doctor(parse_broker_url(url), keys, Wants(**wants)).examine(mend=mend)
     assert all(finding.says for finding in findings)
     return {finding.check: finding for finding in findings}
@@ -101,10 +101,10 @@ async def test_what_is_wrong_with_a_queue(redis_server: RedisServer, keys: Keys)
         assert found["fleet"].level == "warning"
         assert found["waiting"].says == "requests that no live batcher serves: 5 for m"
         assert found["counts"].level == "warning"
-        assert "shard 0 says 7/7, has 5/3" in found["counts"].says
+        assert "shard 0 says 7/7/0, has 5/3/0" in found["counts"].says
         assert found["streams"].level == "problem"
         assert second.stream(LANE).decode() in found["streams"].says
-        assert found["dead letters"].says == "1 kept"
+        assert found["dead letters"].says == "1 kept, 0.0 MiB"
         assert await snapshot(client, keys) == before, "looking changes nothing"
 
         await beat(client, keys.batchers, "b", "other")
@@ -139,6 +139,7 @@ async def test_mending_removes_orphans_and_counts_again_and_nothing_else(redis_s
         await queue(client, keys.shards[5], 4, held=9)
         await client.xadd(keys.shards[6].stream(LANE), {b"header": b"value"})
         await client.zadd(keys.shards[5].letters.decode(), {"17": 17})
+        await client.hset(keys.shards[5].letter_bodies.decode(), "17", "letter")
         await beat(client, keys.gateways, "lives")
         await beat(client, keys.gateways, "silent", age_ms=30_000)
         for gateway in (b"lives", b"silent", b"gone", b"gone-too"):
@@ -155,9 +156,10 @@ async def test_mending_removes_orphans_and_counts_again_and_nothing_else(redis_s
         assert found["reply streams"].says == "2, 0 of gateways that are gone"
         assert found["counts"].level == "ok"
         after = await snapshot(client, keys)
-        assert await client.hgetall(keys.shards[5].counts.decode()) == {b"held": b"4", b"unread": b"4"}
+        counted = await client.hmget(keys.shards[5].counts, ["held", "unread", "letter_bytes"])
+        assert counted == [b"4", b"4", b"6"]
         changed = {name for name in before | after if before.get(name) != after.get(name)}
-        counts = {shard.counts for shard in keys.shards}
+        counts = {shard.prefix + name for shard in keys.shards for name in (b"counts", b"sizes", b"heads:m")}
         assert changed - counts == {keys.replies(b"gone"), keys.replies(b"gone-too")}
 
 

@@ -30,12 +30,13 @@ async def watching(url: str, memory_max: int = 0) -> AsyncIterator[MemoryWatch]:
 async def test_full_and_not_full_again(tmp_path: Path) -> None:
     async with running_redis(tmp_path, "--maxmemory", "30mb") as server, watching(server.url) as watch:
         await until(lambda: watch.used_bytes > 0)
-        assert not watch.is_full
+        assert (watch.is_short, watch.is_full) == (False, False)
         assert 0 < watch.fraction < 0.5
         async with server.client() as client:
             for number in range(26):
                 await client.set(f"big-{number}", b"x" * 1_000_000)
             await until(lambda: watch.is_full)
+            assert watch.is_short
             assert 0.8 < watch.fraction < 1.1
             await client.flushall()
             await until(lambda: not watch.is_full)

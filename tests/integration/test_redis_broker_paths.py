@@ -80,7 +80,7 @@ class Workshop:
         held = taken = 0
         for shard in self.keys.shards:
             reply: Any = await self.client.eval(AUDIT.source, 1, shard.counts)  # type: ignore[arg-type]
-            _, counted, _, truly, unread = reply[:5]
+            _, counted, _, _, truly, unread = reply[:6]
             if counted != truly:
                 return []
             held += truly
@@ -174,7 +174,7 @@ async def test_two_gateways_and_two_batchers(workshop: Workshop) -> None:
 
     async def both_have_worked() -> bool:
         await asyncio.gather(*(clients.ask() for _ in range(50)), *(clients.run_task() for _ in range(10)))
-        taken = [await place.process.metric("carpool_entries_taken") for place in fleet.batchers]
+        taken = [await place.process.metric("carpool_entries_taken_total") for place in fleet.batchers]
         return all(number >= 50 for number in taken)
 
     await until(both_have_worked)

@@ -12,7 +12,9 @@ import pytest
 
 from carpool.broker.redis import dead_letters as dead_letters_module
 from carpool.broker.redis.dead_letters import RedisDeadLetterBox, RedisDeadLetterDesk, letter_of
+from carpool.broker.redis.letter_bounds import LetterBounds
 from carpool.broker.redis.letters import IDS_A_MS
+from carpool.broker.redis.memory_watch import LETTERS_SHARE_MAX, SHARE_MAX, memory_facts, memory_fraction
 from carpool.broker.redis.scripts import BURY
 from carpool.broker.redis.tasks import RedisTasks, TaskResults
 from carpool.core.dead_letter import DeadLetterSummary, SynchronousKept, dead_letter_causes
@@ -31,7 +33,7 @@ from carpool.core.request import DONE, Request
 from carpool.testing import Witness, make_request
 from support.processes import PATIENCE_S, until
 from support.redis_servers import RedisCluster, RedisServer, running_redis
-from support.redis_tasks import LETTERS_MAX, Office, open_office, told
+from support.redis_tasks import Office, letter_bounds, open_office, told
 
 REFUSED = InputRefused("the model refused this input: too long")
 TARGETS_S = (0.05, 0.5)
@@ -40,9 +42,10 @@ TARGETS_S = (0.05, 0.5)
 class LetterOffice:
     """Both sides of the dead letters."""
 
-    def __init__(self, office: Office, *, letters_max: int = LETTERS_MAX, **gateway: Any) -> None:
+    def __init__(self, office: Office, *, bounds: LetterBounds | None = None, **gateway: Any) -> None:
         self.office = office
-        self.box = RedisDeadLetterBox(office.steps, letters_max_per_shard=letters_max, kept="all")
+        self.bounds = bounds or letter_bounds()
+        self.box = RedisDeadLetterBox(office.steps, bounds=self.bounds, kept="all")
         self.tasks: RedisTasks = office.gateway(**gateway)
         self.desk = RedisDeadLetterDesk(
             office.steps,
@@ -125,7 +128,7 @@ async def test_counts_are_by_cause(letters: LetterOffice) -> None:
 async def test_which_synchronous_requests_are_kept(
     letters: LetterOffice, kept: SynchronousKept, causes: list[str]
 ) -> None:
-    letters.box = RedisDeadLetterBox(letters.office.steps, letters_max_per_shard=9, kept=kept)
+    letters.box = RedisDeadLetterBox(letters.office.steps, bounds=letters.bounds, kept=kept)
     await letters.bury("a", error=REFUSED)
     await letters.bury("b", error=UpstreamFailed("down"))
     await letters.bury("c", error=DeadlineExceeded("late"))
@@ -178,7 +181,7 @@ async def test_not_every_failure_of_a_task_is_worth_a_look(letters: LetterOffice
 
 async def test_ids_rise_and_the_oldest_make_room(redis_server: RedisServer) -> None:
     async with open_office(redis_server.url, shards=1) as office:
-        letters = LetterOffice(office, letters_max=5)
+        letters = LetterOffice(office, bounds=letter_bounds(5))
         await letters.bury(*(f"r{number}" for number in range(20)))  # many in one ms
         page = await letters.desk.page(0, 100)
         assert [letter.request_id for letter in page] == ["r15", "r16", "r17", "r18", "r19"]
@@ -188,6 +191,52 @@ async def test_ids_rise_and_the_oldest_make_room(redis_server: RedisServer) -> N
         await letters.desk.drop_all()
         await letters.bury("new")  # above all that were: who reads on after the last one sees it
         assert await letters.names(after=page[-1].id) == ["new"]
+
+
+async def test_letters_are_bounded_in_bytes(redis_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    async with open_office(redis_server.url, shards=2) as office:
+        letters = LetterOffice(office, bounds=letter_bounds(bytes_max=5000))
+        for number in range(40):
+            letters.box.bury(letters.request(f"r{number}", b'"%b"' % (b"x" * 800)), REFUSED, 1)
+        await until(lambda: letters.box._burying == 0)
+        names = await letters.names()
+        assert 8 <= len(names) <= 12
+        assert set(names) == {f"r{number}" for number in range(40 - len(names), 40)}
+        assert letters.bounds.dropped == 40 - len(names)
+        letters.box.bury(letters.request("large", b'"%b"' % (b"x" * 5000)), REFUSED, 1)
+        await until(lambda: letters.box._burying == 0)
+        assert await letters.names() == names
+        assert letters.bounds.dropped == 41 - len(names)
+    assert [record.message for record in caplog.records] == ["1 dead letters were dropped to make room"]
+
+
+async def test_letters_of_tasks_are_bounded_in_bytes(redis_server: RedisServer) -> None:
+    async with open_office(redis_server.url, shards=1) as office:
+        letters = LetterOffice(office, bounds=letter_bounds(bytes_max=2500))
+        office.results = TaskResults(office.steps, result_ttl_ms=1000, letter_bounds=letters.bounds)
+        for _ in range(5):
+            await office.submit(letters.tasks, b'"%b"' % (b"x" * 1000))
+            (taken,) = await office.take()
+            assert await office.finish(taken, REFUSED)
+        assert len(await letters.names()) == 2
+        assert letters.bounds.dropped == 3
+
+
+async def test_letters_do_not_fill_the_memory_of_redis(tmp_path: Path) -> None:
+    """Poison of one client closed the door to all others, for as long as letters are kept."""
+    async with running_redis(tmp_path, "--maxmemory", "40mb") as server, open_office(server.url) as office:
+        share = 0.0
+        letters = LetterOffice(office, bounds=letter_bounds(is_memory_short=lambda: share > LETTERS_SHARE_MAX))
+        for number in range(60):
+            letters.box.bury(letters.request(f"r{number}", b'"%b"' % (b"x" * 900_000)), REFUSED, 1)
+            await until(lambda: letters.box._burying == 0)
+            facts = memory_facts(await office.nodes.ask(0, b"INFO", b"memory"))
+            assert facts is not None
+            share = memory_fraction(*facts)
+            assert share < SHARE_MAX
+        assert letters.box.failures == 0
+        kept = len(await letters.names())
+        assert (kept > 10, letters.bounds.dropped) == (True, 60 - kept)
 
 
 async def test_without_memory_nothing_is_half_buried(tmp_path: Path) -> None:
@@ -256,7 +305,7 @@ async def test_a_letter_of_another_version_can_be_seen_and_dropped(letters: Lett
     shard = letters.office.keys.shards[3]
     head = msgspec.msgpack.encode([99, "r", "m", 0, "new-cause", "new", 1])
     letter = len(head).to_bytes(4, "big") + bytes(4) + head
-    arguments = (b"", 3, 10, b"owner", letter, b'"x"')
+    arguments = (b"", 3, 10, 10**6, 0, b"owner", letter, b'"x"')
     await letters.office.nodes.ask_script(BURY, shard.slot, (shard.counts,), arguments)
     summary = await letters.only()
     assert (summary.cause, summary.size) == ("unknown", 3)
@@ -372,7 +421,7 @@ async def test_replay_all_ends_though_its_tasks_come_back(redis_server: RedisSer
     async with open_office(redis_server.url, shards=2) as office:
         letters = LetterOffice(office)
         await letters.bury(*(f"r{number}" for number in range(200)))
-        office.results = TaskResults(office.steps, result_ttl_ms=1000, letters_max_per_shard=1000)
+        office.results = TaskResults(office.steps, result_ttl_ms=1000, letter_bounds=letter_bounds(1000))
         over = asyncio.Event()
 
         async def fail_everything() -> None:

@@ -13,17 +13,19 @@ import pytest
 
 from carpool.broker.redis import feed as feed_module
 from carpool.broker.redis.answers import UNCONFIRMED_MAX
+from carpool.broker.redis.dead_letters import RedisDeadLetterBox
 from carpool.broker.redis.feed import LOOKS_A_LEASE
-from carpool.broker.redis.steps import Head, Steps
+from carpool.broker.redis.steps import Steps
 from carpool.broker.redis.tasks import RedisTasks
+from carpool.broker.redis.terms import Head
 from carpool.core.clock import monotonic
-from carpool.core.errors import CarpoolError, InternalError, QueueFull
+from carpool.core.errors import CarpoolError, InputRefused, InternalError, QueueFull
 from carpool.core.outcome import Output
-from carpool.testing import FakeClock
+from carpool.testing import FakeClock, Witness, make_request
 from support.processes import PATIENCE_S, until
 from support.redis_halves import LINE_OFFSETS_MS, NEVER_MS, Batcher, Halves, open_halves, until_seen
 from support.redis_servers import RedisServer, running_redis
-from support.redis_tasks import told
+from support.redis_tasks import letter_bounds, told
 
 ENTERPRISE, FREE = 0, 2
 
@@ -54,7 +56,13 @@ def task_names(number: int) -> list[str]:
 async def submit_tasks(halves: Halves, batcher: Batcher, names: list[str], value: bytes = b'"x"') -> RedisTasks:
     """Tasks that are accepted, over a batcher's connections."""
     tasks = RedisTasks(
-        Steps(batcher.nodes, halves.keys), b"g1", held_max=10_000, lanes_max=9, line_offsets_ms=LINE_OFFSETS_MS
+        Steps(batcher.nodes, halves.keys),
+        b"g1",
+        held_max=10_000,
+        input_bytes_max=10**9,
+        stored_bytes_max=10**9,
+        lanes_max=9,
+        line_offsets_ms=LINE_OFFSETS_MS,
     )
     gateway = await halves.gateway()
     for name in names:
@@ -210,6 +218,28 @@ class TestBells:
         gateway.submit("b")
         await batcher.until_staged(2)
 
+    async def test_while_memory_is_short_a_sweep_drops_letters(self, halves: Halves) -> None:
+        is_short = False
+        bounds = letter_bounds(is_memory_short=lambda: is_short)
+        batcher = await halves.batcher(started=False, letter_bounds=bounds)
+        box = RedisDeadLetterBox(Steps(batcher.nodes, halves.keys), bounds=bounds)
+        for number in range(2 * len(halves.keys.shards)):
+            request = make_request(f"r{number}", Witness(), now=monotonic())
+            box.bury(request, InputRefused("no"), 1)
+
+        async def number_of_letters() -> int:
+            return sum([await halves.client.zcard(shard.letters) for shard in halves.keys.shards])
+
+        async def are_there() -> bool:
+            return await number_of_letters() == 2 * len(halves.keys.shards)
+
+        await until_seen(are_there)
+        batcher.feed._sweep_all()  # counts them
+        is_short = True
+        batcher.feed._sweep_all()
+        await until(lambda: bounds.dropped == len(halves.keys.shards))
+        assert await number_of_letters() == len(halves.keys.shards)
+
     async def test_a_sweep_mends_a_stream_without_its_group(self, halves: Halves) -> None:
         """Nothing more comes for it, so nobody makes its group."""
         gateway, batcher = await halves.gateway(), await halves.batcher(started=False)
@@ -345,7 +375,7 @@ class TestLeases:
             gateway.submit(name)
             await gateway.nodes.ask(0, b"PING")
             model.free = 1
-            feed._views[0].unread, feed._views[0].barren_until = None, 0.0
+            feed._views[0].heads, feed._views[0].barren_until = None, 0.0
             feed.ring()
             await batcher.until_staged(1)
             model.free = 0
@@ -401,10 +431,10 @@ class TestDrain:
         await until_quiet(batcher)
         gateway.submit("r")
         await halves.until_entries(1)
-        batcher.feed._views[0].heads = None
-        batcher.feed.ring()
-        await until(lambda: bool(batcher.feed._views[0].heads))
+        (entry,) = await halves.entries()
         batcher.nodes.keep_replies()
+        batcher.feed._views[0].heads = [Head(entry.field, "m", 0.0, 1)]
+        batcher.feed.ring()
         await until(lambda: batcher.nodes.kept == 1)
         batcher.feed.drain()
         asyncio.get_running_loop().call_later(0.02, batcher.nodes.let_replies_come)

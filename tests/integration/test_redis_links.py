@@ -21,7 +21,7 @@ from carpool.broker.redis.nodes import Link, Lost, Nodes, NotSent, RedisFailure,
 from carpool.broker.redis.scripts import Script
 from carpool.broker.redis.topology import SlotRange, parse_slots
 from carpool.testing import FakeClock
-from support.processes import PATIENCE_S, until
+from support.processes import PATIENCE_S, last_connections_begin, until
 from support.redis_servers import HOST, RedisServer, free_port, running_redis
 
 RUNNERS = [asyncio.run, uvloop.run]
@@ -524,6 +524,7 @@ class Listener:
         listener = await asyncio.start_server(self._accept, HOST, 0)
         async with listener:
             yield f"redis://{HOST}:{listener.sockets[0].getsockname()[1]}"
+        await last_connections_begin()
         while self._tasks:
             await asyncio.wait(self._tasks)
 

@@ -10,12 +10,15 @@ import pytest
 import redis
 
 from carpool.broker.redis.keys import Keys
+from carpool.broker.redis.records import encode_value
 from support.gateway import eventually
 from support.processes import PATIENCE_S
 from support.redis_servers import RedisCluster, RedisServer, running_redis
-from support.redis_shard import LEASE_MS, START_MS, STRICT_OFFSETS, Budget, Entry, ShardBench
+from support.redis_shard import LEASE_MS, START_MS, STRICT_OFFSETS, TASK_BYTES, Budget, Entry, ShardBench
 
 PLENTY = Budget(batches=100, largest=64)
+# When the first tasks of a test count no more: a task's ten minutes, rounded up to a 32nd of these.
+PART_END_MS = -(-(START_MS + 600_000) // 18_750) * 18_750
 
 
 @pytest.fixture
@@ -95,6 +98,7 @@ class TestSubmit:
                 b"t": str(START_MS).encode(),
                 b"f": b"a:t0",
                 b"e": entry_id.encode(),
+                b"b": b"%d input_bytes:%d" % (TASK_BYTES + len(encode_value(0, task, "ann", b"0")), PART_END_MS),
             }
 
     def test_tasks_without_room_are_not_written(self, shard: ShardBench) -> None:
@@ -434,7 +438,8 @@ class TestSweep:
         held, unread = shard.sweep()
         truth = shard.true_counts()
         assert (held, unread) == (truth["held"], truth["unread"]) == (7, 4)
-        assert shard.counts() == {**truth, "letter": 160}
+        assert shard.counts() == truth
+        assert shard.all_counts()["letter"] == 160
 
     def test_consumers_that_left_go_but_not_their_leases(self, shard: ShardBench) -> None:
         shard.submit("a:s0", 3)
@@ -455,6 +460,130 @@ class TestSweep:
             shard.client.hset(shard.shard.letter_bodies, str(letter), "body")
         shard.sweep(letters_kept_ms=1000)
         assert shard.client.zcard(shard.shard.letters) == shard.client.hlen(shard.shard.letter_bodies) == 2
+
+
+class TestBytes:
+    def test_inputs_of_tasks_are_bounded_until_they_have_results(self, shard: ShardBench) -> None:
+        bound: dict[str, Any] = {"input_bytes_max": 2 * (1000 + TASK_BYTES)}
+        values = [b"x" * 900] * 3
+        assert len(shard.submit("a:t0", values, tasks=["t1", "t2", "t3"], **bound)) == 2
+        before = shard.all_keys()
+        with pytest.raises(redis.ResponseError, match=r"^QUEUEFULL"):
+            shard.submit("a:t0", values[:1], tasks=["t3"], **bound)
+        assert shard.all_keys() == before
+        first, _ = shard.take(PLENTY)
+        assert shard.finish(first, "t1", b"result") == (True, 0)
+        assert shard.counted_bytes() == shard.true_bytes()
+        assert len(shard.submit("a:t0", values[:1], tasks=["t3"], **bound)) == 1
+
+    def test_results_count_until_they_are_forgotten(self, shard: ShardBench) -> None:
+        bound: dict[str, Any] = {"stored_bytes_max": 2000}
+        shard.submit("a:t0", [b"x"], tasks=["t1"], **bound)
+        (entry,) = shard.take(PLENTY)
+        shard.finish(entry, "t1", b"r" * 1500)
+        with pytest.raises(redis.ResponseError, match=r"^STOREFULL"):
+            shard.submit("a:t0", [b"x"], tasks=["t2"], **bound)
+        assert shard.forget("t1")
+        assert shard.counted_bytes() == {"input_bytes": 0, "result_bytes": 0, "letter_bytes": 0}
+        shard.submit("a:t0", [b"x"], tasks=["t2"], **bound)
+        assert shard.forget("t2")
+        assert shard.counted_bytes() == {"input_bytes": 0, "result_bytes": 0, "letter_bytes": 0}
+
+    def test_a_shard_without_tasks_takes_one_of_any_size(self, shard: ShardBench) -> None:
+        bound: dict[str, Any] = {"input_bytes_max": 100, "stored_bytes_max": 10**6}
+        shard.submit("a:t0", [b"x" * 900], tasks=["t1"], **bound)
+        with pytest.raises(redis.ResponseError, match=r"^QUEUEFULL"):
+            shard.submit("a:t0", [b"x" * 900], tasks=["t2"], **bound)
+        (entry,) = shard.take(PLENTY)
+        shard.finish(entry, "t1", b"result")
+        shard.submit("a:t0", [b"x" * 900], tasks=["t2"], **bound)
+
+    def test_what_is_over_counts_no_more_after_a_sweep(self, shard: ShardBench) -> None:
+        shard.submit("a:t0", 2, tasks=["t1", "t2"], task_ms=5000)
+        entry, _ = shard.take(PLENTY)
+        shard.finish(entry, "t1", b"result", kept_ms=2000)
+        shard.sweep()
+        assert shard.counted_bytes() == shard.true_bytes()
+        shard.now = START_MS + 4000
+        shard.sweep()
+        assert {**shard.true_bytes(), "result_bytes": 0} == shard.counted_bytes()
+        shard.now = START_MS + 7000
+        shard.sweep()
+        assert shard.counted_bytes() == {"input_bytes": 0, "result_bytes": 0, "letter_bytes": 0}
+        assert not [name for name in shard.all_counts() if ":" in name]
+        # It had its time, and nobody took it: nothing is taken away twice.
+        shard.forget("t2")
+        shard.sweep()
+        assert shard.counted_bytes() == {"input_bytes": 0, "result_bytes": 0, "letter_bytes": 0}
+
+    def test_tasks_of_an_older_carpool_count_from_their_results_on(self, shard: ShardBench) -> None:
+        shard.submit("a:t0", 2, tasks=["t1", "t2"])
+        for task in ("t1", "t2"):
+            shard.client.hdel(shard.shard.task(task), "b")
+        shard.client.hdel(shard.shard.counts, *(name for name in shard.all_counts() if "bytes" in name))
+        entry, _ = shard.take(PLENTY)
+        assert shard.finish(entry, "t1", b"result") == (True, 0)
+        assert shard.forget("t2")
+        assert (
+            shard.counted_bytes()
+            == shard.true_bytes()
+            == {
+                "input_bytes": 0,
+                "result_bytes": TASK_BYTES + 6,
+                "letter_bytes": 0,
+            }
+        )
+
+    def test_the_oldest_letters_go_until_bytes_fit(self, shard: ShardBench) -> None:
+        dropped = [shard.bury(size, bytes_max=1000) for size in (400, 300, 200, 100, 900, 1001)]
+        assert dropped == [0, 0, 0, 0, 3, 1]
+        assert [size for _, size in shard.letters()] == [100, 900]
+
+    def test_letters_do_not_grow_while_memory_is_short(self, shard: ShardBench) -> None:
+        assert shard.bury(10, is_memory_short=1) == 1
+        for size in (400, 300):
+            shard.bury(size)
+        assert shard.bury(500, is_memory_short=1) == 2
+        assert [size for _, size in shard.letters()] == [500]
+
+    def test_while_memory_is_short_half_of_the_letters_go_at_each_sweep(self, shard: ShardBench) -> None:
+        for _ in range(8):
+            shard.bury(100)
+        left = []
+        for _ in range(5):
+            shard.sweep(is_memory_short=1)
+            left.append(len(shard.letters()))
+        assert left == [4, 2, 1, 0, 0]
+        assert shard.letters_dropped == 0
+
+    def test_letters_that_are_dropped_or_replayed_count_no_more(self, shard: ShardBench) -> None:
+        for size in (100, 200, 300, 400):
+            shard.bury(size)
+        (first, _), (second, _), *_ = shard.letters()
+        assert shard.drop(first) == 1
+        shard.submit("a:t0", tasks=["t1"], letter=second)
+        assert shard.counted_bytes()["letter_bytes"] == shard.true_bytes()["letter_bytes"] == 700
+        assert shard.drop() == 2
+        assert shard.counted_bytes()["letter_bytes"] == 0
+
+    def test_letters_of_an_older_carpool_are_counted_and_bounded(self, shard: ShardBench) -> None:
+        for letter in range(1, 11):
+            shard.client.zadd(shard.shard.letters, {str(START_MS * 16 + letter): START_MS * 16 + letter})
+            shard.client.hset(shard.shard.letter_bodies, str(START_MS * 16 + letter), "x" * 100)
+        shard.sweep(bytes_max=450)
+        assert (len(shard.letters()), shard.letters_dropped) == (4, 6)
+        assert shard.counted_bytes() == shard.true_bytes()
+
+    def test_a_wrong_count_of_letters_heals(self, shard: ShardBench) -> None:
+        shard.bury(100)
+        shard.sweep()
+        shard.client.hset(shard.shard.counts, "letter_bytes", 10**6)
+        shard.now = START_MS + 59_000
+        shard.sweep()
+        assert shard.counted_bytes()["letter_bytes"] == 10**6
+        shard.now = START_MS + 60_000
+        shard.sweep()
+        assert shard.counted_bytes()["letter_bytes"] == 100
 
 
 async def test_without_memory_nothing_comes_in_and_everything_gets_out(tmp_path: Path) -> None:

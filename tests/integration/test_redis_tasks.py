@@ -4,8 +4,10 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -29,7 +31,7 @@ from carpool.core.task import StoredTask
 from carpool.testing import make_output
 from support.processes import PATIENCE_S, until
 from support.redis_servers import RedisCluster, RedisServer, running_redis
-from support.redis_tasks import RESULT_TTL_MS, Office, connected, open_office, told
+from support.redis_tasks import RESULT_TTL_MS, Office, connected, letter_bounds, open_office, told
 
 OUTPUT = make_output(b'{"answer":42}')
 # Longer than `told` waits: what comes, comes for another reason.
@@ -161,6 +163,57 @@ async def test_a_full_shard_takes_as_many_as_it_has_room_for(office: Office) -> 
     assert await office.counts() == (2, 2)
 
 
+async def test_the_bytes_of_tasks_are_bounded_over_all_gateways(redis_server: RedisServer) -> None:
+    async with open_office(redis_server.url, shards=4) as office:
+        one, other = (office.gateway(name, input_bytes_max=20_000) for name in (b"g1", b"g2"))
+        requests = [office.request(b'"%b"' % (b"x" * 1000)) for _ in range(200)]
+        answers = [
+            await told(partial(tasks.submit, request))
+            for tasks, request in zip(cycle((one, other)), requests, strict=False)
+        ]
+        refused = [answer for answer in answers if answer is not None]
+        assert {type(answer) for answer in refused} == {QueueFull}
+        assert {answer.retry_after_s for answer in refused} == {1}
+        taken = await office.take()
+        # Each shard has room for fifteen of them.
+        assert len(taken) == len(answers) - len(refused) == 4 * 15
+        for entry in taken:
+            await office.finish(entry, OUTPUT)
+        await office.submit(one, b'"%b"' % (b"x" * 1000))
+
+
+async def test_results_are_bounded_too(redis_server: RedisServer) -> None:
+    async with open_office(redis_server.url, shards=1) as office:
+        tasks = office.gateway(stored_bytes_max=10_000)
+        task_id = await office.submit(tasks)
+        (taken,) = await office.take()
+        assert await office.finish(taken, make_output(b'"%b"' % (b"r" * 9800)))
+        error = await told(partial(tasks.submit, office.request()))
+        assert isinstance(error, QueueFull)
+        assert (error.retry_after_s, "delete results you have read" in error.detail) == (10, True)
+        assert await delete(tasks, task_id) is None
+        await office.submit(tasks)
+
+
+async def test_tasks_go_to_the_shards_that_are_for_them(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = office.gateway(shards_used=2)
+    ids = [await office.submit(tasks) for _ in range(20)]
+    assert {office.keys.shard_of_task(task_id).number for task_id in ids} == {0, 1}
+    for_tasks = {shard.slot for shard in office.keys.shards[:2]}
+    monkeypatch.setattr(office.nodes, "is_up", lambda slot: slot not in for_tasks)
+    assert office.keys.shard_of_task(await office.submit(tasks)).number >= 2
+    monkeypatch.undo()
+
+
+async def test_a_flush_does_not_fill_one_shard(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submissions_module, "FLUSH_BYTES_MAX", 10)
+    tasks, requests = office.gateway(), [office.request(b'"12345678"') for _ in range(20)]
+    ids = [request.id for request in requests]
+    answers = await asyncio.gather(*(told(partial(tasks.submit, request)) for request in requests))
+    assert answers == [None] * 20
+    assert [request.id for request in requests] == ids  # each in the shard that its id named
+
+
 async def test_lanes_are_bounded_but_not_for_those_without_parameters(redis_server: RedisServer) -> None:
     async with open_office(redis_server.url, shards=1) as office:
         tasks = office.gateway(lanes_max=1)
@@ -210,11 +263,14 @@ async def test_a_poll_at_another_gateway_is_told(office: Office, no_looking_agai
         None,
     )
     assert repr(there) == "<RedisTasks polls=0>"
-    assert await office.hash_of(task_id) == {
+    kept = await office.hash_of(task_id)
+    assert kept.pop(b"e").partition(b"-")[0] <= kept[b"t"]  # the id of its entry tells when it was submitted
+    assert kept == {
         b"s": b"S",
         b"o": b"owner",
         b"r": b'{"answer":42}',
         b"t": b"%d" % round(task.timestamp_wall * 1000),
+        b"b": ANY,
     }
 
 
@@ -345,7 +401,7 @@ async def test_a_result_is_kept_for_a_time_from_the_outcome(office: Office) -> N
     await office.finish(taken, OUTPUT)
     assert 0 < await office.nodes.ask(shard.slot, b"PTTL", shard.task(task_id)) <= RESULT_TTL_MS
 
-    brief = TaskResults(office.steps, result_ttl_ms=1000, letters_max_per_shard=1)
+    brief = TaskResults(office.steps, result_ttl_ms=1000, letter_bounds=letter_bounds(1))
     office.results = brief
     task_id = await office.submit(tasks)
     (taken,) = await office.take()
@@ -361,7 +417,7 @@ async def test_a_result_is_kept_for_a_time_from_the_outcome(office: Office) -> N
 async def test_the_clock_may_be_given(office: Office) -> None:
     tasks = office.gateway(now_ms=lambda: b"1000000")
     office.results = TaskResults(
-        Steps(office.nodes, office.keys, lambda: b"2000000"), result_ttl_ms=1000, letters_max_per_shard=1
+        Steps(office.nodes, office.keys, lambda: b"2000000"), result_ttl_ms=1000, letter_bounds=letter_bounds(1)
     )
     task_id = await office.submit(tasks)
     assert (await look(tasks, task_id)).timestamp_wall == 1000.0

@@ -20,7 +20,7 @@ from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
 from carpool.upstream.tls import LOOK_EVERY_S, Credentials, UpstreamSecurity
 from support.certificates import Certificates
 from support.client import ask_once, inference_body
-from support.processes import PATIENCE_S, running_gateway, until
+from support.processes import PATIENCE_S, last_connections_begin, running_gateway, until
 
 CALL = Call(b'{"inputs":["abc"]}')
 TIMEOUT_S = PATIENCE_S
@@ -92,6 +92,7 @@ async def listening(
         yield upstream
     finally:
         server.close()
+        await last_connections_begin()
         for handler in handlers:
             handler.cancel()
         await asyncio.gather(*handlers)

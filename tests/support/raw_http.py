@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from carpool.upstream.endpoint import Call
+from support.processes import last_connections_begin
 
 
 class RawCall:
@@ -150,4 +151,5 @@ async def raw_upstream(
         yield upstream
     finally:
         server.close()
+        await last_connections_begin()
         await upstream.close()

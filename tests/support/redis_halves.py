@@ -21,6 +21,7 @@ from carpool.broker.redis.dead_letters import RedisDeadLetterBox
 from carpool.broker.redis.feed import Feed
 from carpool.broker.redis.front import RedisFront
 from carpool.broker.redis.keys import GROUP, Keys, Shard, line_name
+from carpool.broker.redis.letter_bounds import LetterBounds
 from carpool.broker.redis.link import OnReply
 from carpool.broker.redis.nodes import Link, Nodes, Reader
 from carpool.broker.redis.records import decode_value
@@ -34,11 +35,11 @@ from carpool.core.request import Request
 from carpool.testing import Witness, make_request
 from support.processes import PATIENCE_S, until
 from support.redis_servers import RedisServer
+from support.redis_tasks import letter_bounds
 
 MODEL = "m"
 TARGETS_S = (0.05, 0.15, 0.5)
 TASK_PATIENCE_MS = 1000
-LETTERS_MAX = 100
 LINE_OFFSETS_MS = {
     line_name(tier, is_task): round(target_s * 1000) + is_task * TASK_PATIENCE_MS
     for tier, target_s in enumerate(TARGETS_S)
@@ -260,11 +261,12 @@ class Halves:
         await until(lambda: nodes.is_up(0))
         broker, model = local_broker(), SlotsModel(free, largest)
         steps = Steps(nodes, self.keys)
-        results = TaskResults(steps, result_ttl_ms=60_000, letters_max_per_shard=LETTERS_MAX)
+        bounds: LetterBounds = options.pop("letter_bounds", None) or letter_bounds()
+        results = TaskResults(steps, result_ttl_ms=60_000, letter_bounds=bounds)
         answers = Answers(steps, results, name)
-        letters = RedisDeadLetterBox(steps, letters_max_per_shard=LETTERS_MAX)
+        letters = RedisDeadLetterBox(steps, bounds=bounds)
         settings: dict[str, Any] = {"lease_ms": NEVER_MS, **options}
-        settings |= {"lines": list(LINE_OFFSETS_MS), "tier_target_s": TARGETS_S}
+        settings |= {"lines": list(LINE_OFFSETS_MS), "tier_target_s": TARGETS_S, "letter_bounds": bounds}
         feed = Feed(steps, name, broker, answers, letters, [model], **settings)
         self._opened.callback(feed.close)
         if started:

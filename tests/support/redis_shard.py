@@ -12,9 +12,13 @@ from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.records import encode_value
 from carpool.broker.redis.scripts import (
     ARRIVED,
+    BURY,
     CANCEL,
     CLAIM,
     DONE,
+    DROP,
+    FINISH,
+    FORGET,
     LAPSED,
     LEVEL,
     RELEASE,
@@ -28,6 +32,9 @@ from support.processes import PATIENCE_S
 from support.redis_servers import HOST
 
 GROUP = "batchers"
+# What a task counts beside its payload; what a letter has before it, with no owner.
+TASK_BYTES = 256
+LETTER_PREFIX_BYTES = 2
 START_MS = 1_700_000_000_000
 LEASE_MS = 5_000
 OFFSETS = {"s0": 50, "s1": 150, "s2": 500}
@@ -63,6 +70,8 @@ class ShardBench:
         self.client = redis.Redis(host=HOST, port=port, protocol=2, socket_timeout=PATIENCE_S)
         # What scripts are told; None: Redis's own clock.
         self.now: int | None = START_MS
+        # By the last sweep.
+        self.letters_dropped = 0
         self._numbers = count()
 
     def close(self) -> None:
@@ -89,6 +98,9 @@ class ShardBench:
         *,
         model: str = "m",
         held_max: int = 100_000,
+        input_bytes_max: int = 10**9,
+        stored_bytes_max: int = 10**9,
+        task_ms: int = 600_000,
         lanes_max: int = 0,
         header: bytes = b"header",
         tasks: Sequence[str] = (),
@@ -102,7 +114,8 @@ class ShardBench:
         if tasks:  # of these the script reads the owner
             values = [encode_value(0, task, owner, value) for task, value in zip(tasks, values, strict=True)]
         about = self.about(field, model, lanes_max, offsets)
-        facts = (field, about, held_max, lanes_max, self._now(), header, owner, letter)
+        of_tasks = (input_bytes_max, stored_bytes_max, task_ms) if tasks else (0, 0, 0)
+        facts = (field, about, held_max, lanes_max, self._now(), header, owner, letter, *of_tasks)
         first, number, _, _ = self.run(SUBMIT, *facts, len(values), *values, *tasks)
         milliseconds, sequence = first.decode().split("-")
         return [f"{milliseconds}-{int(sequence) + position}" for position in range(number)]
@@ -110,13 +123,17 @@ class ShardBench:
     def add(self, field: str, number: int, *, model: str = "m", offsets: Mapping[str, int] = OFFSETS) -> list[str]:
         """Queue entries by plain commands, as most are."""
         where, entry_id = self.stream(field), "*" if self.now is None else f"{self.now}-*"
-        ids = [self.client.xadd(where, {"header": next(self._numbers)}, id=entry_id).decode() for _ in range(number)]
+        ids: Any = [self.client.xadd(where, {"header": next(self._numbers)}, id=entry_id) for _ in range(number)]
         self.run(ARRIVED, field, self.about(field, model, 0, offsets), number, self._now(), "")
-        return ids
+        return [entry_id.decode() for entry_id in ids]
 
     def about(self, field: str, model: str, lanes_max: int, offsets: Mapping[str, int]) -> str:
         """What is said of a stream."""
         return f"{offsets.get(field.split(':')[1], 0)} {'b' if lanes_max else '-'} {model}"
+
+    def forget(self, task: str) -> bool:
+        """Remove a task in any state; whether there was one."""
+        return self.run(FORGET, task) is not None
 
     def cancel(self, *entries: tuple[str, str]) -> list[int]:
         """Delete (field, id) that nobody took; which of them were."""
@@ -189,16 +206,45 @@ class ShardBench:
         """They have their outcome; how many were still there."""
         return int(self.run(DONE, self._now(), *_by_stream(entries)))
 
-    def sweep(self, *, consumer_gone_ms: int = 600_000, letters_kept_ms: int = 10**9) -> tuple[int, int]:
+    def finish(
+        self, entry: Entry, task: str, result: bytes, *, kept_ms: int = 600_000, letter: bytes = b"", **bounds: int
+    ) -> tuple[bool, int]:
+        """Give a task its result: whether it was the first, and how many letters were dropped."""
+        kept = ("F" if letter else "S", result, kept_ms, self._now(), letter, self.shard.number)
+        is_first, _, dropped = self.run(FINISH, task, entry.field, entry.id, *kept, *_letter_bounds(**bounds))
+        return bool(is_first), dropped
+
+    def bury(self, size: int, **bounds: int) -> int:
+        """Keep a letter of so many bytes; how many were dropped."""
+        about = (self._now(), self.shard.number, *_letter_bounds(**bounds))
+        return int(self.run(BURY, *about, b"", b"", b"x" * (size - LETTER_PREFIX_BYTES)))
+
+    def drop(self, letter: str = "") -> int:
+        """Remove a letter, or all; how many there were."""
+        return int(self.run(DROP, letter))
+
+    def sweep(
+        self,
+        *,
+        consumer_gone_ms: int = 600_000,
+        letters_kept_ms: int = 10**9,
+        counted_ms: int = 60_000,
+        **bounds: int,
+    ) -> tuple[int, int]:
         """Held and unread entries after a sweep."""
-        cursor, held, unread = self.run(SWEEP, 0, self._now(), consumer_gone_ms, letters_kept_ms)
+        letters = (*_letter_bounds(**bounds), letters_kept_ms, counted_ms)
+        cursor, held, unread, self.letters_dropped = self.run(SWEEP, 0, self._now(), consumer_gone_ms, *letters)
         assert cursor == 0
         return held, unread
 
     # What is true.
 
     def counts(self) -> dict[str, int]:
-        """What the shard believes."""
+        """How many entries the shard believes to have."""
+        return {name: number for name, number in self.all_counts().items() if name in ("held", "unread")}
+
+    def all_counts(self) -> dict[str, int]:
+        """All that the shard counts."""
         found: Any = self.client.hgetall(self.shard.counts)
         return {name.decode(): int(value) for name, value in found.items()}
 
@@ -238,6 +284,36 @@ class ShardBench:
             unread += len(ids - self.leases(field).keys()) if ids else 0
         return {"held": held, "unread": unread}
 
+    def letters(self) -> list[tuple[str, int]]:
+        """Ids and sizes of the dead letters, the oldest first."""
+        found: Any = self.client.zrange(self.shard.letters, 0, -1)
+        sizes: Any = self.client.hgetall(self.shard.letter_bodies)
+        assert set(found) == set(sizes)
+        return [(letter.decode(), len(sizes[letter])) for letter in found]
+
+    def true_bytes(self) -> dict[str, int]:
+        """Bytes of tasks, results and dead letters, counted one by one."""
+        found = {"input_bytes": 0, "result_bytes": 0, "letter_bytes": 0}
+        for name in self.client.scan_iter(match=self.shard.task("*"), count=1000):
+            facts: Any = self.client.hmget(name, "s", "f", "e", "r")
+            status, field, entry_id, result = facts
+            if status == b"P":
+                entries: Any = self.client.xrange(self.stream(field.decode()), entry_id, entry_id)
+                ((_, entry),) = entries
+                found["input_bytes"] += len(*entry.values()) + TASK_BYTES
+            else:
+                found["result_bytes"] += len(result) + TASK_BYTES
+        found["letter_bytes"] = sum(size for _, size in self.letters())
+        return found
+
+    def counted_bytes(self) -> dict[str, int]:
+        """The same as the shard believes; and that the parts are these totals."""
+        counts = self.all_counts()
+        for total in ("input_bytes", "result_bytes"):
+            parts = sum(number for name, number in counts.items() if name.startswith(f"{total}:"))
+            assert parts == counts.get(total, 0)
+        return {name: counts.get(name, 0) for name in ("input_bytes", "result_bytes", "letter_bytes")}
+
     def let_lapse(self, *entries: Entry, ms: int = 2 * LEASE_MS) -> None:
         """Make leases old, as if their owner had died."""
         for entry in entries:
@@ -251,6 +327,10 @@ class ShardBench:
 
     def _now(self) -> str | int:
         return "" if self.now is None else self.now
+
+
+def _letter_bounds(letters_max: int = 10**6, bytes_max: int = 10**9, is_memory_short: int = 0) -> tuple[int, ...]:
+    return letters_max, bytes_max, is_memory_short
 
 
 def _by_stream(entries: Iterable[Entry]) -> list[str | int]:

@@ -12,6 +12,7 @@ import msgspec
 from carpool.broker.redis.address import parse_broker_url
 from carpool.broker.redis.dead_letters import letter_of
 from carpool.broker.redis.keys import Keys, Shard
+from carpool.broker.redis.letter_bounds import LetterBounds
 from carpool.broker.redis.nodes import Nodes
 from carpool.broker.redis.records import Header, Reply, decode_header, decode_value
 from carpool.broker.redis.replies import ReplyReader
@@ -27,6 +28,12 @@ from support.processes import PATIENCE_S, until
 
 RESULT_TTL_MS = 60_000
 LETTERS_MAX = 100
+LETTER_TTL_MS = 7 * 86_400_000
+
+
+def letter_bounds(letters_max: int = LETTERS_MAX, bytes_max: int = 10**9, **options: Any) -> LetterBounds:
+    """Bounds of dead letters, in each shard."""
+    return LetterBounds(letters_max=letters_max, bytes_max=bytes_max, ttl_ms=LETTER_TTL_MS, **options)
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -49,7 +56,7 @@ class Office:
         self.keys = Keys(f"test-{secrets.token_hex(4)}", shards)
         self.steps = Steps(nodes, self.keys)
         self.results = TaskResults(
-            self.steps, result_ttl_ms=RESULT_TTL_MS, letters_max_per_shard=LETTERS_MAX, buried=self._note
+            self.steps, result_ttl_ms=RESULT_TTL_MS, letter_bounds=letter_bounds(), buried=self._note
         )
         self.buried: list[str] = []
         self._gateways: list[RedisTasks] = []
@@ -60,7 +67,8 @@ class Office:
 
     def gateway(self, name: bytes = b"g1", **options: Any) -> RedisTasks:
         """A gateway that is not told of finished tasks."""
-        given = {"held_max": 1000, "lanes_max": 9, "line_offsets_ms": {}, **options}
+        bounds = {"held_max": 1000, "input_bytes_max": 10**9, "stored_bytes_max": 10**9, "lanes_max": 9}
+        given = {**bounds, "line_offsets_ms": {}, **options}
         steps = Steps(self.nodes, self.keys, given.pop("now_ms", lambda: b""))
         tasks = RedisTasks(steps, name, **given)
         self._gateways.append(tasks)

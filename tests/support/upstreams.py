@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 
+from support.processes import last_connections_begin
+
 MIB = 1024 * 1024
 # Linger for zero seconds: closing then sends RST in place of FIN.
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -280,5 +282,6 @@ async def scripted_upstream(upstream: ScriptedUpstream | None = None) -> AsyncIt
         yield upstream
     finally:
         server.close()
+        await last_connections_begin()
         await upstream.hang_up()
         await server.wait_closed()

@@ -59,15 +59,26 @@ def fleet(
     )
 
 
-def shard(*streams: StreamFacts, held: int | None = None, unread: int | None = None, letters: int = 0) -> ShardFacts:
+def shard(
+    *streams: StreamFacts,
+    held: int | None = None,
+    unread: int | None = None,
+    letters: int = 0,
+    letter_bytes: int = 0,
+    letter_bytes_counted: int = 0,
+) -> ShardFacts:
     true_held, true_unread = sum(s.length for s in streams), sum(s.unread for s in streams)
     return ShardFacts(
         3,
         true_held if held is None else held,
         true_unread if unread is None else unread,
+        letter_bytes_counted,
         true_held,
         true_unread,
+        letter_bytes,
         letters,
+        3 * 2**20,
+        2**30,
         streams,
     )
 
@@ -202,6 +213,7 @@ def test_fleet(view: FleetView, level: Level) -> None:
 def test_what_waits_needs_a_live_batcher_of_its_model() -> None:
     waiting = [shard(StreamFacts("s", "m", 5, 2))]
     assert "3 waiting, 2 taken" in check_waiting(waiting, fleet("b")).says
+    assert "3.0 MiB without a result, 1.0 GiB of results" in check_waiting(waiting, fleet("b")).says
     assert judged(check_waiting(waiting, fleet("b"))) == "ok"
     assert judged(check_waiting(waiting, fleet(silent=("b",)))) == "problem"
     assert judged(check_waiting([shard(StreamFacts("s", "other", 5, 0))], fleet("b"))) == "problem"
@@ -214,7 +226,8 @@ def test_counts() -> None:
     assert judged(check_counts([shard(), shard(stream, held=6)])) == "warning"
     finding = check_counts([shard(stream, unread=-1)])
     assert judged(finding) == "warning"
-    assert "shard 3 says 5/-1, has 5/3" in finding.says
+    assert "shard 3 says 5/-1/0, has 5/3/0" in finding.says
+    assert judged(check_counts([shard(letter_bytes=7, letter_bytes_counted=8)])) == "warning"
 
 
 @pytest.mark.parametrize(
@@ -239,7 +252,8 @@ def test_streams_and_letters() -> None:
     assert judged(finding) == "problem"
     assert "a, b, c and 2 more" in finding.says
     assert judged(check_letters([shard(), shard()])) == "ok"
-    assert check_letters([shard(letters=2), shard(letters=3)]).says == "5 kept"
+    kept = [shard(letters=2, letter_bytes=3 * 2**20), shard(letters=3, letter_bytes=2**19)]
+    assert check_letters(kept).says == "5 kept, 3.5 MiB"
     assert judged(check_letters([shard(letters=2)])) == "warning"
 
 

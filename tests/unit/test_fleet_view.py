@@ -83,7 +83,15 @@ def test_the_silent_are_offline_and_count_for_nothing() -> None:
     assert [member.name for member in seen.live_batchers()] == ["new"]
     assert seen.live_gateways() == []
     assert seen.healthy_slots("m") == 3
-    assert [(member.name, row.name) for member, row in seen.endpoints("m")] == [("new", "http://gpu-1:9000/infer")]
+    shown = fleet_page(seen)["models"]["m"]
+    assert (shown["slots"], shown["healthy_slots"], shown["capacity_rps"]) == (4, 3, 640.0)
+    assert [(row["batcher"], row["state"], row["in_flight"]) for row in shown["endpoints"]] == [
+        ("new", "healthy", 1),
+        ("old", "offline", 0),
+    ]
+    gone = fleet_page(seen.all_silent())
+    assert gone["models"]["m"]["healthy_slots"] == 0
+    assert {row["status"] for row in gone["batchers"] + gone["gateways"]} == {"offline"}
     numbers = health_numbers(seen, 42)
     assert numbers == {
         "gpu_utilization": 0.5,

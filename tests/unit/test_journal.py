@@ -116,10 +116,10 @@ def counts(journal: Journal) -> tuple[int, int, int, int]:
 async def test_task_is_pending_then_has_its_result(opener: Opener) -> None:
     journal = opener()
     assert await ask(journal.append, task("a")) is None
-    assert await ask(journal.read, "a") == StoredTask("a", "owner", "PENDING", None, None, 1.7e9)
+    assert await ask(journal.read, "a") == StoredTask("a", "owner", "PENDING", None, None, 1.7e9, 1.7e9)
     assert counts(journal) == (1, 0, 0, 6)
     assert await ask(journal.finish, "a", success()) is True
-    assert await ask(journal.read, "a") == StoredTask("a", "owner", "SUCCESS", b'"out"', None, 1.7e9 + 1)
+    assert await ask(journal.read, "a") == StoredTask("a", "owner", "SUCCESS", b'"out"', None, 1.7e9 + 1, 1.7e9)
     assert counts(journal) == (0, 1, 0, 5)
 
 
@@ -445,7 +445,7 @@ async def test_the_oldest_letters_make_room_and_tasks_are_accepted_all_the_while
     assert await letter_ids(journal) == [19, 20, 21]
     assert (journal.dead_letters, journal.dead_letter_bytes) == (3, 1000)
     assert caplog.text.count("old dead letters were dropped") == 1
-    assert journal.buried["input-refused"] == 21
+    assert (journal.buried["input-refused"], journal.letters_lost) == (21, 1)
 
 
 async def test_letters_are_bounded_in_number_too(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,6 +466,7 @@ async def test_letters_on_their_way_are_bounded_and_block_no_task(
     assert await ask(journal.append, task("t", b"x" * 399_998)) is None
     assert await letter_ids(journal) == [1, 2, 3]
     assert journal.buried["upstream-failed"] == 10  # an alert sees them all
+    assert journal.letters_lost == 7
     monkeypatch.setattr(journal_module, "BURYING_BYTES_MAX", 100)
     journal.bury(task("large", b"x" * 99), POISON)
     await buried(journal, "small")

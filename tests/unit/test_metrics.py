@@ -1,12 +1,12 @@
 """What Prometheus sees: the counts of the stages, in its text format, with bounded labels."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from carpool.core.tally import BATCH_SIZE_BOUNDS, SECONDS_BOUNDS, Histogram
-from carpool.telemetry.metrics import Exposition
+from carpool.telemetry.metrics import METRICS, Exposition, Numbers
 
 
 class FakeModel:
@@ -15,44 +15,15 @@ class FakeModel:
         self.sizes = Histogram(BATCH_SIZE_BOUNDS)
         self.seconds = Histogram(SECONDS_BOUNDS)
 
-    def batch_sizes(self) -> Histogram:
-        return self.sizes
-
-    def call_seconds(self) -> Histogram:
-        return self.seconds
-
-    def batches(self) -> Mapping[str, int]:
-        return {"full": 3, "waited": 1}
-
-    def calls(self) -> Mapping[str, int]:
-        return {"ok": 4}
-
-    def isolation(self) -> dict[str, int]:
-        return {"calls": 6, "at-fault": 1}
-
-    def offenders(self) -> int:
-        return 2
-
-    def stray_answers(self) -> int:
-        return 3
-
-    def slots(self) -> Mapping[str, int]:
-        return {"busy": 1, "free": 2}
-
-    def queue_depth(self) -> int:
-        return 7
-
-    def arrival_rate(self) -> float:
-        return 12.5
-
-    def healthy_slots(self) -> int:
-        return 3
-
-    def capacity_rps(self) -> float:
-        return 960.0
-
-    def endpoint_states(self) -> Sequence[tuple[str, str]]:
-        return [("http://gpu-1/infer", "healthy"), ("http://gpu-2/infer", "offline")]
+    def numbers(self) -> Numbers:
+        return {
+            "carpool_batch_size": self.sizes,
+            "carpool_upstream_latency_seconds": self.seconds,
+            "carpool_batches": {"full": 3, "waited": 1},
+            "carpool_queue_depth": 7,
+            "carpool_arrival_rate": 12.5,
+            "carpool_endpoint_state": {("http://gpu-1/infer", "healthy"): 1, ("http://gpu-1/infer", "offline"): 0},
+        }
 
 
 class FakeView:
@@ -60,24 +31,20 @@ class FakeView:
         self.model_views = [FakeModel("m"), FakeModel('odd "name"')]
         self.counts: dict[str, int] = {}
         self.wait = Histogram(SECONDS_BOUNDS)
+        self.more: dict[str, float] = {}
 
     def models(self) -> Sequence[FakeModel]:
         return self.model_views
 
-    def outcomes(self) -> Mapping[str, int]:
-        return self.counts
-
-    def problems(self) -> Mapping[str, int]:
-        return {"malformed": 8}
-
-    def buried(self) -> Mapping[str, int]:
-        return {"input-refused": 2, "upstream-failed": 0}
-
-    def queue_wait_seconds(self) -> Histogram:
-        return self.wait
-
-    def gauges(self) -> Mapping[str, tuple[str, float]]:
-        return {"carpool_connections": ("Open client connections.", 5.0)}
+    def numbers(self) -> Numbers:
+        return {
+            "carpool_requests": self.counts,
+            "carpool_dead_letters": {"input-refused": 2, "upstream-failed": 0},
+            "carpool_queue_wait_seconds": self.wait,
+            "carpool_connections": 5,
+            "carpool_sent_again": 4,
+            **self.more,
+        }
 
 
 def samples(exposition: Exposition) -> dict[str, float]:
@@ -108,7 +75,6 @@ def test_the_counts_of_the_stages_are_shown_as_they_are_when_scraped(view: FakeV
     expected = {
         "carpool_requests_total{outcome=ok}": 3,
         "carpool_requests_total{outcome=queue-full}": 2,
-        "carpool_problems_total{code=malformed}": 8,
         "carpool_dead_letters_total{cause=input-refused}": 2,
         "carpool_dead_letters_total{cause=upstream-failed}": 0,
         "carpool_queue_wait_seconds_bucket{le=0.01}": 0,
@@ -121,17 +87,12 @@ def test_the_counts_of_the_stages_are_shown_as_they_are_when_scraped(view: FakeV
         "carpool_batch_size_count{model=m}": 2,
         "carpool_upstream_latency_seconds_count{model=m}": 1,
         "carpool_batches_total{model=m,reason=full}": 3,
-        "carpool_upstream_calls_total{model=m,result=ok}": 4,
-        "carpool_slots{model=m,state=busy}": 1,
-        "carpool_slots{model=m,state=free}": 2,
         "carpool_queue_depth{model=m}": 7,
         "carpool_arrival_rate{model=m}": 12.5,
-        "carpool_healthy_slots{model=m}": 3,
-        "carpool_capacity_rps{model=m}": 960,
         "carpool_endpoint_state{endpoint=http://gpu-1/infer,model=m,state=healthy}": 1,
-        "carpool_endpoint_state{endpoint=http://gpu-1/infer,model=m,state=degraded}": 0,
-        "carpool_endpoint_state{endpoint=http://gpu-2/infer,model=m,state=offline}": 1,
+        "carpool_endpoint_state{endpoint=http://gpu-1/infer,model=m,state=offline}": 0,
         "carpool_connections{}": 5,
+        "carpool_sent_again_total{}": 4,
     }
     assert {name: shown[name] for name in expected} == expected
 
@@ -154,3 +115,20 @@ def test_there_are_no_series_but_those_of_models_and_codes(view: FakeView) -> No
         view.wait.observe(number)
         view.model_views[0].sizes.observe(number)
     assert len(samples(exposition)) == before
+
+
+def test_counters_are_counters(view: FakeView) -> None:
+    kinds = {family.name: family.type for family in text_string_to_metric_families(Exposition(view)().decode())}
+    assert (kinds["carpool_sent_again"], kinds["carpool_connections"]) == ("counter", "gauge")
+
+
+def test_a_metric_needs_its_row(view: FakeView) -> None:
+    view.more["carpool_never_heard_of"] = 1
+    with pytest.raises(AssertionError, match="METRICS"):
+        Exposition(view)()
+
+
+def test_no_two_metrics_share_a_name() -> None:
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    assert not any(name.endswith(("_total", "_count", "_sum", "_bucket")) for name in names)

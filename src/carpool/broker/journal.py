@@ -36,6 +36,7 @@ from carpool.broker.journal_records import (
     TaskResult,
     result_size_of,
     size_of,
+    store_full,
 )
 from carpool.broker.journal_store import Store
 from carpool.broker.journal_writer import Writer
@@ -58,9 +59,8 @@ logger = logging.getLogger("carpool")
 
 QUEUED_OPERATIONS_MAX = 100_000
 QUEUED_BYTES_MAX = 256 * 1024 * 1024
-# A queue empties in a second or so; stored results leave as they are deleted or expire.
+# A queue empties in a second or so.
 QUEUE_RETRY_AFTER_S = 1
-STORE_RETRY_AFTER_S = 10
 # Dead letters of synchronous requests on their way to the disk.
 BURYING_MAX = 1000
 BURYING_BYTES_MAX = 64 * 1024 * 1024
@@ -94,6 +94,8 @@ class Journal:
         self._burying_bytes = 0
         # Every cause from the start: an alert on an increase needs the zero before the first one.
         self._buried = dict.fromkeys(dead_letter_causes(), 0)
+        # Synchronous requests that should have become dead letters, and did not.
+        self.letters_lost = 0
         self._is_closing = False
         self._closed = asyncio.Event()
         self._writer = Writer(
@@ -140,11 +142,7 @@ class Journal:
         """
         size = size_of(task)
         if self.stored_bytes + size > self._stored_bytes_max:
-            full = QueueFull(
-                "As many tasks and results are stored as may be. Retry later; delete results you have read.",
-                retry_after_s=STORE_RETRY_AFTER_S,
-            )
-            self._loop.call_soon(done, full)
+            self._loop.call_soon(done, store_full())
         else:
             self._offer(Append(task.id, done, size, task, letter_id))
 
@@ -178,13 +176,15 @@ class Journal:
         self._count(dead_letter)
         size = size_of(record)
         if self._is_closing or self._burying >= BURYING_MAX or self._burying_bytes + size > BURYING_BYTES_MAX:
+            self.letters_lost += 1
             return
         self._burying += 1
         self._burying_bytes += size
 
-        def done(_: object) -> None:
+        def done(was_kept: object) -> None:
             self._burying -= 1
             self._burying_bytes -= size
+            self.letters_lost += was_kept is not True  # no room, or the disk did not take it
 
         self._put(Bury(record.id, done, 0, Burial(record, dead_letter, time.time())))
 

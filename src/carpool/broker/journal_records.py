@@ -5,6 +5,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from carpool.core.errors import QueueFull
+
+# Stored results leave as they are deleted or expire.
+STORE_RETRY_AFTER_S = 10
+
 
 class JournalLocked(Exception):
     """Another process owns the journal; the text is for the person who started this one."""
@@ -143,3 +148,11 @@ def size_of(task: TaskRecord) -> int:
 def result_size_of(result: TaskResult) -> int:
     """What a result counts among the stored bytes."""
     return len(result.output or b"") + len(result.error or b"")
+
+
+def store_full() -> QueueFull:
+    """What is told to whoever submits a task while no more may be stored."""
+    return QueueFull(
+        "As many tasks and results are stored as may be. Retry later; delete results you have read.",
+        retry_after_s=STORE_RETRY_AFTER_S,
+    )

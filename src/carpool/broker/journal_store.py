@@ -99,7 +99,7 @@ LETTER = """SELECT seq, id, model, cause, detail, sends, died, bytes, owner, tie
 FIND_LETTERS = """SELECT seq, bytes FROM dead_letters
     WHERE seq IN (SELECT value FROM json_each(?)) AND expires > ?"""
 OLDEST_LETTERS = "SELECT seq, bytes FROM dead_letters ORDER BY seq"
-READ = f"""SELECT id, owner, status, output, error, coalesce(finished, submitted) FROM tasks
+READ = f"""SELECT id, owner, status, output, error, coalesce(finished, submitted), submitted FROM tasks
     WHERE {IDS} AND (expires IS NULL OR expires > ?)"""
 FIND = f"SELECT seq, id, status, bytes FROM tasks WHERE {IDS} AND (expires IS NULL OR expires > ?)"
 EXPIRED_TASKS = "SELECT seq, id, status, bytes FROM tasks WHERE expires <= ? LIMIT ?"
@@ -239,13 +239,15 @@ class Store:
             self._letters_added(len(buried))
         return stored
 
-    def bury(self, burials: Sequence[Burial], expires: float) -> None:
-        """Add dead letters of requests that were no tasks; the oldest letters make room."""
+    def bury(self, burials: Sequence[Burial], expires: float) -> list[bool]:
+        """Add dead letters of requests that were no tasks, and say which; the oldest letters make room."""
         rows: list[tuple[object, ...]] = []
+        kept: list[bool] = []
         for burial in burials:
             record, why = burial.record, burial.dead_letter
             size = size_of(record)
-            if self._is_room_for_letter(size):
+            kept.append(self._is_room_for_letter(size))
+            if kept[-1]:
                 identity = (record.id, record.owner, record.model, record.tier, record.submitted_wall)
                 reason = (burial.buried_wall, why.cause, why.detail, why.sends)
                 rows.append((self._next_letter(), *identity, *reason, expires, size, record.parameters, record.input))
@@ -253,6 +255,7 @@ class Store:
         if rows:
             self._connection.executemany(BURY, rows)
             self._letters_added(len(rows))
+        return kept
 
     def letters(self, after: int, limit: int, cause: str | None, now: float) -> list[DeadLetterSummary]:
         """Dead letters with a number above `after`, the oldest first."""

@@ -225,8 +225,8 @@ class Writer:
                 )
                 replies.extend(zip(finishes, stored, strict=True))
             if burials:
-                self._store.bury([op.burial for op in burials], now + self._dead_letter_ttl_s)
-                replies.extend((op, None) for op in burials)
+                kept = self._store.bury([op.burial for op in burials], now + self._dead_letter_ttl_s)
+                replies.extend(zip(burials, kept, strict=True))
             if forgets:
                 found = self._store.read([op.task_id for op in forgets], now)
                 forgotten: list[str] = []

@@ -56,7 +56,8 @@ class MemoryBroker:
         self._bytes_freed: dict[str, Callable[[], None]] = {}
         self._arrived: dict[str, Callable[[LaneQueue], None]] = {}
         self._deadlines = Deadlines()
-        # For metrics: arrivals by model, outcomes by code, and how long requests waited for a slot.
+        # For metrics: arrivals by model, outcomes by code, and how long requests waited for a slot. Those that another
+        # broker holds (Redis) are counted there, when that one has their outcome.
         self.arrivals: dict[str, int] = {}
         self.outcomes: dict[str, int] = {}
         self.waited = Histogram(SECONDS_BOUNDS)
@@ -160,8 +161,9 @@ class MemoryBroker:
             return False
         self._leave(request)
         request.settle(outcome, self._clock())
-        code = request.result_code
-        self.outcomes[code] = self.outcomes.get(code, 0) + 1  # bounded: codes come from the error tree
+        if request.held_by is None:
+            code = request.result_code
+            self.outcomes[code] = self.outcomes.get(code, 0) + 1  # bounded: codes come from the error tree
         return True
 
     def settle_batch(self, batch: Sequence[Request], outputs: Sequence[Output]) -> None:
@@ -169,16 +171,17 @@ class MemoryBroker:
         if len(batch) != len(outputs):  # before anybody could get another's output
             raise ValueError(f"{len(outputs)} outputs for {len(batch)} requests")
         now = self._clock()
-        settled = settled_bytes = 0
+        settled = settled_bytes = counted = 0
         for request, output in zip(batch, outputs, strict=True):
             if request.phase != DONE:  # the client may have left meanwhile
                 settled += 1
                 settled_bytes += request.size
+                counted += request.held_by is None
                 # Before it is told: the next request of the same client may come from there.
                 self.held -= 1
                 self.held_bytes -= request.size
                 request.settle(output, now)
-        self.outcomes["ok"] = self.outcomes.get("ok", 0) + settled
+        self.outcomes["ok"] = self.outcomes.get("ok", 0) + counted
         if settled:
             self._runs_no_more(batch[0].model, settled_bytes)
 
@@ -233,8 +236,8 @@ class MemoryBroker:
             self._retire(lane)
         for request in expired:
             self.settle(request, DeadlineExceeded("the deadline passed before a slot was free"))
-        if batch:
-            self.waited.observe_all([now - request.arrived for request in batch])
+        if waits := [now - request.arrived for request in batch if request.held_by is None]:
+            self.waited.observe_all(waits)
         return batch
 
     def expire(self, now: float) -> None:

@@ -20,8 +20,8 @@ from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import is_dead_letter
 from carpool.core.errors import CarpoolError, ClientLeft, Draining, QueueFull, UnknownModel, UnknownTask
 from carpool.core.outcome import Outcome
-from carpool.core.problem import problem_json
-from carpool.core.request import Request
+from carpool.core.problem import code_of, problem_json
+from carpool.core.request import Request, RequestState, state_of
 from carpool.core.task import StoredTask
 
 # Returns False if nobody was there to read it.
@@ -179,6 +179,23 @@ class Tasks:
             task.polls.append(poll)
         return poll
 
+    def state(self, task_id: str, answer: Callable[[RequestState | CarpoolError | None], None]) -> None:
+        """Tell an operator how far a task is; None if there is none."""
+
+        def found(stored: StoredTask | CarpoolError | None) -> None:
+            if not isinstance(stored, StoredTask):
+                answer(stored)
+            elif stored.error is None:
+                answer(RequestState("completed", latency_ms(stored)))
+            else:
+                answer(RequestState("failed", latency_ms(stored), code_of(stored.error)))
+
+        task = self._live.get(task_id)
+        if task is not None:
+            answer(state_of(task.request, self._clock()))
+        else:
+            self._journal.read(task_id, found)
+
     def leave(self, poll: Poll) -> None:
         """Whoever waited has left."""
         if poll.timer is not None:
@@ -252,6 +269,11 @@ class Tasks:
 
     def _pending(self, task: LiveTask) -> StoredTask:
         return StoredTask(task.request.id, task.request.owner, "PENDING", None, None, task.submitted_wall)
+
+
+def latency_ms(task: StoredTask) -> float:
+    """From the submission of a finished task to its result."""
+    return round((task.timestamp_wall - task.submitted_wall) * 1000, 2)
 
 
 def no_such_task() -> UnknownTask:

@@ -65,7 +65,12 @@ async def _examine(settings: Settings, *, mend: bool) -> "list[Finding]":
     from carpool.broker.redis.keys import Keys
 
     broker = settings.broker
-    wants = Wants(replicas=broker.replicas, memory_max=broker.memory_max, lease_ms=broker.lease_ms)
+    wants = Wants(
+        replicas=broker.replicas,
+        memory_max=broker.memory_max,
+        lease_ms=broker.lease_ms,
+        persistence=broker.persistence,
+    )
     keys = Keys(broker.namespace, broker.shards)
     return await Doctor(broker_address(broker), keys, wants).examine(mend=mend)
 

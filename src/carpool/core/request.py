@@ -9,7 +9,7 @@ held; everybody else calls the broker's `settle`.
 """
 
 import logging
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -102,3 +102,23 @@ class Request(msgspec.Struct, eq=False):
             logger.exception("a waiter failed to take an outcome")
         self.ticket = None
         return True
+
+
+class RequestState(msgspec.Struct, frozen=True):
+    """What an operator sees of a request at `/internal/requests/{id}`; never its input."""
+
+    status: Literal["queued", "processing", "completed", "failed"]
+    latency_ms: float
+    # The code of the error of one that failed.
+    error: str | None = None
+
+
+def state_of(request: Request, now: float) -> RequestState:
+    """The state of a request that this process has."""
+    if request.phase != DONE:
+        status: Literal["queued", "processing"] = "processing" if request.phase == RUNNING else "queued"
+        return RequestState(status, round((now - request.arrived) * 1000, 2))
+    latency_ms = round((request.ended - request.arrived) * 1000, 2)
+    if request.result_code == "ok":
+        return RequestState("completed", latency_ms)
+    return RequestState("failed", latency_ms, request.result_code)

@@ -17,3 +17,5 @@ class StoredTask(msgspec.Struct, frozen=True, gc=False):
     error: bytes | None
     # Unix time of the result; of the submission while there is none.
     timestamp_wall: float
+    # Unix time of the submission, where the store tells it.
+    submitted_wall: float = 0.0

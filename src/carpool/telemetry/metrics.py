@@ -1,19 +1,168 @@
 """What Prometheus sees. Stages keep plain counts; they become metric families only when scraped.
 
+Every metric has its row in METRICS: `/metrics` and docs/metrics.md are made from it. Over a fleet a sum counts each
+event once: what one process counts, no other one does.
+
 Label values are bounded: models and tiers are configured, outcomes come from the error tree, reasons and states
 from the code. Nothing a client sends becomes a label.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from carpool.core.tally import Histogram
 
 ENDPOINT_STATES = ("healthy", "degraded", "offline")
+
+# By whom a metric is shown: gateways and batchers over Redis (`serve --broker` is both), `serve` without Redis alone.
+Shown = Literal["all", "gateways, alone", "gateways", "batchers", "over Redis", "alone"]
+# By the values of the labels, where there are any beside `model`.
+Value = float | Histogram | Mapping[str, float] | Mapping[tuple[str, str], float]
+Numbers = Mapping[str, Value]
+
+
+class Metric(NamedTuple):
+    """One metric. Prometheus sees `_total` behind the name of a counter, and three series of a histogram."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    labels: tuple[str, ...]
+    shown: Shown
+    meaning: str
+
+
+METRICS = (
+    Metric(
+        "carpool_requests",
+        "counter",
+        ("outcome",),
+        "all",
+        "Requests that got an outcome: `ok` or the code of an error. Synchronous ones count at their gateway, in "
+        "direct mode too; tasks where their result was written, or where they were deleted before (`client-left`).",
+    ),
+    Metric(
+        "carpool_problems",
+        "counter",
+        ("code",),
+        "gateways, alone",
+        "Answers to clients that were errors, by code; also for requests that never came in.",
+    ),
+    Metric(
+        "carpool_queue_wait_seconds",
+        "histogram",
+        (),
+        "all",
+        "Seconds a request waited for a slot; it counts where its outcome does.",
+    ),
+    Metric("carpool_connections", "gauge", (), "gateways, alone", "Open client connections."),
+    Metric(
+        "carpool_held_requests",
+        "gauge",
+        (),
+        "gateways, alone",
+        "Requests admitted and without an outcome; over Redis without tasks.",
+    ),
+    Metric("carpool_held_bytes", "gauge", (), "gateways, alone", "Bytes of their inputs."),
+    Metric(
+        "carpool_dead_letters",
+        "counter",
+        ("cause",),
+        "all",
+        "Requests that were given up on, by cause; also those whose letter could not be kept.",
+    ),
+    Metric("carpool_dead_letters_lost", "counter", (), "all", "Letters that could not be kept: no room, or no Redis."),
+    Metric(
+        "carpool_dead_letters_kept",
+        "gauge",
+        (),
+        "all",
+        "Dead letters that are kept; over Redis every process shows those of the whole fleet.",
+    ),
+    # One model.
+    Metric("carpool_batch_size", "histogram", ("model",), "all", "Requests in a batch."),
+    Metric("carpool_batches", "counter", ("model", "reason"), "all", "Batches sent, by why they were."),
+    Metric("carpool_upstream_calls", "counter", ("model", "result"), "all", "Upstream calls by result."),
+    Metric("carpool_upstream_latency_seconds", "histogram", ("model",), "all", "Seconds of an answered upstream call."),
+    Metric(
+        "carpool_upstream_stray_answers",
+        "counter",
+        ("model",),
+        "all",
+        "Connections to the upstream that were closed because of bytes for which nobody had asked.",
+    ),
+    Metric(
+        "carpool_isolation",
+        "counter",
+        ("model", "what"),
+        "all",
+        "Refused batches: calls to find bad inputs, inputs at fault, requests that were not resolved in time.",
+    ),
+    Metric(
+        "carpool_offenders",
+        "gauge",
+        ("model",),
+        "all",
+        "Owners whose inputs keep being refused, and who ride apart.",
+    ),
+    Metric("carpool_slots", "gauge", ("model", "state"), "all", "Slots by state."),
+    Metric("carpool_healthy_slots", "gauge", ("model",), "all", "Calls that the endpoints that work may have at once."),
+    Metric("carpool_capacity_rps", "gauge", ("model",), "all", "Requests a second that the healthy slots can serve."),
+    Metric("carpool_queue_depth", "gauge", ("model",), "all", "Requests that wait in this process for a slot."),
+    Metric("carpool_arrival_rate", "gauge", ("model",), "all", "Requests a second that came to this queue, lately."),
+    Metric(
+        "carpool_endpoint_state",
+        "gauge",
+        ("model", "endpoint", "state"),
+        "all",
+        "1 for the state an endpoint is in: healthy, degraded or offline.",
+    ),
+    Metric(
+        "carpool_endpoint_calls",
+        "counter",
+        ("model", "endpoint", "result"),
+        "all",
+        "Calls that an endpoint answered well (`ok`), and those that count against it (`failed`).",
+    ),
+    # The journal.
+    Metric("carpool_tasks_pending", "gauge", (), "alone", "Tasks without an outcome."),
+    Metric("carpool_results_stored", "gauge", (), "alone", "Results of tasks that are kept."),
+    Metric("carpool_dead_letter_bytes", "gauge", (), "all", "Bytes of the dead letters that are kept."),
+    Metric("carpool_journal_bytes", "gauge", (), "alone", "Bytes of inputs and results in the journal."),
+    Metric("carpool_journal_commit_seconds", "histogram", (), "alone", "Seconds of a transaction of the journal."),
+    Metric("carpool_journal_commit_failures", "counter", (), "alone", "Transactions that the disk did not take."),
+    # Redis.
+    Metric("carpool_broker_mode", "gauge", (), "gateways", "0: down, 1: over Redis, 2: direct."),
+    Metric(
+        "carpool_broker_memory_share", "gauge", (), "over Redis", "Share of the memory of the fullest primary used."
+    ),
+    Metric("carpool_broker_memory_bytes", "gauge", (), "over Redis", "Bytes that all primaries use, together."),
+    Metric(
+        "carpool_broker_disks",
+        "gauge",
+        (),
+        "over Redis",
+        "1 while a server of Redis writes to a disk though `broker.persistence` forbids it.",
+    ),
+    Metric("carpool_queue_unread", "gauge", (), "over Redis", "Requests that wait in Redis for a batcher."),
+    Metric("carpool_task_bytes", "gauge", (), "over Redis", "Bytes of tasks and their results in Redis."),
+    Metric("carpool_dead_letters_dropped", "counter", (), "over Redis", "Dead letters that went to make room."),
+    Metric("carpool_live_gateways", "gauge", (), "over Redis", "Gateways heard of lately."),
+    Metric("carpool_live_batchers", "gauge", (), "over Redis", "Batchers heard of lately."),
+    Metric("carpool_heartbeat_failures", "counter", (), "over Redis", "Heartbeats that Redis did not answer."),
+    Metric("carpool_sent_again", "counter", (), "gateways", "Requests sent again because Redis, or a part, was lost."),
+    Metric("carpool_late_outcomes", "counter", (), "gateways", "Outcomes for which nobody waited any more."),
+    Metric("carpool_entries_taken", "counter", (), "batchers", "Entries taken from Redis."),
+    Metric("carpool_entries_claimed", "counter", (), "batchers", "Entries claimed after their lease had ended."),
+    Metric("carpool_leases_lost", "counter", (), "batchers", "Leases that another batcher took over."),
+    Metric("carpool_outcomes_unconfirmed", "gauge", (), "batchers", "Outcomes that Redis has not taken yet."),
+    Metric("carpool_outcome_retries", "counter", (), "batchers", "Attempts to write outcomes that had to be repeated."),
+)
+_NAMES = frozenset(metric.name for metric in METRICS)
 
 
 class ModelView(Protocol):
@@ -21,56 +170,8 @@ class ModelView(Protocol):
 
     name: str
 
-    def batch_sizes(self) -> Histogram:
-        """Requests in each batch."""
-        ...
-
-    def call_seconds(self) -> Histogram:
-        """Seconds of each answered upstream call."""
-        ...
-
-    def batches(self) -> Mapping[str, int]:
-        """Batches by dispatch reason."""
-        ...
-
-    def calls(self) -> Mapping[str, int]:
-        """Upstream calls by result."""
-        ...
-
-    def isolation(self) -> Mapping[str, int]:
-        """What came of refused batches: calls to find bad inputs, inputs at fault, requests not resolved in time."""
-        ...
-
-    def offenders(self) -> int:
-        """Owners that ride apart now."""
-        ...
-
-    def stray_answers(self) -> int:
-        """Connections to the upstream that were closed because bytes came for which nobody had asked."""
-        ...
-
-    def slots(self) -> Mapping[str, int]:
-        """Slots by state."""
-        ...
-
-    def queue_depth(self) -> int:
-        """Requests that wait for a slot."""
-        ...
-
-    def arrival_rate(self) -> float:
-        """Requests a second, lately."""
-        ...
-
-    def healthy_slots(self) -> int:
-        """Calls that the endpoints that work may have at once."""
-        ...
-
-    def capacity_rps(self) -> float:
-        """Requests a second that these slots can serve in full batches."""
-        ...
-
-    def endpoint_states(self) -> Sequence[tuple[str, str]]:
-        """The name and state of every endpoint."""
+    def numbers(self) -> Numbers:
+        """Values by the names of metrics with the label `model`."""
         ...
 
 
@@ -81,24 +182,8 @@ class View(Protocol):
         """Every model."""
         ...
 
-    def outcomes(self) -> Mapping[str, int]:
-        """Requests that got an outcome, by code."""
-        ...
-
-    def problems(self) -> Mapping[str, int]:
-        """Answers to clients that were errors, by code; also for requests that never came in."""
-        ...
-
-    def buried(self) -> Mapping[str, int]:
-        """Requests that became dead letters, by cause."""
-        ...
-
-    def queue_wait_seconds(self) -> Histogram:
-        """Seconds that requests waited for a slot."""
-        ...
-
-    def gauges(self) -> Mapping[str, tuple[str, float]]:
-        """Further values of the moment: help text and value by name."""
+    def numbers(self) -> Numbers:
+        """Values by the names of the other metrics, as many as this process has."""
         ...
 
 
@@ -108,85 +193,35 @@ class CarpoolCollector(Collector):
     def __init__(self, view: View) -> None:
         self._view = view
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterable[Family]:
         """All of Carpool's own metrics."""
-        view = self._view
-        requests = CounterMetricFamily("carpool_requests", "Requests that got an outcome.", labels=["outcome"])
-        for code, number in view.outcomes().items():
-            requests.add_metric([code], number)
-        yield requests
-        problems = CounterMetricFamily("carpool_problems", "Answers to clients that were errors.", labels=["code"])
-        for code, number in view.problems().items():
-            problems.add_metric([code], number)
-        yield problems
-        buried = CounterMetricFamily("carpool_dead_letters", "Requests that became dead letters.", labels=["cause"])
-        for cause, number in view.buried().items():
-            buried.add_metric([cause], number)
-        yield buried
-        wait = HistogramMetricFamily("carpool_queue_wait_seconds", "Seconds a request waited for a slot.")
-        histogram = view.queue_wait_seconds()
-        wait.add_metric([], histogram.buckets(), histogram.total)
-        yield wait
-        yield from self._per_model(view.models())
-        for name, (text, value) in view.gauges().items():
-            yield GaugeMetricFamily(name, text, value=value)
+        numbers: list[tuple[tuple[str, ...], Numbers]] = [((), self._view.numbers())]
+        numbers += [((model.name,), model.numbers()) for model in self._view.models()]
+        assert all(shown.keys() <= _NAMES for _, shown in numbers), "a metric without a row in METRICS"
+        for metric in METRICS:
+            found = [(labels, shown[metric.name]) for labels, shown in numbers if metric.name in shown]
+            if found:
+                yield family_of(metric, found)
 
-    def _per_model(self, models: Sequence[ModelView]) -> Iterable[Metric]:
-        sizes = HistogramMetricFamily("carpool_batch_size", "Requests in a batch.", labels=["model"])
-        seconds = HistogramMetricFamily(
-            "carpool_upstream_latency_seconds", "Seconds of an answered upstream call.", labels=["model"]
-        )
-        batches = CounterMetricFamily("carpool_batches", "Batches sent, by why they were.", labels=["model", "reason"])
-        calls = CounterMetricFamily("carpool_upstream_calls", "Upstream calls by result.", labels=["model", "result"])
-        isolation = CounterMetricFamily(
-            "carpool_isolation",
-            "Refused batches: calls to find bad inputs, inputs at fault, requests that were not resolved in time.",
-            labels=["model", "what"],
-        )
-        offenders = GaugeMetricFamily(
-            "carpool_offenders", "Owners whose inputs keep being refused, and who ride apart.", labels=["model"]
-        )
-        strays = CounterMetricFamily(
-            "carpool_upstream_stray_answers",
-            "Connections to the upstream that were closed because of bytes for which nobody had asked.",
-            labels=["model"],
-        )
-        slots = GaugeMetricFamily("carpool_slots", "Slots by state.", labels=["model", "state"])
-        depth = GaugeMetricFamily("carpool_queue_depth", "Requests that wait for a slot.", labels=["model"])
-        rate = GaugeMetricFamily("carpool_arrival_rate", "Requests a second, lately.", labels=["model"])
-        healthy = GaugeMetricFamily(
-            "carpool_healthy_slots", "Calls that the endpoints that work may have at once.", labels=["model"]
-        )
-        capacity = GaugeMetricFamily(
-            "carpool_capacity_rps", "Requests a second that the healthy slots can serve.", labels=["model"]
-        )
-        states = GaugeMetricFamily(
-            "carpool_endpoint_state", "1 for the state an endpoint is in.", labels=["model", "endpoint", "state"]
-        )
-        for model in models:
-            name = model.name
-            sizes.add_metric([name], model.batch_sizes().buckets(), model.batch_sizes().total)
-            seconds.add_metric([name], model.call_seconds().buckets(), model.call_seconds().total)
-            counted = (
-                (batches, model.batches()),
-                (calls, model.calls()),
-                (isolation, model.isolation()),
-                (slots, model.slots()),
-            )
-            offenders.add_metric([name], model.offenders())
-            strays.add_metric([name], model.stray_answers())
-            for family, counts in counted:
-                for label, number in counts.items():
-                    family.add_metric([name, label], number)
-            depth.add_metric([name], model.queue_depth())
-            rate.add_metric([name], model.arrival_rate())
-            healthy.add_metric([name], model.healthy_slots())
-            capacity.add_metric([name], model.capacity_rps())
-            for endpoint, state in model.endpoint_states():
-                for each in ENDPOINT_STATES:
-                    states.add_metric([name, endpoint, each], each == state)
-        yield from (sizes, seconds, batches, calls, isolation, offenders, strays)
-        yield from (slots, depth, rate, healthy, capacity, states)
+
+def family_of(metric: Metric, found: Iterable[tuple[tuple[str, ...], Value]]) -> Family:
+    """One metric with its values; each comes with the model's name, where it is of a model."""
+    if metric.kind == "histogram":
+        histograms = HistogramMetricFamily(metric.name, metric.meaning, labels=metric.labels)
+        for labels, value in found:
+            assert isinstance(value, Histogram)
+            histograms.add_metric(labels, value.buckets(), value.total)
+        return histograms
+    make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = make(metric.name, metric.meaning, labels=metric.labels)
+    for labels, value in found:
+        if isinstance(value, Mapping):
+            for key, number in value.items():
+                family.add_metric([*labels, *([key] if isinstance(key, str) else key)], number)
+        else:
+            assert not isinstance(value, Histogram)
+            family.add_metric(labels, value)
+    return family
 
 
 class Exposition:

@@ -18,6 +18,7 @@ from carpool.core.errors import (
     all_errors,
 )
 from carpool.settings import ModelSettings, TierSettings
+from carpool.telemetry.metrics import METRICS
 
 _GENERATED = "<!-- Written by `make docs` from {source}; changes made here are lost. -->\n"
 
@@ -68,6 +69,20 @@ Relative paths start at the working directory.
 
 ```toml
 {example}```
+"""
+
+_METRICS_INTRO = """
+# Metrics
+
+`GET /metrics` on the admin port shows these in the text format of Prometheus, and `process_*` and `python_*` of
+the process itself. A histogram has the series `_bucket`, `_sum` and `_count`. The values of labels come from the
+configuration and the code, never from a client.
+
+"Shown by" says which processes have a metric: `alone` is `carpool serve` without Redis; over Redis there are
+`gateways` and `batchers`, and `carpool serve --broker` is both. Those with the label `model` are there where a
+process has endpoints: not at a gateway without upstreams. Counters may be summed over a fleet: each event is counted
+by one process.
+
 """
 
 EXAMPLE = """\
@@ -140,7 +155,29 @@ def configuration_page() -> str:
     return "".join(parts)
 
 
-PAGES = {"errors.md": errors_page, "configuration.md": configuration_page}
+def metrics_page() -> str:
+    """docs/metrics.md."""
+    suffix = {"counter": "_total", "gauge": "", "histogram": ""}
+    rows = [
+        (
+            f"`{metric.name}{suffix[metric.kind]}`",
+            metric.kind,
+            ", ".join(f"`{label}`" for label in metric.labels),
+            metric.shown,
+            metric.meaning,
+        )
+        for metric in METRICS
+    ]
+    return "".join(
+        [
+            _GENERATED.format(source="src/carpool/telemetry/metrics.py"),
+            _METRICS_INTRO,
+            *_table(("metric", "kind", "labels", "shown by", "meaning"), rows),
+        ]
+    )
+
+
+PAGES = {"errors.md": errors_page, "configuration.md": configuration_page, "metrics.md": metrics_page}
 
 _HEADINGS = ("key", "type", "default", "environment, flag", "meaning")
 _FILE_HEADINGS = ("key", "type", "default", "meaning")

@@ -1,7 +1,7 @@
 """What is known of the endpoints of one model beside their calls: probes, reported load, and the state that they show.
 
 1. An endpoint that answered a call well within the interval needs no probe. Any other is asked for the health page of
-   its protocol, or for a connection where the protocol has none.
+   its protocol, or for a connection where the protocol has none: at the start, and after each interval.
 2. Probes only tell: who gets calls is decided by what becomes of calls. A server may have no health page, or a page
    that is well while the model is not. But an endpoint that failed is asked for it before a client's input is risked.
 3. Once a second: the load is read from the metrics page, if one is configured, and every limit makes its step.
@@ -116,12 +116,12 @@ class HealthWatch:
 
     async def _repeat(self, action: Callable[[], Awaitable[None]], interval_s: float) -> None:
         while True:
-            # Jitter, so that many gateways do not ask together.
-            await asyncio.sleep(interval_s * (0.75 + self._random_share() / 2))
             try:
                 await action()
             except Exception:
                 logger.exception("watching the endpoints failed; it goes on")
+            # Jitter, so that many gateways do not ask together.
+            await asyncio.sleep(interval_s * (0.75 + self._random_share() / 2))
 
     async def _for_each(self, action: Callable[[Member], Awaitable[None]], members: Sequence[Member]) -> None:
         async def one(member: Member) -> None:

@@ -132,7 +132,7 @@ async def doubled_deliveries(directory: Path, seconds: float) -> Doubled:
         await asyncio.sleep(2 * LEASE_S)
         await clients.read_again()
         left = await entries_left(client, keys)
-        late = await fleet.gateways[0].process.metric("carpool_late_outcomes")
+        late = await fleet.gateways[0].process.metric("carpool_late_outcomes_total")
         assert left == 0, f"{left} entries are still in the queue"
         return Doubled(
             checker.verdict(upstream.seen),
@@ -187,7 +187,7 @@ async def calls_longer_than_the_lease(directory: Path, requests: int) -> LongCal
         work = [clients.ask() for _ in range(requests // 2)] + [clients.run_task() for _ in range(requests // 2)]
         await asyncio.gather(*work)
         seconds = time.monotonic() - began
-        claimed = sum([await place.process.metric("carpool_entries_claimed") for place in fleet.batchers])
+        claimed = sum([await place.process.metric("carpool_entries_claimed_total") for place in fleet.batchers])
         admin = fleet.gateways[0].process.admin_port
         listed = await ask_once(admin, "GET", "/internal/dead-letters?limit=1")
         return LongCalls(checker.verdict(upstream.seen), checker, claimed, listed.json["total"], seconds)

@@ -27,6 +27,7 @@ from carpool.core.errors import CarpoolError, ClientLeft, Draining, InternalErro
 from carpool.core.outcome import CallFacts, Outcome
 from carpool.core.problem import problem_json
 from carpool.core.request import Request
+from carpool.core.tally import SECONDS_BOUNDS, Histogram
 
 logger = logging.getLogger("carpool.broker")
 
@@ -54,7 +55,17 @@ class Outbox:
 class Answers:
     """The waiter of every request that came out of Redis (core.request.Waiter)."""
 
-    def __init__(self, steps: Steps, results: TaskResults, consumer: bytes, clock: Clock = monotonic) -> None:
+    def __init__(
+        self,
+        steps: Steps,
+        results: TaskResults,
+        consumer: bytes,
+        clock: Clock = monotonic,
+        *,
+        # Where tasks are counted whose result was written here. The gateways count their own requests.
+        outcomes: dict[str, int] | None = None,
+        waited: Histogram | None = None,
+    ) -> None:
         self._steps = steps
         self._nodes = steps.nodes
         self._keys = steps.keys
@@ -72,6 +83,8 @@ class Answers:
         # Outcomes that Redis has not confirmed yet.
         self.unconfirmed = 0
         self.retries = 0
+        self._outcomes = {} if outcomes is None else outcomes
+        self._waited = Histogram(SECONDS_BOUNDS) if waited is None else waited
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Send an outcome on its way."""
@@ -104,12 +117,6 @@ class Answers:
         """Let another batcher have an entry that was not sent."""
         lease.haul.open.pop(lease.entry_id, None)
         self._released[lease.haul.shard.number].append(lease)
-        self._flush_soon()
-
-    def forget(self, lease: Lease) -> None:
-        """An entry needs no outcome any more."""
-        self.unconfirmed += 1
-        self._finished[lease.haul.shard.number].append(lease)
         self._flush_soon()
 
     async def finish(self, timeout_s: float) -> bool:
@@ -196,10 +203,24 @@ class Answers:
             letter = letter_of(request, outcome)
         else:
             status, result = b"S", bytes(outcome.value)
-        self._write_result(lease, request.id, status, result, letter)
+        waited_s = request.taken - request.arrived if request.taken else None
+        counts = partial(self._count_task, request.result_code, waited_s)
+        self._write_result(lease, request.id, status, result, letter, counts)
+
+    def _count_task(self, code: str, waited_s: float | None) -> None:
+        self._outcomes[code] = self._outcomes.get(code, 0) + 1  # bounded: codes come from the error tree
+        if waited_s is not None:
+            self._waited.observe(waited_s)
 
     def _write_result(
-        self, lease: Lease, task_id: str, status: bytes, result: bytes, letter: bytes, pause_s: float = RETRY_S
+        self,
+        lease: Lease,
+        task_id: str,
+        status: bytes,
+        result: bytes,
+        letter: bytes,
+        counts: Callable[[], None],
+        pause_s: float = RETRY_S,
     ) -> None:
         def done(was_written: bool) -> None:
             if was_written:
@@ -207,14 +228,14 @@ class Answers:
                 lease.haul.open.pop(lease.entry_id, None)
             else:  # for ever: the outcome of a task is owed; if this process dies, another batcher does it again
                 self.retries += 1
-                again = partial(self._write_result, lease, task_id, status, result, letter)
+                again = partial(self._write_result, lease, task_id, status, result, letter, counts)
                 if self._nodes.is_up(haul.shard.slot):  # it refuses
                     self._loop.call_later(pause_s, again, min(2 * pause_s, RETRY_S_MAX))
                 else:
                     self._when_up(haul.shard.slot, again)
 
         haul = lease.haul
-        self._results.finish(haul.shard, haul.field, lease.entry_id, task_id, status, result, letter, done)
+        self._results.finish(haul.shard, haul.field, lease.entry_id, task_id, status, result, letter, done, counts)
 
     def _when_up(self, slot: int, again: Callable[[], None]) -> None:
         """Do it as soon as the node of this slot is back, which may be for a moment only."""

@@ -2,7 +2,8 @@
 
 1. A task becomes one in the step that writes its result (`letter_of`, tasks.py); a synchronous request by
    `RedisDeadLetterBox.bury`, if such ones are kept.
-2. Every shard keeps letters, at most so many; the oldest go first. The id of a letter tells its shard, and rises.
+2. Every shard keeps letters within bounds (letter_bounds.py); the oldest go first. The id of a letter tells its shard,
+   and rises.
 3. A replay is a new task in the letter's shard; the letter goes in the step that accepts it, so it is never lost, and
    never replayed twice.
 """
@@ -16,6 +17,7 @@ import msgspec
 
 from carpool.broker.journal_writer import no_such_letter
 from carpool.broker.redis.keys import Shard
+from carpool.broker.redis.letter_bounds import LetterBounds
 from carpool.broker.redis.letters import IDS_A_MS, decode_body, encode_letter, summary_of
 from carpool.broker.redis.nodes import RedisFailure
 from carpool.broker.redis.records import UnknownFormatError
@@ -59,14 +61,14 @@ class RedisDeadLetterBox:
         self,
         steps: Steps,
         *,
-        letters_max_per_shard: int,
+        bounds: LetterBounds,
         kept: SynchronousKept = "poison",
     ) -> None:
         self._steps = steps
         self._nodes = steps.nodes
         self._keys = steps.keys
         self._kept = kept
-        self._letters_max = letters_max_per_shard
+        self._bounds = bounds
         self._next_shard = 0
         self._burying = 0
         self._burying_bytes = 0
@@ -100,13 +102,15 @@ class RedisDeadLetterBox:
         self._burying += 1
         self._burying_bytes += request.size
         letter, done = encode_letter(request, error, sends), partial(self._done, request.size)
-        self._steps.bury(shard, self._letters_max, request.owner, letter, request.input, done)
+        self._steps.bury(shard, self._bounds.arguments(), request.owner, letter, request.input, done)
 
     def _done(self, size: int, reply: Any) -> None:
         self._burying -= 1
         self._burying_bytes -= size
         if isinstance(reply, RedisFailure):
             self.failures += 1
+        else:
+            self._bounds.note_dropped(reply)
 
     def _shard(self) -> Shard | None:
         """The next one that can be reached."""

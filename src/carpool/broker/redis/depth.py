@@ -1,4 +1,4 @@
-"""How many requests wait in Redis: asked once a second, one small command a shard."""
+"""How much waits and is kept in Redis: asked once a second, one small command a shard."""
 
 import asyncio
 from functools import partial
@@ -8,22 +8,23 @@ from carpool.broker.redis.keys import Keys, Shard
 from carpool.broker.redis.nodes import Nodes
 
 INTERVAL_S = 1.0
+COUNTS = (b"unread", b"input_bytes", b"result_bytes", b"letter_bytes")
 
 
 class DepthWatch:
-    """Knows how many entries nobody took yet, over all shards."""
+    """Knows the counts of all shards, added up."""
 
     def __init__(self, nodes: Nodes, keys: Keys) -> None:
         self._nodes = nodes
         self._keys = keys
-        self._unread = [0] * len(keys.shards)
+        self._counts = [[0] * len(COUNTS) for _ in keys.shards]
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Ask now, and from now on."""
         self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self.start)
         for shard in self._keys.shards:
-            self._nodes.send(shard.slot, partial(self._told, shard), b"HGET", shard.counts, b"unread")
+            self._nodes.send(shard.slot, partial(self._told, shard), b"HMGET", shard.counts, *COUNTS)
 
     def close(self) -> None:
         """Ask no more."""
@@ -32,10 +33,16 @@ class DepthWatch:
 
     def unread(self) -> int:
         """Entries that nobody took yet."""
-        return sum(self._unread)
+        return sum(counts[0] for counts in self._counts)
+
+    def task_bytes(self) -> int:
+        """Bytes of tasks without a result, and of results."""
+        return sum(counts[1] + counts[2] for counts in self._counts)
+
+    def letter_bytes(self) -> int:
+        """Bytes of dead letters."""
+        return sum(counts[3] for counts in self._counts)
 
     def _told(self, shard: Shard, reply: Any) -> None:
-        if reply is None:
-            self._unread[shard.number] = 0
-        elif isinstance(reply, bytes):
-            self._unread[shard.number] = max(0, int(reply))
+        if isinstance(reply, list):
+            self._counts[shard.number] = [max(0, int(count or 0)) for count in reply]

@@ -29,6 +29,7 @@ from carpool.broker.redis.doctor_checks import (
     check_fleet,
     check_groups,
     check_letters,
+    check_no_disk,
     check_reply_streams,
     check_sentinels,
     check_unlisted,
@@ -38,6 +39,7 @@ from carpool.broker.redis.doctor_checks import (
     orphans,
     parse_audit,
     parse_info,
+    replicas_of,
 )
 from carpool.broker.redis.fleet_view import FleetView, read_view
 from carpool.broker.redis.keys import Keys, Shard
@@ -58,7 +60,8 @@ REASON_CHARS_MAX = 200
 # So long ago that no consumer and no dead letter is old enough for the sweep to touch it.
 PARTS_OF_A_SWEEP_MAX = 1000
 NEVER_MS = 10**13
-CONFIG_NAMES = ("appendfsync", "save", "min-replicas-to-write")
+NO_BOUND = 10**15
+CONFIG_NAMES = ("appendfsync", "save", "min-replicas-to-write", "repl-diskless-sync", "repl-diskless-load")
 
 T = TypeVar("T")
 # What a server's silence or refusal raises.
@@ -143,6 +146,23 @@ class Doctor:
                 return [*found, *await self._look(deployment), *done]
         except NoWayInError as failure:
             return [failure.finding]
+
+    async def find_disks(self) -> list[Finding]:
+        """The problems with `broker.persistence = "forbidden"`, at all primaries and the replicas that can be seen."""
+        findings: list[Finding] = []
+        try:
+            async with self._reach() as (deployment, _):
+                for server in deployment.servers:
+                    try:
+                        facts = await node_facts(server)
+                    except FAILURES as failure:
+                        findings.append(no_answer(server, failure))
+                        continue
+                    found = check_no_disk(facts, is_replicated=deployment.kind != "single")
+                    findings += [_at(server, found), *await self._replicas_disks(facts)]
+        except NoWayInError as failure:
+            return [failure.finding]
+        return [finding for finding in findings if finding.level == "problem"]
 
     # Ways in
 
@@ -233,7 +253,7 @@ class Doctor:
 
     async def _look(self, deployment: Deployment) -> list[Finding]:
         findings: list[Finding] = []
-        answering = []
+        answering, looked_at = [], len(deployment.servers)
         for server in deployment.servers:
             try:
                 facts = await node_facts(server)
@@ -245,8 +265,12 @@ class Doctor:
             if deployment.kind != "cluster" and facts.info.get("cluster_enabled") == "1":
                 says, do = "this is a node of a Cluster", "write redis+cluster:// in place of redis://"
                 found.append(Finding("cluster", "problem", says, do))
-            findings += [msgspec.structs.replace(finding, where=(server.name,)) for finding in found]
-        findings = merged(findings, len(deployment.servers))
+            findings += [_at(server, finding) for finding in found]
+            if self._wants.persistence == "forbidden":
+                of_replicas = await self._replicas_disks(facts)
+                looked_at += len(of_replicas)
+                findings += of_replicas
+        findings = merged(findings, looked_at)
         if len(answering) < len(deployment.servers):
             return findings  # half of a queue would be judged wrongly
         try:
@@ -257,6 +281,22 @@ class Doctor:
             if isinstance(failure, NoPermissionError):
                 do = "let this user run EVAL, SCAN, HGETALL and the stream commands on the keys of Carpool's namespace"
             findings.append(Finding("queue", "problem", says, do))
+        return findings
+
+    async def _replicas_disks(self, primary: NodeFacts) -> list[Finding]:
+        """Whether the replicas that a primary knows write to a disk; one that cannot be reached is a warning."""
+        findings = []
+        for host, port in replicas_of(primary.info):
+            server = Server(self._address, host, port)
+            try:
+                found = check_no_disk(await node_facts(server), is_replicated=True)
+            except FAILURES as failure:
+                says = f"this replica cannot be asked whether it writes to a disk: {reason_of(failure)}"
+                do = "see that it runs, and that this machine can reach it under the address that its primary knows"
+                found = Finding("persistence", "warning", says, do)
+            finally:
+                await server.close()
+            findings.append(_at(server, found))
         return findings
 
     async def _look_at_queue(self, deployment: Deployment) -> list[Finding]:
@@ -355,8 +395,9 @@ class Doctor:
         for shard in self._keys.shards:
             server, cursor = _served(deployment, shard.slot), 0
             for _ in range(PARTS_OF_A_SWEEP_MAX):
-                arguments = (cursor, b"", NEVER_MS, NEVER_MS)
-                cursor, _, _ = await server.ask("EVAL", SWEEP.source, 1, shard.counts, *arguments)
+                letters = (NO_BOUND, NO_BOUND, 0, NEVER_MS, 0)  # none is dropped; all are counted
+                arguments = (cursor, b"", NEVER_MS, *letters)
+                cursor, *_ = await server.ask("EVAL", SWEEP.source, 1, shard.counts, *arguments)
                 if not cursor:
                     break
         return f"shards counted again: {len(self._keys.shards)}"
@@ -400,6 +441,10 @@ def reason_of(failure: Exception) -> str:
     text = " ".join(str(failure).split())
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     return shown[:REASON_CHARS_MAX] or type(failure).__name__
+
+
+def _at(server: Server, finding: Finding) -> Finding:
+    return msgspec.structs.replace(finding, where=(server.name,))
 
 
 def _served(deployment: Deployment, slot: int) -> Server:

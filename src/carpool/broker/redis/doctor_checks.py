@@ -43,10 +43,11 @@ class Wants(msgspec.Struct, frozen=True):
     replicas: int = 0
     memory_max: int = 0
     lease_ms: int = 1500
+    persistence: Literal["allowed", "forbidden"] = "allowed"
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
-    """What one primary told."""
+    """What one server told."""
 
     name: str
     info: Mapping[str, str]
@@ -81,9 +82,14 @@ class ShardFacts(msgspec.Struct, frozen=True):
     number: int
     held_counted: int
     unread_counted: int
+    letter_bytes_counted: int
     held: int
     unread: int
+    letter_bytes: int
     letters: int
+    # Of tasks without a result, and of results, by the counts.
+    input_bytes: int
+    result_bytes: int
     streams: tuple[StreamFacts, ...]
 
 
@@ -102,7 +108,9 @@ def node_findings(node: NodeFacts, wants: Wants, *, is_replicated: bool) -> list
         check_answers(node),
         check_version(node.info),
         check_role(node.info),
-        check_persistence(node.info, node.config),
+        check_no_disk(node, is_replicated=is_replicated)
+        if wants.persistence == "forbidden"
+        else check_persistence(node.info, node.config),
         check_policy(node.info),
         check_memory(node.info, wants.memory_max),
         check_replicas(node.info, node.config, wants.replicas, is_replicated=is_replicated),
@@ -168,6 +176,41 @@ def check_persistence(info: Mapping[str, str], config: Mapping[str, str] | None)
     do = "CONFIG SET appendonly yes, and the same in redis.conf"
     says = "snapshots at most: when Redis ends, the tasks since the last snapshot are lost"
     return Finding("persistence", "warning", says, do)
+
+
+def check_no_disk(node: NodeFacts, *, is_replicated: bool) -> Finding:
+    """Whether a server keeps its data off its disk, where `broker.persistence` is "forbidden"."""
+    config = node.config
+    if config is None:
+        says = (
+            'broker.persistence is "forbidden", and CONFIG GET is refused here: nobody can tell what reaches the disk'
+        )
+        do = 'let this user run CONFIG GET (ACL: +config|get); else only broker.persistence = "allowed" is true'
+        return Finding("persistence", "problem", says, do)
+    # What writes, and the setting of Redis that ends it.
+    disks: list[tuple[str, str]] = []
+    if node.info.get("aof_enabled") != "0":
+        disks.append(("the AOF", "appendonly no"))
+    if config.get("save"):
+        disks.append((f"snapshots (save {config['save']})", 'save ""'))
+    has_replicas = is_replicated or node.info.get("role") != "master" or bool(replicas_of(node.info))
+    if has_replicas and config.get("repl-diskless-sync") != "yes":
+        disks.append(("a file for each replica that attaches", "repl-diskless-sync yes"))
+    if has_replicas and config.get("repl-diskless-load") in ("disabled", "on-empty-db"):
+        disks.append(("a file when it attaches as a replica", "repl-diskless-load swapdb"))
+    if not disks:
+        return Finding(
+            "persistence", "ok", 'nothing is written to a disk, as broker.persistence = "forbidden" wants it'
+        )
+    says = f'broker.persistence is "forbidden", and this server writes {" and ".join(what for what, _ in disks)}'
+    do = f"CONFIG SET {', CONFIG SET '.join(setting for _, setting in disks)}, and the same in redis.conf"
+    return Finding("persistence", "problem", says, f"{do}; remove the files that there are")
+
+
+def replicas_of(info: Mapping[str, str]) -> list[tuple[str, int]]:
+    """Host and port of the replicas that a server knows."""
+    facts = [dict(pair.split("=", 1) for pair in text.split(",")) for name, text in info.items() if _is_replica(name)]
+    return [(fact["ip"], int(fact["port"])) for fact in facts]
 
 
 def check_policy(info: Mapping[str, str]) -> Finding:
@@ -292,21 +335,33 @@ def check_waiting(shards: Sequence[ShardFacts], view: FleetView) -> Finding:
             "start a batcher with an upstream for this model, or name the model as the batchers do",
         )
     unread = sum(shard.unread for shard in shards)
-    return Finding("waiting", "ok", f"{unread} waiting, {total - unread} taken and not finished")
+    inputs, results = sum(shard.input_bytes for shard in shards), sum(shard.result_bytes for shard in shards)
+    says = f"{unread} waiting, {total - unread} taken and not finished"
+    if inputs or results:
+        says += f"; of tasks {_size(inputs)} without a result, {_size(results)} of results"
+    return Finding("waiting", "ok", says)
 
 
 def check_counts(shards: Sequence[ShardFacts]) -> Finding:
     """Whether the counts that limit the queue are true."""
-    wrong = [s for s in shards if (s.held_counted, s.unread_counted) != (s.held, s.unread)]
+    wrong = [
+        s
+        for s in shards
+        if (s.held_counted, s.unread_counted, s.letter_bytes_counted) != (s.held, s.unread, s.letter_bytes)
+    ]
     if not wrong:
         return Finding("counts", "ok", "the counts of every shard are true")
     named = _listed(
-        [f"shard {s.number} says {s.held_counted}/{s.unread_counted}, has {s.held}/{s.unread}" for s in wrong]
+        [
+            f"shard {s.number} says {s.held_counted}/{s.unread_counted}/{s.letter_bytes_counted}, "
+            f"has {s.held}/{s.unread}/{s.letter_bytes}"
+            for s in wrong
+        ]
     )
     return Finding(
         "counts",
         "warning",
-        f"wrong counts (held/unread): {named}; the queue's limit is off by that much",
+        f"wrong counts (held/unread/bytes of dead letters): {named}; the limits are off by that much",
         "`carpool doctor --fix` counts again",
     )
 
@@ -351,7 +406,8 @@ def check_letters(shards: Sequence[ShardFacts]) -> Finding:
     """Requests given up on."""
     total = sum(shard.letters for shard in shards)
     if total:
-        return Finding("dead letters", "warning", f"{total} kept", "look at them with `carpool dlq list`")
+        says = f"{total} kept, {_size(sum(shard.letter_bytes for shard in shards))}"
+        return Finding("dead letters", "warning", says, "look at them with `carpool dlq list`")
     return Finding("dead letters", "ok", "none")
 
 
@@ -399,14 +455,19 @@ def parse_info(text: bytes) -> dict[str, str]:
 
 def parse_audit(number: int, prefix: bytes, reply: list[Any]) -> ShardFacts:
     """The reply of the audit script."""
-    _, held_counted, unread_counted, held, unread, letters, *streams = reply
+    _, held_counted, unread_counted, letter_bytes_counted, held, unread, letter_bytes, letters = reply[:8]
+    input_bytes, result_bytes, *streams = reply[8:]
     return ShardFacts(
         number,
         held_counted,
         unread_counted,
+        letter_bytes_counted,
         held,
         unread,
+        letter_bytes,
         letters,
+        input_bytes,
+        result_bytes,
         tuple(
             StreamFacts(
                 _text(prefix + field),

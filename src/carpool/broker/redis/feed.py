@@ -22,11 +22,13 @@ from carpool.broker.memory import MemoryBroker
 from carpool.broker.redis.answers import UNCONFIRMED_MAX, Answers
 from carpool.broker.redis.keys import Shard, lane_name
 from carpool.broker.redis.leases import NO_HEADER, Haul, Lease, Leases
+from carpool.broker.redis.letter_bounds import LetterBounds
 from carpool.broker.redis.link import Link
 from carpool.broker.redis.nodes import Reader, RedisFailure
 from carpool.broker.redis.shard_view import Reads, ShardView, is_scarce, plan_reads
 from carpool.broker.redis.staging import ALONE_AT_DELIVERY, FedModel, SuspectLetters, Unpacker
-from carpool.broker.redis.steps import Budget, Entry, Head, Steps, Stream, Swept, Taken, View
+from carpool.broker.redis.steps import Entry, Steps, Stream, Swept, Taken
+from carpool.broker.redis.terms import Budget, Head, View
 from carpool.core.clock import Clock, monotonic
 from carpool.core.request import QUEUED, Request
 
@@ -47,6 +49,7 @@ COMPANY_S_MAX = 0.005
 STUCK_AGAIN_S = 10.0
 LANE_NAMES_KEPT_MAX = 4096
 CONSUMER_GONE_MS = 600_000
+COUNT_LETTERS_EVERY_MS = 600_000
 
 
 class Feed:
@@ -66,7 +69,7 @@ class Feed:
         # What each tier adds to the time of a request for its place in the local order, in seconds.
         tier_target_s: Sequence[float],
         lease_ms: int = 1500,
-        dead_letter_ttl_ms: int = 7 * 86_400_000,
+        letter_bounds: LetterBounds,
         clock: Clock = monotonic,
     ) -> None:
         self._steps = steps
@@ -80,7 +83,7 @@ class Feed:
         self._lease_ms = lease_ms
         self._renew_every_s = lease_ms / 1000 / RENEWALS_A_LEASE
         self._look_every_s = lease_ms / 1000 / LOOKS_A_LEASE
-        self._dead_letter_ttl_ms = dead_letter_ttl_ms
+        self._letter_bounds = letter_bounds
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._views = [ShardView(shard) for shard in steps.keys.shards]
@@ -519,9 +522,13 @@ class Feed:
             number = view.shard.number
 
             def swept(result: Swept | RedisFailure, number: int = number) -> None:
-                self._sweeps[number] = result.cursor if isinstance(result, Swept) else 0
+                self._sweeps[number] = 0
+                if isinstance(result, Swept):
+                    self._sweeps[number] = result.cursor
+                    self._letter_bounds.note_dropped(result.letters_dropped)
 
-            self._steps.sweep(view.shard, self._sweeps[number], CONSUMER_GONE_MS, self._dead_letter_ttl_ms, swept)
+            letters = (*self._letter_bounds.arguments(), self._letter_bounds.ttl_ms, COUNT_LETTERS_EVERY_MS)
+            self._steps.sweep(view.shard, self._sweeps[number], CONSUMER_GONE_MS, letters, swept)
 
 
 def head_of(message: bytes) -> Head | None:

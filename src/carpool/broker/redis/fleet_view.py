@@ -103,6 +103,14 @@ class FleetView(msgspec.Struct, frozen=True):
         """Whether Redis told this lately."""
         return now - self.seen_at <= self.stale_s
 
+    def all_silent(self) -> "FleetView":
+        """The same fleet when Redis has not told of anybody for too long."""
+        gateways, batchers = (
+            tuple(msgspec.structs.replace(member, is_live=False) for member in members)
+            for members in (self.gateways, self.batchers)
+        )
+        return msgspec.structs.replace(self, gateways=gateways, batchers=batchers)
+
     def live_gateways(self) -> list[Member]:
         """Those heard of lately."""
         return [member for member in self.gateways if member.is_live]
@@ -114,10 +122,6 @@ class FleetView(msgspec.Struct, frozen=True):
     def healthy_slots(self, model: str) -> int:
         """Calls that the endpoints of a model that work may have at once, over all live batchers."""
         return sum(beat.healthy_slots for _, beat in self._serving(model))
-
-    def endpoints(self, model: str) -> list[tuple[Member, EndpointBeat]]:
-        """The endpoints of a model, each with the live batcher that calls it."""
-        return [(member, endpoint) for member, beat in self._serving(model) for endpoint in beat.endpoints]
 
     def offenders(self, model: str) -> list[str]:
         """Owners that some live batcher has set apart."""
@@ -183,9 +187,10 @@ def read_view(reply: Any, *, seen_at: float, stale_s: float) -> FleetView:
 
 
 def fleet_page(view: FleetView) -> dict[str, Any]:
-    """What `/internal/fleet` shows: the models over all live batchers, and every process."""
+    """What `/internal/fleet` shows: the models over all batchers, and every process."""
+    names = dict.fromkeys(name for member in view.batchers for name in member.beat.models)
     return {
-        "models": {name: _model_page(view, name) for name in view.models()},
+        "models": {name: _model_page(view, name) for name in names},
         "gateways": [_member_page(member) | {"mode": member.beat.mode} for member in view.gateways],
         "batchers": [
             _member_page(member) | {"models": {name: _numbers(beat) for name, beat in member.beat.models.items()}}
@@ -280,7 +285,10 @@ def _read_member(name: bytes, value: bytes, now_ms: int, stale_s: float) -> Memb
 
 
 def _model_page(view: FleetView, model: str) -> dict[str, Any]:
-    """One model in the shape that a gateway without Redis shows, each endpoint with the batcher that calls it."""
+    """One model in the shape that a gateway without Redis shows, each endpoint with the batcher that calls it.
+
+    Those of a batcher that fell silent are offline, as far as anybody knows.
+    """
     beats = [member.beat.models[model] for member in view.live_batchers() if model in member.beat.models]
     return {
         "slots": sum(beat.slots for beat in beats),
@@ -288,16 +296,18 @@ def _model_page(view: FleetView, model: str) -> dict[str, Any]:
         "endpoints": [
             {
                 "endpoint": endpoint.name,
-                "state": endpoint.status,
-                "utilization": endpoint.current_utilization,
-                "in_flight": endpoint.in_flight,
+                "state": endpoint.status if member.is_live else OFFLINE,
+                "utilization": endpoint.current_utilization if member.is_live else 0.0,
+                "in_flight": endpoint.in_flight if member.is_live else 0,
                 "limit": endpoint.limit,
                 "slots": endpoint.slots,
                 "breaker": endpoint.breaker,
                 "last_heartbeat": endpoint.last_heartbeat,
                 "batcher": member.name,
             }
-            for member, endpoint in view.endpoints(model)
+            for member in view.batchers
+            if model in member.beat.models
+            for endpoint in member.beat.models[model].endpoints
         ],
         "capacity_rps": round(sum(beat.capacity_rps for beat in beats), 2),
         "offenders": view.offenders(model),

@@ -29,7 +29,8 @@ from carpool.broker.redis.records import (
     value_parts,
 )
 from carpool.broker.redis.replies import ReplyReader
-from carpool.broker.redis.steps import Added, Line, Queued, Steps
+from carpool.broker.redis.steps import Added, Queued, Steps
+from carpool.broker.redis.terms import Line
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import (
     BrokerDown,
@@ -91,6 +92,7 @@ class RedisFront:
         local: MemoryBroker | None = None,
         is_memory_full: Callable[[], bool] = lambda: False,
         task_finished: Callable[[str], None] = lambda task_id: None,
+        looked_for: Callable[[Reply], None] = lambda reply: None,
         mode_changed: Callable[[Mode], None] = lambda mode: None,
         clock: Clock = monotonic,
     ) -> None:
@@ -108,6 +110,8 @@ class RedisFront:
         self._local = local
         self._is_memory_full = is_memory_full
         self._task_finished = task_finished
+        # Operators look for a request at some gateway.
+        self._looked_for = looked_for
         self._mode_changed = mode_changed
         self._clock = clock
         self.mode: Mode = "direct" if local is not None else "down"
@@ -129,10 +133,10 @@ class RedisFront:
         self._lanes_in = [0] * len(keys.shards)
         self._deadlines = Deadlines()
         self._loop = asyncio.get_running_loop()
-        # For metrics.
+        # For metrics. The local broker counts what it settles in direct mode, and that belongs to the same sum.
         self.arrivals = dict.fromkeys(models, 0)
-        self.outcomes: dict[str, int] = {}
-        self.waited = Histogram(SECONDS_BOUNDS)
+        self.outcomes: dict[str, int] = {} if local is None else local.outcomes
+        self.waited = Histogram(SECONDS_BOUNDS) if local is None else local.waited
         self.sent_again = 0
         self.late_outcomes = 0
         self.replies = ReplyReader(nodes, keys, name, came=self.reply_came, changed=self.nodes_changed)
@@ -149,7 +153,9 @@ class RedisFront:
         if self.mode != "redis":
             if self._local is None:
                 return BrokerDown("Redis cannot be reached; try again soon", retry_after_s=1)
-            return self._local.submit(request)
+            refusal = self._local.submit(request)
+            self.arrivals[request.model] += refusal is None
+            return refusal
         if self._is_memory_full():
             return BrokerMemoryFull("the memory of Redis is nearly full; try again soon", retry_after_s=1)
         self.held += 1
@@ -254,6 +260,8 @@ class RedisFront:
                 self._end(request, make_error(code, detail, retry_after_s))
         for task_id in reply.finished:
             self._task_finished(task_id)
+        if reply.wanted or reply.found:
+            self._looked_for(reply)
 
     def _end(self, request: Request, outcome: Outcome) -> None:
         """Settle a parked request and give back what it counts for."""
@@ -266,6 +274,12 @@ class RedisFront:
         request.settle(outcome, self._clock())
         code = request.result_code
         self.outcomes[code] = self.outcomes.get(code, 0) + 1  # bounded: codes come from the error tree
+
+    def place_of(self, request: Request) -> tuple[Shard, bytes, bytes] | None:
+        """Shard, field and id of a parked request's entry, if Redis has told it."""
+        parcel: Parcel | None = request.held_by if self._is_parked(request) else None
+        entry_id = None if parcel is None else entry_of(parcel, request)
+        return None if parcel is None or entry_id is None else (parcel.shard, parcel.field, entry_id)
 
     def _is_parked(self, request: Request) -> bool:
         return self._parked.get(request.number) is request

@@ -7,7 +7,8 @@ evenly, they share the shards evenly.
 | key | type | what |
 |---|---|---|
 | `<ns>:{tag}:lanes` | hash | the streams that may have entries: `<lane>:<line>` → model |
-| `<ns>:{tag}:counts` | hash | `held`: entries without an outcome, `unread`: those nobody took yet |
+| `<ns>:{tag}:counts` | hash | `held`: entries without an outcome, `unread`: those nobody took yet; `letter`: the last
+  letter's id, `letter_bytes`, `letters_counted` (ms); `input_bytes`, `result_bytes`, their parts (scripts/bytes.lua) |
 | `<ns>:{tag}:q:<lane>:<line>` | stream | the entries of one lane and one line (a tier, synchronous or tasks) |
 | `<ns>:{tag}:task:<id>` | hash | a task and its result |
 | `<ns>:{tag}:letters`, `:letter` | zset, hash | ids of dead letters in order; their contents by id |

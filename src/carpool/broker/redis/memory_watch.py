@@ -9,6 +9,8 @@ from typing import Any
 from carpool.broker.redis.nodes import Nodes
 
 SHARE_MAX = 0.8
+# Before that dead letters make room.
+LETTERS_SHARE_MAX = 0.75
 
 
 class MemoryWatch:
@@ -34,6 +36,11 @@ class MemoryWatch:
     def is_full(self) -> bool:
         """Whether some primary uses more than the share of its memory."""
         return self.fraction > self._share
+
+    @property
+    def is_short(self) -> bool:
+        """Whether some primary uses so much that dead letters are to go."""
+        return self.fraction > LETTERS_SHARE_MAX
 
     def start(self) -> None:
         """Look now, and again after each interval."""

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
+from carpool.broker.journal_records import store_full
 from carpool.broker.redis.keys import lane_name, line_name
 from carpool.broker.redis.records import ENTRY_FORMAT, Header, encode_header
-from carpool.broker.redis.steps import Line
+from carpool.broker.redis.terms import Line
 from carpool.core.errors import BrokerMemoryFull, CarpoolError, QueueFull
 from carpool.core.request import Request
 
@@ -20,6 +21,7 @@ REFUSALS: dict[str, Callable[[], CarpoolError]] = {
     "LANESFULL": lambda: QueueFull(
         "too many different `parameters` are waiting; use fewer distinct ones or try again soon", retry_after_s=1
     ),
+    "STOREFULL": store_full,
     "OOM": lambda: BrokerMemoryFull("the memory of Redis is full; try again soon", retry_after_s=1),
 }
 

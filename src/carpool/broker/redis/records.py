@@ -13,6 +13,7 @@ import msgspec
 
 from carpool.core.errors import CarpoolError, InternalError, all_errors
 from carpool.core.outcome import CallFacts
+from carpool.core.request import RequestState
 
 # Each has a number of its own: a program leaves entries of another format to others.
 ENTRY_FORMAT = 2
@@ -66,6 +67,9 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     errors: list[tuple[int, str, str, int | None]]
     # Tasks with an outcome for which somebody waits at this gateway.
     finished: list[str]
+    # Gateways that look for a request, with its id; and what is told to one that looked.
+    wanted: list[tuple[bytes, str]] = []
+    found: list[tuple[str, RequestState]] = []
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 from carpool.broker.redis.nodes import RedisFailure
-from carpool.broker.redis.steps import Steps
+from carpool.broker.redis.steps import Removed, Steps
 from carpool.broker.redis.tellings import Tellings
 
 # Redis may still have the submission of a lost connection to read when it is first asked to remove the task.
@@ -24,18 +24,28 @@ class TaskRemovals:
         self._doubtful: dict[str, int] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def remove(self, task_id: str, done: Callable[[bool | RedisFailure], None]) -> None:
-        """Remove a task; `done` says whether there was one. Gateways where somebody waits for it are told."""
+    def remove(
+        self,
+        task_id: str,
+        done: Callable[[bool | RedisFailure], None],
+        cancelled: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Remove a task; `done` says whether there was one, `cancelled` is called before if that had no result yet.
 
-        def removed(gateways: bytes | RedisFailure | None) -> None:
-            if isinstance(gateways, RedisFailure):
-                done(gateways)
+        Gateways where somebody waits for it are told.
+        """
+
+        def told(removed: Removed | RedisFailure | None) -> None:
+            if isinstance(removed, RedisFailure):
+                done(removed)
                 return
-            if gateways:
-                self._tellings.tell(gateways, task_id)
-            done(gateways is not None)
+            if removed is not None:
+                self._tellings.tell(removed.gateways, task_id)
+                if removed.had_no_result:
+                    cancelled()
+            done(removed is not None)
 
-        self._steps.remove_task(task_id, removed)
+        self._steps.remove_task(task_id, told)
 
     def remove_if_there(self, task_id: str) -> None:
         """Its submitter was told that it is not accepted, but Redis may have it: keep trying to remove it."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.steps import Budget, Head, View
+from carpool.broker.redis.terms import Budget, Head, View
 
 # One question goes to so many shards at most.
 SHARDS_A_QUESTION_MAX = 8

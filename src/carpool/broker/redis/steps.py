@@ -7,8 +7,6 @@ sends, `done` is called once: a reply that cannot be understood is a failure lik
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
-
 from carpool.broker.redis.keys import GROUP, Keys, Shard
 from carpool.broker.redis.link import ignore, pack_beginning, pack_rest
 from carpool.broker.redis.nodes import Nodes, RedisFailure
@@ -28,11 +26,13 @@ from carpool.broker.redis.scripts import (
     RELEASE,
     RENEW,
     REPLY,
+    STATE,
     SUBMIT,
     SWEEP,
     TAKE,
     Script,
 )
+from carpool.broker.redis.terms import Budget, Head, Line, View
 
 Found = TypeVar("Found")
 Argument = bytes | int | str
@@ -44,32 +44,6 @@ Entry = Sequence[Any]
 
 class Unreadable(RedisFailure):
     """A reply that is not what the step promises."""
-
-
-class Head(msgspec.Struct, frozen=True):
-    """A stream with entries that nobody took."""
-
-    field: bytes
-    model: str
-    # The virtual deadline of the first of them.
-    place: float
-    unread: int
-
-    @property
-    def lane(self) -> bytes:
-        """What its entries may share a batch with."""
-        return self.field.partition(b":")[0]
-
-
-class View(NamedTuple):
-    """A shard at one moment."""
-
-    # On Redis's clock.
-    now_ms: int
-    # Of all models.
-    unread: int
-    # Of the models that were asked for: the best streams of each, by their places.
-    heads: list[Head]
 
 
 class Stream(NamedTuple):
@@ -109,35 +83,6 @@ class Added(NamedTuple):
     failure: RedisFailure | None
 
 
-class Line(msgspec.Struct, frozen=True):
-    """What is said of a stream: its name in every shard, its model, what it adds to an entry's time for its place in
-    the order, and whether its lane counts against the bound on lanes.
-    """
-
-    field: bytes
-    model: str
-    offset_ms: int
-    is_bound: bool
-
-    @property
-    def about(self) -> bytes:
-        """As scripts read it."""
-        return b"%d %b %b" % (self.offset_ms, b"b" if self.is_bound else b"-", self.model.encode())
-
-
-class Budget(msgspec.Struct):
-    """What may be taken for one model: batches not begun, and room in those that are."""
-
-    model: str
-    batches: int
-    largest: int
-    rooms: dict[bytes, int]
-
-    def allows(self, head: Head) -> bool:
-        """Whether something of this stream may be taken."""
-        return self.model == head.model and (self.batches > 0 or self.rooms.get(head.lane, 0) > 0)
-
-
 class Swept(NamedTuple):
     """What a part of a sweep left."""
 
@@ -145,6 +90,8 @@ class Swept(NamedTuple):
     cursor: int
     held: int
     unread: int
+    # Before their time.
+    letters_dropped: int
 
 
 class Finished(NamedTuple):
@@ -153,6 +100,15 @@ class Finished(NamedTuple):
     was_first: bool
     # Names of the gateways where somebody waits for it.
     gateways: bytes
+    letters_dropped: int
+
+
+class Removed(NamedTuple):
+    """A task that was there."""
+
+    # Names of the gateways where somebody waits for it.
+    gateways: bytes
+    had_no_result: bool
 
 
 class LetterHeads(NamedTuple):
@@ -208,14 +164,16 @@ class Steps:
         held_max: int,
         lanes_max: int,
         tasks: Sequence[str] = (),
+        task_bounds: tuple[int, int, int] = (0, 0, 0),
         letter: bytes = b"",
         eval_on: Nodes | None = None,
     ) -> None:
-        """Queue as many as there is room for. `tasks`: their ids; `letter`: the dead letter that becomes one.
+        """Queue as many as there is room for. `tasks`: their ids; `task_bounds`: most bytes of their inputs, of inputs
+        and results, ms until they are over; `letter`: the dead letter that becomes one.
 
         `eval_on`: other connections, on which nothing is sent again behind what follows.
         """
-        about = (line.field, line.about, held_max, lanes_max, self._now_ms(), header, owner, letter)
+        about = (line.field, line.about, held_max, lanes_max, self._now_ms(), header, owner, letter, *task_bounds)
         arguments: list[Argument] = [*about, len(values), *values, *tasks]
         if eval_on is None:
             self._run(SUBMIT, shard, arguments, reading(read_queued, done))
@@ -309,9 +267,11 @@ class Steps:
         """They have their outcomes."""
         self._run(DONE, shard, (self._now_ms(), *ids_arguments(ids)), reading(int, done))
 
-    def sweep(self, shard: Shard, cursor: int, consumer_gone_ms: int, letters_kept_ms: int, done: Done[Swept]) -> None:
-        """Tidy up a part of a shard."""
-        arguments = (cursor, self._now_ms(), consumer_gone_ms, letters_kept_ms)
+    def sweep(
+        self, shard: Shard, cursor: int, consumer_gone_ms: int, letters: Sequence[int], done: Done[Swept]
+    ) -> None:
+        """Tidy up a part of a shard. `letters`: their bounds, ms until they go, and until they are counted."""
+        arguments: list[Argument] = [cursor, self._now_ms(), consumer_gone_ms, *letters]
         self._run(SWEEP, shard, arguments, reading(lambda reply: Swept(*map(int, reply)), done))
 
     # Outcomes.
@@ -337,12 +297,12 @@ class Steps:
         done: Done[Finished],
         *,
         kept_ms: int,
-        letters_max: int,
+        letter_bounds: Sequence[int],
     ) -> None:
         """Give a task its result, if it has none, keep its letter, and acknowledge its entry."""
-        kept = (status, result, kept_ms, self._now_ms(), letter)
-        arguments = (task_id, field, entry_id, *kept, shard.number, letters_max)
-        self._run(FINISH, shard, arguments, reading(lambda reply: Finished(bool(reply[0]), reply[1]), done))
+        arguments: list[Argument] = [task_id, field, entry_id, status, result, kept_ms, self._now_ms(), letter]
+        arguments += (shard.number, *letter_bounds)
+        self._run(FINISH, shard, arguments, reading(lambda reply: Finished(bool(reply[0]), *reply[1:]), done))
 
     def look_at_task(self, task_id: str, gateway: bytes, done: Callable[[Any], None]) -> None:
         """A task's state; the gateway is told when it has an outcome."""
@@ -353,17 +313,35 @@ class Steps:
         shard = self.keys.shard_of_task(task_id)
         self.nodes.send(shard.slot, done, b"HMGET", shard.task(task_id), b"s", b"o", b"t", b"r")
 
-    def remove_task(self, task_id: str, done: Done[bytes | None]) -> None:
-        """Remove a task; tells which gateways wait for it, or None if there was no such task."""
-        self._run(FORGET, self.keys.shard_of_task(task_id), (task_id,), done)
+    def remove_task(self, task_id: str, done: Done[Removed | None]) -> None:
+        """Remove a task; tells None if there was no such task."""
+
+        def removed(reply: Any) -> Removed | None:
+            return None if reply is None else Removed(reply[0], bool(reply[1]))
+
+        self._run(FORGET, self.keys.shard_of_task(task_id), (task_id,), reading(removed, done))
+
+    def state_of_task(self, task_id: str, lease_ms: int, done: Callable[[Any], None]) -> None:
+        """How far a task is: status, ms, the problem of one that failed; None if there is none."""
+        self._run(STATE, self.keys.shard_of_task(task_id), (task_id, lease_ms, self._now_ms()), done)
+
+    def is_leased(self, shard: Shard, field: bytes, entry_id: bytes, lease_ms: int, done: Done[bool]) -> None:
+        """Whether a batcher has an entry."""
+
+        def leased(reply: Any) -> bool:
+            # The entry's id, who has it, and for how many ms nothing was heard of that.
+            return bool(reply) and reply[0][2] < lease_ms
+
+        pending = (b"XPENDING", shard.stream(field), GROUP, entry_id, entry_id, 1)
+        self.nodes.send(shard.slot, reading(leased, done), *pending)
 
     # Dead letters.
 
     def bury(
-        self, shard: Shard, letters_max: int, owner: str, letter: bytes, value: bytes, done: Callable[[Any], None]
+        self, shard: Shard, bounds: Sequence[int], owner: str, letter: bytes, value: bytes, done: Done[int]
     ) -> None:
-        """Keep a letter."""
-        self._run(BURY, shard, (self._now_ms(), shard.number, letters_max, owner, letter, value), done)
+        """Keep a letter; tells how many were dropped for it."""
+        self._run(BURY, shard, (self._now_ms(), shard.number, *bounds, owner, letter, value), reading(int, done))
 
     async def letters(self, shard: Shard, after: int, limit: int, bytes_max: int) -> LetterHeads:
         """Some letters of one shard, maybe fewer than asked for; none only if there are no more."""

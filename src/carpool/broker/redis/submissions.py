@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from carpool.broker.journal_writer import no_such_letter
-from carpool.broker.redis.keys import Shard
+from carpool.broker.redis.keys import SHARDS_MAX, Shard
 from carpool.broker.redis.nodes import Lost, Nodes, RedisFailure, Refused
 from carpool.broker.redis.queueing import NOBODY, REFUSALS, header_of, line_of, parts_of, total_ms_of
 from carpool.broker.redis.records import encode_value
@@ -31,6 +31,8 @@ from carpool.core.errors import BrokerDown, CarpoolError
 from carpool.core.request import QUEUED, Request
 
 TASKS_A_FLUSH_MAX = 256
+# More would fill one shard's part of the bounds while others have room.
+FLUSH_BYTES_MAX = 4 * 1024 * 1024
 # Tasks that wait for a flush.
 COLLECTED_MAX = 10_000
 COLLECTED_BYTES_MAX = 64 * 1024 * 1024
@@ -63,8 +65,11 @@ class TaskSubmissions:
         removals: TaskRemovals,
         *,
         held_max: int,
+        input_bytes_max: int,
+        stored_bytes_max: int,
         lanes_max: int,
         line_offsets_ms: Mapping[bytes, int],
+        shards_used: int = SHARDS_MAX,
         replicas: int = 0,
         replicas_timeout_ms: int = 200,
         durable_nodes: Nodes | None = None,
@@ -79,6 +84,9 @@ class TaskSubmissions:
         self._removals = removals
         # In each shard.
         self._held_max = held_max
+        self._bytes_max = (input_bytes_max, stored_bytes_max)
+        # The first so many take tasks, while they are in reach.
+        self._shards_used = shards_used
         self._lanes_max = lanes_max
         self._offsets_ms = line_offsets_ms
         self._replicas = replicas
@@ -116,9 +124,15 @@ class TaskSubmissions:
 
     def _flush(self) -> None:
         self._is_flush_due = False
-        requests = self._collected[:TASKS_A_FLUSH_MAX]
-        del self._collected[:TASKS_A_FLUSH_MAX]
-        self._collected_bytes -= sum(request.size for request in requests)
+        requests: list[Request] = []
+        size = 0
+        for request in self._collected[:TASKS_A_FLUSH_MAX]:
+            if requests and size + request.size > FLUSH_BYTES_MAX:
+                break
+            requests.append(request)
+            size += request.size
+        del self._collected[: len(requests)]
+        self._collected_bytes -= size
         shard = self._shard_for(requests[0])
         if shard is None:
             for request in requests:
@@ -129,12 +143,13 @@ class TaskSubmissions:
             self._flush_soon()
 
     def _shard_for(self, request: Request) -> Shard | None:
-        """The shard that its id names, or another one if that is out of reach."""
+        """The shard that its id names, or another one if that is not used for tasks, or out of reach."""
         shard = self._keys.shard_of_task(request.id)
-        if self._task_nodes.is_up(shard.slot):
+        if shard.number < self._shards_used and self._task_nodes.is_up(shard.slot):
             return shard
         up = [shard for shard in self._keys.shards if self._task_nodes.is_up(shard.slot)]
-        return random.choice(up) if up else None
+        used = [shard for shard in up if shard.number < self._shards_used]
+        return random.choice(used or up) if up else None
 
     def _send_all(self, shard: Shard, requests: list[Request]) -> None:
         lines: defaultdict[tuple[object, ...], list[Request]] = defaultdict(list)
@@ -166,6 +181,7 @@ class TaskSubmissions:
                 held_max=self._held_max,
                 lanes_max=self._lanes_max,
                 tasks=[request.id for request in part],
+                task_bounds=(*self._bytes_max, total_ms_of(first)),
                 letter=first.ticket.letter,
                 eval_on=None if flush is None else self._durable_nodes,
             )

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from carpool.broker.redis.keys import Shard
+from carpool.broker.redis.keys import SHARDS_MAX, Shard
+from carpool.broker.redis.letter_bounds import LetterBounds
 from carpool.broker.redis.letters import cause_of
 from carpool.broker.redis.nodes import Nodes, RedisFailure
 from carpool.broker.redis.removals import TaskRemovals
@@ -52,23 +53,32 @@ class RedisTasks:
         gateway: bytes,
         *,
         held_max: int,
+        input_bytes_max: int,
+        stored_bytes_max: int,
         lanes_max: int,
         line_offsets_ms: Mapping[bytes, int],
+        shards_used: int = SHARDS_MAX,
         replicas: int = 0,
         replicas_timeout_ms: int = 200,
         durable_nodes: Nodes | None = None,
         is_memory_full: Callable[[], bool] = lambda: False,
+        cancelled: Callable[[], None] = lambda: None,
         clock: Clock = monotonic,
     ) -> None:
         self._steps = steps
         self._gateway = gateway
+        # Called for each task that was deleted here before it had its result.
+        self._cancelled = cancelled
         self._removals = TaskRemovals(steps)
         self._submissions = TaskSubmissions(
             steps,
             self._removals,
             held_max=held_max,
+            input_bytes_max=input_bytes_max,
+            stored_bytes_max=stored_bytes_max,
             lanes_max=lanes_max,
             line_offsets_ms=line_offsets_ms,
+            shards_used=shards_used,
             replicas=replicas,
             replicas_timeout_ms=replicas_timeout_ms,
             durable_nodes=durable_nodes,
@@ -135,7 +145,7 @@ class RedisTasks:
                 poll.answer(UnknownTask("the task was deleted"))
             done(None if found else no_such_task())
 
-        self._removals.remove(task_id, deleted)
+        self._removals.remove(task_id, deleted, self._cancelled)
 
     def drain(self) -> None:
         """Long polls are answered with what there is."""
@@ -230,12 +240,12 @@ class TaskResults:
         steps: Steps,
         *,
         result_ttl_ms: int,
-        letters_max_per_shard: int,
+        letter_bounds: LetterBounds,
         buried: Callable[[str], None] = lambda cause: None,
     ) -> None:
         self._steps = steps
         self._result_ttl_ms = result_ttl_ms
-        self._letters_max = letters_max_per_shard
+        self._letter_bounds = letter_bounds
         # Is told the cause of each task that became a dead letter.
         self._buried = buried
         self._tellings = Tellings(steps)
@@ -250,23 +260,38 @@ class TaskResults:
         result: bytes,
         letter: bytes,
         done: Callable[[bool], None],
+        counts: Callable[[], None] = lambda: None,
     ) -> None:
         """Give a task its result, if it has none, and acknowledge its entry; `letter` (dead_letters.letter_of) is
         kept with it unless it is empty. `done(False)` if Redis did not say that this was done: then try again.
+        `counts` is called if this result is the first.
         """
 
         def finished(found: Finished | RedisFailure) -> None:
             if isinstance(found, RedisFailure):
                 done(False)
                 return
-            if found.was_first and letter:
-                self._buried(cause_of(letter))
+            self._letter_bounds.note_dropped(found.letters_dropped)
+            if found.was_first:
+                counts()
+                if letter:
+                    self._buried(cause_of(letter))
             if found.gateways:
                 self._tellings.tell(found.gateways, task_id)
             done(True)
 
-        kept = {"kept_ms": self._result_ttl_ms, "letters_max": self._letters_max}
-        self._steps.finish_task(shard, field, entry_id, task_id, status, result, letter, finished, **kept)
+        self._steps.finish_task(
+            shard,
+            field,
+            entry_id,
+            task_id,
+            status,
+            result,
+            letter,
+            finished,
+            kept_ms=self._result_ttl_ms,
+            letter_bounds=self._letter_bounds.arguments(),
+        )
 
 
 def names_a_shard(task_id: str) -> bool:

@@ -6,15 +6,16 @@ from typing import Any
 
 import msgspec
 
-from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import NotFound, Unauthorized
+from carpool.core.errors import CarpoolError, NotFound, Unauthorized
 from carpool.core.ports import DeadLetterDesk
-from carpool.core.request import DONE, RUNNING, Request
+from carpool.core.request import RequestState
 from carpool.face.http.dead_letters import DeadLetterRoutes
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.router import Router
 
+# Told what became of a request; None: nobody knows it.
+FoundRequest = Callable[[RequestState | CarpoolError | None], None]
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -29,10 +30,9 @@ class AdminRoutes:
         ready: Callable[[Callable[[str | None], None]], None],
         fleet: Callable[[], dict[str, Any]],
         metrics: Callable[[], bytes],
-        find_request: Callable[[str], Request | None],
+        find_request: Callable[[str, FoundRequest], None],
         dead_letters: DeadLetterDesk,
         openapi: bytes,
-        clock: Clock = monotonic,
     ) -> None:
         # b"" where none is needed: the port is then bound to loopback.
         self._credential = b"Bearer " + token.encode() if token else b""
@@ -42,7 +42,6 @@ class AdminRoutes:
         self._metrics = metrics
         self._find_request = find_request
         self._openapi = openapi
-        self._clock = clock
         self._router = Router()
         self._router.add(b"GET", b"/internal/health", self.health)
         self._router.add(b"GET", b"/internal/ready", self.ready)
@@ -83,10 +82,16 @@ class AdminRoutes:
 
     def request(self, exchange: Exchange, request_id: str) -> None:
         """`GET /internal/requests/{id}`: the state of a live or recent request."""
-        request = self._find_request(request_id)
-        if request is None:
-            raise NotFound("this request is neither live nor recent")
-        exchange.respond(200, msgspec.json.encode(request_state(request, self._clock())))
+
+        def answer(found: RequestState | CarpoolError | None) -> None:
+            if found is None:
+                found = NotFound("this request is neither live nor recent")
+            if isinstance(found, CarpoolError):
+                respond_problem(exchange, found)
+            else:
+                exchange.respond(200, msgspec.json.encode(found))
+
+        self._find_request(request_id, answer)
 
     def metrics(self, exchange: Exchange, _: str) -> None:
         """`GET /metrics`."""
@@ -95,17 +100,3 @@ class AdminRoutes:
     def openapi(self, exchange: Exchange, _: str) -> None:
         """`GET /openapi.json`."""
         exchange.respond(200, self._openapi)
-
-
-def request_state(request: Request, now: float) -> dict[str, Any]:
-    """What an operator sees of a request; never its input."""
-    if request.phase == DONE:
-        status = "completed" if request.result_code == "ok" else "failed"
-    else:
-        status = "processing" if request.phase == RUNNING else "queued"
-    ended = request.ended if request.phase == DONE else now
-    return {
-        "status": status,
-        "latency_ms": round((ended - request.arrived) * 1000, 2),
-        "error": request.result_code if status == "failed" else None,
-    }

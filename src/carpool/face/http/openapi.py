@@ -179,7 +179,8 @@ def admin_openapi() -> bytes:
         "type": "object",
         "required": ["status", "gpu_utilization", "queue_depth", "requests_per_second"],
         "properties": {
-            "status": {"enum": ["ok", "draining"]},
+            "status": {"enum": ["ok", "draining", "degraded"]},
+            "problem": {"type": "string", "description": "what is wrong, and what to change, where it is degraded"},
             "gpu_utilization": {"type": "number"},
             "queue_depth": {"type": "integer"},
             "requests_per_second": {"type": "number"},
@@ -211,7 +212,7 @@ def admin_openapi() -> bytes:
         "/internal/fleet": get("fleet", "Every endpoint of every model", {"200": answer("The fleet", FLEET)}),
         "/internal/requests/{id}": {
             "parameters": [request_id],
-            **get("request", "A live or recent request", {"200": answer("Its state", request), **problems(404)}),
+            **get("request", "A live or recent request", {"200": answer("Its state", request), **problems(404, 503)}),
         },
         "/metrics": get("metrics", "Metrics", {"200": metrics}),
         **dead_letter_paths(),
@@ -315,6 +316,15 @@ def strict_object(properties: Json) -> Json:
     }
 
 
+MEMBER: Json = {
+    "type": "object",
+    "required": ["name", "status", "current_utilization", "in_flight", "last_heartbeat"],
+    "properties": {
+        "name": {"type": "string"},
+        "status": {"enum": ["ok", "draining", "offline"]},
+        "last_heartbeat": {"type": "string", "format": "date-time", "description": "on the clock of Redis"},
+    },
+}
 ENDPOINT: Json = strict_object(
     {
         "endpoint": {"type": "string"},
@@ -331,6 +341,7 @@ ENDPOINT: Json = strict_object(
         },
     }
 )
+ENDPOINT["properties"]["batcher"] = {"type": "string", "description": "over Redis: who calls it"}
 MODEL_FLEET: Json = strict_object(
     {
         "slots": {"type": "integer"},
@@ -344,7 +355,16 @@ MODEL_FLEET: Json = strict_object(
         },
     }
 )
-FLEET: Json = strict_object({"models": {"type": "object", "additionalProperties": MODEL_FLEET}})
+FLEET: Json = {
+    "type": "object",
+    "required": ["models"],
+    "properties": {
+        "models": {"type": "object", "additionalProperties": MODEL_FLEET},
+        "gateways": {"type": "array", "items": MEMBER, "description": "over Redis: who lives, or did a minute ago"},
+        "batchers": {"type": "array", "items": MEMBER},
+    },
+    "additionalProperties": False,
+}
 
 
 def document(title: str, paths: Json) -> bytes:

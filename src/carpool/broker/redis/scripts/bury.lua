@@ -1,4 +1,5 @@
 -- Keep a request that was no task as a dead letter; the oldest ones make room.
--- ARGV: now, number of the shard, most letters, owner, letter, input
--- Returns: the letter's id
-return bury(body_of(ARGV[4], ARGV[5], ARGV[6]), clock(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]))
+-- ARGV: now, number of the shard, most letters, most bytes of them, 1 if memory is short, owner, letter, input
+-- Returns: how many letters were dropped
+local body = body_of(ARGV[6], ARGV[7], ARGV[8])
+return bury(body, clock(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5] == '1')

@@ -1,10 +1,10 @@
 -- Remove one dead letter, or all of a shard.
 -- ARGV: id ('' for all)
 -- Returns: how many there were
-if ARGV[1] == '' then
-  local number = redis.call('ZCARD', LETTERS)
-  redis.call('UNLINK', LETTERS, LETTER_BODIES)
-  return number
+if ARGV[1] ~= '' then
+  return remove_letters({ ARGV[1] })
 end
-redis.call('HDEL', LETTER_BODIES, ARGV[1])
-return redis.call('ZREM', LETTERS, ARGV[1])
+local number = redis.call('ZCARD', LETTERS)
+redis.call('UNLINK', LETTERS, LETTER_BODIES)
+redis.call('HDEL', COUNTS, 'letter_bytes')
+return number

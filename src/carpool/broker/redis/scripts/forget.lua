@@ -1,12 +1,13 @@
 -- Remove a task in any state, and its entry if nobody took it yet. Whoever took it finds no task for its result.
 -- ARGV: id of the task
--- Returns: names of the gateways where somebody waits for it; nil if there is no such task
+-- Returns: names of the gateways where somebody waits for it, 1 if it had no result; nil if there is no such task
 local task = task_of(ARGV[1])
-local state = redis.call('HMGET', task, 's', 'f', 'e', 'w')
+local state = redis.call('HMGET', task, 's', 'f', 'e', 'w', 'b')
 if not state[1] then
   return false
 end
 redis.call('DEL', task)
+uncount_bytes(state[5])
 if state[1] == 'P' then
   local stream, id = stream_of(state[2]), state[3]
   local pending = redis.pcall('XPENDING', stream, GROUP, id, id, 1)
@@ -14,4 +15,4 @@ if state[1] == 'P' then
     look_again(state[2])
   end
 end
-return state[4] or ''
+return { state[4] or '', state[1] == 'P' and 1 or 0 }

@@ -1,15 +1,36 @@
 -- Queue requests of one lane, line and gateway: as many as there is room for, in order. With task ids: tasks.
 -- ARGV: field, what is said of it, most entries held, most lanes, now, header, owner of the first,
---       id of the dead letter that becomes a task ('' for none), number of values, values, ids of the tasks (if any)
+--       id of the dead letter that becomes a task ('' for none), for tasks: most bytes of their inputs, most bytes of
+--       inputs and results, ms until they are over; number of values, values, ids of the tasks (if any)
 -- Returns: id of the first entry (the others follow it without a gap), how many were queued, entries held, lanes that
 --          count against the bound
 local field, text, held_max, lanes_max = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local now, header, owner, letter = clock(ARGV[5]), ARGV[6], ARGV[7], ARGV[8]
-local VALUES = 9
+local VALUES = 12
 local values = tonumber(ARGV[VALUES])
 local wanted = math.min(values, held_max - count_of('held'))
 if wanted <= 0 then
   return redis.error_reply('QUEUEFULL no room for another entry')
+end
+
+-- The bytes of tasks are bounded too; a shard that has none takes one of any size.
+local part, input_bytes = nil, 0
+if ARGV[VALUES + values + 1] then
+  part = part_of('input_bytes', now, tonumber(ARGV[11]))
+  local inputs = math.max(count_of('input_bytes'), 0)
+  local stored = inputs + math.max(count_of('result_bytes'), 0)
+  for i = 1, wanted do
+    local size = #ARGV[VALUES + i] + TASK_BYTES
+    local are_inputs_full = inputs > 0 and inputs + size > tonumber(ARGV[9])
+    if are_inputs_full or (stored > 0 and stored + size > tonumber(ARGV[10])) then
+      if i == 1 then
+        return redis.error_reply(are_inputs_full and 'QUEUEFULL no room for its input' or 'STOREFULL no room')
+      end
+      wanted = i - 1
+      break
+    end
+    inputs, stored, input_bytes = inputs + size, stored + size, input_bytes + size
+  end
 end
 
 local _, bound = read_about(text)
@@ -22,7 +43,7 @@ if bound and redis.call('HEXISTS', OPENERS, lane_of(field)) == 0 and redis.call(
   end
 end
 
-if letter ~= '' and redis.call('ZREM', LETTERS, letter) == 0 then
+if letter ~= '' and remove_letters({ letter }) == 0 then
   return redis.error_reply('NOLETTER there is no such dead letter')
 end
 
@@ -38,11 +59,12 @@ for i = 1, wanted do
   end
   local task = ARGV[VALUES + values + i]
   if task then
-    redis.call('HSET', task_of(task), 's', 'P', 'o', owner_of(value), 't', now, 'f', field, 'e', id)
+    local size = #value + TASK_BYTES .. ' ' .. part
+    redis.call('HSET', task_of(task), 's', 'P', 'o', owner_of(value), 't', now, 'f', field, 'e', id, 'b', size)
   end
 end
-if letter ~= '' then
-  redis.call('HDEL', LETTER_BODIES, letter)
+if part then
+  count_bytes(part, input_bytes)
 end
 added(field, text, wanted, ms_of(first), owner)
 return { first, wanted, count_of('held'), redis.call('HLEN', OPENERS) }

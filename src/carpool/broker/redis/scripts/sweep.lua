@@ -1,8 +1,10 @@
 -- Keep a shard tidy, a part of its streams at a time: drop those that are empty and consumers that left, count again,
 -- forget old dead letters.
--- ARGV: where to go on (0: at the beginning), now, ms after which an idle consumer is gone, ms that letters are kept
--- Returns: where to go on (0: that was the last part), entries held, unread ones
-local STREAMS_AT_ONCE, DROPPED_AT_ONCE, LETTERS_AT_ONCE = 64, 256, 1000
+-- ARGV: where to go on (0: at the beginning), now, ms after which an idle consumer is gone, most dead letters, most bytes
+--       of them, 1 if memory is short, ms that they are kept, ms after which their bytes are counted again
+-- Returns: where to go on (0: that was the last part), entries held, unread ones, how many letters were dropped before
+--          their time
+local STREAMS_AT_ONCE, DROPPED_AT_ONCE = 64, 256
 local now = clock(ARGV[2])
 write_also_without_memory(COUNTS)
 local found = redis.call('HSCAN', LANES, ARGV[1], 'COUNT', STREAMS_AT_ONCE)
@@ -26,10 +28,31 @@ if ARGV[1] == '0' and found[1] == '0' then -- all of them at one moment: that is
   redis.call('HSET', COUNTS, 'held', held, 'unread', unread)
 end
 drop_idle(DROPPED_AT_ONCE, now)
-local too_old = (now - tonumber(ARGV[4])) * 16
-local old = redis.call('ZRANGE', LETTERS, '-inf', too_old, 'BYSCORE', 'LIMIT', 0, LETTERS_AT_ONCE)
-if #old > 0 then
-  redis.call('ZREM', LETTERS, unpack(old))
-  redis.call('HDEL', LETTER_BODIES, unpack(old))
+local bytes = { input_bytes = 0, result_bytes = 0 }
+local known = redis.call('HGETALL', COUNTS)
+for i = 1, #known, 2 do
+  local total, gone_at = string.match(known[i], '^(%l+_bytes):(%d+)$')
+  if total and tonumber(gone_at) <= now then
+    redis.call('HDEL', COUNTS, known[i])
+  elseif total then
+    bytes[total] = bytes[total] + math.max(tonumber(known[i + 1]), 0)
+  end
 end
-return { tonumber(found[1]), count_of('held'), count_of('unread') }
+redis.call('HSET', COUNTS, 'input_bytes', bytes.input_bytes, 'result_bytes', bytes.result_bytes)
+
+local too_old = (now - tonumber(ARGV[7])) * 16
+local old = redis.call('ZRANGEBYSCORE', LETTERS, '-inf', too_old, 'LIMIT', 0, REMOVED_AT_ONCE)
+remove_letters(old)
+if math.abs(now - count_of('letters_counted')) >= tonumber(ARGV[8]) then
+  local letter_bytes = 0
+  for _, id in ipairs(redis.call('ZRANGE', LETTERS, 0, -1)) do
+    letter_bytes = letter_bytes + redis.call('HSTRLEN', LETTER_BODIES, id)
+  end
+  redis.call('HSET', COUNTS, 'letter_bytes', letter_bytes, 'letters_counted', now)
+end
+local letter_bytes_max = tonumber(ARGV[5])
+if ARGV[6] == '1' then -- half of them now, half of the rest at the next sweep
+  letter_bytes_max = math.min(letter_bytes_max, math.floor(count_of('letter_bytes') / 2))
+end
+local dropped = evict(tonumber(ARGV[4]), letter_bytes_max)
+return { tonumber(found[1]), count_of('held'), count_of('unread'), dropped }

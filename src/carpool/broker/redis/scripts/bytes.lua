@@ -1,0 +1,27 @@
+-- Prepended to the scripts that change how many bytes of tasks a shard keeps.
+-- They are counted twice: in a total (`input_bytes`: tasks without a result; `result_bytes`), and in a part of it that
+-- is gone by a certain time whatever happens (`<total>:<ms>`): the end of a task's time, or of its result's. The sweep
+-- drops parts whose time has come and adds up the others, so a wrong count mends itself. A task has its size and its part
+-- in one field: another one would cost 80 bytes.
+local PARTS = 32
+local PART_MS_MIN = 1000
+-- What Redis needs for a task beside its payload.
+local TASK_BYTES = 256
+
+local function part_of(total, now, kept_ms)
+  local width = math.max(math.ceil(kept_ms / PARTS), PART_MS_MIN)
+  return string.format('%s:%.0f', total, math.ceil((now + kept_ms) / width) * width)
+end
+
+local function count_bytes(part, bytes)
+  redis.call('HINCRBY', COUNTS, part, bytes)
+  redis.call('HINCRBY', COUNTS, string.match(part, '^[^:]+'), bytes)
+end
+
+-- `field` is what the task has; nothing if an older Carpool wrote it, which counts nowhere.
+local function uncount_bytes(field)
+  if field then
+    local size, part = string.match(field, '^(%d+) (.+)$')
+    count_bytes(part, -size)
+  end
+end

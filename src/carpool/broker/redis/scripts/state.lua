@@ -1,0 +1,17 @@
+-- Where a task is, for operators.
+-- ARGV: id of the task, ms of a lease, now
+-- Returns: P (it waits), R (a batcher has it), S or F; ms from its submission to its result, or until now; the result of
+--          one that failed; nil if there is no such task
+local state = redis.call('HMGET', task_of(ARGV[1]), 's', 't', 'f', 'e')
+local status, field, id = state[1], state[3], state[4]
+if not status then
+  return false
+end
+local ended = status == 'P' and clock(ARGV[3]) or tonumber(state[2])
+if status == 'P' then
+  local lease = redis.pcall('XPENDING', stream_of(field), GROUP, id, id, 1)
+  if not lease.err and lease[1] and lease[1][3] < tonumber(ARGV[2]) then
+    status = 'R'
+  end
+end
+return { status, id and ended - ms_of(id) or 0, status == 'F' and redis.call('HGET', task_of(ARGV[1]), 'r') or '' }
