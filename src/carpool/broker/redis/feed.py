@@ -235,29 +235,30 @@ class Feed:
                 self._look_at(reachable, for_leases=True)
                 return
         asked = [view for view in self._views if view.barren_until <= now and self._nodes.is_up(view.shard.slot)]
-        views = [view for view in asked if view.heads is None or view.usable(budgets)]
+        unknown = [view for view in asked if view.heads is None]
+        offers = [(view, heads) for view in asked if (heads := view.usable(budgets))]
         # Claims and takes in turn: neither may hold up the other.
         self._is_claims_turn = not self._is_claims_turn
-        if self._claims_due and (self._is_claims_turn or not views):
+        if self._claims_due and (self._is_claims_turn or not (unknown or offers)):
             view = self._claims_due.pop()
             if self._nodes.is_up(view.shard.slot):
                 self._claim(view, budgets)
             else:
                 self.ring()
             return
-        if unknown := [view for view in views if view.heads is None]:
+        if unknown:
             self._look_at(unknown)
-        elif views:
-            if len(views) > 1 and is_scarce(views, budgets):
-                views.sort(key=lambda view: (view.usable(budgets)[0].place, view.shard.number))
+        elif offers:
+            if len(offers) > 1 and is_scarce(offers, budgets):
+                offers.sort(key=lambda offer: (offer[1][0].place, offer[0].shard.number))
             else:
                 self._next_shard += 1
-                first = self._next_shard % len(views)
-                views = views[first:] + views[:first]
-            if reads := plan_reads(views, budgets):
+                first = self._next_shard % len(offers)
+                offers = offers[first:] + offers[:first]
+            if reads := plan_reads(offers, budgets):
                 self._read(reads)
             else:
-                self._take(views[0], budgets)
+                self._take(offers[0][0], budgets)
 
     def _budgets(self) -> list[Budget]:
         """What free slots can use beyond what is staged already."""

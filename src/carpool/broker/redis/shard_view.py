@@ -40,7 +40,17 @@ class ShardView(msgspec.Struct, eq=False):
 
     def usable(self, budgets: Sequence[Budget]) -> list[Head]:
         """The streams of which something may be taken."""
-        return [head for head in self.heads or () if any(budget.allows(head) for budget in budgets)]
+        heads = self.heads
+        if not heads:
+            return []
+        if len(budgets) == 1 and budgets[0].batches > 0:  # the usual case
+            model = budgets[0].model
+            return [head for head in heads if head.model == model]
+        return [head for head in heads if any(budget.allows(head) for budget in budgets)]
+
+
+# Shards with something to take, and what that is.
+Offers = Sequence[tuple[ShardView, list[Head]]]
 
 
 class Room:
@@ -61,6 +71,13 @@ class Room:
         """How many of a lane may come."""
         return self._rooms.get(head.lane, 0) + self._batches.get(head.model, 0) * self._largest.get(head.model, 0)
 
+    def has_used(self, head: Head) -> bool:
+        """Take all of a stream, if that fits."""
+        is_fitting = head.unread <= self.for_lane(head)
+        if is_fitting:
+            self.use(head, head.unread)
+        return is_fitting
+
     def use(self, head: Head, number: int) -> None:
         """So many of a lane are taken: what is left of its last batch is room for others of it."""
         room = self._rooms.get(head.lane, 0) - number
@@ -75,18 +92,18 @@ class Room:
 Reads = dict[int, list[tuple[bytes, int]]]
 
 
-def is_scarce(views: Sequence[ShardView], budgets: Sequence[Budget]) -> bool:
+def is_scarce(offers: Offers, budgets: Sequence[Budget]) -> bool:
     """Whether more waits than can be taken: only then does it matter what goes first."""
     room = Room(budgets)
-    for view in views:
-        for head in view.usable(budgets):
+    for _, heads in offers:
+        for head in heads:
             if head.unread > room.for_lane(head):
                 return True
             room.use(head, head.unread)
     return False
 
 
-def plan_reads(views: Sequence[ShardView], budgets: Sequence[Budget]) -> Reads:
+def plan_reads(offers: Offers, budgets: Sequence[Budget]) -> Reads:
     """By shard: streams and how many to read of each, which add up to what may be taken. Nothing where the order must
     be found out: that is for a script.
 
@@ -95,26 +112,22 @@ def plan_reads(views: Sequence[ShardView], budgets: Sequence[Budget]) -> Reads:
     """
     room = Room(budgets)
     reads: Reads = {}
-    first: Head | None = None
-    for view in views[:SHARDS_A_QUESTION_MAX]:
-        heads = view.usable(budgets)
-        fitting = room.copy()
-        numbers: list[tuple[Head, int]] = []
-        for head in heads:
-            number = min(head.unread, fitting.for_lane(head))
-            if number < head.unread and len(heads) > 1:
+    for view, heads in offers[:SHARDS_A_QUESTION_MAX]:
+        if len(heads) > 1:
+            trial = room.copy()
+            if not all(trial.has_used(head) for head in heads):
                 break
+        streams = []
+        for head in heads:
+            number = min(head.unread, room.for_lane(head))
             if number:
-                numbers.append((head, number))
-                fitting.use(head, number)
-        else:
-            room = fitting
-            if numbers:
-                first = first or numbers[0][0]
-                reads[view.shard.number] = [(head.field, number) for head, number in numbers]
-            continue
-        break
-    if first is not None:
+                streams.append((head.field, number))
+                room.use(head, number)
+        if streams:
+            reads[view.shard.number] = streams
+    if reads:
+        first = offers[0][1][0]
         streams = next(iter(reads.values()))
-        streams[0] = (first.field, streams[0][1] + room.for_lane(first))  # there may be more by now
+        if streams[0][0] == first.field:
+            streams[0] = (first.field, streams[0][1] + room.for_lane(first))  # there may be more by now
     return reads

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 
-class Head(msgspec.Struct, frozen=True):
+class Head(msgspec.Struct):
     """A stream with entries that nobody took."""
 
     field: bytes
@@ -13,11 +13,11 @@ class Head(msgspec.Struct, frozen=True):
     # The virtual deadline of the first of them.
     place: float
     unread: int
+    # What its entries may share a batch with.
+    lane: bytes = b""
 
-    @property
-    def lane(self) -> bytes:
-        """What its entries may share a batch with."""
-        return self.field.partition(b":")[0]
+    def __post_init__(self) -> None:
+        self.lane = self.field.partition(b":")[0]
 
 
 class View(NamedTuple):

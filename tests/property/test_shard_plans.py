@@ -1,0 +1,75 @@
+"""What a batcher plans to read: never more than its free slots can use, and nothing out of turn."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from carpool.broker.redis.keys import Keys
+from carpool.broker.redis.shard_view import ShardView, is_scarce, plan_reads
+from carpool.broker.redis.terms import Budget, Head
+
+SHARDS = Keys().shards
+MODELS = ("m", "n")
+# By lane: its model.
+LANES = {b"a": "m", b"b": "m", b"c": "n", b"d": "n"}
+
+heads = st.builds(
+    lambda lane, line, place, unread: Head(lane + b":" + line, LANES[lane], float(place), unread),
+    st.sampled_from(sorted(LANES)),
+    st.sampled_from([b"s0", b"s1", b"t0"]),
+    st.integers(0, 50),
+    st.integers(1, 40),
+)
+views = st.lists(
+    st.lists(heads, max_size=5, unique_by=lambda head: head.field).map(
+        lambda found: sorted(found, key=lambda head: (head.place, head.field))
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+@st.composite
+def budgets(draw: st.DrawFn) -> list[Budget]:
+    found = []
+    for model in draw(st.sets(st.sampled_from(MODELS), min_size=1)):
+        largest = draw(st.integers(1, 16))
+        lanes = [lane for lane, its_model in LANES.items() if its_model == model]
+        rooms = draw(st.dictionaries(st.sampled_from(lanes), st.integers(1, max(1, largest - 1)), max_size=2))
+        found.append(Budget(model, draw(st.integers(0, 4)), largest, rooms))
+    return found
+
+
+def batches_needed(numbers: dict[bytes, int], budget: Budget) -> int:
+    """How many batches must be begun for so many of each lane."""
+    return sum(
+        -(-max(number - budget.rooms.get(lane, 0), 0) // budget.largest)
+        for lane, number in numbers.items()
+        if LANES[lane] == budget.model
+    )
+
+
+@given(views=views, budgets=budgets())
+def test_what_is_read_can_be_used(views: list[list[Head]], budgets: list[Budget]) -> None:
+    shards = [ShardView(SHARDS[number], list(found)) for number, found in enumerate(views)]
+    offers = [(view, usable) for view in shards if (usable := view.usable(budgets))]
+    for view, usable in offers:
+        assert [head for head in view.heads or [] if any(budget.allows(head) for budget in budgets)] == usable
+    reads = plan_reads(offers, budgets)
+    numbers: dict[bytes, int] = {}
+    for number, streams in reads.items():
+        known = {head.field: head for head in views[number]}
+        for field, wanted in streams:
+            assert wanted > 0 and field in known
+            lane = known[field].lane
+            numbers[lane] = numbers.get(lane, 0) + wanted
+    for budget in budgets:
+        assert batches_needed(numbers, budget) <= budget.batches
+    assert numbers.keys() <= {lane for lane, model in LANES.items() if model in {budget.model for budget in budgets}}
+    if offers and not is_scarce(offers, budgets) and len(offers) <= 8:
+        # Then everything is read that is known.
+        assert set(reads) == {view.shard.number for view, _ in offers}
+    for number, streams in reads.items():
+        found = [head for head in views[number] if any(budget.allows(head) for budget in budgets)]
+        if len(found) > 1:  # all of them, or none: else somebody could be passed over
+            read = dict(streams)
+            assert all(read[head.field] >= head.unread for head in found)
