@@ -546,6 +546,7 @@ class DistributedProcess(Process):
                 "carpool_entries_taken": self.feed.taken,
                 "carpool_entries_claimed": self.feed.claimed,
                 "carpool_leases_lost": self.feed.leases_lost,
+                "carpool_entries_unreadable": self.feed.unreadable,
                 "carpool_outcomes_unconfirmed": self.answers.unconfirmed,
                 "carpool_outcome_retries": self.answers.retries,
             }

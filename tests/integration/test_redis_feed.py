@@ -9,12 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from carpool.broker.redis import feed as feed_module
 from carpool.broker.redis.answers import UNCONFIRMED_MAX
 from carpool.broker.redis.dead_letters import RedisDeadLetterBox
 from carpool.broker.redis.feed import LOOKS_A_LEASE
+from carpool.broker.redis.records import ENTRY_FORMAT
 from carpool.broker.redis.steps import Steps
 from carpool.broker.redis.tasks import RedisTasks
 from carpool.broker.redis.terms import Head
@@ -302,6 +304,71 @@ class TestWithoutMemory:
         assert batcher.feed.taken == 0
         batcher.answers.unconfirmed = 0
         await batcher.until_staged(1)
+
+
+class TestStrangeEntries:
+    async def test_what_nobody_can_read_is_set_aside(self, halves: Halves, caplog: pytest.LogCaptureFixture) -> None:
+        """One such entry stopped every batcher for good."""
+        gateway, batcher = await halves.gateway(), await halves.batcher(free=0)
+        gateway.submit("before")
+        await halves.until_entries(1)
+        (entry,) = await halves.entries()
+        (_, fields), *_ = await halves.client.xrange(entry.shard.stream(entry.field))
+        (header,) = fields
+        strange: list[dict[bytes, bytes]] = [
+            {b"f1": b"v1", b"f2": b"v2"},
+            {b"no header": b"value"},
+            {msgspec.msgpack.encode([]): b"value"},
+            {msgspec.msgpack.encode(["x"] * 9): b"value"},
+            {header: b"short"},
+            {header: bytes(8) + b"\xff\xff" + b"x"},
+            {header: bytes(8) + b"\x01\x00" + b"\xff"},
+        ]
+        for each in strange:
+            await halves.client.xadd(entry.shard.stream(entry.field), each)
+        gateway.submit("behind")
+        await until_seen(lambda: is_length(halves, len(strange) + 2))
+        batcher.model.free = 1
+        with caplog.at_level(logging.CRITICAL, "carpool.broker"):
+            batcher.feed._is_look_due = True
+            batcher.feed.ring()
+            await batcher.until_staged(2)
+            batcher.answer(batcher.start_batch())
+            assert len(await gateway.until_told(2)) == 2
+            await batcher.until_confirmed()
+        assert batcher.feed.unreadable == len(strange)
+        await until_seen(lambda: is_length(halves, 0))
+        await until_seen(lambda: are_letters(halves, len(strange)))
+
+    async def test_entries_of_a_newer_format_are_left_to_others(
+        self, halves: Halves, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        gateway, batcher = await halves.gateway(), await halves.batcher(free=0)
+        gateway.submit("r")
+        await halves.until_entries(1)
+        (entry,) = await halves.entries()
+        header = msgspec.msgpack.encode([ENTRY_FORMAT + 1, "something", {"new": 1}])
+        await halves.client.xadd(entry.shard.stream(entry.field), {header: b"new"})
+        batcher.model.free = 1
+        with caplog.at_level(logging.CRITICAL, "carpool.broker"):
+            batcher.feed._is_look_due = True
+            batcher.feed.ring()
+            await batcher.until_staged(1)
+            batcher.answer(batcher.start_batch())
+            assert len(await gateway.until_told(1)) == 1
+            await batcher.until_confirmed()
+        assert batcher.feed.unreadable == 0
+        (left,) = await halves.client.xpending_range(entry.shard.stream(entry.field), "batchers", "-", "+", 9)
+        assert left["times_delivered"] == 0  # nobody died over it
+
+
+async def is_length(halves: Halves, number: int) -> bool:
+    (field,) = await halves.client.hkeys(halves.keys.shards[0].lanes)
+    return bool(await halves.client.xlen(halves.keys.shards[0].stream(field)) == number)
+
+
+async def are_letters(halves: Halves, number: int) -> bool:
+    return bool(await halves.client.zcard(halves.keys.shards[0].letters) == number)
 
 
 class TestOutcomes:

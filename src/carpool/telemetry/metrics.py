@@ -158,6 +158,7 @@ METRICS = (
     Metric("carpool_late_outcomes", "counter", (), "gateways", "Outcomes for which nobody waited any more."),
     Metric("carpool_entries_taken", "counter", (), "batchers", "Entries taken from Redis."),
     Metric("carpool_entries_claimed", "counter", (), "batchers", "Entries claimed after their lease had ended."),
+    Metric("carpool_entries_unreadable", "counter", (), "batchers", "Entries that nobody can read, set aside."),
     Metric("carpool_leases_lost", "counter", (), "batchers", "Leases that another batcher took over."),
     Metric("carpool_outcomes_unconfirmed", "gauge", (), "batchers", "Outcomes that Redis has not taken yet."),
     Metric("carpool_outcome_retries", "counter", (), "batchers", "Attempts to write outcomes that had to be repeated."),

@@ -119,6 +119,12 @@ class Answers:
         self._released[lease.haul.shard.number].append(lease)
         self._flush_soon()
 
+    def forget(self, lease: Lease) -> None:
+        """An entry needs no outcome."""
+        self.unconfirmed += 1
+        self._finished[lease.haul.shard.number].append(lease)
+        self._flush_soon()
+
     async def finish(self, timeout_s: float) -> bool:
         """Wait until Redis has confirmed everything; false if that did not come in time."""
         give_up_at = self._loop.time() + timeout_s

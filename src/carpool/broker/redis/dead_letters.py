@@ -87,6 +87,14 @@ class RedisDeadLetterBox:
         if self._kept != "none":
             self._bury(request, error, sends)
 
+    def bury_unreadable(self, entry_id: bytes, model: str, content: bytes, why: str) -> None:
+        """Keep an entry of the queue that nobody can read, for a person to look at."""
+        now, name = monotonic(), entry_id.decode(errors="replace")
+        self._bury(Request(name, model, b"", content, len(content), 0, now, now, 0.0, now, self), Malformed(why), 0)
+
+    def settled(self, request: Request, outcome: object) -> None:
+        """Nobody waits for such an entry."""
+
     def count(self, cause: str) -> None:
         """A request was given up on; also for tasks (TaskResults tells of them)."""
         self.buried[cause] = self.buried.get(cause, 0) + 1

@@ -48,6 +48,9 @@ COMPANY_S_MAX = 0.005
 # For so long a request that was sent once waits for a slot here before others may have it.
 STUCK_AGAIN_S = 10.0
 LANE_NAMES_KEPT_MAX = 4096
+COMPLAIN_EVERY_S = 10.0
+# What is kept of an entry that cannot be read.
+UNREADABLE_BYTES_MAX = 1024 * 1024
 CONSUMER_GONE_MS = 600_000
 COUNT_LETTERS_EVERY_MS = 600_000
 
@@ -88,6 +91,8 @@ class Feed:
         self._loop = asyncio.get_running_loop()
         self._views = [ShardView(shard) for shard in steps.keys.shards]
         self._view_of_bell = {view.shard.bell: view for view in self._views}
+        self._dead_letters = dead_letters
+        self._complained_at = -COMPLAIN_EVERY_S
         self._unpacker = Unpacker(models, answers, dead_letters, tier_target_s)
         self._lane_names: dict[tuple[str, bytes], bytes] = {}
         self._leases = Leases(steps, consumer, self._renew_every_s, self._lost_lease, clock)
@@ -119,6 +124,7 @@ class Feed:
         self.taken = 0
         self.claimed = 0
         self.leases_lost = 0
+        self.unreadable = 0
 
     def __repr__(self) -> str:
         return f"<Feed taken={self.taken} claimed={self.claimed} leases={len(self._leases)}>"
@@ -481,7 +487,10 @@ class Feed:
         self._leases.add(haul)
         for index, entry in enumerate(stream.entries):
             delivery = 1 if stream.deliveries is None else stream.deliveries[index]
-            self._stage_one(haul, entry, delivery, now, now_ms)
+            try:
+                self._stage_one(haul, entry, delivery, now, now_ms)
+            except Exception as fault:  # whatever it is, the others go on
+                self._set_aside(haul, entry, fault)
         if stream.deliveries is None:
             self.taken += len(haul.open)
         else:
@@ -490,8 +499,8 @@ class Feed:
     def _stage_one(self, haul: Haul, entry: Entry, delivery: int, now: float, now_ms: int) -> None:
         entry_id, (head, value) = entry
         unpacked = self._unpacker.unpack(haul, entry_id, head, value, delivery, now, now_ms)
-        if unpacked is None:
-            self._answers.release(Lease(haul, entry_id, NO_HEADER))
+        if unpacked is None:  # for others: released, it would come back to us at once
+            self._steps.uncount(haul.shard, haul.field, self._consumer, entry_id, delivery - 1)
             return
         request, fault = unpacked
         if fault is None:
@@ -509,6 +518,19 @@ class Feed:
             self._landed.append(request)
         else:
             self._broker.settle(request, fault)
+
+    def _set_aside(self, haul: Haul, entry: Entry, fault: Exception) -> None:
+        """An entry that cannot be read becomes a dead letter: nobody else could read it either."""
+        self.unreadable += 1
+        if self._clock() - self._complained_at >= COMPLAIN_EVERY_S:
+            self._complained_at = self._clock()
+            logger.error("an entry of the queue cannot be read, and is set aside (%s)", type(fault).__name__)
+        entry_id, fields = (entry[0], entry[1]) if len(entry) == 2 else (b"", entry)
+        content = b" ".join(field for field in fields or () if isinstance(field, bytes))[:UNREADABLE_BYTES_MAX]
+        if isinstance(entry_id, bytes) and entry_id:
+            self._dead_letters.bury_unreadable(entry_id, "", content, "an entry of the queue that cannot be read")
+            haul.open.pop(entry_id, None)
+            self._answers.forget(Lease(haul, entry_id, NO_HEADER))
 
     def _lost_lease(self, request: Request) -> None:
         """Another batcher has it: no need to send it from here."""

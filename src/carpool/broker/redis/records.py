@@ -6,7 +6,7 @@ client's own bytes, untouched; `scripts/common.lua` reads it too. The ticket is 
 request: clients choose ids, and may repeat them.
 """
 
-from struct import Struct
+from struct import Struct, error
 from typing import Any
 
 import msgspec
@@ -24,7 +24,11 @@ PREFIX_BYTES = _PREFIX.size
 
 
 class UnknownFormatError(Exception):
-    """Another version of Carpool wrote this."""
+    """Another version of Carpool wrote this, or somebody else."""
+
+
+class NewerFormatError(UnknownFormatError):
+    """A newer version of Carpool wrote this: it is for programs that know it."""
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -86,8 +90,11 @@ def encode_header(header: Header) -> bytes:
 def decode_header(data: bytes) -> Header:
     """Raises UnknownFormatError."""
     try:
+        version, *_ = msgspec.msgpack.decode(data, type=list)
+        if isinstance(version, int) and version > ENTRY_FORMAT:
+            raise NewerFormatError(f"the entry has format {version}, this program reads {ENTRY_FORMAT}")
         header = _decode_header(data)
-    except msgspec.MsgspecError as failure:
+    except (msgspec.MsgspecError, ValueError) as failure:
         raise UnknownFormatError("the header of an entry cannot be read") from failure
     if header.version != ENTRY_FORMAT:
         raise UnknownFormatError(f"the entry has format {header.version}, this program reads {ENTRY_FORMAT}")
@@ -108,10 +115,15 @@ def value_parts(ticket: int, request_id: str, owner: str, value: bytes) -> tuple
 
 
 def decode_value(data: bytes) -> tuple[int, str, str, bytes]:
-    """Ticket, request id, owner, the client's bytes."""
-    ticket, id_length, owner_length = _PREFIX.unpack_from(data)
-    end = PREFIX_BYTES + id_length + owner_length
-    names = data[PREFIX_BYTES:end].decode()
+    """Ticket, request id, owner, the client's bytes. Raises UnknownFormatError."""
+    try:
+        ticket, id_length, owner_length = _PREFIX.unpack_from(data)
+        end = PREFIX_BYTES + id_length + owner_length
+        names = data[PREFIX_BYTES:end].decode()
+    except (error, UnicodeDecodeError) as failure:
+        raise UnknownFormatError("the value of an entry cannot be read") from failure
+    if end > len(data):
+        raise UnknownFormatError("the value of an entry is too short")
     return ticket, names[:id_length], names[id_length:], data[end:]
 
 

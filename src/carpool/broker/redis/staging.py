@@ -7,7 +7,7 @@ from typing import Protocol
 
 from carpool.broker.redis.answers import Answers
 from carpool.broker.redis.leases import Haul, Lease
-from carpool.broker.redis.records import Header, UnknownFormatError, decode_header, decode_value
+from carpool.broker.redis.records import Header, NewerFormatError, decode_header, decode_value
 from carpool.core.errors import CarpoolError, DeadlineExceeded, QueueTimeout, UpstreamFailed
 from carpool.core.request import Request
 
@@ -47,6 +47,10 @@ class SuspectLetters(Protocol):
         """Keep a synchronous request with its error, if there is room; before it is settled."""
         ...
 
+    def bury_unreadable(self, entry_id: bytes, model: str, content: bytes, why: str) -> None:
+        """Keep an entry that nobody can read, for a person to look at."""
+        ...
+
 
 class Unpacker:
     """Makes requests of entries. What entries have in common is understood once."""
@@ -68,7 +72,10 @@ class Unpacker:
     def unpack(
         self, haul: Haul, entry_id: bytes, head: bytes, value: bytes, delivery: int, now: float, now_ms: int
     ) -> tuple[Request, CarpoolError | None] | None:
-        """The request, and why it is not to be sent, if so; None for an entry that is for other batchers."""
+        """The request, and why it is not to be sent, if so; None for an entry that is for other batchers.
+
+        Raises UnknownFormatError for one that nobody can read.
+        """
         header = self._headers.get(head) or self._understand(head)
         if header is None:
             return None
@@ -103,7 +110,7 @@ class Unpacker:
     def _understand(self, head: bytes) -> Header | None:
         try:
             header = decode_header(head)
-        except UnknownFormatError as fault:
+        except NewerFormatError as fault:
             if not self._has_seen_foreign:
                 self._has_seen_foreign = True
                 logger.error("entries are left to other batchers: %s", fault)
