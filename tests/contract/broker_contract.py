@@ -77,6 +77,7 @@ class BrokerContract(ABC):
         value: bytes = b'"x"',
         is_task: bool = False,
         total_timeout_s: float = 4.0,
+        owner: str = "",
     ) -> Request:
         return make_request(
             name,
@@ -89,10 +90,13 @@ class BrokerContract(ABC):
             value=value,
             is_task=is_task,
             total_timeout_s=total_timeout_s,
+            owner=owner,
         )
 
-    def queued(self, name: str, *, model: str = "m", parameters: bytes = b"", tier: int = 2) -> Request:
-        request = self.request(name, model=model, parameters=parameters, tier=tier)
+    def queued(
+        self, name: str, *, model: str = "m", parameters: bytes = b"", tier: int = 2, owner: str = ""
+    ) -> Request:
+        request = self.request(name, model=model, parameters=parameters, tier=tier, owner=owner)
         assert self.broker.submit(request) is None
         return request
 
@@ -214,6 +218,16 @@ class BrokerContract(ABC):
         for lane in self.broker.lanes("m"):
             self.broker.take(lane, 64, self.clock())
         self.queued("6", parameters=b"3")
+
+    def test_one_owner_s_parameters_bring_no_other_a_refusal(self) -> None:
+        self.broker = self.ready(lanes_max=4)
+        for number in range(4):
+            self.queued(f"many {number}", parameters=b"%d" % number, owner="many")
+        assert isinstance(self.broker.submit(self.request("5", parameters=b"5", owner="many")), QueueFull)
+        self.queued("6", parameters=b"6", owner="few")
+        self.queued("7", parameters=b"7", owner="few")  # half of them is its share
+        assert isinstance(self.broker.submit(self.request("8", parameters=b"8", owner="few")), QueueFull)
+        assert isinstance(self.broker.submit(self.request("9", parameters=b"9", owner="many")), QueueFull)
 
     def test_a_refused_request_leaves_no_trace(self) -> None:
         self.broker = self.ready(waiting_max=1)

@@ -33,6 +33,7 @@ class Lane:
         "is_apart",
         "key",
         "model",
+        "opener",
         "waiting",
         "waiting_bytes",
     )
@@ -41,6 +42,8 @@ class Lane:
         self.model = model
         self.key = key
         self.is_apart = key.endswith(APART)
+        # Whose request it was that found the lane empty.
+        self.opener = ""
         self.waiting = 0
         self.waiting_bytes = 0
         self.arrivals = 0

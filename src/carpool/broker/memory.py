@@ -50,6 +50,8 @@ class MemoryBroker:
         self.held_bytes = 0
         # Per model, by lane key: the lanes in which requests wait, and those that are empty now.
         self._active: dict[str, dict[bytes, Lane]] = {}
+        # By model and owner: how many lanes with parameters it opened that still wait.
+        self._opened: dict[str, dict[str, int]] = {}
         self._idle: dict[tuple[str, bytes], Lane] = {}
         # By model: bytes of the inputs that were taken and have no outcome yet; whom to tell that they became fewer.
         self._running_bytes: dict[str, int] = {}
@@ -99,6 +101,7 @@ class MemoryBroker:
         """Have `arrived(lane)` called for each arrival. Models are known before the first request."""
         self._arrived[model] = arrived
         self._active.setdefault(model, {})
+        self._opened.setdefault(model, {})
         self._running_bytes.setdefault(model, 0)
         self.arrivals.setdefault(model, 0)
 
@@ -146,7 +149,7 @@ class MemoryBroker:
         key = request.lane_key if request.lane or request.is_apart else request.parameters
         lane = self._active[model].get(key)
         if lane is None:
-            lane = self._activate(model, key)
+            lane = self._activate(model, key, request.owner)
         lane.append(request)
         self.arrivals[model] += 1
         if request.is_task:
@@ -193,7 +196,7 @@ class MemoryBroker:
                 model = request.model
                 request.is_apart = bool(self._offenders) and (model, request.owner) in self._offenders
                 key = request.lane_key
-                lane = self._active[model].get(key) or self._activate(model, key)
+                lane = self._active[model].get(key) or self._activate(model, key, request.owner)
                 lane.put_back(request)
                 lanes[id(lane)] = lane
                 self._runs_no_more(model, request.size)
@@ -257,7 +260,12 @@ class MemoryBroker:
 
     def _no_lane_left(self, request: Request) -> bool:
         lanes = self._active[request.model]
-        return len(lanes) >= self.lanes_max and request.lane_key not in lanes
+        if len(lanes) < self.lanes_max or request.lane_key in lanes:
+            return False
+        # Whoever has opened less than its share of them is not refused because of what others have opened.
+        opened = self._opened[request.model]
+        own = opened.get(request.owner, 0)
+        return own >= max(1, self.lanes_max // (len(opened) + (own == 0)))
 
     def _leave(self, request: Request) -> None:
         """Give back what the request counts for."""
@@ -277,18 +285,26 @@ class MemoryBroker:
         if (ring := self._bytes_freed.get(model)) is not None:
             ring()
 
-    def _activate(self, model: str, key: bytes) -> Lane:
+    def _activate(self, model: str, key: bytes, owner: str) -> Lane:
         """The lane for a first request: the one that was emptied, with its history, or a new one."""
         lane = self._idle.pop((model, key), None)
         if lane is None:
             lane = Lane(model, key, self._tiers, self._strict_order)
         self._active[model][key] = lane
+        if key:
+            lane.opener = owner
+            self._opened[model][owner] = self._opened[model].get(owner, 0) + 1
         return lane
 
     def _retire(self, lane: Lane) -> None:
         """Put an emptied lane aside; the longest unused of those is dropped when there are many."""
         if self._active[lane.model].pop(lane.key, None) is None:
             return
+        if lane.key:
+            opened = self._opened[lane.model]
+            opened[lane.opener] -= 1
+            if not opened[lane.opener]:
+                del opened[lane.opener]
         self._idle[lane.model, lane.key] = lane
         if len(self._idle) > IDLE_LANES_KEPT:
             del self._idle[next(iter(self._idle))]
