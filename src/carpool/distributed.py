@@ -287,6 +287,7 @@ class DistributedProcess(Process):
             lines=list(line_offsets_ms(settings)),
             tier_target_s=self.targets,
             lease_ms=settings.broker.lease_ms,
+            deliveries_max=settings.broker.deliveries_max,
             letter_bounds=self.letter_bounds,
         )
         for service in self.services:

@@ -273,6 +273,13 @@ class BrokerSettings(Section, frozen=True):
     replicas_timeout_ms: Annotated[
         Annotated[int, Meta(ge=1, le=60_000)], Meta(description="how long to wait for these replicas")
     ] = 200
+    deliveries_max: Annotated[
+        Annotated[int, Meta(ge=2, le=100)],
+        Meta(
+            description="a request that was with so many batchers that died is given up; before, it rides with fewer "
+            "others each time, the last two times alone"
+        ),
+    ] = 6
     persistence: Annotated[
         Literal["allowed", "forbidden"],
         Meta(

@@ -21,7 +21,7 @@ from carpool.broker.redis.steps import Steps
 from carpool.broker.redis.tasks import RedisTasks
 from carpool.broker.redis.terms import Head
 from carpool.core.clock import monotonic
-from carpool.core.errors import CarpoolError, InputRefused, InternalError, QueueFull
+from carpool.core.errors import CarpoolError, InputRefused, InternalError, QueueFull, UpstreamFailed
 from carpool.core.outcome import Output
 from carpool.testing import FakeClock, Witness, make_request
 from support.processes import PATIENCE_S, until
@@ -426,9 +426,60 @@ class TestLeases:
         (entry,) = await halves.entries()
         assert (entry.owner, entry.deliveries) == (b"b1", 2)  # nobody died over it: this one does not count
         assert entry.idle_ms < NEVER_MS
-        assert (batcher.broker.depth, batcher.feed._suspects_at) == (0, None)
+        assert batcher.broker.depth == 0
         batcher.answer(batch)
         assert isinstance((await gateway.until_told(1))["r"], Output)
+
+    @pytest.mark.parametrize(("deaths", "together"), [(1, 64), (2, 16), (3, 4), (4, 1), (5, 1)])
+    async def test_whoever_was_with_one_that_died_rides_with_fewer_each_time(
+        self, halves: Halves, deaths: int, together: int
+    ) -> None:
+        """They had a batcher for themselves alone, so everybody else waited; and were given up after three deaths."""
+        gateway, dead = await halves.gateway(), await halves.batcher(b"dead", started=False, largest=64, free=4)
+        gateway.submit(*(f"r{number}" for number in range(100)))
+        await halves.until_entries(100)
+        dead.feed.ring()
+        await dead.until_staged(100)
+        dead.feed.close()
+        for entry in await halves.entries():
+            await halves.let_lapse(entry, deliveries=deaths)
+        batcher = await halves.batcher(started=False, largest=64, free=4)
+        batcher.feed._look_at_all()
+        await batcher.until_staged(together)
+        gateway.submit("fresh")
+        await halves.until_entries(101)
+        batcher.feed._is_look_due = True
+        batcher.feed.ring()
+        await batcher.until_staged(together + 1)
+        assert sorted(lane.waiting for lane in batcher.broker.lanes("m")) == sorted([1, together])
+        waiting = [entry for entry in await halves.entries() if entry.owner == b"dead" or entry.idle_ms > NEVER_MS]
+        assert {entry.deliveries for entry in waiting} <= {deaths}  # those that were given back: uncounted
+        told = together + 1
+        batcher.answer(batcher.start_batch())
+        await batcher.until_confirmed()
+        while told < 101:  # the others come, as many at a time
+            batcher.feed._look_at_all()
+            await until(lambda: batcher.broker.depth > 0)
+            batch = batcher.start_batch()
+            assert len(batch) <= together
+            told += len(batch)
+            batcher.answer(batch)
+            await batcher.until_confirmed()
+        assert {type(outcome) for outcome in (await gateway.until_told(101)).values()} == {Output}
+
+    async def test_after_six_it_is_given_up(self, halves: Halves) -> None:
+        gateway, batcher = await halves.gateway(), await halves.batcher(started=False)
+        gateway.submit("r")
+        await halves.until_entries(1)
+        batcher.feed.ring()
+        await batcher.until_staged(1)
+        batcher.feed.close()
+        (entry,) = await halves.entries()
+        await halves.let_lapse(entry, deliveries=6)
+        other = await halves.batcher(b"b2", started=False)
+        other.feed._look_at_all()
+        outcome = (await gateway.until_told(1))["r"]
+        assert isinstance(outcome, UpstreamFailed) and "6 batchers" in outcome.detail
 
     async def test_what_came_lately_is_not_stuck(self, halves: Halves) -> None:
         """A model that had no slot twice in a row lost what was staged for the slot that it had in between."""

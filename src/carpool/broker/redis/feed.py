@@ -8,8 +8,8 @@
 3. Where more waits than can be taken, the shard whose best entry has the smallest virtual deadline goes first.
 4. An entry is leased. Leases are renewed while their requests are staged or running, and until their outcome is
    acknowledged; those that are not renewed (their batcher died, or never got to see them) are claimed by any batcher.
-5. An entry that has been delivered often enough to be suspected of killing batchers is sent alone, then given up.
-   Alone means that its batcher has nothing else: what died beside it would be suspected, and given up, for nothing.
+5. An entry that was delivered before may be the one that kills batchers. Such ones have at most one slot of a batcher,
+   apart from others, with fewer of their like each time (`company_of`); at the end they are given up.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from carpool.broker.redis.letter_bounds import LetterBounds
 from carpool.broker.redis.link import Link
 from carpool.broker.redis.nodes import Reader, RedisFailure
 from carpool.broker.redis.shard_view import Reads, ShardView, is_scarce, plan_reads
-from carpool.broker.redis.staging import ALONE_AT_DELIVERY, FedModel, SuspectLetters, Unpacker
+from carpool.broker.redis.staging import DELIVERIES_MAX, FedModel, SuspectLetters, Unpacker, company_of
 from carpool.broker.redis.steps import Entry, Steps, Stream, Swept, Taken
 from carpool.broker.redis.terms import Budget, Head, View
 from carpool.core.clock import Clock, monotonic
@@ -38,8 +38,6 @@ logger = logging.getLogger("carpool.broker")
 # for entries whose bell was lost.
 RENEWALS_A_LEASE = 3
 LOOKS_A_LEASE = 6
-# So often a batcher looks whether it is quiet enough for a suspect.
-QUIET_LOOK_S = 0.01
 SWEEP_EVERY_S = 5.0
 # A shard that had nothing for us is asked again after this, or after a bell.
 ASK_AGAIN_S = 0.25
@@ -72,6 +70,7 @@ class Feed:
         # What each tier adds to the time of a request for its place in the local order, in seconds.
         tier_target_s: Sequence[float],
         lease_ms: int = 1500,
+        deliveries_max: int = DELIVERIES_MAX,
         letter_bounds: LetterBounds,
         clock: Clock = monotonic,
     ) -> None:
@@ -84,6 +83,7 @@ class Feed:
         self._model_names = list(self._models)
         self._lines = lines
         self._lease_ms = lease_ms
+        self._deliveries_max = deliveries_max
         self._renew_every_s = lease_ms / 1000 / RENEWALS_A_LEASE
         self._look_every_s = lease_ms / 1000 / LOOKS_A_LEASE
         self._letter_bounds = letter_bounds
@@ -93,7 +93,7 @@ class Feed:
         self._view_of_bell = {view.shard.bell: view for view in self._views}
         self._dead_letters = dead_letters
         self._complained_at = -COMPLAIN_EVERY_S
-        self._unpacker = Unpacker(models, answers, dead_letters, tier_target_s)
+        self._unpacker = Unpacker(models, answers, dead_letters, tier_target_s, deliveries_max)
         self._lane_names: dict[tuple[str, bytes], bytes] = {}
         self._leases = Leases(steps, consumer, self._renew_every_s, self._lost_lease, clock)
         # Taken, and not to be sent yet: other shards are known to have more for the same batch.
@@ -111,8 +111,8 @@ class Feed:
         self._is_claims_turn = False
         # Models without a free slot that had requests staged when leases were last looked at.
         self._stuck: set[str] = set()
-        # Where a suspect was found that runs here, or waits until this batcher has nothing else: nothing is taken then.
-        self._suspects_at: ShardView | None = None
+        # Entries here that were delivered before; while some have no outcome, no more such ones are taken.
+        self._suspects: Haul | None = None
         self._next_shard = 0
         # By shard: where the next part of the sweep begins.
         self._sweeps = [0] * len(self._views)
@@ -229,7 +229,7 @@ class Feed:
             self._land()
 
     def _ask_next(self) -> None:
-        if self._is_asking or self.draining or not self._is_quiet_for_suspects():
+        if self._is_asking or self.draining:
             return
         budgets = self._budgets()
         if not budgets:
@@ -245,7 +245,8 @@ class Feed:
         offers = [(view, heads) for view in asked if (heads := view.usable(budgets))]
         # Claims and takes in turn: neither may hold up the other.
         self._is_claims_turn = not self._is_claims_turn
-        if self._claims_due and (self._is_claims_turn or not (unknown or offers)):
+        may_claim = bool(self._claims_due) and not (self._suspects and self._suspects.open)
+        if may_claim and (self._is_claims_turn or not (unknown or offers)):
             view = self._claims_due.pop()
             if self._nodes.is_up(view.shard.slot):
                 self._claim(view, budgets)
@@ -336,11 +337,15 @@ class Feed:
 
         def claimed(taken: Taken | RedisFailure) -> None:
             if isinstance(taken, Taken):
-                taken = Taken(self._leave_suspects(view, self._without_own(view.shard, taken.streams)), taken.view)
+                if taken.streams and view not in self._claims_due:
+                    self._claims_due.append(view)  # there may be more
+                taken = Taken(self._some_suspects(view, self._without_own(view.shard, taken.streams)), taken.view)
             self._digest(view, taken)
             self._answered()
 
-        self._steps.claim(view.shard, self._consumer, self._lease_ms, self._for_all(budgets), claimed)
+        # One batch at a time: most of them are to wait for each other.
+        one = [Budget(budget.model, min(budget.batches, 1), budget.largest, budget.rooms) for budget in budgets]
+        self._steps.claim(view.shard, self._consumer, self._lease_ms, self._for_all(one), claimed)
 
     def _for_all(self, budgets: Sequence[Budget]) -> list[Budget]:
         """With the models for which nothing may be taken: what waits of them is to be known, too."""
@@ -415,40 +420,28 @@ class Feed:
                 kept.append(Stream(field, [entry for entry, _ in others], [delivery for _, delivery in others]))
         return kept
 
-    def _leave_suspects(self, view: ShardView, streams: list[Stream]) -> list[Stream]:
-        """Keep one suspect if there is nothing else; give the others back, these deliveries uncounted."""
+    def _some_suspects(self, view: ShardView, streams: list[Stream]) -> list[Stream]:
+        """Keep some that may ride together, and those that only need an answer; give the others back, uncounted."""
         if self.draining:
             return streams
-        has_others = bool(self._leases) or any(min(stream.deliveries or ()) < ALONE_AT_DELIVERY for stream in streams)
         left = []
+        company: tuple[bytes, int] | None = None
+        room = 0
         for field, entries, deliveries in streams:
-            haul = Haul(view.shard, field, 0.0, 0.0, {})
-            kept = []
+            kept, given_back = [], []
             for entry, delivery in zip(entries, deliveries or (), strict=True):
-                if delivery == ALONE_AT_DELIVERY:
-                    self._suspects_at = view
-                    if has_others:
-                        self._answers.release(Lease(haul, entry[0], NO_HEADER))
+                if 1 < delivery <= self._deliveries_max:
+                    if company is None:
+                        company, room = (field, delivery), company_of(delivery, self._deliveries_max)
+                    if company != (field, delivery) or room == 0:
+                        given_back.append(entry)
                         continue
-                    has_others = True
+                    room -= 1
                 kept.append((entry, delivery))
+            if given_back:
+                self._release(view.shard, field, given_back)
             left.append(Stream(field, [entry for entry, _ in kept], [delivery for _, delivery in kept]))
         return left
-
-    def _is_quiet_for_suspects(self) -> bool:
-        """False while a suspect runs here, or waits until all else has ended. Then it, or the next one, is claimed."""
-        if self._suspects_at is None:
-            return True
-        if timer := self._timers.pop("quiet", None):
-            timer.cancel()
-        if self._leases:
-            self._timers["quiet"] = self._loop.call_later(QUIET_LOOK_S, self.ring)
-            return False
-        # The next question is this claim, before anything else is taken.
-        self._claims_due.append(self._suspects_at)
-        self._is_claims_turn = False
-        self._suspects_at = None
-        return True
 
     def _look_at(self, views: Sequence[ShardView], *, for_leases: bool = False) -> None:
         """Learn what is there."""
@@ -485,6 +478,8 @@ class Feed:
         now, field = self._clock(), stream.field
         haul = Haul(shard, field, now, now, {})
         self._leases.add(haul)
+        if stream.deliveries and max(stream.deliveries) > 1:
+            self._suspects = haul
         for index, entry in enumerate(stream.entries):
             delivery = 1 if stream.deliveries is None else stream.deliveries[index]
             try:

@@ -13,8 +13,8 @@ from carpool.core.request import Request
 
 logger = logging.getLogger("carpool.broker")
 
-# The delivery at which an entry is sent alone; after that one it is given up.
-ALONE_AT_DELIVERY = 3
+# How often an entry is delivered before it is given up.
+DELIVERIES_MAX = 6
 HEADERS_KEPT_MAX = 4096
 
 
@@ -56,8 +56,14 @@ class Unpacker:
     """Makes requests of entries. What entries have in common is understood once."""
 
     def __init__(
-        self, models: Iterable[FedModel], answers: Answers, dead_letters: SuspectLetters, tier_target_s: Sequence[float]
+        self,
+        models: Iterable[FedModel],
+        answers: Answers,
+        dead_letters: SuspectLetters,
+        tier_target_s: Sequence[float],
+        deliveries_max: int = DELIVERIES_MAX,
     ) -> None:
+        self._deliveries_max = deliveries_max
         self._models = {model.name: model for model in models}
         self._answers = answers
         self._dead_letters = dead_letters
@@ -103,8 +109,9 @@ class Unpacker:
             owner,
         )
         fault = self._fault_of(request, header, waited_ms, delivery)
-        if delivery >= ALONE_AT_DELIVERY:
-            request.lane += b"\0alone" + entry_id
+        if delivery > 1:  # it rides with others like it, and at the end alone
+            is_alone = company_of(delivery, self._deliveries_max) == 1
+            request.lane += b"\0again" + (entry_id if is_alone else b"%d" % delivery)
         return request, fault
 
     def _understand(self, head: bytes) -> Header | None:
@@ -129,7 +136,7 @@ class Unpacker:
         # What is claimed had been taken in time; its batcher died.
         if not header.is_task and delivery == 1 and waited_ms >= header.queue_ms:
             return QueueTimeout("no slot was free in time; try again, or as a task", retry_after_s=1)
-        if delivery > ALONE_AT_DELIVERY:
+        if delivery > self._deliveries_max:
             error = UpstreamFailed(f"given up: {delivery - 1} batchers did not come back with an outcome")
             request.sends = delivery - 1
             self._dead_letters.bury_suspect(request, error, delivery - 1)
@@ -139,3 +146,12 @@ class Unpacker:
         except CarpoolError as error:
             return error
         return None
+
+
+def company_of(delivery: int, deliveries_max: int) -> int:
+    """With how many others like it an entry may be sent that was delivered so often, itself included.
+
+    Whoever was in the hands of a batcher that died is not guilty: somebody stopped it, or another entry was the reason.
+    With each death there are fewer who can be; the last two times it is alone.
+    """
+    return int(4 ** max(0, deliveries_max - 1 - delivery))
