@@ -296,9 +296,9 @@ class BrokerSettings(Section, frozen=True):
     ] = 0
     waiting_max: Annotated[Count, Meta(description="requests that may wait or run at once (503)")] = 100_000
     bytes_max: Annotated[Count, Meta(description="bytes of their inputs, together (503)")] = 512 * MIB
-    lanes_max: Annotated[Count, Meta(description="distinct model and parameter sets that may wait at once (503)")] = (
-        1024
-    )
+    lanes_max: Annotated[
+        Count, Meta(description="distinct model and parameter sets that may wait at once, shared among owners (503)")
+    ] = 1024
     queue_timeout_s: Annotated[Seconds, Meta(description="a synchronous request waits this long for a slot (504)")] = (
         2.0
     )

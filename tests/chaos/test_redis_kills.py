@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from carpool.broker.redis.staging import DELIVERIES_MAX
 from support.redis_fleet import LEASE_S
 from support.scenarios.redis_kills import PHASES, batchers_die, gateways_die, inputs_that_kill
 
@@ -52,9 +53,9 @@ async def test_inputs_that_kill_their_batcher_become_dead_letters(tmp_path: Path
     passed = (
         seen.verdict.is_clean
         and seen.tally == {"ok": INNOCENTS, "502": 2}
-        and max(seen.sends) <= 3
+        and max(seen.sends) <= DELIVERIES_MAX
         and seen.last_batch == 1
-        and seen.deliveries == [3, 3]
+        and seen.deliveries == [DELIVERIES_MAX, DELIVERIES_MAX]
     )
     what = (
         f"inputs that kill: sent {seen.sends} times, the last time in a batch of {seen.last_batch}, "

@@ -6,13 +6,18 @@ evenly, they share the shards evenly.
 
 | key | type | what |
 |---|---|---|
-| `<ns>:{tag}:lanes` | hash | the streams that may have entries: `<lane>:<line>` → model |
+| `<ns>:{tag}:lanes` | hash | the streams that may have entries: `<lane>:<line>` → what its line adds to a time, whether
+  the lane counts against the bound, its model |
+| `<ns>:{tag}:heads:<model>` | zset | the streams that have entries nobody took, by the place of the first |
+| `<ns>:{tag}:sizes` | hash | by stream: entries held (`h…`) and unread (`u…`) |
+| `<ns>:{tag}:leased`, `:idle` | zset | streams with leases, in the order of looking; streams without entries |
+| `<ns>:{tag}:openers`, `:opened`, `:lines` | hash | lanes that count: who opened them, how many each, lines |
 | `<ns>:{tag}:counts` | hash | `held`: entries without an outcome, `unread`: those nobody took yet; `letter`: the last
   letter's id, `letter_bytes`, `letters_counted` (ms); `input_bytes`, `result_bytes`, their parts (scripts/bytes.lua) |
 | `<ns>:{tag}:q:<lane>:<line>` | stream | the entries of one lane and one line (a tier, synchronous or tasks) |
 | `<ns>:{tag}:task:<id>` | hash | a task and its result |
 | `<ns>:{tag}:letters`, `:letter` | zset, hash | ids of dead letters in order; their contents by id |
-| `<ns>:{tag}:bell` | channel | rung when a stream without unread entries gets some: how many, and its name |
+| `<ns>:{tag}:bell` | channel | rung when a stream without unread entries gets some: how many, place, name, model |
 | `<ns>:replies:{<gateway>}` | stream | outcomes for one gateway's parked requests |
 | `<ns>:{fleet}:gateways`, `:batchers` | hash | who lives: name → heartbeat |
 """
