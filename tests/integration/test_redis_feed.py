@@ -21,7 +21,7 @@ from carpool.broker.redis.steps import Steps
 from carpool.broker.redis.tasks import RedisTasks
 from carpool.broker.redis.terms import Head
 from carpool.core.clock import monotonic
-from carpool.core.errors import CarpoolError, InputRefused, InternalError, QueueFull, UpstreamFailed
+from carpool.core.errors import CarpoolError, ClientLeft, InputRefused, InternalError, QueueFull, UpstreamFailed
 from carpool.core.outcome import Output
 from carpool.testing import FakeClock, Witness, make_request
 from support.processes import PATIENCE_S, until
@@ -539,6 +539,48 @@ class TestLeases:
         await batcher.until_confirmed()
         assert {await look(tasks, name) for name in names} == {"SUCCESS"}
         tasks.close()
+
+
+class TestWhoLeaves:
+    async def test_after_it_was_taken_it_is_not_sent(self, halves: Halves) -> None:
+        gateway, batcher, other = await halves.gateway(), await halves.batcher(), await halves.batcher(b"b2", free=0)
+        leaves, stays = gateway.submit("leaves", "stays")
+        await batcher.until_staged(2)
+        gateway.front.cancel(leaves)
+        await until(lambda: batcher.broker.depth == 1)
+        batch = batcher.start_batch()
+        assert [request.id for request in batch] == ["stays"]
+        batcher.answer(batch)
+        told = await gateway.until_told(2)
+        assert [type(told[name]) for name in ("leaves", "stays")] == [ClientLeft, Output]
+        await batcher.until_confirmed()
+        await halves.until_entries(0)
+        assert other.broker.held == batcher.broker.held == 0
+        assert stays.phase == leaves.phase
+
+    async def test_while_it_runs_it_is_not_sent_again(self, halves: Halves) -> None:
+        gateway, batcher = await halves.gateway(), await halves.batcher()
+        (leaves,) = gateway.submit("leaves")
+        await batcher.until_staged(1)
+        (running,) = batcher.start_batch()
+        gateway.front.cancel(leaves)
+        await until(lambda: running.phase == leaves.phase)  # DONE: a retry would drop it
+        batcher.answer([running])
+        await batcher.until_confirmed()
+        await halves.until_entries(0)
+        assert len(await gateway.until_told(1)) == 1
+
+    async def test_whose_time_in_the_queue_is_over_still_waits_if_it_was_taken(self, halves: Halves) -> None:
+        gateway, batcher = await halves.gateway(), await halves.batcher()
+        (request,) = gateway.submit("r", queue_timeout_s=0.05)
+        await batcher.until_staged(1)
+        await asyncio.sleep(0.06)
+        gateway.front.expire(monotonic())
+        await gateway.nodes.ask(0, b"PING")
+        await batcher.nodes.ask(0, b"PING")
+        batcher.answer(batcher.start_batch())
+        assert isinstance((await gateway.until_told(1))["r"], Output)
+        assert request.result_code == "ok"
 
 
 class TestDrain:

@@ -137,7 +137,7 @@ class ShardBench:
 
     def cancel(self, *entries: tuple[str, str]) -> list[int]:
         """Delete (field, id) that nobody took; which of them were."""
-        return list(self.run(CANCEL, *(part for pair in entries for part in pair)))
+        return list(self.run(CANCEL, *(part for pair in entries for part in (*pair, 1))))
 
     # What a batcher does.
 

@@ -89,8 +89,11 @@ class Answers:
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Send an outcome on its way."""
         lease: Lease = request.ticket
-        if isinstance(outcome, ClientLeft | Draining):
+        if isinstance(outcome, Draining):
             self.release(lease)  # this process leaves: another batcher has it
+            return
+        if isinstance(outcome, ClientLeft):
+            self.forget(lease)
             return
         self.unconfirmed += 1
         if lease.header.is_task:

@@ -46,6 +46,8 @@ COMPANY_S_MAX = 0.005
 # For so long a request that was sent once waits for a slot here before others may have it.
 STUCK_AGAIN_S = 10.0
 LANE_NAMES_KEPT_MAX = 4096
+# How a message begins that tells of clients who left.
+LEFT = b"left "
 COMPLAIN_EVERY_S = 10.0
 # What is kept of an entry that cannot be read.
 UNREADABLE_BYTES_MAX = 1024 * 1024
@@ -188,10 +190,25 @@ class Feed:
         if message[0] == b"ssubscribe":
             view.heads = None  # nobody heard the bells before the subscription
             view.barren_until = 0.0
+        elif message[2].startswith(LEFT):
+            self._clients_left(view, message[2])
+            return
         elif (head := head_of(message[2])) is not None and head.model in self._models:
             view.rung[head.field] = head
             view.heard(head)
         self.ring()
+
+    def _clients_left(self, view: ShardView, message: bytes) -> None:
+        """Nobody waits any more for entries that were taken: they need not be sent, or not again."""
+        _, consumer, *parts = message.split(b" ")
+        if consumer != self._consumer:
+            return
+        for field, entry_id in zip(parts[::2], parts[1::2], strict=False):
+            request = self._leases.find(view.shard, field, entry_id)
+            if request is not None:
+                if request in self._landed:
+                    self._landed.remove(request)
+                self._broker.cancel(request)
 
     def _every(self, name: str, seconds: float, act: Callable[[], None]) -> None:
         def again() -> None:

@@ -462,7 +462,8 @@ class RedisFront:
         self._flush_soon()
 
     def _delete(self, shard: Shard, entries: list[tuple[bytes, bytes, Request | None]]) -> None:
-        ids = [(field, entry_id) for field, entry_id, _ in entries]
+        # One whose time in the queue is over still waits, if a batcher took it.
+        ids = [(field, entry_id, request is None) for field, entry_id, request in entries]
         self._steps.cancel(shard, ids, partial(self._deleted, shard, entries))
 
     def _deleted(

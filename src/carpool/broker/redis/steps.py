@@ -180,9 +180,13 @@ class Steps:
         else:
             eval_on.send(shard.slot, reading(read_queued, done), b"EVAL", SUBMIT.source, 1, shard.counts, *arguments)
 
-    def cancel(self, shard: Shard, entries: Iterable[tuple[bytes, bytes]], done: Done[list[bool]]) -> None:
-        """Delete entries (field, id) that nobody took; says of each whether it was deleted."""
-        arguments = [part for entry in entries for part in entry]
+    def cancel(self, shard: Shard, entries: Iterable[tuple[bytes, bytes, bool]], done: Done[list[bool]]) -> None:
+        """Delete entries (field, id) that nobody took; says of each whether it was deleted. Batchers are told of those
+        that they took, if nobody waits for them any more.
+        """
+        arguments: list[Argument] = []
+        for field, entry_id, has_left in entries:
+            arguments += (field, entry_id, int(has_left))
         self._run(CANCEL, shard, arguments, reading(lambda reply: [bool(each) for each in reply], done))
 
     # Out of the queue.
