@@ -21,7 +21,15 @@ from carpool.broker.redis.steps import Steps
 from carpool.broker.redis.tasks import RedisTasks
 from carpool.broker.redis.terms import Head
 from carpool.core.clock import monotonic
-from carpool.core.errors import CarpoolError, ClientLeft, InputRefused, InternalError, QueueFull, UpstreamFailed
+from carpool.core.errors import (
+    CarpoolError,
+    ClientLeft,
+    Draining,
+    InputRefused,
+    InternalError,
+    QueueFull,
+    UpstreamFailed,
+)
 from carpool.core.outcome import Output
 from carpool.testing import FakeClock, Witness, make_request
 from support.processes import PATIENCE_S, until
@@ -466,6 +474,49 @@ class TestLeases:
             batcher.answer(batch)
             await batcher.until_confirmed()
         assert {type(outcome) for outcome in (await gateway.until_told(101)).values()} == {Output}
+
+    async def test_who_was_never_sent_does_not_wait_for_suspects(self, halves: Halves) -> None:
+        """While one of them ran, nothing was claimed: not even what a batcher that left had given back."""
+        gateway, leaving = await halves.gateway(), await halves.batcher(b"leaving", started=False)
+        batcher = await halves.batcher(started=False, free=4)
+        gateway.submit("suspect")
+        await halves.until_entries(1)
+        leaving.feed.ring()
+        await leaving.until_staged(1)
+        (entry,) = await halves.entries()
+        await halves.let_lapse(entry, deliveries=3)
+        batcher.feed._look_at_all()
+        await batcher.until_staged(1)
+        batcher.start_batch()  # and it runs on
+        gateway.submit("innocent")
+        await halves.until_entries(2)
+        leaving.feed._views[0].heads = None
+        leaving.feed.ring()
+        await until(lambda: leaving.feed.taken == 2)
+        leaving.feed.drain()
+        for request in leaving.broker.waiting_requests():
+            if request.id == "innocent":
+                leaving.broker.settle(request, Draining("it leaves"))
+        await leaving.until_confirmed()
+        batcher.feed._look_at_all()
+        await batcher.until_staged(1)
+        assert [request.id for request in batcher.broker.waiting_requests()] == ["innocent"]
+
+    async def test_after_suspects_the_next_ones_come_at_once(self, halves: Halves) -> None:
+        gateway, dead = await halves.gateway(), await halves.batcher(b"dead", started=False)
+        gateway.submit("a", "b", "c")
+        await halves.until_entries(3)
+        dead.feed.ring()
+        await dead.until_staged(3)
+        dead.feed.close()
+        for entry in await halves.entries():
+            await halves.let_lapse(entry, deliveries=5)
+        batcher = await halves.batcher(started=False)
+        batcher.feed._look_at_all()  # once; there is no timer
+        for _ in range(3):
+            await batcher.until_staged(1)
+            batcher.answer(batcher.start_batch())
+        assert len(await gateway.until_told(3)) == 3
 
     async def test_after_six_it_is_given_up(self, halves: Halves) -> None:
         gateway, batcher = await halves.gateway(), await halves.batcher(started=False)

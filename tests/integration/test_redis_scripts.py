@@ -315,6 +315,15 @@ class TestClaim:
         shard.claim(PLENTY)
         assert shard.counts() == shard.true_counts() == {"held": 4, "unread": 1}
 
+    def test_dead_ones_are_found_behind_many_lanes_that_live(self, shard: ShardBench) -> None:
+        for number in range(300):
+            shard.submit(f"{number:x}:s0")
+        *_, last = shard.take(Budget(300, 1))
+        shard.let_lapse(last)
+        assert any(shard.has_lapsed() for _ in range(3))
+        assert ids_of(shard.claim(PLENTY)) == [last.id]
+        assert not any(shard.has_lapsed() for _ in range(3))
+
 
 class TestLeases:
     def test_renewing_keeps_the_lease_and_the_count(self, shard: ShardBench) -> None:
@@ -412,6 +421,21 @@ class TestPeek:
         assert shard.peek() == [("a:s0", "m", START_MS + 50, 1), *later]
         shard.take({"m": PLENTY, "n": PLENTY})
         assert shard.peek() == []
+
+
+class TestStrangers:
+    def test_another_group_hides_nothing(self, shard: ShardBench) -> None:
+        ids = shard.submit("a:s0", 3)
+        shard.client.xgroup_create(shard.stream("a:s0"), "another", id="$")
+        shard.sweep()
+        assert shard.counts()["unread"] == 3
+        assert ids_of(shard.take(PLENTY)) == ids
+
+    def test_what_is_not_known_any_more_does_not_wait(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 3)
+        shard.client.delete(shard.shard.lanes)
+        shard.take(PLENTY)
+        assert shard.peek("m") == []
 
 
 class TestSweep:

@@ -16,7 +16,7 @@ from typing import Any
 
 from carpool.broker.redis.dead_letters import letter_of
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.leases import Lease, by_stream, parts_of
+from carpool.broker.redis.leases import Haul, Lease, by_stream, parts_of
 from carpool.broker.redis.link import ignore
 from carpool.broker.redis.nodes import RedisFailure, Refused
 from carpool.broker.redis.records import REPLY_FORMAT, CallRecord, Reply, encode_reply
@@ -83,6 +83,8 @@ class Answers:
         # Outcomes that Redis has not confirmed yet.
         self.unconfirmed = 0
         self.retries = 0
+        # Is told of each haul whose last entry is done with.
+        self.when_emptied: Callable[[Haul], None] = lambda haul: None
         self._outcomes = {} if outcomes is None else outcomes
         self._waited = Histogram(SECONDS_BOUNDS) if waited is None else waited
 
@@ -201,7 +203,13 @@ class Answers:
             return
         self.unconfirmed -= len(leases)
         for lease in leases:
-            lease.haul.open.pop(lease.entry_id, None)
+            self._closed(lease)
+
+    def _closed(self, lease: Lease) -> None:
+        """An entry is done with."""
+        lease.haul.open.pop(lease.entry_id, None)
+        if not lease.haul.open:
+            self.when_emptied(lease.haul)
 
     # Tasks.
 
@@ -234,7 +242,7 @@ class Answers:
         def done(was_written: bool) -> None:
             if was_written:
                 self.unconfirmed -= 1
-                lease.haul.open.pop(lease.entry_id, None)
+                self._closed(lease)
             else:  # for ever: the outcome of a task is owed; if this process dies, another batcher does it again
                 self.retries += 1
                 again = partial(self._write_result, lease, task_id, status, result, letter, counts)

@@ -39,6 +39,8 @@ logger = logging.getLogger("carpool.broker")
 RENEWALS_A_LEASE = 3
 LOOKS_A_LEASE = 6
 SWEEP_EVERY_S = 5.0
+# Between the parts of a sweep: a shard with thousands of lanes must not be held up by it.
+SWEEP_PAUSE_S = 0.02
 # A shard that had nothing for us is asked again after this, or after a bell.
 ASK_AGAIN_S = 0.25
 # What was taken waits no longer than this for company from other shards.
@@ -113,11 +115,10 @@ class Feed:
         self._is_claims_turn = False
         # Models without a free slot that had requests staged when leases were last looked at.
         self._stuck: set[str] = set()
-        # Entries here that were delivered before; while some have no outcome, no more such ones are taken.
-        self._suspects: Haul | None = None
+        # Entries here that were delivered before; while some have no outcome, no more such ones are kept.
+        self._suspects: list[Haul] = []
+        answers.when_emptied = self._emptied
         self._next_shard = 0
-        # By shard: where the next part of the sweep begins.
-        self._sweeps = [0] * len(self._views)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._bells: list[Reader] = []
         # While true, nothing more is taken.
@@ -262,8 +263,7 @@ class Feed:
         offers = [(view, heads) for view in asked if (heads := view.usable(budgets))]
         # Claims and takes in turn: neither may hold up the other.
         self._is_claims_turn = not self._is_claims_turn
-        may_claim = bool(self._claims_due) and not (self._suspects and self._suspects.open)
-        if may_claim and (self._is_claims_turn or not (unknown or offers)):
+        if self._claims_due and (self._is_claims_turn or not (unknown or offers)):
             view = self._claims_due.pop()
             if self._nodes.is_up(view.shard.slot):
                 self._claim(view, budgets)
@@ -354,14 +354,15 @@ class Feed:
 
         def claimed(taken: Taken | RedisFailure) -> None:
             if isinstance(taken, Taken):
-                if taken.streams and view not in self._claims_due:
+                kept = self._some_suspects(view, self._without_own(view.shard, taken.streams))
+                if kept and view not in self._claims_due:
                     self._claims_due.append(view)  # there may be more
-                taken = Taken(self._some_suspects(view, self._without_own(view.shard, taken.streams)), taken.view)
+                taken = Taken(kept, taken.view)
             self._digest(view, taken)
             self._answered()
 
         # One batch at a time: most of them are to wait for each other.
-        one = [Budget(budget.model, min(budget.batches, 1), budget.largest, budget.rooms) for budget in budgets]
+        one = [Budget(budget.model, min(budget.batches, 1), budget.largest, {}) for budget in budgets]
         self._steps.claim(view.shard, self._consumer, self._lease_ms, self._for_all(one), claimed)
 
     def _for_all(self, budgets: Sequence[Budget]) -> list[Budget]:
@@ -442,13 +443,14 @@ class Feed:
         if self.draining:
             return streams
         left = []
+        is_one_here = any(haul.open for haul in self._suspects)
         company: tuple[bytes, int] | None = None
         room = 0
         for field, entries, deliveries in streams:
             kept, given_back = [], []
             for entry, delivery in zip(entries, deliveries or (), strict=True):
                 if 1 < delivery <= self._deliveries_max:
-                    if company is None:
+                    if company is None and not is_one_here:
                         company, room = (field, delivery), company_of(delivery, self._deliveries_max)
                     if company != (field, delivery) or room == 0:
                         given_back.append(entry)
@@ -457,8 +459,18 @@ class Feed:
                 kept.append((entry, delivery))
             if given_back:
                 self._release(view.shard, field, given_back)
-            left.append(Stream(field, [entry for entry, _ in kept], [delivery for _, delivery in kept]))
+            if kept:
+                left.append(Stream(field, [entry for entry, _ in kept], [delivery for _, delivery in kept]))
         return left
+
+    def _emptied(self, haul: Haul) -> None:
+        """All entries of a haul are done with: if they were suspects, the next ones may come."""
+        if haul in self._suspects:
+            self._suspects = [other for other in self._suspects if other.open]
+            view = self._views[haul.shard.number]
+            if view not in self._claims_due:
+                self._claims_due.append(view)
+            self.ring()
 
     def _look_at(self, views: Sequence[ShardView], *, for_leases: bool = False) -> None:
         """Learn what is there."""
@@ -496,7 +508,7 @@ class Feed:
         haul = Haul(shard, field, now, now, {})
         self._leases.add(haul)
         if stream.deliveries and max(stream.deliveries) > 1:
-            self._suspects = haul
+            self._suspects = [*(other for other in self._suspects if other.open), haul]
         for index, entry in enumerate(stream.entries):
             delivery = 1 if stream.deliveries is None else stream.deliveries[index]
             try:
@@ -554,16 +566,20 @@ class Feed:
 
     def _sweep_all(self) -> None:
         for view in self._views:
-            number = view.shard.number
+            self._sweep(view, 0)
 
-            def swept(result: Swept | RedisFailure, number: int = number) -> None:
-                self._sweeps[number] = 0
-                if isinstance(result, Swept):
-                    self._sweeps[number] = result.cursor
-                    self._letter_bounds.note_dropped(result.letters_dropped)
+    def _sweep(self, view: ShardView, cursor: int) -> None:
+        """Tidy up a shard, part by part."""
 
-            letters = (*self._letter_bounds.arguments(), self._letter_bounds.ttl_ms, COUNT_LETTERS_EVERY_MS)
-            self._steps.sweep(view.shard, self._sweeps[number], CONSUMER_GONE_MS, letters, swept)
+        def swept(result: Swept | RedisFailure) -> None:
+            if isinstance(result, Swept):
+                self._letter_bounds.note_dropped(result.letters_dropped)
+                if result.cursor and not self.draining:
+                    again = self._loop.call_later(SWEEP_PAUSE_S, self._sweep, view, result.cursor)
+                    self._timers[f"sweep {view.shard.number}"] = again
+
+        letters = (*self._letter_bounds.arguments(), self._letter_bounds.ttl_ms, COUNT_LETTERS_EVERY_MS)
+        self._steps.sweep(view.shard, cursor, CONSUMER_GONE_MS, letters, swept)
 
 
 def head_of(message: bytes) -> Head | None:

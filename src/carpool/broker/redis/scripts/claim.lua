@@ -22,14 +22,9 @@ write_also_without_memory(COUNTS)
 local found = {}
 for _, field in ipairs(redis.call('ZRANGE', LEASED, 0, STREAMS_MAX - 1)) do
   local offset, _, name = about(field)
-  local oldest = redis.pcall('XPENDING', stream_of(field), GROUP)
-  if oldest.err or oldest[1] == 0 then
-    redis.call('ZREM', LEASED, field)
-  else
-    redis.call('ZADD', LEASED, redis.call('HINCRBY', SIZES, 'looks', 1), field)
-    if models[name] then
-      found[#found + 1] = { field = field, model = models[name], place = ms_of(oldest[2]) + offset }
-    end
+  local oldest = looked_at(field)
+  if oldest and models[name] then
+    found[#found + 1] = { field = field, model = models[name], place = ms_of(oldest) + offset }
   end
 end
 table.sort(found, function(one, other)

@@ -66,11 +66,12 @@ end
 -- What the group has seen of a stream: pending entries and the last id delivered; nil if the stream is gone.
 local function group_of(stream)
   local groups = redis.pcall('XINFO', 'GROUPS', stream)
-  if groups.err or not groups[1] then
-    return nil
+  for _, group in ipairs(groups.err and {} or groups) do
+    if group[2] == GROUP then -- name, <name>, …; somebody may have made others
+      local facts = facts_of(group)
+      return facts['pending'], facts['last-delivered-id']
+    end
   end
-  local facts = facts_of(groups[1])
-  return facts['pending'], facts['last-delivered-id']
 end
 
 -- How many entries a stream has; none if somebody put something else in its place.
@@ -143,10 +144,13 @@ local function added(field, text, number, now, owner)
 end
 
 -- Look at a stream itself: how many entries it has, how many of them nobody took, and the place of the first of these.
--- Returns the last two.
-local function look_again(field)
+-- Returns the last two. `models`: whose it may be, if somebody removed what was said of it.
+local function look_again(field, models)
   local offset, bound, model = about(field)
   if not model then
+    for _, name in ipairs(models or {}) do
+      redis.call('ZREM', heads_of(name), field)
+    end
     return 0
   end
   local stream = stream_of(field)
@@ -159,7 +163,11 @@ local function look_again(field)
   local head = length > 0 and head_of(stream, last)
   local unread = head and math.max(length - pending, 1) or 0
   local before = redis.call('HMGET', SIZES, 'h' .. field, 'u' .. field)
-  count(field, length - tonumber(before[1] or '0'), unread - tonumber(before[2] or '0'))
+  if before[1] then
+    count(field, length - tonumber(before[1]), unread - tonumber(before[2] or '0'))
+  else -- the version before counted it in the totals alone
+    redis.call('HSET', SIZES, 'h' .. field, length, 'u' .. field, unread)
+  end
   if not head then
     ends_to_wait(field, bound, model)
     return 0
@@ -176,6 +184,17 @@ local function leased(field)
   if not redis.call('ZSCORE', LEASED, field) then
     redis.call('ZADD', LEASED, redis.call('HINCRBY', SIZES, 'looks', 1), field)
   end
+end
+
+-- Others come before it the next time. Returns the oldest id with a lease; nothing if there is none any more.
+local function looked_at(field)
+  local leases = redis.pcall('XPENDING', stream_of(field), GROUP)
+  if leases.err or leases[1] == 0 then
+    redis.call('ZREM', LEASED, field)
+    return nil
+  end
+  redis.call('ZADD', LEASED, redis.call('HINCRBY', SIZES, 'looks', 1), field)
+  return leases[2]
 end
 
 -- Forget a stream that has no entries, but none that got some just now: a new one must not give the same ids again.

@@ -13,7 +13,7 @@ end
 while ARGV[at] do
   local field, wanted = ARGV[at], tonumber(ARGV[at + 1])
   local before = tonumber(redis.call('HGET', SIZES, 'u' .. field) or '0')
-  local left, place, model = look_again(field)
+  local left, place, model = look_again(field, models)
   leased(field)
   -- The read should have left nothing: what is there came in between, and no bell was rung for it.
   if left > 0 and before <= wanted then

@@ -37,7 +37,7 @@ local function read(field, number)
     answer[#answer + 1] = entries
     leased(field)
   end
-  look_again(field) -- without its group, it has one again
+  look_again(field, names) -- without its group, it has one again
   return #entries
 end
 
