@@ -89,7 +89,8 @@ async def test_what_the_page_shows(tmp_path: Path) -> None:
         [(name, model)] = shown["models"].items()
         [endpoint] = model["endpoints"]
         assert (name, model["slots"], model["healthy_slots"]) == ("default", 4, 4)
-        assert 0 < model["capacity_rps"] <= 4 * 64 / 0.02
+        # Timers of an event loop have a step of a millisecond, and may be early by that.
+        assert 0 < model["capacity_rps"] <= 4 * 64 / 0.019
         assert await gateway.metric("carpool_capacity_rps") == pytest.approx(model["capacity_rps"], rel=0.01)
         assert endpoint["endpoint"] == "sim:?latency_ms=20&slots=4"
         assert (endpoint["state"], endpoint["limit"], endpoint["slots"], endpoint["breaker"]) == (
