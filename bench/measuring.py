@@ -157,7 +157,7 @@ class Load(msgspec.Struct, frozen=True):
     p50_ms: float
     # The highest of the generators'.
     p99_ms: float
-    # Answers other than 2xx and 3xx, broken connections, answers after 2 s.
+    # ReplyWriter other than 2xx and 3xx, broken connections, answers after 2 s.
     errors: int
     # Microseconds for each request, summed over the processes of a role.
     cpu_us: dict[str, float]

@@ -31,7 +31,7 @@ from carpool.settings import (
 from carpool.upstream.tls import UpstreamSecurity, read_file, read_header_value, read_token
 
 if TYPE_CHECKING:
-    from carpool.broker.redis.address import BrokerAddress
+    from carpool.broker.redis.client.address import BrokerAddress
 
 DEFAULT_FILE = Path("carpool.toml")
 FILE_VARIABLE = "CARPOOL_CONFIG"
@@ -241,7 +241,7 @@ def require_for(role: Role, settings: Settings) -> None:
 def broker_address(broker: BrokerSettings) -> "BrokerAddress":
     """Where Redis is and how to get in; raises ConfigError. Reads the password's file."""
     # Here, so that commands without a broker start without it.
-    from carpool.broker.redis.address import BadBrokerUrlError, parse_broker_url
+    from carpool.broker.redis.client.address import BadBrokerUrlError, parse_broker_url
 
     password = _read_password(broker.password_file) if broker.password_file else None
     try:

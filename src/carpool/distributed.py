@@ -1,7 +1,7 @@
 """Gateways and batchers over Redis: a process is one of them, or both. Start and drain are read here.
 
-A gateway has a face, admission, and its half of the broker (`RedisFront`, `RedisTasks`). A batcher has models with
-their loops over a local broker, which its half (`Feed`) fills and whose outcomes go back to Redis (`Answers`). A
+A gateway has a face, admission, and its half of the broker (`RedisQueue`, `RedisTasks`). A batcher has models with
+their loops over a local broker, which its half (`Feed`) fills and whose outcomes go back to Redis (`ReplyWriter`). A
 gateway with upstreams has such models too, for the time when Redis is gone.
 """
 
@@ -16,24 +16,25 @@ from typing import Any
 
 from carpool.admission.gate import Gate
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.redis.answers import Answers
-from carpool.broker.redis.dead_letters import RedisDeadLetterBox, RedisDeadLetterDesk
-from carpool.broker.redis.depth import DepthWatch
-from carpool.broker.redis.doctor import Doctor
-from carpool.broker.redis.doctor_checks import Wants
-from carpool.broker.redis.feed import Feed
-from carpool.broker.redis.fleet_view import FleetView, fleet_page, health_numbers
-from carpool.broker.redis.front import Mode, RedisFront
+from carpool.broker.redis.batcher.feed import Feed
+from carpool.broker.redis.batcher.replies import ReplyWriter
+from carpool.broker.redis.batcher.results import TaskResults
+from carpool.broker.redis.client.nodes import Nodes
+from carpool.broker.redis.dead_letters.bounds import LetterBounds
+from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
+from carpool.broker.redis.fleet.depth import DepthWatch
+from carpool.broker.redis.fleet.memory import MemoryWatch
+from carpool.broker.redis.fleet.persistence import PersistenceWatch
+from carpool.broker.redis.fleet.registry import Registry
+from carpool.broker.redis.fleet.servers import Inspection
+from carpool.broker.redis.fleet.view import FleetView, fleet_page, health_numbers
+from carpool.broker.redis.formats import Reply
+from carpool.broker.redis.gateway.dead_letters import RedisDeadLetterDesk
+from carpool.broker.redis.gateway.queue import Mode, RedisQueue
+from carpool.broker.redis.gateway.states import RequestStates
+from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import Keys, line_name
-from carpool.broker.redis.letter_bounds import LetterBounds
-from carpool.broker.redis.memory_watch import MemoryWatch
-from carpool.broker.redis.nodes import Nodes
-from carpool.broker.redis.persistence import PersistenceWatch
-from carpool.broker.redis.records import Reply
-from carpool.broker.redis.registry import Registry
-from carpool.broker.redis.states import RequestStates
 from carpool.broker.redis.steps import Steps
-from carpool.broker.redis.tasks import RedisTasks, TaskResults
 from carpool.composition import Process, face_settings, http_limits
 from carpool.config import ConfigError, Role, broker_address, require_upstream
 from carpool.core.clock import monotonic
@@ -92,10 +93,10 @@ class DistributedProcess(Process):
         self.is_gateway, self.is_batcher = role != "batcher", role != "gateway"
         # Unique: what belongs to a process that is gone must not reach another one.
         self.name = f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}".encode()
-        self.front: RedisFront | None = None
+        self.queue: RedisQueue | None = None
         self.tasks: RedisTasks | None = None
         self.feed: Feed | None = None
-        self.answers: Answers | None = None
+        self.replies: ReplyWriter | None = None
         self.local: MemoryBroker | None = None
         # Where Redis must not write to a disk.
         self.disks: PersistenceWatch | None = None
@@ -137,7 +138,7 @@ class DistributedProcess(Process):
         self.states = RequestStates(self.steps, self.name, lease_ms=broker.lease_ms, others=self._other_gateways)
         self.availability = {name: FleetAvailability() for name in named}
         if self.is_gateway:
-            self._make_front(list(named))
+            self._make_queue(list(named))
         self.registry = Registry(
             self.nodes,
             self.keys,
@@ -172,9 +173,9 @@ class DistributedProcess(Process):
         self.desk = desk
         self._refresh()
         if self.is_gateway:
-            assert self.front is not None
+            assert self.queue is not None
             self.gate = Gate(
-                self.front,
+                self.queue,
                 self.tasks,
                 self.availability,
                 lowest_tier=len(settings.tiers) - 1,
@@ -182,7 +183,7 @@ class DistributedProcess(Process):
             )
             self.routes = GatewayRoutes(
                 self.gate,
-                self.front,
+                self.queue,
                 self.tasks,
                 {face.name: face.served() for face in faces},
                 face_settings(settings, self.targets),
@@ -216,7 +217,7 @@ class DistributedProcess(Process):
             service.loop.drain()  # company will not come
         await self._send_what_is_staged()
         await self.finish_batches()
-        if self.answers is not None and not await self.answers.finish(RELEASE_TIMEOUT_S):
+        if self.replies is not None and not await self.replies.finish(RELEASE_TIMEOUT_S):
             logger.warning("Redis did not take every outcome; another batcher will do that work again")
         await self.registry.leave()
         await self.close()
@@ -225,8 +226,8 @@ class DistributedProcess(Process):
     def expire(self) -> None:
         """Look at the deadlines."""
         now = monotonic()
-        if self.front is not None:
-            self.front.expire(now)
+        if self.queue is not None:
+            self.queue.expire(now)
         if self.local is not None:
             self.local.expire(now)
 
@@ -234,8 +235,7 @@ class DistributedProcess(Process):
 
     async def _watch_disks(self) -> None:
         """Refuse to start where Redis writes to a disk, or does not tell; later, look again and again."""
-        wants = Wants(persistence="forbidden")
-        self.disks = PersistenceWatch(Doctor(broker_address(self.settings.broker), self.keys, wants))
+        self.disks = PersistenceWatch(Inspection(broker_address(self.settings.broker), self.keys))
         if faults := await self.disks.faults():
             raise ConfigError(faults)
         self.disks.start()
@@ -276,12 +276,14 @@ class DistributedProcess(Process):
             letter_bounds=self.letter_bounds,
             buried=self.dead_letters.count,
         )
-        self.answers = Answers(self.steps, results, self.name, outcomes=self.local.outcomes, waited=self.local.waited)
+        self.replies = ReplyWriter(
+            self.steps, results, self.name, outcomes=self.local.outcomes, waited=self.local.waited
+        )
         self.feed = Feed(
             self.steps,
             self.name,
             self.local,
-            self.answers,
+            self.replies,
             self.dead_letters,
             self.services,
             lines=list(line_offsets_ms(settings)),
@@ -314,10 +316,10 @@ class DistributedProcess(Process):
             cancelled=self._task_cancelled,
         )
 
-    def _make_front(self, models: list[str]) -> None:
+    def _make_queue(self, models: list[str]) -> None:
         broker = self.settings.broker
         assert self.tasks is not None
-        self.front = RedisFront(
+        self.queue = RedisQueue(
             self.steps,
             self.name,
             line_offsets_ms=line_offsets_ms(self.settings),
@@ -331,7 +333,7 @@ class DistributedProcess(Process):
             looked_for=self._looked_for,
             mode_changed=lambda mode: self._fleet_changed(),
         )
-        self._opened.callback(self.front.close)
+        self._opened.callback(self.queue.close)
 
     async def _wait_for_redis(self) -> None:
         """Give Redis a moment, so that the first clients find it; then go on without it."""
@@ -342,8 +344,8 @@ class DistributedProcess(Process):
             logger.warning("Redis cannot be reached; it is tried again and again: %s", self.nodes.trouble)
 
     def _is_connected(self) -> bool:
-        if self.front is not None:
-            return self.front.mode == "redis"
+        if self.queue is not None:
+            return self.queue.mode == "redis"
         return all(self.nodes.is_up(shard.slot) for shard in self.keys.shards)
 
     async def _send_what_is_staged(self) -> None:
@@ -358,8 +360,8 @@ class DistributedProcess(Process):
     # What changes.
 
     def _nodes_changed(self) -> None:
-        if self.front is not None:
-            self.front.nodes_changed()
+        if self.queue is not None:
+            self.queue.nodes_changed()
         if self.feed is not None:
             self.feed.ring()
 
@@ -369,7 +371,7 @@ class DistributedProcess(Process):
         now = monotonic()
         if view.live_batchers() or not self.registry.is_fresh():
             self._batchers_seen = now
-        is_direct = self.front is not None and self.front.mode != "redis"
+        is_direct = self.queue is not None and self.queue.mode != "redis"
         for name, availability in self.availability.items():
             if is_direct:
                 own = [service.pool.is_down for service in self.services if service.name == name]
@@ -384,9 +386,9 @@ class DistributedProcess(Process):
         counts, code = self._counted().outcomes, ClientLeft.code
         counts[code] = counts.get(code, 0) + 1
 
-    def _counted(self) -> RedisFront | MemoryBroker:
+    def _counted(self) -> RedisQueue | MemoryBroker:
         """Where all outcomes of this process are counted: the two share their counts."""
-        counted = self.front or self.local
+        counted = self.queue or self.local
         assert counted is not None
         return counted
 
@@ -409,8 +411,8 @@ class DistributedProcess(Process):
             await self.desk.refresh()
         except CarpoolError:
             pass  # Redis is away; the numbers stay as they were
-        if self.front is not None:
-            arrivals = sum(self.front.arrivals.values())
+        if self.queue is not None:
+            arrivals = sum(self.queue.arrivals.values())
             self._rate += RATE_WEIGHT * ((arrivals - self._arrivals_then) / REFRESH_S - self._rate)
             self._arrivals_then = arrivals
 
@@ -424,9 +426,9 @@ class DistributedProcess(Process):
         """What this process tells the others of itself."""
         return {
             "status": "draining" if self.draining else "ok",
-            "mode": self.front.mode if self.front is not None else "",
+            "mode": self.queue.mode if self.queue is not None else "",
             "rate": self.rate(),
-            "in_flight": self.front.held if self.front is not None else 0,
+            "in_flight": self.queue.held if self.queue is not None else 0,
             "models": {service.name: service.heartbeat() for service in self.services} if self.is_batcher else {},
         }
 
@@ -436,7 +438,7 @@ class DistributedProcess(Process):
 
     def health(self) -> dict[str, Any]:
         """The numbers of `/internal/health`: of the whole fleet."""
-        mode = self.front.mode if self.front is not None else ("redis" if self._is_connected() else "down")
+        mode = self.queue.mode if self.queue is not None else ("redis" if self._is_connected() else "down")
         numbers = {"broker": mode, **health_numbers(self.registry.view, self.depth.unread())}
         if self.disks is not None and self.disks.found:
             return {"status": "degraded", "problem": self.disks.found, **numbers}
@@ -490,7 +492,7 @@ class DistributedProcess(Process):
 
     def _tell_own(self, request: Request, answer: FoundRequest) -> None:
         state = state_of(request, monotonic())
-        if self.front is not None and (place := self.front.place_of(request)) is not None:
+        if self.queue is not None and (place := self.queue.place_of(request)) is not None:
             self.states.of_entry(*place, state, answer)
         else:
             answer(state)
@@ -532,24 +534,24 @@ class DistributedProcess(Process):
         }
         if self.disks is not None:
             numbers["carpool_broker_disks"] = bool(self.disks.found)
-        if self.front is not None:
+        if self.queue is not None:
             # What a gateway that is no batcher has in its local broker came to it in direct mode.
             direct = None if self.is_batcher else self.local
             numbers |= {
-                "carpool_broker_mode": MODE_NUMBERS[self.front.mode],
-                "carpool_held_requests": self.front.held + (direct.held if direct is not None else 0),
-                "carpool_held_bytes": self.front.held_bytes + (direct.held_bytes if direct is not None else 0),
-                "carpool_sent_again": self.front.sent_again,
-                "carpool_late_outcomes": self.front.late_outcomes,
+                "carpool_broker_mode": MODE_NUMBERS[self.queue.mode],
+                "carpool_held_requests": self.queue.held + (direct.held if direct is not None else 0),
+                "carpool_held_bytes": self.queue.held_bytes + (direct.held_bytes if direct is not None else 0),
+                "carpool_sent_again": self.queue.sent_again,
+                "carpool_late_outcomes": self.queue.late_outcomes,
             }
-        if self.feed is not None and self.answers is not None:
+        if self.feed is not None and self.replies is not None:
             numbers |= {
                 "carpool_entries_taken": self.feed.taken,
                 "carpool_entries_claimed": self.feed.claimed,
                 "carpool_leases_lost": self.feed.leases_lost,
                 "carpool_entries_unreadable": self.feed.unreadable,
-                "carpool_outcomes_unconfirmed": self.answers.unconfirmed,
-                "carpool_outcome_retries": self.answers.retries,
+                "carpool_outcomes_unconfirmed": self.replies.unconfirmed,
+                "carpool_outcome_retries": self.replies.retries,
             }
         return super().numbers() | numbers
 

@@ -23,17 +23,17 @@ import msgspec
 from broker_contract import MODELS, TARGETS_S, Adapter
 
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.redis.address import parse_broker_url
-from carpool.broker.redis.answers import Answers
-from carpool.broker.redis.dead_letters import RedisDeadLetterBox
-from carpool.broker.redis.feed import Feed
-from carpool.broker.redis.front import RedisFront
+from carpool.broker.redis.batcher.feed import Feed
+from carpool.broker.redis.batcher.replies import ReplyWriter
+from carpool.broker.redis.batcher.results import TaskResults
+from carpool.broker.redis.client.address import parse_broker_url
+from carpool.broker.redis.client.link import OnReply, RedisFailure
+from carpool.broker.redis.client.nodes import Nodes, Script
+from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
+from carpool.broker.redis.gateway.queue import RedisQueue
 from carpool.broker.redis.keys import Keys, lane_name, line_name
-from carpool.broker.redis.link import OnReply
-from carpool.broker.redis.nodes import Nodes, RedisFailure
-from carpool.broker.redis.scripts import AUDIT, Script
+from carpool.broker.redis.scripts import AUDIT
 from carpool.broker.redis.steps import Steps
-from carpool.broker.redis.tasks import TaskResults
 from carpool.broker.redis.terms import Budget, View
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Outcome, Output
@@ -193,14 +193,14 @@ class RedisBroker:
         self._clock = clock
         self._keys = Keys(f"contract-{secrets.token_hex(6)}", shards)
         gateway = secrets.token_hex(6).encode()
-        self._replies = self._keys.replies(gateway)
+        self._stream = self._keys.replies(gateway)
         steps = self._steps = Steps(nodes, self._keys, self._now_ms)
         self._offsets_ms = {
             line_name(tier, is_task): STRICT_STEP_MS * tier if strict_order else round(target_s * 1000)
             for tier, target_s in enumerate(TARGETS_S)
             for is_task in (False, True)
         }
-        self.front = RedisFront(
+        self.queue = RedisQueue(
             steps,
             gateway,
             line_offsets_ms=self._offsets_ms,
@@ -220,12 +220,12 @@ class RedisBroker:
         )
         bounds = letter_bounds()
         results = TaskResults(steps, result_ttl_ms=60_000, letter_bounds=bounds)
-        self._answers = Answers(steps, results, b"batcher", clock)
+        self._replies = ReplyWriter(steps, results, b"batcher", clock)
         self._feed = LaneFeed(
             steps,
             b"batcher",
             self._local,
-            self._answers,
+            self._replies,
             RedisDeadLetterBox(steps, bounds=bounds),
             [SuiteModel(model) for model in MODELS],
             lines=list(self._offsets_ms),
@@ -251,7 +251,7 @@ class RedisBroker:
         self._arrived[model] = arrived
 
     def submit(self, request: Request) -> CarpoolError | None:
-        refusal = self.front.submit(request)
+        refusal = self.queue.submit(request)
         if refusal is not None:
             return refusal
         waiter, refusals = request.waiter, Refusals()
@@ -272,13 +272,13 @@ class RedisBroker:
         return None
 
     def cancel(self, request: Request) -> None:
-        self.front.cancel(request)
+        self.queue.cancel(request)
         self._let_run()
 
     def settle(self, request: Request, outcome: Outcome) -> bool:
         twin = self._twins.get(request.number)
         if twin is None:
-            was_settled = self.front.settle(request, outcome)
+            was_settled = self.queue.settle(request, outcome)
         else:
             was_settled = request.phase != DONE
             self._cross(request, outcome)
@@ -326,14 +326,14 @@ class RedisBroker:
 
     def expire(self, now: float) -> None:
         """As a process with both does."""
-        self.front.expire(now)
+        self.queue.expire(now)
         self._local.expire(now)
         self._let_run()
 
     async def close(self) -> None:
         """Leave nothing behind."""
         self._feed.close()
-        self.front.close()
+        self.queue.close()
         for shard in self._keys.shards:
             await clear_shard(self._nodes, shard)
         await self._until_quiet()
@@ -357,10 +357,10 @@ class RedisBroker:
                 await asyncio.sleep(0)
 
     def _is_quiet(self) -> bool:
-        if self._nodes.outstanding or self.front._is_flush_due or self._answers._is_flush_due:
+        if self._nodes.outstanding or self.queue._is_flush_due or self._replies._is_flush_due:
             return False
-        written = self._nodes.written.get(self._replies, b"0-0")
-        return self._feed.is_quiet and entry_key(self.front.replies._last_seen) >= entry_key(written)
+        written = self._nodes.written.get(self._stream, b"0-0")
+        return self._feed.is_quiet and entry_key(self.queue.replies._last_seen) >= entry_key(written)
 
     # Outcomes and lanes.
 
@@ -408,7 +408,7 @@ class RedisAdapter(Adapter):
                 strict_order=strict_order,
             )
             self._brokers.append(broker)
-            await until(lambda: broker.front.mode == "redis")
+            await until(lambda: broker.queue.mode == "redis")
             return broker
 
         return self._runner.run(make())
@@ -417,8 +417,8 @@ class RedisAdapter(Adapter):
         cast(RedisBroker, broker).expire(now)
 
     def held(self, broker: Broker) -> tuple[int, int]:
-        front = cast(RedisBroker, broker).front
-        return front.held, front.held_bytes
+        queue = cast(RedisBroker, broker).queue
+        return queue.held, queue.held_bytes
 
     def clear(self) -> None:
         """Close the brokers that were made."""
@@ -440,7 +440,7 @@ class RedisAdapter(Adapter):
 
     def _nodes_changed(self) -> None:
         for broker in self._brokers:
-            broker.front.nodes_changed()
+            broker.queue.nodes_changed()
 
 
 def milliseconds(seconds: float) -> int:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from carpool.broker.redis.address import parse_broker_url
-from carpool.broker.redis.doctor import Doctor
-from carpool.broker.redis.doctor_checks import Finding, Wants
-from carpool.broker.redis.fleet_view import encode_beat
+from carpool.broker.redis.client.address import parse_broker_url
+from carpool.broker.redis.fleet.servers import Finding
+from carpool.broker.redis.fleet.view import encode_beat
 from carpool.broker.redis.keys import GROUP, Keys, Shard
+from carpool.tools.doctor import Doctor
+from carpool.tools.doctor_checks import Wants
 from support.redis_servers import RedisCluster, RedisServer, running_redis, running_sentinels
 
 CLEAN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from carpool.broker.redis.address import parse_broker_url
-from carpool.broker.redis.memory_watch import MemoryWatch, memory_facts, memory_fraction
-from carpool.broker.redis.nodes import Nodes
+from carpool.broker.redis.client.address import parse_broker_url
+from carpool.broker.redis.client.nodes import Nodes
+from carpool.broker.redis.fleet.memory import MemoryWatch, memory_facts, memory_fraction
 from support.processes import until
 from support.redis_servers import RedisCluster, RedisServer, running_redis
 

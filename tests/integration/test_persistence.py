@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from carpool.broker.redis.address import parse_broker_url
-from carpool.broker.redis.doctor import Doctor
-from carpool.broker.redis.doctor_checks import Finding, Wants
+from carpool.broker.redis.client.address import parse_broker_url
+from carpool.broker.redis.fleet.persistence import find_disks
+from carpool.broker.redis.fleet.servers import Finding, Inspection
 from carpool.broker.redis.keys import Keys
+from carpool.tools.doctor import Doctor
+from carpool.tools.doctor_checks import Wants
 from support.processes import running_role, until
 from support.redis_servers import RedisServer, running_cluster, running_redis
 
@@ -26,7 +28,7 @@ def start(url: str, cwd: Path, *command: str) -> "subprocess.CompletedProcess[st
 
 
 async def disks(url: str) -> list[Finding]:
-    return await Doctor(parse_broker_url(url), Keys("disks"), Wants(persistence="forbidden")).find_disks()
+    return await find_disks(Inspection(parse_broker_url(url), Keys("disks")))
 
 
 @pytest.mark.parametrize(

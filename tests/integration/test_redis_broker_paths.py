@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from carpool.broker.redis.address import parse_broker_url
-from carpool.broker.redis.front import RedisFront
+from carpool.broker.redis.client.address import parse_broker_url
+from carpool.broker.redis.client.nodes import Nodes
+from carpool.broker.redis.gateway.queue import RedisQueue
 from carpool.broker.redis.keys import Keys
-from carpool.broker.redis.nodes import Nodes
 from carpool.broker.redis.scripts import AUDIT
 from carpool.broker.redis.steps import Steps
 from carpool.core.clock import monotonic
@@ -300,38 +300,38 @@ async def test_who_pays_goes_first_wherever_it_waits(workshop: Workshop) -> None
     """Credentials have no tiers yet: a gateway's half of the broker in this process says who pays."""
     batches: list[list[str]] = []
     workshop.gpu.when_called = batches.append
-    async with gateway_half(workshop) as (front, witness):
+    async with gateway_half(workshop) as (queue, witness):
         async with workshop.busy_gpu():
             for number in range(2 * MAX_BATCH):
-                queue_request(front, witness, f"free-{number}", tier=2)
+                queue_request(queue, witness, f"free-{number}", tier=2)
                 if number % 8 == 7:
                     await asyncio.sleep(0)  # the next ones go to another shard
             await until(lambda: workshop.holds(2 * MAX_BATCH + 1, 1))
-            queue_request(front, witness, "enterprise", tier=0)
+            queue_request(queue, witness, "enterprise", tier=0)
             await until(lambda: workshop.holds(2 * MAX_BATCH + 2, 1))
-        await until(lambda: front.held == 0)
+        await until(lambda: queue.held == 0)
     workshop.gpu.when_called = lambda inputs: None
     assert "enterprise" in batches[1]
     assert all(isinstance(told, Output) for (told,) in witness.told.values())
 
 
 @asynccontextmanager
-async def gateway_half(workshop: Workshop) -> AsyncIterator[tuple[RedisFront, Witness]]:
-    fronts: list[RedisFront] = []
-    nodes = Nodes(parse_broker_url(workshop.server.url), changed=lambda: fronts[0].nodes_changed())
+async def gateway_half(workshop: Workshop) -> AsyncIterator[tuple[RedisQueue, Witness]]:
+    queues: list[RedisQueue] = []
+    nodes = Nodes(parse_broker_url(workshop.server.url), changed=lambda: queues[0].nodes_changed())
     bounds: dict[str, Any] = {"waiting_max": 10_000, "bytes_max": 10**9, "lanes_max": 100, "models": ["default"]}
-    front = RedisFront(Steps(nodes, workshop.keys), b"half", line_offsets_ms={}, **bounds)
-    fronts.append(front)
+    queue = RedisQueue(Steps(nodes, workshop.keys), b"half", line_offsets_ms={}, **bounds)
+    queues.append(queue)
     nodes.start()
     try:
-        await until(lambda: front.mode == "redis")
-        yield front, Witness()
+        await until(lambda: queue.mode == "redis")
+        yield queue, Witness()
     finally:
-        front.close()
+        queue.close()
         await nodes.close()
 
 
-def queue_request(front: RedisFront, witness: Witness, text: str, *, tier: int) -> None:
+def queue_request(queue: RedisQueue, witness: Witness, text: str, *, tier: int) -> None:
     value = json.dumps(text).encode()
     request = make_request(
         text,
@@ -343,7 +343,7 @@ def queue_request(front: RedisFront, witness: Witness, text: str, *, tier: int) 
         queue_timeout_s=NEVER_S,
         total_timeout_s=NEVER_S,
     )
-    assert front.submit(request) is None
+    assert queue.submit(request) is None
 
 
 # What operators see and do.

@@ -11,12 +11,14 @@ import msgspec
 import pytest
 
 from carpool.broker.redis import dead_letters as dead_letters_module
-from carpool.broker.redis.dead_letters import RedisDeadLetterBox, RedisDeadLetterDesk, letter_of
-from carpool.broker.redis.letter_bounds import LetterBounds
-from carpool.broker.redis.letters import IDS_A_MS
-from carpool.broker.redis.memory_watch import LETTERS_SHARE_MAX, SHARE_MAX, memory_facts, memory_fraction
+from carpool.broker.redis.batcher.results import TaskResults
+from carpool.broker.redis.dead_letters.bounds import LetterBounds
+from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
+from carpool.broker.redis.dead_letters.letters import IDS_A_MS, letter_of
+from carpool.broker.redis.fleet.memory import LETTERS_SHARE_MAX, SHARE_MAX, memory_facts, memory_fraction
+from carpool.broker.redis.gateway.dead_letters import RedisDeadLetterDesk
+from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.scripts import BURY
-from carpool.broker.redis.tasks import RedisTasks, TaskResults
 from carpool.core.dead_letter import DeadLetterSummary, SynchronousKept, dead_letter_causes
 from carpool.core.errors import (
     BrokerDown,

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from carpool.broker.redis import feed as feed_module
-from carpool.broker.redis.answers import UNCONFIRMED_MAX
-from carpool.broker.redis.dead_letters import RedisDeadLetterBox
-from carpool.broker.redis.feed import LOOKS_A_LEASE
-from carpool.broker.redis.records import ENTRY_FORMAT
+from carpool.broker.redis.batcher import feed as feed_module
+from carpool.broker.redis.batcher.feed import LOOKS_A_LEASE
+from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX
+from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
+from carpool.broker.redis.formats import ENTRY_FORMAT
+from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.steps import Steps
-from carpool.broker.redis.tasks import RedisTasks
 from carpool.broker.redis.terms import Head
 from carpool.core.clock import monotonic
 from carpool.core.errors import (
@@ -299,18 +299,18 @@ class TestWithoutMemory:
         await own_halves.until_entries(0)
         await batcher.until_confirmed()
         assert {await look(tasks, name) for name in names} == {"SUCCESS"}
-        assert batcher.answers.retries == 0
+        assert batcher.replies.retries == 0
         tasks.close()
 
     async def test_no_work_is_begun_whose_outcome_has_no_place(self, halves: Halves) -> None:
         """Outcomes that Redis does not take stay in memory."""
         gateway, batcher = await halves.gateway(), await halves.batcher(lease_ms=1500)  # by which it looks by itself
-        batcher.answers.unconfirmed = UNCONFIRMED_MAX + 1
+        batcher.replies.unconfirmed = UNCONFIRMED_MAX + 1
         gateway.submit("r")
         await halves.until_entries(1)
         await asyncio.sleep(0.1)
         assert batcher.feed.taken == 0
-        batcher.answers.unconfirmed = 0
+        batcher.replies.unconfirmed = 0
         await batcher.until_staged(1)
 
 
@@ -390,7 +390,7 @@ class TestOutcomes:
         await halves.client.set(key, "no hash")
         began = monotonic()
         batcher.answer(batcher.start_batch())
-        await until(lambda: batcher.answers.retries == 4)
+        await until(lambda: batcher.replies.retries == 4)
         assert monotonic() - began >= 0.65  # after 0.1, 0.3 and 0.7 s
         await halves.client.rename(key + b":aside", key)
         await batcher.until_confirmed()
@@ -414,7 +414,7 @@ class TestOutcomes:
         assert all(isinstance(outcome, InternalError) for outcome in harmed.values())
         assert isinstance((await other.until_told(1))["c"], Output)
         await batcher.until_confirmed()
-        assert await halves.number_of_entries() == batcher.answers.unconfirmed == 0
+        assert await halves.number_of_entries() == batcher.replies.unconfirmed == 0
 
 
 class TestLeases:
@@ -597,7 +597,7 @@ class TestWhoLeaves:
         gateway, batcher, other = await halves.gateway(), await halves.batcher(), await halves.batcher(b"b2", free=0)
         leaves, stays = gateway.submit("leaves", "stays")
         await batcher.until_staged(2)
-        gateway.front.cancel(leaves)
+        gateway.queue.cancel(leaves)
         await until(lambda: batcher.broker.depth == 1)
         batch = batcher.start_batch()
         assert [request.id for request in batch] == ["stays"]
@@ -614,7 +614,7 @@ class TestWhoLeaves:
         (leaves,) = gateway.submit("leaves")
         await batcher.until_staged(1)
         (running,) = batcher.start_batch()
-        gateway.front.cancel(leaves)
+        gateway.queue.cancel(leaves)
         await until(lambda: running.phase == leaves.phase)  # DONE: a retry would drop it
         batcher.answer([running])
         await batcher.until_confirmed()
@@ -626,7 +626,7 @@ class TestWhoLeaves:
         (request,) = gateway.submit("r", queue_timeout_s=0.05)
         await batcher.until_staged(1)
         await asyncio.sleep(0.06)
-        gateway.front.expire(monotonic())
+        gateway.queue.expire(monotonic())
         await gateway.nodes.ask(0, b"PING")
         await batcher.nodes.ask(0, b"PING")
         batcher.answer(batcher.start_batch())

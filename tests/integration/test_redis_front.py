@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from carpool.broker.redis.records import REPLY_FORMAT, CallRecord, Reply, encode_reply
+from carpool.broker.redis.formats import REPLY_FORMAT, CallRecord, Reply, encode_reply
 from carpool.core.errors import BrokerDown, QueueFull
 from carpool.core.outcome import Output
 from support.processes import until
@@ -45,7 +45,7 @@ async def queued(halves: Halves, gateway: Gateway, *names: str, **options: Any) 
     before = await halves.number_of_entries()
     gateway.submit(*names, **options)
     await halves.until_entries(before + len(names))
-    await until(lambda: all(request.held_by.entry_ids for request in gateway.front._parked.values()))
+    await until(lambda: all(request.held_by.entry_ids for request in gateway.queue._parked.values()))
 
 
 class TestConnections:
@@ -61,7 +61,7 @@ class TestConnections:
         batcher.serve()
         told = await gateway.until_told(len(NAMES))
         assert all(isinstance(outcome, Output) for outcome in told.values())
-        assert (gateway.front.sent_again, gateway.front.late_outcomes, gateway.front.held) == (0, 0, 0)
+        assert (gateway.queue.sent_again, gateway.queue.late_outcomes, gateway.queue.held) == (0, 0, 0)
         await own_halves.until_entries(0)
 
     async def test_nothing_piles_up_while_redis_is_away(self, own_halves: Halves) -> None:
@@ -71,7 +71,7 @@ class TestConnections:
         own_halves.server.kill()
         await gateway.until_mode("down")
         await asyncio.sleep(OUTAGE_S)
-        assert (gateway.front.held, gateway.front._strays) == (len(NAMES), [])
+        assert (gateway.queue.held, gateway.queue._strays) == (len(NAMES), [])
 
     async def test_what_is_handed_on_is_withdrawn(self, own_halves: Halves) -> None:
         """Only the reader of replies is lost: the entries would be done here and by a batcher."""
@@ -79,11 +79,11 @@ class TestConnections:
         await queued(own_halves, gateway, *NAMES)
         await own_halves.cut(READER)
         await gateway.until_mode("direct")
-        local = gateway.front._local
+        local = gateway.queue._local
         assert local is not None and local.depth == len(NAMES)
         await gateway.until_mode("redis")
         await own_halves.until_entries(0)
-        assert gateway.front._strays == []
+        assert gateway.queue._strays == []
 
     async def test_what_is_handed_on_while_it_is_under_way_is_withdrawn(self, own_halves: Halves) -> None:
         """Its entry's id is known only later."""
@@ -101,8 +101,8 @@ class TestConnections:
         await queued(own_halves, gateway, *NAMES)
         await own_halves.cut()
         await gateway.until_mode("down")
-        leaver = next(iter(gateway.front._parked.values()))
-        gateway.front.cancel(leaver)
+        leaver = next(iter(gateway.queue._parked.values()))
+        gateway.queue.cancel(leaver)
         await gateway.until_mode("redis")
         await own_halves.until_entries(len(NAMES) - 1)
         assert leaver.id not in {entry.request_id for entry in await own_halves.entries()}
@@ -116,8 +116,8 @@ class TestConnections:
             gateway = await halves.gateway()
             await queued(halves, gateway, *NAMES)
             server.stop()
-            leaver = next(iter(gateway.front._parked.values()))
-            gateway.front.cancel(leaver)
+            leaver = next(iter(gateway.queue._parked.values()))
+            gateway.queue.cancel(leaver)
             await gateway.until_mode("down")
             server.kill()
             await server.restart()
@@ -163,11 +163,11 @@ class TestQueueing:
         async with open_halves(redis_server, shards=2) as halves:
             gateway = await halves.gateway()
             await queued(halves, gateway, "r")
-            (entry,), (request,) = await halves.entries(), gateway.front._parked.values()
+            (entry,), (request,) = await halves.entries(), gateway.queue._parked.values()
             monkeypatch.setattr(gateway.nodes, "is_up", lambda slot: slot != entry.shard.slot)
-            gateway.front.nodes_changed()
-            gateway.front.reply_came(reply_to(request.number))
-            assert gateway.front.sent_again == 1
+            gateway.queue.nodes_changed()
+            gateway.queue.reply_came(reply_to(request.number))
+            assert gateway.queue.sent_again == 1
             await gateway.nodes.ask(0, b"PING")  # whatever was sent in that turn has been done
             assert [(left.shard, left.input) for left in await halves.entries()] == [(entry.shard, b'"x"')]
             assert isinstance(gateway.outcomes()["r"], Output)
@@ -187,8 +187,8 @@ class TestQueueing:
         gateway = await halves.gateway(waiting_max=bound)
         for number in range(bound):
             await queued(halves, gateway, f"r{number}")
-        for request in list(gateway.front._parked.values()):
-            gateway.front.cancel(request)
+        for request in list(gateway.queue._parked.values()):
+            gateway.queue.cancel(request)
         await halves.until_entries(0)
         await queued(halves, gateway, "tells")
         before = gateway.nodes.runs["submit"]
@@ -222,7 +222,7 @@ class TestReplies:
 
         gateway = await halves.gateway(task_finished=refuse)
         await queued(halves, gateway, "r")
-        (request,) = gateway.front._parked.values()
+        (request,) = gateway.queue._parked.values()
         stream = halves.keys.replies(b"g1")
         finished = Reply(REPLY_FORMAT, [], [], [], ["task"])
         async with halves.client.pipeline() as together:  # both are read at once

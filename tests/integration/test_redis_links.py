@@ -15,11 +15,20 @@ import hiredis
 import pytest
 import uvloop
 
-from carpool.broker.redis.address import parse_broker_url
-from carpool.broker.redis.link import TICKS_PER_TIMEOUT, Command, CommandLink, Entry
-from carpool.broker.redis.nodes import Link, Lost, Nodes, NotSent, RedisFailure, Refused, parse_redirection
-from carpool.broker.redis.scripts import Script
-from carpool.broker.redis.topology import SlotRange, parse_slots
+from carpool.broker.redis.client.address import parse_broker_url
+from carpool.broker.redis.client.link import (
+    TICKS_PER_TIMEOUT,
+    Command,
+    CommandLink,
+    Entry,
+    Link,
+    Lost,
+    NotSent,
+    RedisFailure,
+    Refused,
+)
+from carpool.broker.redis.client.nodes import Nodes, Script, parse_redirection
+from carpool.broker.redis.client.topology import SlotRange, parse_slots
 from carpool.testing import FakeClock
 from support.processes import PATIENCE_S, last_connections_begin, until
 from support.redis_servers import HOST, RedisServer, free_port, running_redis
@@ -553,7 +562,7 @@ class FakeRedis(Listener):
 
     def __init__(self) -> None:
         super().__init__()
-        self.answers: dict[bytes, bytes] = {}
+        self.replies: dict[bytes, bytes] = {}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         parser = hiredis.Reader()
@@ -561,34 +570,34 @@ class FakeRedis(Listener):
             while data := await reader.read(65536):
                 parser.feed(data)
                 while (command := parser.gets()) is not False:
-                    writer.write(self.answers.get(command[0], b"+OK\r\n"))
+                    writer.write(self.replies.get(command[0], b"+OK\r\n"))
         await close(writer)
 
 
 async def test_a_server_that_loads_its_data_is_not_up() -> None:
     server = FakeRedis()
-    server.answers[b"PING"] = b"-LOADING Redis is loading the dataset in memory\r\n"
+    server.replies[b"PING"] = b"-LOADING Redis is loading the dataset in memory\r\n"
     async with server.running() as url:
         nodes = Nodes(parse_broker_url(url))
         nodes.start()
         await until(lambda: "LOADING" in nodes.trouble)
         assert not nodes.is_up(0)
-        del server.answers[b"PING"]
+        del server.replies[b"PING"]
         await until(lambda: nodes.is_up(0))
         # One that begins to load while it is in use.
-        server.answers[b"GET"] = server.answers[b"PING"] = b"-LOADING Redis is loading the dataset in memory\r\n"
+        server.replies[b"GET"] = server.replies[b"PING"] = b"-LOADING Redis is loading the dataset in memory\r\n"
         got, echoed = await answers_of(nodes, 0, [(b"GET", b"k"), (b"ECHO", b"k")])
         assert isinstance(got, Refused) and got.code == "LOADING"
         assert echoed == b"OK", "what was pending on the connection still gets its own reply"
         assert not nodes.is_up(0)
-        del server.answers[b"PING"]
+        del server.replies[b"PING"]
         await until(lambda: nodes.is_up(0))
         await nodes.close()
 
 
 async def test_a_server_without_room_for_another_client() -> None:
     server = FakeRedis()
-    server.answers[b"CLIENT"] = b"-ERR max number of clients reached\r\n"
+    server.replies[b"CLIENT"] = b"-ERR max number of clients reached\r\n"
     async with server.running() as url:
         nodes = Nodes(parse_broker_url(url))
         nodes.start()
@@ -630,7 +639,7 @@ class CuttingProxy(Listener):
 async def test_no_reply_reaches_another_caller_whatever_is_cut(
     seed: int, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("carpool.broker.redis.node.PAUSE_S_MAX", 0.05)
+    monkeypatch.setattr("carpool.broker.redis.client.node.PAUSE_S_MAX", 0.05)
     dice = random.Random(seed)
     proxy = CuttingProxy(redis_server.port, dice)
     answers: dict[int, Any] = {}

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import pytest
 
-from carpool.broker.redis.address import parse_broker_url
-from carpool.broker.redis.fleet_view import fleet_page
+from carpool.broker.redis.client.address import parse_broker_url
+from carpool.broker.redis.client.nodes import Nodes
+from carpool.broker.redis.fleet.registry import Registry
+from carpool.broker.redis.fleet.view import fleet_page
 from carpool.broker.redis.keys import Keys
-from carpool.broker.redis.nodes import Nodes
-from carpool.broker.redis.registry import Registry
 from support.processes import until
 from support.redis_servers import RedisCluster, RedisServer, running_redis
 

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from carpool.broker.redis.records import encode_value
+from carpool.broker.redis.formats import encode_value
 from support.redis_servers import RedisServer
 from support.redis_shard import LETTER_PREFIX_BYTES, START_MS, TASK_BYTES, Budget, Entry, ShardBench
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import redis
 
+from carpool.broker.redis.formats import encode_value
 from carpool.broker.redis.keys import Keys
-from carpool.broker.redis.records import encode_value
 from support.gateway import eventually
 from support.processes import PATIENCE_S
 from support.redis_servers import RedisCluster, RedisServer, running_redis

@@ -11,12 +11,13 @@ from unittest.mock import ANY
 
 import pytest
 
-from carpool.broker.redis import removals as removals_module
-from carpool.broker.redis import submissions as submissions_module
-from carpool.broker.redis import tasks as tasks_module
-from carpool.broker.redis.nodes import Nodes
+from carpool.broker.redis.batcher.results import TaskResults
+from carpool.broker.redis.client.nodes import Nodes
+from carpool.broker.redis.gateway import task_intake as intake_module
+from carpool.broker.redis.gateway import task_removals as removals_module
+from carpool.broker.redis.gateway import tasks as tasks_module
+from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.steps import Steps
-from carpool.broker.redis.tasks import RedisTasks, TaskResults
 from carpool.core.errors import (
     BrokerDown,
     BrokerMemoryFull,
@@ -133,7 +134,7 @@ async def test_tasks_of_many_owners_lanes_and_tiers_keep_what_is_theirs(office: 
 
 
 async def test_more_tasks_than_one_flush_takes(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submissions_module, "TASKS_A_FLUSH_MAX", 3)
+    monkeypatch.setattr(intake_module, "TASKS_A_FLUSH_MAX", 3)
     assert await submit_all(office, office.gateway(), 10) == [None] * 10
     assert len(await office.take()) == 10
 
@@ -206,7 +207,7 @@ async def test_tasks_go_to_the_shards_that_are_for_them(office: Office, monkeypa
 
 
 async def test_a_flush_does_not_fill_one_shard(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submissions_module, "FLUSH_BYTES_MAX", 10)
+    monkeypatch.setattr(intake_module, "FLUSH_BYTES_MAX", 10)
     tasks, requests = office.gateway(), [office.request(b'"12345678"') for _ in range(20)]
     ids = [request.id for request in requests]
     answers = await asyncio.gather(*(told(partial(tasks.submit, request)) for request in requests))
@@ -228,11 +229,11 @@ async def test_lanes_are_bounded_but_not_for_those_without_parameters(redis_serv
 
 
 async def test_what_collects_is_bounded(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submissions_module, "COLLECTED_MAX", 3)
+    monkeypatch.setattr(intake_module, "COLLECTED_MAX", 3)
     answers = await submit_all(office, office.gateway(), 5)
     assert answers[:3] == [None] * 3
     assert [type(answer) for answer in answers[3:]] == [QueueFull] * 2
-    monkeypatch.setattr(submissions_module, "COLLECTED_BYTES_MAX", 2)
+    monkeypatch.setattr(intake_module, "COLLECTED_BYTES_MAX", 2)
     assert isinstance((await submit_all(office, office.gateway(), 3))[2], QueueFull)
 
 

@@ -12,9 +12,9 @@ import pytest
 import pytest_asyncio
 from redis.crc import key_slot
 
-from carpool.broker.redis.address import parse_broker_url
-from carpool.broker.redis.nodes import Link, Nodes, RedisFailure
-from carpool.broker.redis.scripts import Script
+from carpool.broker.redis.client.address import parse_broker_url
+from carpool.broker.redis.client.link import Link, RedisFailure
+from carpool.broker.redis.client.nodes import Nodes, Script
 from support.processes import PATIENCE_S, until
 from support.redis_servers import HOST, RedisCluster, RedisServer, running_cluster, running_sentinels
 

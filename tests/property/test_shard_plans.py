@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from carpool.broker.redis.batcher.shards import ShardView, is_scarce, plan_reads
 from carpool.broker.redis.keys import Keys
-from carpool.broker.redis.shard_view import ShardView, is_scarce, plan_reads
 from carpool.broker.redis.terms import Budget, Head
 
 SHARDS = Keys().shards

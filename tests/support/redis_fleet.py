@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Self
 
 import redis.asyncio
 
+from carpool.broker.redis.formats import decode_value
 from carpool.broker.redis.keys import GROUP, Keys
-from carpool.broker.redis.records import decode_value
 from support.checker import Checker
 from support.client import Connection, ConnectionBrokenError, Response, ask_once, inference_body
 from support.processes import GatewayProcess, start_role, until

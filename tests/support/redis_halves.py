@@ -15,19 +15,19 @@ import msgspec
 import redis.asyncio
 
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.redis.address import parse_broker_url
-from carpool.broker.redis.answers import Answers
-from carpool.broker.redis.dead_letters import RedisDeadLetterBox
-from carpool.broker.redis.feed import Feed
-from carpool.broker.redis.front import RedisFront
+from carpool.broker.redis.batcher.feed import Feed
+from carpool.broker.redis.batcher.replies import ReplyWriter
+from carpool.broker.redis.batcher.results import TaskResults
+from carpool.broker.redis.client.address import parse_broker_url
+from carpool.broker.redis.client.link import Link, OnReply
+from carpool.broker.redis.client.node import Reader
+from carpool.broker.redis.client.nodes import Nodes, Script
+from carpool.broker.redis.dead_letters.bounds import LetterBounds
+from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
+from carpool.broker.redis.formats import decode_value
+from carpool.broker.redis.gateway.queue import RedisQueue
 from carpool.broker.redis.keys import GROUP, Keys, Shard, line_name
-from carpool.broker.redis.letter_bounds import LetterBounds
-from carpool.broker.redis.link import OnReply
-from carpool.broker.redis.nodes import Link, Nodes, Reader
-from carpool.broker.redis.records import decode_value
-from carpool.broker.redis.scripts import Script
 from carpool.broker.redis.steps import Steps
-from carpool.broker.redis.tasks import TaskResults
 from carpool.core.clock import monotonic
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import CallFacts, Outcome, Output
@@ -105,7 +105,7 @@ class WatchedNodes(Nodes):
 
 
 class SlotsModel:
-    """A model with as many free slots as a test says (carpool.broker.redis.feed.FedModel)."""
+    """A model with as many free slots as a test says (carpool.broker.redis.batcher.feed.FedModel)."""
 
     def __init__(self, free: int, largest: int) -> None:
         self.name = MODEL
@@ -130,9 +130,9 @@ class SlotsModel:
 class Gateway:
     """Where clients wait."""
 
-    def __init__(self, nodes: WatchedNodes, front: RedisFront) -> None:
+    def __init__(self, nodes: WatchedNodes, queue: RedisQueue) -> None:
         self.nodes = nodes
-        self.front = front
+        self.queue = queue
         self.witness = Witness()
 
     def request(self, name: str, **options: Any) -> Request:
@@ -143,7 +143,7 @@ class Gateway:
     def submit(self, *names: str, **options: Any) -> list[Request]:
         """Let requests in, in one turn of the event loop."""
         requests = [self.request(name, **options) for name in names]
-        assert [self.front.submit(request) for request in requests] == [None] * len(names)
+        assert [self.queue.submit(request) for request in requests] == [None] * len(names)
         return requests
 
     def outcomes(self) -> dict[str, Outcome]:
@@ -158,19 +158,19 @@ class Gateway:
         return self.outcomes()
 
     async def until_mode(self, mode: str) -> None:
-        await until(lambda: self.front.mode == mode)
+        await until(lambda: self.queue.mode == mode)
 
 
 class Batcher:
     """Where a GPU is."""
 
     def __init__(
-        self, nodes: WatchedNodes, feed: Feed, broker: MemoryBroker, answers: Answers, model: SlotsModel
+        self, nodes: WatchedNodes, feed: Feed, broker: MemoryBroker, replies: ReplyWriter, model: SlotsModel
     ) -> None:
         self.nodes = nodes
         self.feed = feed
         self.broker = broker
-        self.answers = answers
+        self.replies = replies
         self.model = model
 
     async def until_staged(self, number: int) -> None:
@@ -197,7 +197,7 @@ class Batcher:
 
     async def until_confirmed(self) -> None:
         """Wait until Redis has every outcome."""
-        assert await self.answers.finish(PATIENCE_S)
+        assert await self.replies.finish(PATIENCE_S)
 
 
 class QueueEntry(msgspec.Struct, frozen=True):
@@ -236,20 +236,20 @@ class Halves:
 
     async def gateway(self, name: bytes = b"g1", *, with_upstream: bool = False, **options: Any) -> Gateway:
         """One that is connected; with an upstream of its own it can do without Redis."""
-        fronts: list[RedisFront] = []
+        queues: list[RedisQueue] = []
 
         def changed() -> None:
-            for front in fronts:
-                front.nodes_changed()
+            for queue in queues:
+                queue.nodes_changed()
 
         nodes = self._connect(changed)
         settings: dict[str, Any] = {"waiting_max": 100_000, "bytes_max": 10**9, "lanes_max": 64, **options}
         local = local_broker() if with_upstream else None
         settings |= {"line_offsets_ms": LINE_OFFSETS_MS}
-        front = RedisFront(Steps(nodes, self.keys), name, models=[MODEL], local=local, **settings)
-        fronts.append(front)
-        self._opened.callback(front.close)
-        gateway = Gateway(nodes, front)
+        queue = RedisQueue(Steps(nodes, self.keys), name, models=[MODEL], local=local, **settings)
+        queues.append(queue)
+        self._opened.callback(queue.close)
+        gateway = Gateway(nodes, queue)
         await gateway.until_mode("redis")
         return gateway
 
@@ -263,17 +263,17 @@ class Halves:
         steps = Steps(nodes, self.keys)
         bounds: LetterBounds = options.pop("letter_bounds", None) or letter_bounds()
         results = TaskResults(steps, result_ttl_ms=60_000, letter_bounds=bounds)
-        answers = Answers(steps, results, name)
+        replies = ReplyWriter(steps, results, name)
         letters = RedisDeadLetterBox(steps, bounds=bounds)
         settings: dict[str, Any] = {"lease_ms": NEVER_MS, **options}
         settings |= {"lines": list(LINE_OFFSETS_MS), "tier_target_s": TARGETS_S, "letter_bounds": bounds}
-        feed = Feed(steps, name, broker, answers, letters, [model], **settings)
+        feed = Feed(steps, name, broker, replies, letters, [model], **settings)
         self._opened.callback(feed.close)
         if started:
             feed.start()
             self._listeners += 1
             await until_seen(self._are_bells_heard)
-        return Batcher(nodes, feed, broker, answers, model)
+        return Batcher(nodes, feed, broker, replies, model)
 
     async def entries(self) -> list[QueueEntry]:
         """Everything in the queue."""

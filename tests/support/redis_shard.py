@@ -8,8 +8,9 @@ from uuid import uuid4
 import msgspec
 import redis
 
+from carpool.broker.redis.client.nodes import Script
+from carpool.broker.redis.formats import encode_value
 from carpool.broker.redis.keys import Keys
-from carpool.broker.redis.records import encode_value
 from carpool.broker.redis.scripts import (
     ARRIVED,
     BURY,
@@ -26,7 +27,6 @@ from carpool.broker.redis.scripts import (
     SUBMIT,
     SWEEP,
     TAKE,
-    Script,
 )
 from support.processes import PATIENCE_S
 from support.redis_servers import HOST

@@ -9,16 +9,17 @@ from typing import Any
 
 import msgspec
 
-from carpool.broker.redis.address import parse_broker_url
-from carpool.broker.redis.dead_letters import letter_of
+from carpool.broker.redis.batcher.results import TaskResults
+from carpool.broker.redis.client.address import parse_broker_url
+from carpool.broker.redis.client.nodes import Nodes
+from carpool.broker.redis.dead_letters.bounds import LetterBounds
+from carpool.broker.redis.dead_letters.letters import letter_of
+from carpool.broker.redis.formats import FAILED, SUCCESS, Header, Reply, decode_header, decode_value
+from carpool.broker.redis.gateway.replies import ReplyReader
+from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import Keys, Shard
-from carpool.broker.redis.letter_bounds import LetterBounds
-from carpool.broker.redis.nodes import Nodes
-from carpool.broker.redis.records import Header, Reply, decode_header, decode_value
-from carpool.broker.redis.replies import ReplyReader
 from carpool.broker.redis.scripts import TAKE
 from carpool.broker.redis.steps import Steps
-from carpool.broker.redis.tasks import FAILED, SUCCESS, RedisTasks, TaskResults
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Output
 from carpool.core.problem import problem_json

@@ -3,7 +3,7 @@
 import pytest
 from rich.pretty import pretty_repr
 
-from carpool.broker.redis.address import BadBrokerUrlError, BrokerAddress, parse_broker_url
+from carpool.broker.redis.client.address import BadBrokerUrlError, BrokerAddress, parse_broker_url
 
 SECRET = "hunter2-canary"
 

@@ -4,16 +4,14 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from carpool.broker.redis.doctor_checks import (
-    Finding,
-    Level,
-    NodeFacts,
+from carpool.broker.redis.fleet.servers import Finding, Level, NodeFacts, check_cluster, check_sentinels, parse_info
+from carpool.broker.redis.fleet.view import Beat, FleetView, Member, ModelBeat
+from carpool.tools.doctor_checks import (
     ReplyStream,
     ShardFacts,
     StreamFacts,
     check_answers,
     check_clock,
-    check_cluster,
     check_counts,
     check_fleet,
     check_groups,
@@ -24,15 +22,12 @@ from carpool.broker.redis.doctor_checks import (
     check_replicas,
     check_reply_streams,
     check_role,
-    check_sentinels,
     check_unlisted,
     check_version,
     check_waiting,
     merged,
-    parse_info,
     worst,
 )
-from carpool.broker.redis.fleet_view import Beat, FleetView, Member, ModelBeat
 
 GIB = 2**30
 

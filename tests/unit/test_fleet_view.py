@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from carpool.broker.redis.fleet_view import (
+from carpool.broker.redis.fleet.view import (
     BEAT_BYTES_MAX,
     ENDPOINTS_MAX,
     MEMBERS_MAX,

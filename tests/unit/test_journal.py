@@ -16,14 +16,8 @@ import pytest
 
 from carpool.broker import journal as journal_module
 from carpool.broker import journal_store, journal_writer
-from carpool.broker.journal import (
-    DeadLetter,
-    Journal,
-    JournalLocked,
-    JournalUnusable,
-    TaskRecord,
-    TaskResult,
-)
+from carpool.broker.journal import Journal
+from carpool.broker.journal_records import DeadLetter, JournalLocked, JournalUnusable, TaskRecord, TaskResult
 from carpool.core.dead_letter import DeadLetterSummary, StoredDeadLetter
 from carpool.core.errors import JournalFailed, NotFound, QueueFull
 from carpool.core.task import StoredTask

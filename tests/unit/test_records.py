@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carpool.broker.redis.records import (
+from carpool.broker.redis.formats import (
     ENTRY_FORMAT,
     Header,
     UnknownFormatError,

@@ -10,7 +10,8 @@ import pytest
 
 from carpool.broker.journal import Journal
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.tasks import Poll, Tasks
+from carpool.broker.polls import Poll
+from carpool.broker.tasks import Tasks
 from carpool.core.errors import (
     CarpoolError,
     DeadlineExceeded,

@@ -7,7 +7,6 @@
 4. A task that the upstream failed is also a dead letter: kept with its input for a person to look at.
 """
 
-import asyncio
 import time
 from collections.abc import Callable
 
@@ -16,6 +15,7 @@ import msgspec
 from carpool.broker.journal import Journal
 from carpool.broker.journal_records import DeadLetter, TaskRecord, TaskResult
 from carpool.broker.memory import MemoryBroker
+from carpool.broker.polls import Answer, Poll, Polls, no_such_task
 from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import is_dead_letter
 from carpool.core.errors import CarpoolError, ClientLeft, Draining, QueueFull, UnknownModel, UnknownTask
@@ -24,25 +24,12 @@ from carpool.core.problem import code_of, problem_json
 from carpool.core.request import Request, RequestState, state_of
 from carpool.core.task import StoredTask
 
-# Returns False if nobody was there to read it.
-Answer = Callable[[StoredTask | CarpoolError], bool | None]
-
-
-class Poll(msgspec.Struct, eq=False):
-    """Somebody who waits for a task's outcome."""
-
-    task_id: str
-    answer: Answer
-    forget: bool
-    timer: asyncio.TimerHandle | None = None
-
 
 class LiveTask(msgspec.Struct, eq=False):
     """A task without an outcome."""
 
     request: Request
     submitted_wall: float
-    polls: list[Poll] = msgspec.field(default_factory=list)
 
 
 class Tasks:
@@ -64,6 +51,7 @@ class Tasks:
         self._waiting_max = waiting_max
         self._clock = clock
         self._live: dict[str, LiveTask] = {}
+        self._polls = Polls(self._waited_enough)
         # While true, accepted tasks go to the journal alone: the next process runs them.
         self.draining = False
 
@@ -175,8 +163,7 @@ class Tasks:
         elif wait_s <= 0 or self.draining:
             answer(self._pending(task))
         else:
-            poll.timer = asyncio.get_running_loop().call_later(wait_s, self._waited_enough, poll)
-            task.polls.append(poll)
+            self._polls.wait(poll, wait_s)
         return poll
 
     def state(self, task_id: str, answer: Callable[[RequestState | CarpoolError | None], None]) -> None:
@@ -198,12 +185,7 @@ class Tasks:
 
     def leave(self, poll: Poll) -> None:
         """Whoever waited has left."""
-        if poll.timer is not None:
-            poll.timer.cancel()
-            poll.timer = None
-            task = self._live.get(poll.task_id)
-            if task is not None:
-                task.polls.remove(poll)
+        self._polls.leave(poll)
 
     def delete(self, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
         """Cancel a waiting task, discard the result of a running one, forget a finished one.
@@ -218,7 +200,7 @@ class Tasks:
             task = self._live.pop(task_id, None)
             if task is not None:
                 self._broker.cancel(task.request)
-                self._answer_polls(task, UnknownTask("the task was deleted"))
+                self._answer_polls(task_id, UnknownTask("the task was deleted"))
             done(None if found else no_such_task())
 
         self._journal.delete(task_id, deleted)
@@ -228,44 +210,26 @@ class Tasks:
         self.draining = True
         for task in list(self._live.values()):
             self._broker.withdraw(task.request)
-            self._answer_polls(task, self._pending(task))
+            self._answer_polls(task.request.id, self._pending(task))
 
     def _finished(self, task_id: str) -> None:
         """The outcome is safe: from now on the journal answers."""
-        task = self._live.pop(task_id, None)
-        if task is None:
-            return
-        for poll in self._take_polls(task):
+        self._live.pop(task_id, None)
+        for poll in self._polls.take(task_id):
             self._read(poll)
 
     def _read(self, poll: Poll) -> None:
         def found(stored: StoredTask | CarpoolError | None) -> None:
-            was_read = poll.answer(no_such_task() if stored is None else stored) is not False
-            # Only now: a reader that hung up meanwhile must be able to come back for it.
-            if poll.forget and was_read and isinstance(stored, StoredTask) and stored.status != "PENDING":
-                self._journal.delete(poll.task_id, lambda _: None)
+            poll.tell(stored, lambda: self._journal.delete(poll.task_id, lambda _: None))
 
         self._journal.read(poll.task_id, found)
 
     def _waited_enough(self, poll: Poll) -> None:
-        task = self._live.get(poll.task_id)
-        if poll.timer is not None and task is not None:
-            poll.timer = None
-            task.polls.remove(poll)
-            poll.answer(self._pending(task))
+        poll.answer(self._pending(self._live[poll.task_id]))
 
-    def _answer_polls(self, task: LiveTask, answer: StoredTask | CarpoolError) -> None:
-        for poll in self._take_polls(task):
+    def _answer_polls(self, task_id: str, answer: StoredTask | CarpoolError) -> None:
+        for poll in self._polls.take(task_id):
             poll.answer(answer)
-
-    def _take_polls(self, task: LiveTask) -> list[Poll]:
-        """Whoever waits for the task, no longer until a time."""
-        polls, task.polls = task.polls, []
-        for poll in polls:
-            if poll.timer is not None:
-                poll.timer.cancel()
-                poll.timer = None
-        return polls
 
     def _pending(self, task: LiveTask) -> StoredTask:
         return StoredTask(task.request.id, task.request.owner, "PENDING", None, None, task.submitted_wall)
@@ -274,8 +238,3 @@ class Tasks:
 def latency_ms(task: StoredTask) -> float:
     """From the submission of a finished task to its result."""
     return round((task.timestamp_wall - task.submitted_wall) * 1000, 2)
-
-
-def no_such_task() -> UnknownTask:
-    """What is told of a task that never was, has expired, was deleted, or is somebody else's: always the same."""
-    return UnknownTask("there is no such task, or its result has expired; results are kept for a limited time")

@@ -13,7 +13,7 @@ from carpool.config import broker_address, load_settings, require_broker
 from carpool.settings import Settings
 
 if TYPE_CHECKING:
-    from carpool.broker.redis.doctor_checks import Finding
+    from carpool.broker.redis.fleet.servers import Finding
 
 EXIT_PROBLEMS = 1
 EPILOG = """\
@@ -60,9 +60,9 @@ def doctor(
 
 async def _examine(settings: Settings, *, mend: bool) -> "list[Finding]":
     # Here, so that the other commands do not pay for it.
-    from carpool.broker.redis.doctor import Doctor
-    from carpool.broker.redis.doctor_checks import Wants
     from carpool.broker.redis.keys import Keys
+    from carpool.tools.doctor import Doctor
+    from carpool.tools.doctor_checks import Wants
 
     broker = settings.broker
     wants = Wants(
@@ -78,7 +78,7 @@ async def _examine(settings: Settings, *, mend: bool) -> "list[Finding]":
 def _print_json(findings: "Sequence[Finding]") -> None:
     import msgspec
 
-    from carpool.broker.redis.doctor_checks import worst
+    from carpool.tools.doctor_checks import worst
 
     report = {"status": worst(findings), "findings": msgspec.to_builtins(findings)}
     typer.echo(json_module.dumps(report, indent=2))

@@ -25,10 +25,10 @@ evenly, they share the shards evenly.
 from hashlib import blake2b
 
 import msgspec
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS as SLOTS
 from redis.crc import key_slot
 
 SHARDS_MAX = 16
-SLOTS = 16384
 GROUP = b"batchers"
 
 

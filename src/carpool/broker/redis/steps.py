@@ -7,9 +7,9 @@ sends, `done` is called once: a reply that cannot be understood is a failure lik
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from carpool.broker.redis.client.link import RedisFailure, ignore, pack_beginning, pack_rest
+from carpool.broker.redis.client.nodes import Nodes, Script
 from carpool.broker.redis.keys import GROUP, Keys, Shard
-from carpool.broker.redis.link import ignore, pack_beginning, pack_rest
-from carpool.broker.redis.nodes import Nodes, RedisFailure
 from carpool.broker.redis.scripts import (
     ARRIVED,
     BURY,
@@ -30,7 +30,6 @@ from carpool.broker.redis.scripts import (
     SUBMIT,
     SWEEP,
     TAKE,
-    Script,
 )
 from carpool.broker.redis.terms import Budget, Head, Line, View
 

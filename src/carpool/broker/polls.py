@@ -1,0 +1,97 @@
+"""Long polls: who waits at this process for the outcomes of tasks, wherever these are kept."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from carpool.core.errors import CarpoolError, UnknownTask
+from carpool.core.task import StoredTask
+
+# Returns False if nobody was there to read it.
+Answer = Callable[[StoredTask | CarpoolError], bool | None]
+
+
+class Poll(msgspec.Struct, eq=False):
+    """Somebody who wants to know what became of a task."""
+
+    task_id: str
+    answer: Answer
+    forget: bool
+    # None for one that does not wait, or no longer.
+    timer: asyncio.TimerHandle | None = None
+    has_left: bool = False
+
+    def tell(self, found: StoredTask | CarpoolError | None, forget: Callable[[], object]) -> None:
+        """Answer with what was found; `forget` is called if the task is to be forgotten with that."""
+        if self.has_left:
+            return
+        was_read = self.answer(no_such_task() if found is None else found) is not False
+        # Only now: a reader that hung up meanwhile must be able to come back for it.
+        if self.forget and was_read and isinstance(found, StoredTask) and found.status != "PENDING":
+            forget()
+
+
+class Polls:
+    """Those who wait, by task."""
+
+    def __init__(self, waited_enough: Callable[[Poll], None]) -> None:
+        self._waited_enough = waited_enough
+        self._waiting: dict[str, list[Poll]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Polls {sum(map(len, self._waiting.values()))}>"
+
+    def __iter__(self) -> Iterator[str]:
+        """The tasks for which somebody waits."""
+        return iter(self._waiting)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, task_id: str) -> bool:
+        return task_id in self._waiting
+
+    def wait(self, poll: Poll, seconds: float) -> None:
+        """Let somebody wait, not longer than this."""
+        poll.timer = asyncio.get_running_loop().call_later(seconds, self._time_is_over, poll)
+        self._waiting.setdefault(poll.task_id, []).append(poll)
+
+    def remove(self, poll: Poll) -> bool:
+        """It need not be answered when the outcome comes; false if it did not wait."""
+        if poll.timer is None:
+            return False
+        poll.timer.cancel()
+        poll.timer = None
+        polls = self._waiting[poll.task_id]
+        polls.remove(poll)
+        if not polls:
+            del self._waiting[poll.task_id]
+        return True
+
+    def leave(self, poll: Poll) -> None:
+        """Whoever waited has left."""
+        poll.has_left = True
+        self.remove(poll)
+
+    def take(self, task_id: str) -> list[Poll]:
+        """Whoever waits for a task, no longer until a time."""
+        polls = self._waiting.pop(task_id, [])
+        for poll in polls:
+            if poll.timer is not None:
+                poll.timer.cancel()
+                poll.timer = None
+        return polls
+
+    def take_all(self) -> list[Poll]:
+        """Whoever waits."""
+        return [poll for task_id in list(self._waiting) for poll in self.take(task_id)]
+
+    def _time_is_over(self, poll: Poll) -> None:
+        if self.remove(poll):
+            self._waited_enough(poll)
+
+
+def no_such_task() -> UnknownTask:
+    """What is told of a task that never was, has expired, was deleted, or is somebody else's: always the same."""
+    return UnknownTask("there is no such task, or its result has expired; results are kept for a limited time")

@@ -1,0 +1,157 @@
+"""From an entry of the queue to a request that can be sent, or to why it cannot."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from math import inf
+from typing import Protocol
+
+from carpool.broker.redis.batcher.leases import Haul, Lease
+from carpool.broker.redis.batcher.replies import ReplyWriter
+from carpool.broker.redis.formats import Header, NewerFormatError, decode_header, decode_value
+from carpool.core.errors import CarpoolError, DeadlineExceeded, QueueTimeout, UpstreamFailed
+from carpool.core.request import Request
+
+logger = logging.getLogger("carpool.broker")
+
+# How often an entry is delivered before it is given up.
+DELIVERIES_MAX = 6
+HEADERS_KEPT_MAX = 4096
+
+
+class FedModel(Protocol):
+    """What the feed must know of a model."""
+
+    name: str
+
+    def free_slots(self) -> int:
+        """Slots that could take a batch now."""
+        ...
+
+    def largest_batch(self) -> int:
+        """The most requests in a batch."""
+        ...
+
+    def refusal_of(self, request: Request) -> CarpoolError | None:
+        """Why a request is not taken up now; None if it is."""
+        ...
+
+    def prepare(self, request: Request) -> None:
+        """Do for a request from Redis what the face does for a new one; raises an error of the tree."""
+        ...
+
+
+class SuspectLetters(Protocol):
+    """Where requests go that batchers did not survive."""
+
+    def bury_suspect(self, request: Request, error: CarpoolError, sends: int) -> None:
+        """Keep a synchronous request with its error, if there is room; before it is settled."""
+        ...
+
+    def bury_unreadable(self, entry_id: bytes, model: str, content: bytes, why: str) -> None:
+        """Keep an entry that nobody can read, for a person to look at."""
+        ...
+
+
+class Unpacker:
+    """Makes requests of entries. What entries have in common is understood once."""
+
+    def __init__(
+        self,
+        models: Iterable[FedModel],
+        replies: ReplyWriter,
+        dead_letters: SuspectLetters,
+        tier_target_s: Sequence[float],
+        deliveries_max: int = DELIVERIES_MAX,
+    ) -> None:
+        self._deliveries_max = deliveries_max
+        self._models = {model.name: model for model in models}
+        self._replies = replies
+        self._dead_letters = dead_letters
+        self._tier_target_s = tier_target_s
+        self._headers: dict[bytes, Header] = {}
+        self._has_seen_foreign = False
+
+    def known(self, head: bytes) -> Header | None:
+        """A header that was understood before."""
+        return self._headers.get(head)
+
+    def unpack(
+        self, haul: Haul, entry_id: bytes, head: bytes, value: bytes, delivery: int, now: float, now_ms: int
+    ) -> tuple[Request, CarpoolError | None] | None:
+        """The request, and why it is not to be sent, if so; None for an entry that is for other batchers.
+
+        Raises UnknownFormatError for one that nobody can read.
+        """
+        header = self._headers.get(head) or self._understand(head)
+        if header is None:
+            return None
+        number, request_id, owner, content = decode_value(value)
+        waited_ms = now_ms - int(entry_id.partition(b"-")[0])
+        arrived = now - waited_ms / 1000
+        request = Request(
+            request_id,
+            header.model,
+            header.parameters,
+            content,
+            len(content),
+            header.tier,
+            arrived,
+            arrived + self._tier_target_s[min(header.tier, len(self._tier_target_s) - 1)],
+            inf,  # a staged request does not wait here for a slot
+            arrived + header.total_ms / 1000,
+            self._replies,
+            Lease(haul, entry_id, header),
+            None,
+            header.lane,
+            haul,
+            number,
+            header.is_task,
+            owner,
+        )
+        fault = self._fault_of(request, header, waited_ms, delivery)
+        if delivery > 1:  # it rides with others like it, and at the end alone
+            is_alone = company_of(delivery, self._deliveries_max) == 1
+            request.lane += b"\0again" + (entry_id if is_alone else b"%d" % delivery)
+        return request, fault
+
+    def _understand(self, head: bytes) -> Header | None:
+        try:
+            header = decode_header(head)
+        except NewerFormatError as fault:
+            if not self._has_seen_foreign:
+                self._has_seen_foreign = True
+                logger.error("entries are left to other batchers: %s", fault)
+            return None
+        if header.model not in self._models:
+            return None
+        if len(self._headers) >= HEADERS_KEPT_MAX:
+            self._headers.clear()
+        self._headers[head] = header
+        return header
+
+    def _fault_of(self, request: Request, header: Header, waited_ms: int, delivery: int) -> CarpoolError | None:
+        """Why a request is not to be sent, if so."""
+        if waited_ms >= header.total_ms:
+            return DeadlineExceeded("the deadline passed before a slot was free")
+        # What is claimed had been taken in time; its batcher died.
+        if not header.is_task and delivery == 1 and waited_ms >= header.queue_ms:
+            return QueueTimeout("no slot was free in time; try again, or as a task", retry_after_s=1)
+        if delivery > self._deliveries_max:
+            error = UpstreamFailed(f"given up: {delivery - 1} batchers did not come back with an outcome")
+            request.sends = delivery - 1
+            self._dead_letters.bury_suspect(request, error, delivery - 1)
+            return error
+        try:
+            self._models[header.model].prepare(request)
+        except CarpoolError as error:
+            return error
+        return None
+
+
+def company_of(delivery: int, deliveries_max: int) -> int:
+    """With how many others like it an entry may be sent that was delivered so often, itself included.
+
+    Whoever was in the hands of a batcher that died is not guilty: somebody stopped it, or another entry was the reason.
+    With each death there are fewer who can be; the last two times it is alone.
+    """
+    return int(4 ** max(0, deliveries_max - 1 - delivery))

@@ -1,0 +1,594 @@
+"""The batcher's side of the queue: take from Redis what free slots can use, and stage it in the local broker.
+
+1. Late binding across machines: a batcher asks for no more than its free slots can send now, in whole batches of one
+   lane, and what is staged counts against that. Company for a staged batch is asked for in its lane alone.
+2. One question at a time: the next one is asked when the last is answered, so that the limit holds over all shards.
+   Under load one shard fills a batch; when it is quiet a bell says which shard has something. In between, what is
+   taken for the last free slot waits a moment for company from the shards that are known to have more.
+3. Where more waits than can be taken, the shard whose best entry has the smallest virtual deadline goes first.
+4. An entry is leased. Leases are renewed while their requests are staged or running, and until their outcome is
+   acknowledged; those that are not renewed (their batcher died, or never got to see them) are claimed by any batcher.
+5. An entry that was delivered before may be the one that kills batchers. Such ones have at most one slot of a batcher,
+   apart from others, with fewer of their like each time (`company_of`); at the end they are given up.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from carpool.broker.memory import MemoryBroker
+from carpool.broker.redis.batcher.entries import DELIVERIES_MAX, FedModel, SuspectLetters, Unpacker, company_of
+from carpool.broker.redis.batcher.leases import NO_HEADER, Haul, Lease, Leases
+from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX, ReplyWriter
+from carpool.broker.redis.batcher.shards import Reads, ShardView, is_scarce, plan_reads
+from carpool.broker.redis.client.link import Link, RedisFailure
+from carpool.broker.redis.client.node import Reader
+from carpool.broker.redis.dead_letters.bounds import LetterBounds
+from carpool.broker.redis.keys import Shard, lane_name
+from carpool.broker.redis.steps import Entry, Steps, Stream, Swept, Taken
+from carpool.broker.redis.terms import Budget, Head, View
+from carpool.core.clock import Clock, monotonic
+from carpool.core.request import QUEUED, Request
+
+logger = logging.getLogger("carpool.broker")
+
+# In a lease's time: how often leases are renewed, and how often all shards are looked at: for leases that are over, and
+# for entries whose bell was lost.
+RENEWALS_A_LEASE = 3
+LOOKS_A_LEASE = 6
+SWEEP_EVERY_S = 5.0
+# Between the parts of a sweep: a shard with thousands of lanes must not be held up by it.
+SWEEP_PAUSE_S = 0.02
+# A shard that had nothing for us is asked again after this, or after a bell.
+ASK_AGAIN_S = 0.25
+# What was taken waits no longer than this for company from other shards.
+COMPANY_S_MAX = 0.005
+# For so long a request that was sent once waits for a slot here before others may have it.
+STUCK_AGAIN_S = 10.0
+LANE_NAMES_KEPT_MAX = 4096
+# How a message begins that tells of clients who left.
+LEFT = b"left "
+COMPLAIN_EVERY_S = 10.0
+# What is kept of an entry that cannot be read.
+UNREADABLE_BYTES_MAX = 1024 * 1024
+CONSUMER_GONE_MS = 600_000
+COUNT_LETTERS_EVERY_MS = 600_000
+
+
+class Feed:
+    """Fills the local broker from Redis."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        consumer: bytes,
+        broker: MemoryBroker,
+        replies: ReplyWriter,
+        dead_letters: SuspectLetters,
+        models: Sequence[FedModel],
+        *,
+        # The names of all lines (`line_name`), in their order.
+        lines: Sequence[bytes],
+        # What each tier adds to the time of a request for its place in the local order, in seconds.
+        tier_target_s: Sequence[float],
+        lease_ms: int = 1500,
+        deliveries_max: int = DELIVERIES_MAX,
+        letter_bounds: LetterBounds,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._steps = steps
+        self._nodes = steps.nodes
+        self._consumer = consumer
+        self._broker = broker
+        self._replies = replies
+        self._models = {model.name: model for model in models}
+        self._model_names = list(self._models)
+        self._lines = lines
+        self._lease_ms = lease_ms
+        self._deliveries_max = deliveries_max
+        self._renew_every_s = lease_ms / 1000 / RENEWALS_A_LEASE
+        self._look_every_s = lease_ms / 1000 / LOOKS_A_LEASE
+        self._letter_bounds = letter_bounds
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._views = [ShardView(shard) for shard in steps.keys.shards]
+        self._view_of_bell = {view.shard.bell: view for view in self._views}
+        self._dead_letters = dead_letters
+        self._complained_at = -COMPLAIN_EVERY_S
+        self._unpacker = Unpacker(models, replies, dead_letters, tier_target_s, deliveries_max)
+        self._lane_names: dict[tuple[str, bytes], bytes] = {}
+        self._leases = Leases(steps, consumer, self._renew_every_s, self._lost_lease, clock)
+        # Taken, and not to be sent yet: other shards are known to have more for the same batch.
+        self._landed: list[Request] = []
+        self._landed_since = 0.0
+        # True while a question is out; its answer asks the next one.
+        self._is_asking = False
+        self._rung = False
+        # All shards are to be looked at.
+        self._is_look_due = True
+        # When Redis last told how many wait there.
+        self._told_at = clock()
+        # Shards whose claims are due, the next one last.
+        self._claims_due: list[ShardView] = []
+        self._is_claims_turn = False
+        # Models without a free slot that had requests staged when leases were last looked at.
+        self._stuck: set[str] = set()
+        # Entries here that were delivered before; while some have no outcome, no more such ones are kept.
+        self._suspects: list[Haul] = []
+        replies.when_emptied = self._emptied
+        self._next_shard = 0
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._bells: list[Reader] = []
+        # While true, nothing more is taken.
+        self.draining = False
+        # For metrics.
+        self.taken = 0
+        self.claimed = 0
+        self.leases_lost = 0
+        self.unreadable = 0
+
+    def __repr__(self) -> str:
+        return f"<Feed taken={self.taken} claimed={self.claimed} leases={len(self._leases)}>"
+
+    def start(self) -> None:
+        """Listen to the bells and begin to take."""
+        # Where all shards are on one node, one connection hears all bells.
+        heard_together = [[view] for view in self._views] if self._nodes.is_cluster else [self._views]
+        for views in heard_together:
+            listen = partial(self._listen, views)
+            slot = views[0].shard.slot
+            self._bells.append(self._nodes.reader(slot, connected=listen, received=self._bell, lost=_nothing))
+        self._every("look", self._look_every_s, self._look_at_all)
+        self._every("renew", self._renew_every_s, self._leases.renew)
+        self._every("sweep", SWEEP_EVERY_S, self._sweep_all)
+        self.ring()
+
+    def ring(self) -> None:
+        """Something changed (a slot is free, a bell rang): see at the end of this turn what can be taken."""
+        if not self._rung:
+            self._rung = True
+            self._loop.call_soon(self._run)
+
+    def drain(self) -> None:
+        """Take nothing more. What is staged is sent, what runs finishes."""
+        self.draining = True
+        self._land()
+
+    async def finish_asking(self, timeout_s: float) -> None:
+        """Wait for the answer to the last question: what it brings is given back."""
+        give_up_at = self._loop.time() + timeout_s
+        while self._is_asking and self._loop.time() < give_up_at:  # noqa: ASYNC110 - once, at the end
+            await asyncio.sleep(0.002)
+
+    def close(self) -> None:
+        """Stop all timers and bells."""
+        self.draining = True
+        for timer in self._timers.values():
+            timer.cancel()
+        for bell in self._bells:
+            bell.close()
+
+    def unread(self) -> int:
+        """Entries that wait in Redis, as far as is known here."""
+        return sum(view.unread for view in self._views)
+
+    def unread_s(self) -> float:
+        """How many seconds ago Redis last told how many wait there. While all slots are busy, nobody asks."""
+        return self._clock() - self._told_at
+
+    # Bells and timers.
+
+    def _listen(self, views: Sequence[ShardView], link: Link) -> None:
+        for view in views:
+            link.send(b"SSUBSCRIBE", view.shard.bell)
+
+    def _bell(self, message: Any) -> None:
+        if not isinstance(message, list) or message[0] not in (b"ssubscribe", b"smessage"):
+            return
+        view = self._view_of_bell[message[1]]
+        if message[0] == b"ssubscribe":
+            view.heads = None  # nobody heard the bells before the subscription
+            view.barren_until = 0.0
+        elif message[2].startswith(LEFT):
+            self._clients_left(view, message[2])
+            return
+        elif (head := head_of(message[2])) is not None and head.model in self._models:
+            view.rung[head.field] = head
+            view.heard(head)
+        self.ring()
+
+    def _clients_left(self, view: ShardView, message: bytes) -> None:
+        """Nobody waits any more for entries that were taken: they need not be sent, or not again."""
+        _, consumer, *parts = message.split(b" ")
+        if consumer != self._consumer:
+            return
+        for field, entry_id in zip(parts[::2], parts[1::2], strict=False):
+            request = self._leases.find(view.shard, field, entry_id)
+            if request is not None:
+                if request in self._landed:
+                    self._landed.remove(request)
+                self._broker.cancel(request)
+
+    def _every(self, name: str, seconds: float, act: Callable[[], None]) -> None:
+        def again() -> None:
+            self._timers[name] = self._loop.call_later(seconds, again)
+            act()
+
+        self._timers[name] = self._loop.call_later(seconds, again)
+
+    def _look_at_all(self) -> None:
+        self._is_look_due = True
+        self._release_what_is_stuck()
+        self.ring()
+
+    def _release_what_is_stuck(self) -> None:
+        """Slots that were free when requests were taken may be gone (an endpoint failed): others may have some."""
+        stuck = {name for name, model in self._models.items() if model.free_slots() <= 0}
+        long_ago = self._clock() - self._look_every_s
+        for request in self._broker.waiting_requests() if stuck & self._stuck else ():
+            haul = request.held_by
+            # One that was sent, and is to be sent again in other company, or of an offender, waits for a slot here.
+            patience_s = STUCK_AGAIN_S if request.taken or request.is_apart else 0.0
+            since = long_ago - patience_s
+            if request.model in stuck & self._stuck and isinstance(haul, Haul) and haul.taken < since:
+                lease: Lease = request.ticket
+                self._broker.withdraw(request)
+                self._replies.release(lease)
+        self._stuck = {name for name in stuck if any(True for _ in self._broker.lanes(name))}
+
+    # Taking.
+
+    def _run(self) -> None:
+        self._rung = False
+        self._ask_next()
+        if not self._is_asking:
+            self._land()
+
+    def _ask_next(self) -> None:
+        if self._is_asking or self.draining:
+            return
+        budgets = self._budgets()
+        if not budgets:
+            return
+        now = self._clock()
+        if self._is_look_due:
+            self._is_look_due = False
+            if reachable := [view for view in self._views if self._nodes.is_up(view.shard.slot)]:
+                self._look_at(reachable, for_leases=True)
+                return
+        asked = [view for view in self._views if view.barren_until <= now and self._nodes.is_up(view.shard.slot)]
+        unknown = [view for view in asked if view.heads is None]
+        offers = [(view, heads) for view in asked if (heads := view.usable(budgets))]
+        # Claims and takes in turn: neither may hold up the other.
+        self._is_claims_turn = not self._is_claims_turn
+        if self._claims_due and (self._is_claims_turn or not (unknown or offers)):
+            view = self._claims_due.pop()
+            if self._nodes.is_up(view.shard.slot):
+                self._claim(view, budgets)
+            else:
+                self.ring()
+            return
+        if unknown:
+            self._look_at(unknown)
+        elif offers:
+            if len(offers) > 1 and is_scarce(offers, budgets):
+                offers.sort(key=lambda offer: (offer[1][0].place, offer[0].shard.number))
+            else:
+                self._next_shard += 1
+                first = self._next_shard % len(offers)
+                offers = offers[first:] + offers[:first]
+            if reads := plan_reads(offers, budgets):
+                self._read(reads)
+            else:
+                self._take(offers[0][0], budgets)
+
+    def _budgets(self) -> list[Budget]:
+        """What free slots can use beyond what is staged already."""
+        budgets: list[Budget] = []
+        if self._replies.unconfirmed > UNCONFIRMED_MAX:
+            return budgets
+        for name, model in self._models.items():
+            free = model.free_slots()
+            if free <= 0:
+                continue
+            largest = model.largest_batch()
+            rooms: dict[bytes, int] = {}
+            for key, waiting in self._staged(name).items():
+                free -= -(-waiting // largest)
+                room = -waiting % largest
+                if room:
+                    rooms[self._lane_name(name, key)] = room
+            if free > 0 or (free == 0 and rooms):
+                budgets.append(Budget(name, free, largest, rooms))
+        return budgets
+
+    def _staged(self, model: str) -> dict[bytes, int]:
+        """How many are here and not sent yet, by lane."""
+        # Offenders wait until there is time for them, and must not keep slots from others meanwhile.
+        staged = {lane.key: lane.waiting for lane in self._broker.lanes(model) if not lane.is_apart}
+        for request in self._landed:
+            if request.model == model:
+                staged[request.lane_key] = staged.get(request.lane_key, 0) + 1
+        return staged
+
+    def _lane_name(self, model: str, key: bytes) -> bytes:
+        name = self._lane_names.get((model, key))
+        if name is None:
+            if len(self._lane_names) >= LANE_NAMES_KEPT_MAX:
+                self._lane_names.clear()
+            name = self._lane_names[model, key] = lane_name(model, key)
+        return name
+
+    def _read(self, reads: Reads) -> None:
+        """Take by plain commands, from several shards at once."""
+        self._is_asking = True
+        unanswered = len(reads)
+
+        def came(view: ShardView, taken: Taken | RedisFailure) -> None:
+            nonlocal unanswered
+            unanswered -= 1
+            self._digest(view, taken)
+            if not unanswered:
+                self._answered()
+
+        for number, streams in reads.items():
+            view = self._views[number]
+            view.rung.clear()
+            self._steps.read(view.shard, self._consumer, self._model_names, streams, partial(came, view))
+
+    def _take(self, view: ShardView, budgets: Sequence[Budget]) -> None:
+        self._is_asking = True
+        view.rung.clear()
+
+        def took(taken: Taken | RedisFailure) -> None:
+            self._digest(view, taken)
+            self._answered()
+
+        self._steps.take(view.shard, self._consumer, self._lines, self._for_all(budgets), took)
+
+    def _claim(self, view: ShardView, budgets: Sequence[Budget]) -> None:
+        self._is_asking = True
+        view.rung.clear()
+
+        def claimed(taken: Taken | RedisFailure) -> None:
+            if isinstance(taken, Taken):
+                kept = self._some_suspects(view, self._without_own(view.shard, taken.streams))
+                if kept and view not in self._claims_due:
+                    self._claims_due.append(view)  # there may be more
+                taken = Taken(kept, taken.view)
+            self._digest(view, taken)
+            self._answered()
+
+        # One batch at a time: most of them are to wait for each other.
+        one = [Budget(budget.model, min(budget.batches, 1), budget.largest, {}) for budget in budgets]
+        self._steps.claim(view.shard, self._consumer, self._lease_ms, self._for_all(one), claimed)
+
+    def _for_all(self, budgets: Sequence[Budget]) -> list[Budget]:
+        """With the models for which nothing may be taken: what waits of them is to be known, too."""
+        by_model = {budget.model: budget for budget in budgets}
+        return [by_model.get(name) or Budget(name, 0, 1, {}) for name in self._model_names]
+
+    def _answered(self) -> None:
+        """All that a question could bring is here."""
+        self._is_asking = False
+        if not self._awaits_company():
+            self._land()
+        self.ring()
+
+    def _digest(self, view: ShardView, taken: Taken | RedisFailure) -> None:
+        """Learn from an answer, and stage what it brought. Whatever that is, the next question is asked."""
+        try:
+            if isinstance(taken, RedisFailure):
+                view.heads, view.barren_until = None, self._clock() + ASK_AGAIN_S
+                return
+            if taken.view is None:
+                view.heads, view.barren_until = None, self._clock() + ASK_AGAIN_S
+            else:
+                view.told(taken.view)
+                self._told_at = self._clock()
+            for stream in taken.streams:
+                if (
+                    taken.view is None or self.draining
+                ):  # their time is not known: to others, or to us at the next claim
+                    self._release(view.shard, stream.field, stream.entries)
+                else:
+                    self._stage(view.shard, stream, taken.view.now_ms)
+        except Exception:
+            logger.exception("an answer of Redis could not be dealt with")
+
+    def _awaits_company(self) -> bool:
+        """Whether the last free slots would get batches that are not full while other shards have more for them."""
+        now = self._clock()
+        models = {request.model for request in self._landed}
+        if not models or self.draining or now - self._landed_since > COMPANY_S_MAX:
+            return False
+        budgets = [budget for budget in self._budgets() if budget.model in models]
+        if len(budgets) < len(models) or any(budget.batches > 0 for budget in budgets):
+            return False
+        return any(view.usable(budgets) and self._nodes.is_up(view.shard.slot) for view in self._views)
+
+    def _land(self) -> None:
+        """Let what was taken be sent."""
+        if timer := self._timers.pop("land", None):
+            timer.cancel()
+        landed, self._landed = self._landed, []
+        for request in landed:
+            self._broker.enqueue(request)
+
+    def _release(self, shard: Shard, field: bytes, entries: Iterable[Any]) -> None:
+        """Let others have what came at the wrong time."""
+        haul = Haul(shard, field, 0.0, 0.0, {})
+        for entry in entries:
+            self._replies.release(Lease(haul, entry[0], NO_HEADER))
+
+    def _without_own(self, shard: Shard, streams: list[Stream]) -> list[Stream]:
+        """A batcher that stood still, or had no Redis, for longer than its leases claims its own entries: those are
+        here already, and nobody died over them.
+        """
+        kept = []
+        for field, entries, deliveries in streams:
+            own = self._leases.open_ids(shard, field)
+            pairs = list(zip(entries, deliveries or (), strict=True))
+            for entry, delivery in pairs:
+                if entry[0] in own:
+                    self._steps.uncount(shard, field, self._consumer, entry[0], delivery - 1)
+            if others := [pair for pair in pairs if pair[0][0] not in own]:
+                kept.append(Stream(field, [entry for entry, _ in others], [delivery for _, delivery in others]))
+        return kept
+
+    def _some_suspects(self, view: ShardView, streams: list[Stream]) -> list[Stream]:
+        """Keep some that may ride together, and those that only need an answer; give the others back, uncounted."""
+        if self.draining:
+            return streams
+        left = []
+        is_one_here = any(haul.open for haul in self._suspects)
+        company: tuple[bytes, int] | None = None
+        room = 0
+        for field, entries, deliveries in streams:
+            kept, given_back = [], []
+            for entry, delivery in zip(entries, deliveries or (), strict=True):
+                if 1 < delivery <= self._deliveries_max:
+                    if company is None and not is_one_here:
+                        company, room = (field, delivery), company_of(delivery, self._deliveries_max)
+                    if company != (field, delivery) or room == 0:
+                        given_back.append(entry)
+                        continue
+                    room -= 1
+                kept.append((entry, delivery))
+            if given_back:
+                self._release(view.shard, field, given_back)
+            if kept:
+                left.append(Stream(field, [entry for entry, _ in kept], [delivery for _, delivery in kept]))
+        return left
+
+    def _emptied(self, haul: Haul) -> None:
+        """All entries of a haul are done with: if they were suspects, the next ones may come."""
+        if haul in self._suspects:
+            self._suspects = [other for other in self._suspects if other.open]
+            view = self._views[haul.shard.number]
+            if view not in self._claims_due:
+                self._claims_due.append(view)
+            self.ring()
+
+    def _look_at(self, views: Sequence[ShardView], *, for_leases: bool = False) -> None:
+        """Learn what is there."""
+        self._is_asking = True
+        left = len(views)
+
+        def told(view: ShardView, found: View | RedisFailure) -> None:
+            nonlocal left
+            left -= 1
+            if isinstance(found, RedisFailure):
+                view.heads, view.barren_until = None, self._clock() + ASK_AGAIN_S
+            else:
+                view.barren_until = 0.0
+                view.told(found)
+                self._told_at = self._clock()
+            if not left:
+                self._is_asking = False
+                self.ring()
+
+        def lapsed(view: ShardView, is_over: bool | RedisFailure) -> None:
+            if is_over is True and view not in self._claims_due:
+                self._claims_due.append(view)
+
+        for view in views:
+            view.rung.clear()
+            if for_leases:  # before the view, whose answer asks the next question
+                self._steps.has_lapsed(view.shard, self._lease_ms, partial(lapsed, view))
+            self._steps.look_at(view.shard, self._model_names, partial(told, view))
+
+    # Staging.
+
+    def _stage(self, shard: Shard, stream: Stream, now_ms: int) -> None:
+        """Put entries into the local broker."""
+        now, field = self._clock(), stream.field
+        haul = Haul(shard, field, now, now, {})
+        self._leases.add(haul)
+        if stream.deliveries and max(stream.deliveries) > 1:
+            self._suspects = [*(other for other in self._suspects if other.open), haul]
+        for index, entry in enumerate(stream.entries):
+            delivery = 1 if stream.deliveries is None else stream.deliveries[index]
+            try:
+                self._stage_one(haul, entry, delivery, now, now_ms)
+            except Exception as fault:  # whatever it is, the others go on
+                self._set_aside(haul, entry, fault)
+        if stream.deliveries is None:
+            self.taken += len(haul.open)
+        else:
+            self.claimed += len(haul.open)
+
+    def _stage_one(self, haul: Haul, entry: Entry, delivery: int, now: float, now_ms: int) -> None:
+        entry_id, (head, value) = entry
+        unpacked = self._unpacker.unpack(haul, entry_id, head, value, delivery, now, now_ms)
+        if unpacked is None:  # for others: released, it would come back to us at once
+            self._steps.uncount(haul.shard, haul.field, self._consumer, entry_id, delivery - 1)
+            return
+        request, fault = unpacked
+        if fault is None:
+            fault = self._models[request.model].refusal_of(request)
+            if fault is not None and request.is_task:  # nobody waits on the line: it is for later, or for others
+                # Released, it would be claimed again at once, before those of dead batchers.
+                self._steps.uncount(haul.shard, haul.field, self._consumer, entry_id, delivery - 1)
+                return
+        haul.open[entry_id] = request
+        self._broker.hold(request)
+        if fault is None:
+            if not self._landed:
+                self._landed_since = now
+                self._timers["land"] = self._loop.call_later(COMPANY_S_MAX, self._land)
+            self._landed.append(request)
+        else:
+            self._broker.settle(request, fault)
+
+    def _set_aside(self, haul: Haul, entry: Entry, fault: Exception) -> None:
+        """An entry that cannot be read becomes a dead letter: nobody else could read it either."""
+        self.unreadable += 1
+        if self._clock() - self._complained_at >= COMPLAIN_EVERY_S:
+            self._complained_at = self._clock()
+            logger.error("an entry of the queue cannot be read, and is set aside (%s)", type(fault).__name__)
+        entry_id, fields = (entry[0], entry[1]) if len(entry) == 2 else (b"", entry)
+        content = b" ".join(field for field in fields or () if isinstance(field, bytes))[:UNREADABLE_BYTES_MAX]
+        if isinstance(entry_id, bytes) and entry_id:
+            self._dead_letters.bury_unreadable(entry_id, "", content, "an entry of the queue that cannot be read")
+            haul.open.pop(entry_id, None)
+            self._replies.forget(Lease(haul, entry_id, NO_HEADER))
+
+    def _lost_lease(self, request: Request) -> None:
+        """Another batcher has it: no need to send it from here."""
+        self.leases_lost += 1
+        if request in self._landed:
+            self._landed.remove(request)
+        if request.phase <= QUEUED:
+            self._broker.withdraw(request)
+
+    def _sweep_all(self) -> None:
+        for view in self._views:
+            self._sweep(view, 0)
+
+    def _sweep(self, view: ShardView, cursor: int) -> None:
+        """Tidy up a shard, part by part."""
+
+        def swept(result: Swept | RedisFailure) -> None:
+            if isinstance(result, Swept):
+                self._letter_bounds.note_dropped(result.letters_dropped)
+                if result.cursor and not self.draining:
+                    again = self._loop.call_later(SWEEP_PAUSE_S, self._sweep, view, result.cursor)
+                    self._timers[f"sweep {view.shard.number}"] = again
+
+        letters = (*self._letter_bounds.arguments(), self._letter_bounds.ttl_ms, COUNT_LETTERS_EVERY_MS)
+        self._steps.sweep(view.shard, cursor, CONSUMER_GONE_MS, letters, swept)
+
+
+def head_of(message: bytes) -> Head | None:
+    """What a bell says: how many entries wait, the place of the first, the stream and its model."""
+    parts = message.split(b" ", 3)
+    if len(parts) != 4 or not (parts[0].isdigit() and parts[1].isdigit()):
+        return None
+    return Head(parts[2], parts[3].decode(errors="replace"), float(parts[1]), int(parts[0]))
+
+
+def _nothing() -> None:
+    """A lost bell is connected again; until then shards are asked at intervals."""

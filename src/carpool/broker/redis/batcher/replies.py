@@ -1,0 +1,268 @@
+"""The batcher's side of outcomes: each one back to the gateway, or the task, that it belongs to. Nothing is lost.
+
+1. The outcomes of one turn of the event loop leave together: one entry in the reply stream of each gateway.
+2. An entry of the queue is acknowledged, and deleted, only after Redis has said that its reply is written. So whoever
+   dies in between causes work to be done twice, never an outcome to be lost.
+3. A gateway that is gone has no stream any more: nobody waits, and the entry is acknowledged.
+4. What Redis does not take (it is away, or its memory is full) is tried again until nobody can wait for it.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from carpool.broker.redis.batcher.leases import Haul, Lease, by_stream, parts_of
+from carpool.broker.redis.batcher.results import TaskResults
+from carpool.broker.redis.client.link import RedisFailure, Refused, ignore
+from carpool.broker.redis.dead_letters.letters import letter_of
+from carpool.broker.redis.formats import REPLY_FORMAT, CallRecord, Reply, encode_reply
+from carpool.broker.redis.keys import Shard
+from carpool.broker.redis.steps import Steps
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import CarpoolError, ClientLeft, Draining, InternalError
+from carpool.core.outcome import CallFacts, Outcome
+from carpool.core.problem import problem_json
+from carpool.core.request import Request
+from carpool.core.tally import SECONDS_BOUNDS, Histogram
+
+logger = logging.getLogger("carpool.broker")
+
+RETRY_S, RETRY_S_MAX = 0.1, 2.0
+# With so many outcomes that Redis has not taken, no more work is begun.
+UNCONFIRMED_MAX = 10_000
+# A reply is one value in Redis and is read in one piece; a longer one is cut.
+REPLY_BYTES_MAX = 4 * 1024 * 1024
+
+
+class Outbox:
+    """Outcomes that leave for one gateway at the end of this turn."""
+
+    def __init__(self) -> None:
+        self.calls: list[CallRecord] = []
+        self.outputs: list[tuple[int, int, float, Any, int | None]] = []
+        self.errors: list[tuple[int, str, str, int | None]] = []
+        self.leases: list[Lease] = []
+        # When nobody waits any more for any of them.
+        self.useless_at = 0.0
+        self.size = 0
+        self.last_call: CallFacts | None = None
+
+
+class ReplyWriter:
+    """The waiter of every request that came out of Redis (core.request.Waiter)."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        results: TaskResults,
+        consumer: bytes,
+        clock: Clock = monotonic,
+        *,
+        # Where tasks are counted whose result was written here. The gateways count their own requests.
+        outcomes: dict[str, int] | None = None,
+        waited: Histogram | None = None,
+    ) -> None:
+        self._steps = steps
+        self._nodes = steps.nodes
+        self._keys = steps.keys
+        self._results = results
+        self._consumer = consumer
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._outboxes: dict[bytes, Outbox] = {}
+        # By number of the shard: entries to forget, entries to give to others.
+        self._finished: defaultdict[int, list[Lease]] = defaultdict(list)
+        self._released: defaultdict[int, list[Lease]] = defaultdict(list)
+        self._is_flush_due = False
+        # What is to be done when the node of a slot is back.
+        self._for_later: list[tuple[int, Callable[[], None]]] = []
+        # Outcomes that Redis has not confirmed yet.
+        self.unconfirmed = 0
+        self.retries = 0
+        # Is told of each haul whose last entry is done with.
+        self.when_emptied: Callable[[Haul], None] = lambda haul: None
+        self._outcomes = {} if outcomes is None else outcomes
+        self._waited = Histogram(SECONDS_BOUNDS) if waited is None else waited
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """Send an outcome on its way."""
+        lease: Lease = request.ticket
+        if isinstance(outcome, Draining):
+            self.release(lease)  # this process leaves: another batcher has it
+            return
+        if isinstance(outcome, ClientLeft):
+            self.forget(lease)
+            return
+        self.unconfirmed += 1
+        if lease.header.is_task:
+            self._finish_task(request, lease, outcome)
+            return
+        outbox = self._outboxes.get(lease.header.gateway)
+        if outbox is None or outbox.size > REPLY_BYTES_MAX:
+            outbox = self._new_outbox(lease.header.gateway)
+        outbox.leases.append(lease)
+        outbox.useless_at = max(outbox.useless_at, request.deadline)
+        if isinstance(outcome, CarpoolError):
+            outbox.errors.append((request.number, outcome.code, outcome.detail, outcome.retry_after_s))
+            return
+        if outcome.call is not outbox.last_call:
+            outbox.last_call = call = outcome.call
+            outbox.calls.append(CallRecord(call.batch_size, call.upstream_s, call.model_version))
+        # A slice of the upstream's answer, which msgspec would take for a value of its own if it were a Raw.
+        value = memoryview(outcome.value)
+        outbox.size += len(value)
+        waited_s = request.taken - request.arrived
+        outbox.outputs.append((request.number, len(outbox.calls) - 1, waited_s, value, outcome.tokens_used))
+
+    def release(self, lease: Lease) -> None:
+        """Let another batcher have an entry that was not sent."""
+        lease.haul.open.pop(lease.entry_id, None)
+        self._released[lease.haul.shard.number].append(lease)
+        self._flush_soon()
+
+    def forget(self, lease: Lease) -> None:
+        """An entry needs no outcome."""
+        self.unconfirmed += 1
+        self._finished[lease.haul.shard.number].append(lease)
+        self._flush_soon()
+
+    async def finish(self, timeout_s: float) -> bool:
+        """Wait until Redis has confirmed everything; false if that did not come in time."""
+        give_up_at = self._loop.time() + timeout_s
+        while (self.unconfirmed or self._released) and self._loop.time() < give_up_at:  # noqa: ASYNC110 - once, at the start or the end of a process
+            await asyncio.sleep(0.005)
+        return not self.unconfirmed
+
+    def _new_outbox(self, gateway: bytes) -> Outbox:
+        full = self._outboxes.pop(gateway, None)
+        if full is not None:
+            self._send(gateway, full)
+        outbox = self._outboxes[gateway] = Outbox()
+        self._flush_soon()
+        return outbox
+
+    def _flush_soon(self) -> None:
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        outboxes, self._outboxes = self._outboxes, {}
+        for gateway, outbox in outboxes.items():
+            self._send(gateway, outbox)
+        finished, self._finished = self._finished, defaultdict(list)
+        for number, leases in finished.items():
+            for part in parts_of(leases):
+                self._acknowledge(self._keys.shards[number], part)
+        released, self._released = self._released, defaultdict(list)
+        for number, leases in released.items():
+            for part in parts_of(leases):
+                # If this is lost, the leases end by themselves.
+                self._steps.release(self._keys.shards[number], self._consumer, by_stream(part), ignore)
+
+    # Replies.
+
+    def _send(self, gateway: bytes, outbox: Outbox) -> None:
+        try:
+            reply = encode_reply(Reply(REPLY_FORMAT, outbox.calls, outbox.outputs, outbox.errors, []))
+        except Exception:  # a value that cannot be written must not cost others their outcomes
+            logger.exception("outcomes could not be written")
+            numbers = [output[0] for output in outbox.outputs] + [error[0] for error in outbox.errors]
+            sorry = InternalError.code, "the outcome could not be written", None
+            reply = encode_reply(Reply(REPLY_FORMAT, [], [], [(number, *sorry) for number in numbers], []))
+        self._write(gateway, reply, outbox.leases, outbox.useless_at)
+
+    def _write(self, gateway: bytes, reply: bytes, leases: list[Lease], useless_at: float) -> None:
+        self._steps.reply(gateway, reply, partial(self._written, gateway, reply, leases, useless_at))
+
+    def _written(self, gateway: bytes, reply: bytes, leases: list[Lease], useless_at: float, answer: Any) -> None:
+        if isinstance(answer, Refused) and answer.code == "OOM":
+            written = partial(self._written, gateway, reply, leases, useless_at)
+            self._steps.reply(gateway, reply, written, by_script=True)
+            return
+        if isinstance(answer, RedisFailure) and self._clock() < useless_at:
+            self.retries += 1
+            self._loop.call_later(RETRY_S, self._write, gateway, reply, leases, useless_at)
+            return
+        for lease in leases:
+            self._finished[lease.haul.shard.number].append(lease)
+        self._flush_soon()
+
+    def _acknowledge(self, shard: Shard, leases: list[Lease]) -> None:
+        self._steps.forget_entries(shard, by_stream(leases), partial(self._acknowledged, shard, leases))
+
+    def _acknowledged(self, shard: Shard, leases: list[Lease], answer: int | RedisFailure) -> None:
+        if isinstance(answer, RedisFailure):
+            self.retries += 1
+            self._loop.call_later(RETRY_S, self._acknowledge, shard, leases)
+            return
+        self.unconfirmed -= len(leases)
+        for lease in leases:
+            self._closed(lease)
+
+    def _closed(self, lease: Lease) -> None:
+        """An entry is done with."""
+        lease.haul.open.pop(lease.entry_id, None)
+        if not lease.haul.open:
+            self.when_emptied(lease.haul)
+
+    # Tasks.
+
+    def _finish_task(self, request: Request, lease: Lease, outcome: Outcome) -> None:
+        letter = b""
+        if isinstance(outcome, CarpoolError):
+            status, result = b"F", problem_json(outcome, request.id)
+            letter = letter_of(request, outcome)
+        else:
+            status, result = b"S", bytes(outcome.value)
+        waited_s = request.taken - request.arrived if request.taken else None
+        counts = partial(self._count_task, request.result_code, waited_s)
+        self._write_result(lease, request.id, status, result, letter, counts)
+
+    def _count_task(self, code: str, waited_s: float | None) -> None:
+        self._outcomes[code] = self._outcomes.get(code, 0) + 1  # bounded: codes come from the error tree
+        if waited_s is not None:
+            self._waited.observe(waited_s)
+
+    def _write_result(
+        self,
+        lease: Lease,
+        task_id: str,
+        status: bytes,
+        result: bytes,
+        letter: bytes,
+        counts: Callable[[], None],
+        pause_s: float = RETRY_S,
+    ) -> None:
+        def done(was_written: bool) -> None:
+            if was_written:
+                self.unconfirmed -= 1
+                self._closed(lease)
+            else:  # for ever: the outcome of a task is owed; if this process dies, another batcher does it again
+                self.retries += 1
+                again = partial(self._write_result, lease, task_id, status, result, letter, counts)
+                if self._nodes.is_up(haul.shard.slot):  # it refuses
+                    self._loop.call_later(pause_s, again, min(2 * pause_s, RETRY_S_MAX))
+                else:
+                    self._when_up(haul.shard.slot, again)
+
+        haul = lease.haul
+        self._results.finish(haul.shard, haul.field, lease.entry_id, task_id, status, result, letter, done, counts)
+
+    def _when_up(self, slot: int, again: Callable[[], None]) -> None:
+        """Do it as soon as the node of this slot is back, which may be for a moment only."""
+        if not self._for_later:
+            self._loop.call_later(RETRY_S, self._look_who_is_up)
+        self._for_later.append((slot, again))
+
+    def _look_who_is_up(self) -> None:
+        for_later, self._for_later = self._for_later, []
+        for slot, again in for_later:
+            if self._nodes.is_up(slot):
+                again()
+            else:
+                self._when_up(slot, again)

@@ -1,0 +1,94 @@
+"""How synchronous requests become dead letters. A task becomes one in the step that writes its result (`letter_of`)."""
+
+from functools import partial
+from typing import Any
+
+from carpool.broker.redis.client.link import RedisFailure
+from carpool.broker.redis.dead_letters.bounds import LetterBounds
+from carpool.broker.redis.dead_letters.letters import encode_letter
+from carpool.broker.redis.keys import Shard
+from carpool.broker.redis.steps import Steps
+from carpool.core.clock import monotonic
+from carpool.core.dead_letter import SynchronousKept, dead_letter_causes, is_kept
+from carpool.core.errors import CarpoolError, Malformed
+from carpool.core.request import DONE, Request
+
+# Letters on their way into Redis.
+BURYING_MAX = 1000
+BURYING_BYTES_MAX = 64 * 1024 * 1024
+
+
+class RedisDeadLetterBox:
+    """Keeps synchronous requests that were given up on (core.ports.DeadLetters)."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        *,
+        bounds: LetterBounds,
+        kept: SynchronousKept = "poison",
+    ) -> None:
+        self._steps = steps
+        self._nodes = steps.nodes
+        self._keys = steps.keys
+        self._kept = kept
+        self._bounds = bounds
+        self._next_shard = 0
+        self._burying = 0
+        self._burying_bytes = 0
+        # For metrics. Every cause from the start: an alert on an increase needs the zero before the first one.
+        self.buried = dict.fromkeys(dead_letter_causes(), 0)
+        # Letters that Redis did not take.
+        self.failures = 0
+
+    def bury(self, request: Request, error: CarpoolError, sends: int) -> None:
+        """Keep a request with its error, if such ones are kept and there is room; before it is settled."""
+        if is_kept(self._kept, error):
+            self._bury(request, error, sends)
+
+    def bury_suspect(self, request: Request, error: CarpoolError, sends: int) -> None:
+        """Keep a request that batchers did not survive: it is poison, whatever its error says."""
+        if self._kept != "none":
+            self._bury(request, error, sends)
+
+    def bury_unreadable(self, entry_id: bytes, model: str, content: bytes, why: str) -> None:
+        """Keep an entry of the queue that nobody can read, for a person to look at."""
+        now, name = monotonic(), entry_id.decode(errors="replace")
+        self._bury(Request(name, model, b"", content, len(content), 0, now, now, 0.0, now, self), Malformed(why), 0)
+
+    def settled(self, request: Request, outcome: object) -> None:
+        """Nobody waits for such an entry."""
+
+    def count(self, cause: str) -> None:
+        """A request was given up on; also for tasks (TaskResults tells of them)."""
+        self.buried[cause] = self.buried.get(cause, 0) + 1
+
+    def _bury(self, request: Request, error: CarpoolError, sends: int) -> None:
+        if request.is_task or request.phase == DONE:  # a task's result buries it; who has left, left no input
+            return
+        self.count(error.code)
+        shard = self._shard()
+        if shard is None or self._burying >= BURYING_MAX or self._burying_bytes + request.size > BURYING_BYTES_MAX:
+            self.failures += 1
+            return
+        self._burying += 1
+        self._burying_bytes += request.size
+        letter, done = encode_letter(request, error, sends), partial(self._done, request.size)
+        self._steps.bury(shard, self._bounds.arguments(), request.owner, letter, request.input, done)
+
+    def _done(self, size: int, reply: Any) -> None:
+        self._burying -= 1
+        self._burying_bytes -= size
+        if isinstance(reply, RedisFailure):
+            self.failures += 1
+        else:
+            self._bounds.note_dropped(reply)
+
+    def _shard(self) -> Shard | None:
+        """The next one that can be reached."""
+        shards = self._keys.shards
+        for _ in shards:
+            self._next_shard = (self._next_shard + 1) % len(shards)
+            if self._nodes.is_up(shards[self._next_shard].slot):
+                return shards[self._next_shard]
+        return None

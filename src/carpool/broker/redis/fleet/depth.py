@@ -1,0 +1,48 @@
+"""How much waits and is kept in Redis: asked once a second, one small command a shard."""
+
+import asyncio
+from functools import partial
+from typing import Any
+
+from carpool.broker.redis.client.nodes import Nodes
+from carpool.broker.redis.keys import Keys, Shard
+
+INTERVAL_S = 1.0
+COUNTS = (b"unread", b"input_bytes", b"result_bytes", b"letter_bytes")
+
+
+class DepthWatch:
+    """Knows the counts of all shards, added up."""
+
+    def __init__(self, nodes: Nodes, keys: Keys) -> None:
+        self._nodes = nodes
+        self._keys = keys
+        self._counts = [[0] * len(COUNTS) for _ in keys.shards]
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Ask now, and from now on."""
+        self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self.start)
+        for shard in self._keys.shards:
+            self._nodes.send(shard.slot, partial(self._told, shard), b"HMGET", shard.counts, *COUNTS)
+
+    def close(self) -> None:
+        """Ask no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def unread(self) -> int:
+        """Entries that nobody took yet."""
+        return sum(counts[0] for counts in self._counts)
+
+    def task_bytes(self) -> int:
+        """Bytes of tasks without a result, and of results."""
+        return sum(counts[1] + counts[2] for counts in self._counts)
+
+    def letter_bytes(self) -> int:
+        """Bytes of dead letters."""
+        return sum(counts[3] for counts in self._counts)
+
+    def _told(self, shard: Shard, reply: Any) -> None:
+        if isinstance(reply, list):
+            self._counts[shard.number] = [max(0, int(count or 0)) for count in reply]

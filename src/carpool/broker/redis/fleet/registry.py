@@ -1,0 +1,152 @@
+"""The registry: each process says twice a second that it lives, and learns in the same step who else does.
+
+One script call writes this process's heartbeat, forgets those long silent and returns the others. Redis's clock stamps
+them, so a process that hangs, or whose machine is cut off, is offline for all others once its stamp is old.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from carpool.broker.redis.client.link import RedisFailure
+from carpool.broker.redis.client.nodes import Nodes
+from carpool.broker.redis.fleet.view import BEAT_BYTES_MAX, FleetView, encode_beat, read_view
+from carpool.broker.redis.keys import Keys
+from carpool.broker.redis.scripts import HEARTBEAT
+from carpool.core.clock import Clock, monotonic
+
+logger = logging.getLogger("carpool")
+
+Role = Literal["gateway", "batcher", "both"]
+# One that fell silent is shown as offline for so long.
+KEPT_MS = 60_000
+# Room for the stamp before a heartbeat.
+VALUE_BYTES_MAX = BEAT_BYTES_MAX + 32
+# Until the first answer, and after each failure, the next attempt comes sooner.
+RETRY_S = 0.1
+
+
+class Registry:
+    """This process's heartbeat, and its view of the fleet."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        keys: Keys,
+        *,
+        name: bytes,
+        role: Role,
+        describe: Callable[[], Mapping[str, Any]],
+        interval_s: float = 0.5,
+        stale_s: float = 1.5,
+        clock: Clock = monotonic,
+        changed: Callable[[], None] = lambda: None,
+        heard: Callable[[FleetView], None] = lambda view: None,
+    ) -> None:
+        self._nodes = nodes
+        self._keys = keys
+        self._name = name
+        self._role = role
+        # What this process says of itself; see `fleet_view.encode_beat`.
+        self._describe = describe
+        self._interval_s = interval_s
+        self._stale_s = stale_s
+        self._clock = clock
+        # Called when somebody came, went, or has more or less that works.
+        self._changed = changed
+        # Called with each view.
+        self._heard_view = heard
+        # The last that Redis told. Empty and long out of date before the first time.
+        self.view = FleetView(float("-inf"), stale_s, (), (), 0)
+        self.failures = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_asking = False
+        # Something was to be said while an answer was out.
+        self._again = False
+        self._left = False
+
+    def __repr__(self) -> str:
+        live = len(self.view.live_gateways()), len(self.view.live_batchers())
+        return f"<Registry {self._role} {self._name.decode(errors='replace')}, live {live}, failures {self.failures}>"
+
+    def is_fresh(self) -> bool:
+        """Whether the view is of now."""
+        return self.view.is_fresh(self._clock())
+
+    def start(self) -> None:
+        """Say that this process lives, from now on."""
+        self.beat()
+
+    def beat(self) -> None:
+        """Say it at once; for changes that others should see before the next time."""
+        if self._left:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self.beat)
+        if self._is_asking:
+            self._again = True  # the answer, or word that none comes, is near: replies have a time limit
+            return
+        self._again = False
+        as_gateway, as_batcher = self._beats()
+        self._is_asking = True
+        keys = self._keys
+        self._nodes.run(
+            HEARTBEAT,
+            keys.fleet_slot,
+            [keys.gateways, keys.batchers],
+            [self._name, as_gateway, as_batcher, b"", KEPT_MS, VALUE_BYTES_MAX],
+            self._heard,
+        )
+
+    async def leave(self) -> None:
+        """Be gone for the others at once. If Redis does not answer, they find out by the silence."""
+        self.close()
+        slot = self._keys.fleet_slot
+        for role, key in (("gateway", self._keys.gateways), ("batcher", self._keys.batchers)):
+            if self._role not in (role, "both"):
+                continue
+            try:
+                await self._nodes.ask(slot, b"HDEL", key, self._name)
+            except RedisFailure as failure:
+                logger.warning("could not leave the registry: %s", type(failure).__name__)
+                return
+
+    def close(self) -> None:
+        """Fall silent."""
+        self._left = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _beats(self) -> tuple[bytes, bytes]:
+        """The heartbeat as a gateway and as a batcher; empty for what this process is not."""
+        description = self._describe()
+        as_gateway = encode_beat(description, with_models=False) if self._role != "batcher" else b""
+        as_batcher = encode_beat(description, with_models=True) if self._role != "gateway" else b""
+        return as_gateway, as_batcher
+
+    def _heard(self, reply: Any) -> None:
+        self._is_asking = False
+        if self._left:
+            return
+        try:
+            if isinstance(reply, RedisFailure):
+                raise reply
+            view = read_view(reply, seen_at=self._clock(), stale_s=self._stale_s)
+        except (RedisFailure, ValueError):
+            self.failures += 1
+            self._try_again_soon()
+            return
+        if self._again:
+            self.beat()
+        before, self.view = self.view, view
+        self._heard_view(view)
+        if before.outline() != view.outline():
+            self._changed()
+
+    def _try_again_soon(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        pause_s = min(RETRY_S, self._interval_s)
+        self._timer = asyncio.get_running_loop().call_later(pause_s, self.beat)

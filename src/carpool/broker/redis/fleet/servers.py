@@ -1,0 +1,290 @@
+"""Every server of a Redis by itself, for those who look at each of them: what it tells, and what is wrong with that."""
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from carpool.broker.redis.client.address import BrokerAddress
+from carpool.broker.redis.client.topology import connection_options, login_of
+from carpool.broker.redis.keys import Keys
+
+Level = Literal["ok", "warning", "problem"]
+ANSWER_S_MAX = 5.0
+PINGS = 5
+PRIMARIES_MAX = 256
+SENTINELS_MIN = 3
+REASON_CHARS_MAX = 200
+CONFIG_NAMES = ("appendfsync", "save", "min-replicas-to-write", "repl-diskless-sync", "repl-diskless-load")
+
+T = TypeVar("T")
+# What a server's silence or refusal raises.
+FAILURES = (RedisError, OSError)
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """The result of one check."""
+
+    check: str
+    level: Level
+    # What is so, and what it means.
+    says: str
+    # What to change; empty where nothing is.
+    do: str = ""
+    # The servers it was found at; empty where there is only one, or where it is about all together.
+    where: tuple[str, ...] = ()
+
+
+class NodeFacts(msgspec.Struct, frozen=True):
+    """What one server told."""
+
+    name: str
+    info: Mapping[str, str]
+    # None where CONFIG may not be read, as at some hosters.
+    config: Mapping[str, str] | None
+    latency_ms: float
+    # Its clock minus this machine's.
+    clock_ahead_s: float
+
+
+class Server:
+    """One server and a connection to it."""
+
+    def __init__(
+        self, address: BrokerAddress, host: str, port: int, *, is_sentinel: bool = False, log_in: bool = True
+    ) -> None:
+        self.name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        options = connection_options(address, ANSWER_S_MAX) | (login_of(address) if log_in else {})
+        self._client = Redis(host=host, port=port, db=0 if is_sentinel else address.db, **options)
+        # Replies as they come: what they mean is decided here.
+        self._client.response_callbacks.clear()
+
+    async def ask(self, *words: bytes | int | str) -> Any:
+        """One command; raises one of FAILURES."""
+        return await self._client.execute_command(*words)  # type: ignore[no-untyped-call]
+
+    async def close(self) -> None:
+        """Hang up."""
+        await self._client.aclose()
+
+
+class Deployment:
+    """The primaries of a Redis, and which of them serves a slot."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.servers: list[Server] = []
+        # First and last slot, the number of the server in `servers`, its replicas.
+        self.ranges: list[tuple[int, int, int, int]] = []
+
+    def server_of(self, slot: int) -> Server | None:
+        """None: nobody serves it."""
+        if self.kind != "cluster":
+            return self.servers[0]
+        return next((self.servers[number] for first, last, number, _ in self.ranges if first <= slot <= last), None)
+
+    def replicas_of(self, slot: int) -> int | None:
+        """How many follow the slot's primary; None: nobody serves it."""
+        return next((replicas for first, last, _, replicas in self.ranges if first <= slot <= last), None)
+
+
+class NoWayInError(Exception):
+    """Redis cannot be reached at all; the finding says why."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.says)
+        self.finding = finding
+
+
+class Inspection:
+    """A way to every primary of a deployment, for one who looks at each of them."""
+
+    def __init__(self, address: BrokerAddress, keys: Keys) -> None:
+        self.address = address
+        self._keys = keys
+
+    @asynccontextmanager
+    async def reach(self) -> AsyncIterator[tuple[Deployment, list[Finding]]]:
+        """Connections to all primaries; raises NoWayInError."""
+        async with AsyncExitStack() as opened:
+
+            def server(host: str, port: int, **how: bool) -> Server:
+                made = Server(self.address, host, port, **how)
+                opened.push_async_callback(made.close)
+                return made
+
+            deployment, findings = Deployment(self.address.kind), []
+            if self.address.kind == "sentinel":
+                findings.append(await self._ask_sentinels(deployment, server))
+            elif self.address.kind == "cluster":
+                findings.append(await self._ask_cluster(deployment, server))
+            else:
+                deployment.servers.append(server(*self.address.hosts[0]))
+            yield deployment, findings
+
+    async def _ask_sentinels(self, deployment: Deployment, make: Callable[..., Server]) -> Finding:
+        """Find the primary."""
+        answering, reason, facts = 0, "", dict[bytes, bytes]()
+        for host, port in self.address.hosts:
+            sentinel = make(host, port, is_sentinel=True)
+            command = ("SENTINEL", "MASTER", self.address.service)
+            try:
+                try:
+                    flat = await sentinel.ask(*command)
+                except AuthenticationError:  # Sentinels often have no password where the servers have one
+                    flat = await make(host, port, is_sentinel=True, log_in=False).ask(*command)
+                found = dict(_pairs(flat))
+                place = found[b"ip"].decode(), int(found[b"port"])
+            except FAILURES as failure:
+                reason = f"{sentinel.name}: {reason_of(failure)}"
+                continue
+            except (KeyError, TypeError, ValueError):
+                reason = f"{sentinel.name}: no Sentinel's answer"
+                continue
+            answering += 1
+            if not facts:
+                facts = found
+                deployment.servers.append(make(*place))
+        if not facts:
+            do = "name Sentinels that run, and the service as they know it: redis+sentinel://host:26379/service"
+            raise NoWayInError(Finding("sentinels", "problem", f"no Sentinel names the primary ({reason})", do))
+        quorum, others = (int(facts.get(name, b"0")) for name in (b"quorum", b"num-other-sentinels"))
+        return check_sentinels(answering, len(self.address.hosts), quorum, others + 1)
+
+    async def _ask_cluster(self, deployment: Deployment, make: Callable[..., Server]) -> Finding:
+        """Find the primaries, from the first node that tells."""
+        reason = ""
+        for host, port in self.address.hosts:
+            node = make(host, port)
+            try:
+                state = parse_info(await node.ask("CLUSTER", "INFO"))
+                ranges = await node.ask("CLUSTER", "SLOTS")
+            except ResponseError as failure:
+                if "cluster support disabled" not in str(failure):
+                    reason = f"{node.name}: {reason_of(failure)}"
+                    continue
+                says, do = f"{node.name} is no node of a Cluster", "write redis:// in place of redis+cluster://"
+                raise NoWayInError(Finding("cluster", "problem", says, do)) from None
+            except FAILURES as failure:
+                reason = f"{node.name}: {reason_of(failure)}"
+                continue
+            self._note_ranges(deployment, ranges, host, make)
+            return check_cluster(state, [deployment.replicas_of(shard.slot) for shard in self._keys.shards])
+        do = "see that the nodes run and can be reached from here, and that user and password are right"
+        raise NoWayInError(Finding("cluster", "problem", f"no node answers ({reason})", do))
+
+    def _note_ranges(
+        self, deployment: Deployment, ranges: Sequence[Any], asked_host: str, make: Callable[..., Server]
+    ) -> None:
+        numbers: dict[tuple[str, int], int] = {}
+        for first, last, primary, *replicas in ranges:
+            # A node that does not know its own address leaves it empty: then it is the one that was asked.
+            place = (primary[0].decode() if primary[0] else asked_host, primary[1])
+            if place not in numbers and len(numbers) < PRIMARIES_MAX:
+                numbers[place] = len(deployment.servers)
+                deployment.servers.append(make(*place))
+            if place in numbers:
+                deployment.ranges.append((first, last, numbers[place], len(replicas)))
+
+
+def check_cluster(state: Mapping[str, str], replicas_of_shards: Sequence[int | None]) -> Finding:
+    """Whether every shard's slot is served, and by more than one server."""
+    if state.get("cluster_state") != "ok":
+        do = "look at CLUSTER NODES; `redis-cli --cluster fix` repairs what lost its owner"
+        return Finding("cluster", "problem", f"cluster_state is {state.get('cluster_state', 'not told')}", do)
+    unserved = [str(number) for number, replicas in enumerate(replicas_of_shards) if replicas is None]
+    if unserved:
+        do = "assign their slots (`redis-cli --cluster fix`)"
+        return Finding("cluster", "problem", f"nobody serves shards {', '.join(unserved)}", do)
+    single = [str(number) for number, replicas in enumerate(replicas_of_shards) if replicas == 0]
+    if single:
+        says = f"ok, but shards {', '.join(single)} are on primaries without a replica: they stop when these end"
+        return Finding("cluster", "warning", says, "add replicas (`redis-cli --cluster add-node … --cluster-slave`)")
+    return Finding("cluster", "ok", f"ok; each of {len(replicas_of_shards)} shards is served and has a replica")
+
+
+def check_sentinels(answering: int, named: int, quorum: int, known: int) -> Finding:
+    """Whether the Sentinels can agree on a failover."""
+    says = f"{answering} of the {named} named answer; {known} watch the primary, {quorum} must agree"
+    if known < max(quorum, SENTINELS_MIN):
+        return Finding(
+            "sentinels", "warning", f"{says}: the end of one may keep a failover from happening", "run three or more"
+        )
+    if answering < named:
+        return Finding("sentinels", "warning", says, "start those that are missing, or name others in the URL")
+    return Finding("sentinels", "ok", says)
+
+
+async def node_facts(server: Server) -> NodeFacts:
+    """Ask one server what the checks need; raises one of FAILURES."""
+    await server.ask("PING")  # the first one connects
+    latencies = [(await _timed(server.ask("PING")))[1] for _ in range(PINGS)]
+    info = parse_info(await server.ask("INFO"))
+    (seconds, micros), took_s = await _timed(server.ask("TIME"))
+    ahead_s = int(seconds) + int(micros) / 1e6 - (time.time() - took_s / 2)
+    config = await _config(server)
+    return NodeFacts(server.name, info, config, sorted(latencies)[PINGS // 2] * 1000, ahead_s)
+
+
+def no_answer(server: Server, failure: Exception) -> Finding:
+    """What it means that a server cannot be asked."""
+    do = "see that it runs and that this machine can reach it"
+    if isinstance(failure, AuthenticationError | AuthorizationError):
+        do = "give the right user and password in the URL, or broker.password_file"
+    elif isinstance(failure, NoPermissionError):
+        do = "let this user run PING, INFO, TIME and CONFIG GET"
+    return Finding("connection", "problem", reason_of(failure), do, (server.name,))
+
+
+def reason_of(failure: Exception) -> str:
+    """A failure in one short line that can be printed."""
+    if isinstance(failure, RedisTimeoutError | TimeoutError):
+        return f"no answer within {ANSWER_S_MAX:g} s"
+    text = " ".join(str(failure).split())
+    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return shown[:REASON_CHARS_MAX] or type(failure).__name__
+
+
+def at(server: Server, finding: Finding) -> Finding:
+    """A finding, with the server it was found at."""
+    return msgspec.structs.replace(finding, where=(server.name,))
+
+
+def served(deployment: Deployment, slot: int) -> Server:
+    """The server of a slot; raises ResponseError."""
+    server = deployment.server_of(slot)
+    if server is None:
+        raise ResponseError(f"nobody serves slot {slot}")
+    return server
+
+
+async def _config(server: Server) -> dict[str, str] | None:
+    """The settings that the checks need; None where they may not be read, as at some hosters."""
+    found: dict[str, str] = {}
+    for name in CONFIG_NAMES:
+        try:
+            flat = await server.ask("CONFIG", "GET", name)
+        except ResponseError:
+            return None
+        found |= {key.decode(): value.decode(errors="replace") for key, value in _pairs(flat)}
+    return found
+
+
+async def _timed(work: Awaitable[T]) -> tuple[T, float]:
+    started = time.monotonic()
+    return await work, time.monotonic() - started
+
+
+def _pairs(flat: list[bytes]) -> list[tuple[bytes, bytes]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def parse_info(text: bytes) -> dict[str, str]:
+    """INFO and CLUSTER INFO as names and values."""
+    lines = (line.partition(":") for line in text.decode(errors="replace").splitlines() if not line.startswith("#"))
+    return {name: value for name, colon, value in lines if colon}

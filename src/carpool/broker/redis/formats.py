@@ -1,0 +1,153 @@
+"""What is written into Redis, and how it reads: queue entries, replies, errors. Pure.
+
+An entry of a queue stream has one field. Its name is the header, the same bytes for all requests of a lane, a tier and
+a gateway, so that it is made once and understood once. Its value is a number, the request's id, its owner and the
+client's own bytes, untouched; `scripts/common.lua` reads it too. The number is the gateway's own for a parked
+request: clients choose ids, and may repeat them.
+"""
+
+from struct import Struct, error
+from typing import Any
+
+import msgspec
+
+from carpool.core.errors import CarpoolError, InternalError, all_errors
+from carpool.core.outcome import CallFacts
+from carpool.core.request import RequestState
+
+# Each has a number of its own: a program leaves entries of another format to others.
+ENTRY_FORMAT = 2
+REPLY_FORMAT = 1
+# The state of a task.
+PENDING, SUCCESS, FAILED = b"P", b"S", b"F"
+# The number, and the lengths of id and owner.
+_PREFIX = Struct(">QBB")
+PREFIX_BYTES = _PREFIX.size
+
+
+class UnknownFormatError(Exception):
+    """Another version of Carpool wrote this, or somebody else."""
+
+
+class NewerFormatError(UnknownFormatError):
+    """A newer version of Carpool wrote this: it is for programs that know it."""
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """What the entries of one lane, tier and gateway have in common."""
+
+    version: int
+    # The name of the gateway that waits; empty for tasks.
+    gateway: bytes
+    model: str
+    # Canonical JSON of the parameters, and what the protocol adds: together the lane.
+    parameters: bytes
+    lane: bytes
+    tier: int
+    is_task: bool
+    # From the entry's own time, on Redis's clock: must have been taken, must have its outcome.
+    queue_ms: int
+    total_ms: int
+
+
+class CallRecord(msgspec.Struct, frozen=True, array_like=True):
+    """`CallFacts` on the wire."""
+
+    batch_size: int
+    upstream_s: float
+    model_version: str | None
+
+    def facts(self) -> CallFacts:
+        """As the face knows them."""
+        return CallFacts(self.batch_size, self.upstream_s, self.model_version)
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True):
+    """One entry of a gateway's reply stream: the outcomes of a turn of a batcher's event loop."""
+
+    version: int
+    calls: list[CallRecord]
+    # Number, number of its call in `calls`, seconds in the queue, the output's bytes, tokens used.
+    outputs: list[tuple[int, int, float, bytes, int | None]]
+    # Number, the error's code, its detail, its Retry-After.
+    errors: list[tuple[int, str, str, int | None]]
+    # Tasks with an outcome for which somebody waits at this gateway.
+    finished: list[str]
+    # Gateways that look for a request, with its id; and what is told to one that looked.
+    wanted: list[tuple[bytes, str]] = []
+    found: list[tuple[str, RequestState]] = []
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decode_header = msgspec.msgpack.Decoder(Header).decode
+_decode_reply = msgspec.msgpack.Decoder(Reply).decode
+_ERRORS: dict[str, type[CarpoolError]] = {kind.code: kind for kind in all_errors()}
+
+
+def encode_header(header: Header) -> bytes:
+    """The name of an entry's field."""
+    return _encoder.encode(header)
+
+
+def decode_header(data: bytes) -> Header:
+    """Raises UnknownFormatError."""
+    try:
+        version, *_ = msgspec.msgpack.decode(data, type=list)
+        if isinstance(version, int) and version > ENTRY_FORMAT:
+            raise NewerFormatError(f"the entry has format {version}, this program reads {ENTRY_FORMAT}")
+        header = _decode_header(data)
+    except (msgspec.MsgspecError, ValueError) as failure:
+        raise UnknownFormatError("the header of an entry cannot be read") from failure
+    if header.version != ENTRY_FORMAT:
+        raise UnknownFormatError(f"the entry has format {header.version}, this program reads {ENTRY_FORMAT}")
+    return header
+
+
+def encode_value(number: int, request_id: str, owner: str, value: Any) -> bytes:
+    """An entry's value. Ids and owners are at most 255 ASCII characters: the face and admission see to that."""
+    names = (request_id + owner).encode()
+    return b"".join((_PREFIX.pack(number, len(request_id), len(owner)), names, value))
+
+
+def value_parts(number: int, request_id: str, owner: str, value: bytes) -> tuple[int, bytes, bytes, bytes]:
+    """The length of an entry's value, and what it is made of."""
+    names = (request_id + owner).encode()
+    prefix = _PREFIX.pack(number, len(request_id), len(owner))
+    return PREFIX_BYTES + len(names) + len(value), prefix, names, value
+
+
+def decode_value(data: bytes) -> tuple[int, str, str, bytes]:
+    """Number, request id, owner, the client's bytes. Raises UnknownFormatError."""
+    try:
+        number, id_length, owner_length = _PREFIX.unpack_from(data)
+        end = PREFIX_BYTES + id_length + owner_length
+        names = data[PREFIX_BYTES:end].decode()
+    except (error, UnicodeDecodeError) as failure:
+        raise UnknownFormatError("the value of an entry cannot be read") from failure
+    if end > len(data):
+        raise UnknownFormatError("the value of an entry is too short")
+    return number, names[:id_length], names[id_length:], data[end:]
+
+
+def encode_reply(reply: Reply) -> bytes:
+    """The value of a reply entry."""
+    return _encoder.encode(reply)
+
+
+def decode_reply(data: bytes) -> Reply:
+    """Raises UnknownFormatError."""
+    try:
+        reply = _decode_reply(data)
+    except msgspec.MsgspecError as failure:
+        raise UnknownFormatError("a reply cannot be read") from failure
+    if reply.version != REPLY_FORMAT:
+        raise UnknownFormatError(f"the reply has format {reply.version}, this program reads {REPLY_FORMAT}")
+    return reply
+
+
+def make_error(code: str, detail: str, retry_after_s: int | None) -> CarpoolError:
+    """The error of the tree with this code."""
+    kind = _ERRORS.get(code)
+    if kind is None:  # a newer program's
+        return InternalError("a batcher answered with an error that this gateway does not know")
+    return kind(detail, retry_after_s=retry_after_s)

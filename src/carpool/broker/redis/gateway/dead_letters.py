@@ -1,0 +1,181 @@
+"""What a person does with dead letters in Redis.
+
+1. Every shard keeps letters within bounds; the oldest go first. The id of a letter tells its shard, and rises.
+2. A replay is a new task in the letter's shard; the letter goes in the step that accepts it, so it is never lost, and
+   never replayed twice.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Container
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+
+from carpool.broker.journal_writer import no_such_letter
+from carpool.broker.redis.client.link import RedisFailure
+from carpool.broker.redis.dead_letters.letters import IDS_A_MS, decode_body, summary_of
+from carpool.broker.redis.formats import UnknownFormatError
+from carpool.broker.redis.gateway.refusals import out_of_reach
+from carpool.broker.redis.gateway.tasks import RedisTasks
+from carpool.broker.redis.keys import Shard
+from carpool.broker.redis.steps import Steps
+from carpool.broker.replays import ReplayRun, answer_of, not_served, replay_request
+from carpool.core.clock import Clock, monotonic
+from carpool.core.dead_letter import (
+    DeadLetterSummary,
+    Replayed,
+    ReplayReport,
+    StoredDeadLetter,
+)
+from carpool.core.errors import Malformed
+from carpool.core.request import Request
+
+# One call looks through so much of a shard, so that it holds up nobody else.
+LETTERS_A_CALL_MAX = 64
+LOOKED_THROUGH_BYTES_MAX = 4 * 1024 * 1024
+
+Found = TypeVar("Found")
+
+
+class ShardPage(msgspec.Struct, frozen=True):
+    """Some letters of one shard."""
+
+    # How many it has, and the highest id it ever gave.
+    total: int
+    last: int
+    letters: list[DeadLetterSummary]
+
+
+class RedisDeadLetterDesk:
+    """Shows, replays and drops dead letters (core.ports.DeadLetterDesk)."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        tasks: RedisTasks,
+        models: Container[str],
+        *,
+        tier_target_s: tuple[float, ...],
+        task_timeout_s: float,
+        prepare: Callable[[Request], None] = lambda request: None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._steps = steps
+        self._nodes = steps.nodes
+        self._keys = steps.keys
+        self._tasks = tasks
+        self._models = models
+        self._tier_target_s = tier_target_s
+        self._task_timeout_s = task_timeout_s
+        # Does for a request from Redis what the face does for a new one; raises an error of the tree.
+        self._prepare = prepare
+        self._clock = clock
+        self._total = 0
+
+    def total(self) -> int:
+        """How many were kept when that was last looked at: by `refresh`, or for a page."""
+        return self._total
+
+    async def refresh(self) -> None:
+        """Look how many are kept; raises BrokerDown."""
+        self._total = sum(await self._of_all(lambda shard: self._ask(shard, b"ZCARD", shard.letters)))
+
+    async def page(self, after: int, limit: int) -> list[DeadLetterSummary]:
+        """Those with an id above `after`, the oldest first."""
+        found: list[DeadLetterSummary] = []
+        pages = await self._of_all(lambda shard: self._shard_page(shard, after, limit))
+        self._total = sum(page.total for page in pages)
+        waiting = {shard.number: page.letters for shard, page in zip(self._keys.shards, pages, strict=True)}
+        while len(found) < limit:
+            heads = [letters[0] for letters in waiting.values() if letters]
+            if not heads:
+                break
+            letter = min(heads, key=lambda letter: letter.id)
+            found.append(letter)
+            number = letter.id % IDS_A_MS
+            waiting[number].pop(0)
+            if not waiting[number] and len(found) < limit:
+                # What it has beyond may still be older than what other shards show.
+                more = await self._shard_page(self._keys.shards[number], letter.id, limit - len(found))
+                waiting[number] = more.letters
+        return found
+
+    async def show(self, letter_id: int) -> StoredDeadLetter:
+        """One of them, whole; raises NotFound."""
+        shard = self._shard_of(letter_id)
+        body: bytes | None = await self._ask(shard, b"HGET", shard.letter_bodies, letter_id)
+        if body is None:
+            raise no_such_letter()
+        try:
+            return decode_body(letter_id, body)
+        except UnknownFormatError:
+            raise Malformed("another version of Carpool wrote this letter; use that one, or drop it") from None
+
+    async def replay(self, letter_id: int) -> Replayed:
+        """Make one a task again; raises NotFound, UnknownModel, or why no task is accepted now."""
+        letter = await self.show(letter_id)
+        if letter.summary.model not in self._models:
+            raise not_served()
+        request = replay_request(letter, self._tasks, self._clock(), self._tier_target_s, self._task_timeout_s)
+        request.id = f"{request.id[:-1]}{self._shard_of(letter_id).number:x}"
+        self._prepare(request)
+        await answer_of(lambda done: self._tasks.submit(request, done, letter_id))
+        return Replayed(letter_id, request.id)
+
+    async def replay_all(self, cause: str | None) -> ReplayReport:
+        """Make all there are now, or those of one cause, tasks again, until no more tasks are accepted."""
+        run = ReplayRun(self.replay)
+        for shard, start in zip(
+            self._keys.shards, await self._of_all(lambda shard: self._shard_page(shard, 0, 1)), strict=True
+        ):
+            # Each shard up to where it was: their clocks may differ, so one's letters of now may look old to another.
+            await run.go(start.last, partial(self._page_of_cause, shard, cause))
+        return run.report()
+
+    async def drop(self, letter_id: int) -> None:
+        """Remove one; raises NotFound."""
+        if await self._drop(self._shard_of(letter_id), b"%d" % letter_id) == 0:
+            raise no_such_letter()
+
+    async def drop_all(self) -> int:
+        """Remove all; returns how many."""
+        return sum(await self._of_all(lambda shard: self._drop(shard, b"")))
+
+    def _shard_of(self, letter_id: int) -> Shard:
+        number = letter_id % IDS_A_MS
+        if number >= len(self._keys.shards):
+            raise no_such_letter()
+        return self._keys.shards[number]
+
+    async def _page_of_cause(self, shard: Shard, cause: str | None, after: int, limit: int) -> list[DeadLetterSummary]:
+        """Some letters of one shard and cause; none only if there are no more."""
+        while letters := (await self._shard_page(shard, after, limit)).letters:
+            after = letters[-1].id
+            if chosen := [letter for letter in letters if cause is None or letter.cause == cause]:
+                return chosen
+        return []
+
+    async def _shard_page(self, shard: Shard, after: int, limit: int) -> ShardPage:
+        """Some letters of one shard, maybe fewer than asked for; none only if there are no more."""
+        limit = min(limit, LETTERS_A_CALL_MAX)
+        found = await answered(self._steps.letters(shard, after, limit, LOOKED_THROUGH_BYTES_MAX))
+        return ShardPage(found.total, found.last, [summary_of(*row) for row in found.rows])
+
+    async def _drop(self, shard: Shard, letter: bytes) -> int:
+        return await answered(self._steps.drop_letters(shard, letter))
+
+    async def _of_all(self, ask: Callable[[Shard], Awaitable[Found]]) -> list[Found]:
+        """What every shard answers: one that cannot be reached must not look as if it had none."""
+        return await asyncio.gather(*map(ask, self._keys.shards))
+
+    async def _ask(self, shard: Shard, *command: bytes | int) -> Any:
+        return await answered(self._nodes.ask(shard.slot, *command))
+
+
+async def answered(question: Awaitable[Found]) -> Found:
+    """What Redis says; raises BrokerDown where it says nothing."""
+    try:
+        return await question
+    except RedisFailure:
+        raise out_of_reach() from None

@@ -1,0 +1,64 @@
+"""How a request, or a task, becomes an entry of the queue. Pure."""
+
+from collections.abc import Iterable, Mapping
+
+from carpool.broker.redis.formats import ENTRY_FORMAT, Header, encode_header
+from carpool.broker.redis.keys import lane_name, line_name
+from carpool.broker.redis.terms import Line
+from carpool.core.request import Request
+
+# A script holds up everybody else in Redis: no call carries more than this.
+ENTRIES_A_CALL_MAX = 256
+CALL_BYTES_MAX = 4 * 1024 * 1024
+# The gateway of a task: its outcome is kept in Redis.
+NOBODY = b""
+
+
+def line_of(request: Request, offsets_ms: Mapping[bytes, int]) -> Line:
+    """The stream of a request in any shard, and its place in the order.
+
+    What most clients send, without parameters, is never shut out by those who send many different ones.
+    """
+    name = line_name(request.tier, request.is_task)
+    field = lane_name(request.model, request.lane_key) + b":" + name
+    return Line(field, request.model, offsets_ms.get(name, 0), is_bound=bool(request.lane_key))
+
+
+def total_ms_of(request: Request) -> int:
+    """How long after its arrival a request must have its outcome."""
+    return round((request.deadline - request.arrived) * 1000)
+
+
+def header_of(request: Request, gateway: bytes) -> bytes:
+    """The header of an entry; `gateway` is where its outcome is waited for."""
+    total_ms = total_ms_of(request)
+    return encode_header(
+        Header(
+            version=ENTRY_FORMAT,
+            gateway=gateway,
+            model=request.model,
+            parameters=request.parameters,
+            lane=request.lane,
+            tier=request.tier,
+            is_task=gateway == NOBODY,
+            # A task waits as long as it must.
+            queue_ms=total_ms if request.is_task else round(request.queue_timeout_s * 1000),
+            total_ms=total_ms,
+        )
+    )
+
+
+def parts_of(requests: list[Request], values: list[bytes]) -> Iterable[tuple[list[Request], list[bytes]]]:
+    """Cut what is to be queued into calls of a bounded size."""
+    size = sum(map(len, values))
+    if len(values) <= ENTRIES_A_CALL_MAX and size <= CALL_BYTES_MAX:
+        return [(requests, values)]
+    parts: list[tuple[list[Request], list[bytes]]] = []
+    start = size = 0
+    for index, value in enumerate(values):
+        if index > start and (index - start >= ENTRIES_A_CALL_MAX or size + len(value) > CALL_BYTES_MAX):
+            parts.append((requests[start:index], values[start:index]))
+            start, size = index, 0
+        size += len(value)
+    parts.append((requests[start:], values[start:]))
+    return parts

@@ -1,0 +1,503 @@
+"""The gateway's side of the queue: requests wait here for their outcome, and in Redis for a batcher.
+
+1. The requests of one turn of the event loop are queued together, in one script call, in the next shard of a rotation.
+2. A request is known by its number. Its first outcome counts; what comes later is dropped.
+3. When a shard's node is lost, its requests are queued again elsewhere. When Redis is gone, a gateway with upstreams of
+   its own hands them to its local broker (direct mode); one without answers 503. Work may be done twice then; outcomes
+   are given once. When Redis comes back, entries that were handed on are withdrawn, if nobody took them.
+4. Whoever leaves, or runs out of time, has its entry deleted if no batcher took it yet.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+
+from carpool.broker.deadlines import Deadlines
+from carpool.broker.memory import MemoryBroker
+from carpool.broker.redis.client.link import RedisFailure, Refused
+from carpool.broker.redis.formats import (
+    Reply,
+    encode_value,
+    make_error,
+    value_parts,
+)
+from carpool.broker.redis.gateway.entries import header_of, line_of, parts_of
+from carpool.broker.redis.gateway.refusals import REFUSALS
+from carpool.broker.redis.gateway.replies import ReplyReader
+from carpool.broker.redis.keys import Shard
+from carpool.broker.redis.steps import Added, Queued, Steps
+from carpool.broker.redis.terms import Line
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import (
+    BrokerDown,
+    BrokerMemoryFull,
+    CarpoolError,
+    ClientLeft,
+    DeadlineExceeded,
+    QueueFull,
+    QueueTimeout,
+)
+from carpool.core.outcome import Outcome, Output
+from carpool.core.request import DONE, QUEUED, Request
+from carpool.core.tally import SECONDS_BOUNDS, Histogram
+
+logger = logging.getLogger("carpool.broker")
+
+Mode = Literal["redis", "direct", "down"]
+CANCELS_A_CALL_MAX = 500
+# What a gateway remembers about lanes, and about entries that it must withdraw when Redis is back.
+GROUPS_KEPT_MAX = 4096
+STRAYS_KEPT_MAX = 100_000
+MOVING = ("MOVED", "ASK")
+
+
+class Group(msgspec.Struct, eq=False):
+    """The requests of one lane and tier that leave in this turn, and what is the same for all of them."""
+
+    line: Line
+    header: bytes
+    requests: list[Request]
+
+
+class Parcel(msgspec.Struct, eq=False):
+    """Requests that were queued in one call."""
+
+    shard: Shard
+    field: bytes
+    requests: list[Request]
+    # Their entries' ids, or what came in place of one; empty until Redis has answered.
+    entry_ids: list[Any] = msgspec.field(default_factory=list)
+    # Somebody has to be withdrawn as soon as the ids are known.
+    has_left: bool = False
+
+
+class RedisQueue:
+    """Keeps the requests of one gateway until they have an outcome (core.ports.Broker, without the batchers' half)."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        name: bytes,
+        *,
+        waiting_max: int,
+        bytes_max: int,
+        lanes_max: int,
+        # What each line (`line_name`) adds to an entry's time for its place in the order, in ms.
+        line_offsets_ms: Mapping[bytes, int],
+        models: Iterable[str],
+        local: MemoryBroker | None = None,
+        is_memory_full: Callable[[], bool] = lambda: False,
+        task_finished: Callable[[str], None] = lambda task_id: None,
+        looked_for: Callable[[Reply], None] = lambda reply: None,
+        mode_changed: Callable[[Mode], None] = lambda mode: None,
+        clock: Clock = monotonic,
+    ) -> None:
+        nodes, keys = steps.nodes, steps.keys
+        self._steps = steps
+        self._nodes = nodes
+        self._keys = keys
+        self._offsets_ms = line_offsets_ms
+        self._name = name
+        self.waiting_max = waiting_max
+        self.bytes_max = bytes_max
+        # Requests are spread evenly over the shards, and so is the bound on what may wait there.
+        self._shard_max = -(-waiting_max // len(keys.shards))
+        self._lanes_max = lanes_max
+        self._local = local
+        self._is_memory_full = is_memory_full
+        self._task_finished = task_finished
+        # Operators look for a request at some gateway.
+        self._looked_for = looked_for
+        self._mode_changed = mode_changed
+        self._clock = clock
+        self.mode: Mode = "direct" if local is not None else "down"
+        self.held = 0
+        self.held_bytes = 0
+        self._parked: dict[int, Request] = {}
+        self._next_number = 1
+        self._groups: dict[tuple[str, bytes, bytes, int, float, bool], Group] = {}
+        self._leaving: list[Group] = []
+        self._cancelled: defaultdict[int, list[tuple[bytes, bytes, Request | None]]] = defaultdict(list)
+        self._strays: list[tuple[Shard, bytes, bytes]] = []
+        self._is_flush_due = False
+        # Somebody left, or was handed on, between its submission and the end of the turn.
+        self._is_line_thinned = False
+        self._next_shard = 0
+        self._up: list[Shard] = []
+        # Entries in each shard, and lanes that count against the bound, as Redis told last.
+        self._held_in = [0] * len(keys.shards)
+        self._lanes_in = [0] * len(keys.shards)
+        self._deadlines = Deadlines()
+        self._loop = asyncio.get_running_loop()
+        # For metrics. The local broker counts what it settles in direct mode, and that belongs to the same sum.
+        self.arrivals = dict.fromkeys(models, 0)
+        self.outcomes: dict[str, int] = {} if local is None else local.outcomes
+        self.waited = Histogram(SECONDS_BOUNDS) if local is None else local.waited
+        self.sent_again = 0
+        self.late_outcomes = 0
+        self.replies = ReplyReader(nodes, keys, name, came=self.reply_came, changed=self.nodes_changed)
+
+    def __repr__(self) -> str:
+        return f"<RedisQueue {self.mode} held={self.held} bytes={self.held_bytes}>"
+
+    # What the face and admission call.
+
+    def submit(self, request: Request) -> CarpoolError | None:
+        """Queue the request, or say why not."""
+        if self.held >= self.waiting_max or self.held_bytes + request.size > self.bytes_max:
+            return QueueFull("the queue is full; try again soon", retry_after_s=1)
+        if self.mode != "redis":
+            if self._local is None:
+                return BrokerDown("Redis cannot be reached; try again soon", retry_after_s=1)
+            refusal = self._local.submit(request)
+            self.arrivals[request.model] += refusal is None
+            return refusal
+        if self._is_memory_full():
+            return BrokerMemoryFull("the memory of Redis is nearly full; try again soon", retry_after_s=1)
+        self.held += 1
+        self.held_bytes += request.size
+        self.arrivals[request.model] += 1
+        number = request.number = self._next_number
+        self._next_number = number + 1
+        self._parked[number] = request
+        if request.is_task:
+            self._deadlines.add_unordered(request, request.deadline)
+        else:
+            self._deadlines.add(request, request.arrived + request.queue_timeout_s, request.queue_timeout_s)
+        self._queue(request)
+        return None
+
+    def cancel(self, request: Request) -> None:
+        """The client left: never send it if it has not been sent yet, discard its result otherwise."""
+        self.settle(request, ClientLeft("the client left"))
+
+    def settle(self, request: Request, outcome: Outcome) -> bool:
+        """Give a request an outcome that did not come from Redis; false if it has one already."""
+        if request.phase == DONE:
+            return False
+        if not self._is_parked(request):
+            return self._local is not None and self._local.settle(request, outcome)
+        self._withdraw(request)
+        self._end(request, outcome)
+        return True
+
+    def expire(self, now: float) -> None:
+        """Look at the requests whose time is over."""
+        for request in self._deadlines.due(now):
+            if not self._is_parked(request):
+                continue  # the local broker's
+            if request.deadline <= now:
+                self.settle(request, DeadlineExceeded("no result in time; the request was given up"))
+            else:
+                self._deadlines.add(request, request.deadline, ("running", request.queue_timeout_s))
+                self._withdraw(request, is_timeout=True)
+
+    # Modes.
+
+    def nodes_changed(self) -> None:
+        """A node, or the stream of replies, was lost or is back."""
+        up = [shard for shard in self._keys.shards if self._nodes.is_up(shard.slot)]
+        came_back = [shard for shard in up if shard not in self._up]
+        is_lost = len(came_back) + len(self._up) > len(up)
+        self._up = up
+        if up and self.replies.is_up:
+            mode: Mode = "redis"
+        else:
+            mode = "direct" if self._local is not None else "down"
+        is_other = mode != self.mode
+        if is_other:
+            logger.log(logging.INFO if mode == "redis" else logging.WARNING, "the broker's mode is now %s", mode)
+            self.mode = mode
+        if is_lost or mode != "redis":
+            self._send_again([r for r in self._parked.values() if r.held_by is not None and r.held_by.shard not in up])
+        if mode == "direct":
+            self._send_again(list(self._parked.values()))
+        if self._strays and up:
+            self._withdraw_strays()
+        if is_other:
+            self._mode_changed(mode)
+
+    def close(self) -> None:
+        """Give up what is still parked; its clients have been answered, or are gone."""
+        self.replies.close()
+
+    # Outcomes.
+
+    def reply_came(self, reply: Reply) -> None:
+        """Outcomes from a batcher."""
+        facts = [call.facts() for call in reply.calls]
+        parked, now = self._parked, self._clock()
+        settled = 0
+        waits: list[float] = []
+        for number, call, queue_s, value, tokens_used in reply.outputs:
+            facts_of_call = facts[call]  # before the request is out of reach
+            request = parked.pop(number, None)
+            if request is None:
+                self.late_outcomes += 1
+                continue
+            settled += 1
+            if request.held_by is None:  # it was to be queued again in this turn
+                self._is_line_thinned = True
+            # Before it is told: the next request of the same client may come from there.
+            self.held -= 1
+            self.held_bytes -= request.size
+            request.taken = request.arrived + queue_s
+            request.held_by = None
+            waits.append(queue_s)
+            request.settle(Output(value, facts_of_call, tokens_used), now)
+        if settled:
+            self.outcomes["ok"] = self.outcomes.get("ok", 0) + settled
+            self.waited.observe_all(waits)
+        for number, code, detail, retry_after_s in reply.errors:
+            request = parked.get(number)
+            if request is None:
+                self.late_outcomes += 1
+            else:
+                self._end(request, make_error(code, detail, retry_after_s))
+        for task_id in reply.finished:
+            self._task_finished(task_id)
+        if reply.wanted or reply.found:
+            self._looked_for(reply)
+
+    def _end(self, request: Request, outcome: Outcome) -> None:
+        """Settle a parked request and give back what it counts for."""
+        del self._parked[request.number]
+        self.held -= 1
+        self.held_bytes -= request.size
+        if request.held_by is None:
+            self._is_line_thinned = True
+        request.held_by = None
+        request.settle(outcome, self._clock())
+        code = request.result_code
+        self.outcomes[code] = self.outcomes.get(code, 0) + 1  # bounded: codes come from the error tree
+
+    def place_of(self, request: Request) -> tuple[Shard, bytes, bytes] | None:
+        """Shard, field and id of a parked request's entry, if Redis has told it."""
+        parcel: Parcel | None = request.held_by if self._is_parked(request) else None
+        entry_id = None if parcel is None else entry_of(parcel, request)
+        return None if parcel is None or entry_id is None else (parcel.shard, parcel.field, entry_id)
+
+    def _is_parked(self, request: Request) -> bool:
+        return self._parked.get(request.number) is request
+
+    # Into Redis.
+
+    def _queue(self, request: Request) -> None:
+        """Let a parked request leave at the end of this turn."""
+        request.phase = QUEUED
+        request.held_by = None
+        # There is one total for each queue timeout.
+        queue_timeout_s = request.queue_timeout_s
+        key = (request.model, request.parameters, request.lane, request.tier, queue_timeout_s, request.is_task)
+        group = self._groups.get(key)
+        if group is None:
+            if len(self._groups) >= GROUPS_KEPT_MAX:
+                self._groups = {key: group for key, group in self._groups.items() if group.requests}
+            group = self._groups[key] = Group(line_of(request, self._offsets_ms), header_of(request, self._name), [])
+        if not group.requests:
+            self._leaving.append(group)
+            self._flush_soon()
+        group.requests.append(request)
+
+    def _flush_soon(self) -> None:
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        leaving, self._leaving = self._leaving, []
+        for group in leaving:
+            requests, group.requests = group.requests, []
+            if self._is_line_thinned:
+                requests = [request for request in requests if self._is_parked(request)]
+            for part, _ in parts_of(requests, [request.input for request in requests]) if requests else ():
+                self._send(group, part)
+        self._is_line_thinned = False
+        if self._cancelled:
+            cancelled, self._cancelled = self._cancelled, defaultdict(list)
+            for number, entries in cancelled.items():
+                for start in range(0, len(entries), CANCELS_A_CALL_MAX):
+                    self._delete(self._keys.shards[number], entries[start : start + CANCELS_A_CALL_MAX])
+
+    def _send(self, group: Group, requests: list[Request]) -> None:
+        if not self._up:
+            self._send_again(requests)
+            return
+        self._next_shard += 1
+        shard, line = self._up[self._next_shard % len(self._up)], group.line
+        parcel = Parcel(shard, line.field, requests)
+        for request in requests:
+            request.held_by = parcel
+        is_near_bound = self._held_in[shard.number] + 2 * len(requests) > self._shard_max
+        if is_near_bound or (line.is_bound and 2 * self._lanes_in[shard.number] >= self._lanes_max):
+            values = [encode_value(request.number, request.id, request.owner, request.input) for request in requests]
+            self._steps.submit(
+                shard,
+                line,
+                group.header,
+                requests[0].owner,
+                values,
+                partial(self._queued, parcel),
+                held_max=self._shard_max,
+                lanes_max=self._lanes_max,
+            )
+        else:
+            parts = [value_parts(request.number, request.id, request.owner, request.input) for request in requests]
+            self._steps.add(shard, line, group.header, requests[0].owner, parts, partial(self._added, parcel))
+
+    def _added(self, parcel: Parcel, added: Added | RedisFailure) -> None:
+        """The plain commands and the script behind them have their replies."""
+        assert isinstance(added, Added)
+        parcel.entry_ids = added.entry_ids
+        # Where slots are moving, the next ones go by the script: it is redirected, plain commands are not.
+        is_moving = any(isinstance(entry_id, Refused) and entry_id.code in MOVING for entry_id in added.entry_ids)
+        if added.failure is None or is_moving:
+            self._held_in[parcel.shard.number] = self._shard_max if is_moving else added.held
+            self._lanes_in[parcel.shard.number] = added.lanes
+        for request, entry_id in zip(parcel.requests, parcel.entry_ids, strict=True):
+            if request.held_by is not parcel:
+                continue
+            if not isinstance(entry_id, bytes):
+                self._not_queued([request], entry_id)
+            elif added.failure is not None:  # it is in the stream, but batchers may not know of that
+                parcel.has_left = True
+                self._not_queued([request], added.failure)
+        self._withdraw_those_who_left(parcel)
+
+    def _queued(self, parcel: Parcel, queued: Queued | RedisFailure) -> None:
+        """Redis has answered a submission."""
+        if isinstance(queued, RedisFailure):
+            self._not_queued([request for request in parcel.requests if request.held_by is parcel], queued)
+            return
+        number = parcel.shard.number
+        self._held_in[number], self._lanes_in[number] = queued.held, queued.lanes
+        parcel.entry_ids = list(queued.entry_ids)
+        for request in parcel.requests[len(queued.entry_ids) :]:
+            if request.held_by is parcel:
+                self._end(request, QueueFull("the queue is full; try again soon", retry_after_s=1))
+        self._withdraw_those_who_left(parcel)
+
+    def _withdraw_those_who_left(self, parcel: Parcel) -> None:
+        if parcel.has_left:
+            for request, entry_id in zip(parcel.requests, parcel.entry_ids, strict=False):
+                if request.held_by is not parcel and isinstance(entry_id, bytes):
+                    self._cancelled[parcel.shard.number].append((parcel.field, entry_id, None))
+            self._flush_soon()
+
+    def _not_queued(self, waiting: list[Request], failure: RedisFailure) -> None:
+        if isinstance(failure, Refused) and failure.code in REFUSALS:
+            for request in waiting:
+                self._end(request, REFUSALS[failure.code]())
+        elif not isinstance(failure, Refused) or failure.code in MOVING:
+            self._send_again(waiting)
+        else:  # LOADING, CLUSTERDOWN, …: nothing was queued, and the nodes are looked at again
+            for request in waiting:
+                self._end(request, BrokerDown("Redis cannot take requests right now; try again soon", retry_after_s=1))
+
+    def _send_again(self, requests: Iterable[Request]) -> None:
+        """Their entries are out of reach: by another shard, or by the upstreams of this gateway, or not at all."""
+        for request in requests:
+            if not self._is_parked(request):
+                continue
+            parcel = request.held_by
+            entry_id = None if parcel is None else entry_of(parcel, request)
+            if self.mode == "redis" and self._up:
+                self._leave_entry(request)
+                self.sent_again += 1
+                self._queue(request)
+            elif self._local is not None:
+                self._leave_entry(request)
+                self.sent_again += 1
+                self._move_to_local(request)
+            elif entry_id is None:
+                self._end(request, BrokerDown("Redis was lost; try again soon", retry_after_s=1))
+            # Else it is in Redis, and may have its outcome when Redis is back in time.
+
+    def _leave_entry(self, request: Request) -> None:
+        """Remember the entry of a request that goes another way: it is withdrawn as soon as it can be reached."""
+        parcel: Parcel | None = request.held_by
+        if parcel is None:
+            return
+        parcel.has_left = True
+        entry_id = entry_of(parcel, request)
+        if entry_id is not None and len(self._strays) < STRAYS_KEPT_MAX:
+            self._strays.append((parcel.shard, parcel.field, entry_id))
+
+    def _move_to_local(self, request: Request) -> None:
+        assert self._local is not None
+        del self._parked[request.number]
+        self.held -= 1
+        self.held_bytes -= request.size
+        self._is_line_thinned |= request.held_by is None
+        request.held_by, request.number = None, 0
+        refusal = self._local.reserve(request)
+        if refusal is None:
+            self._local.enqueue(request)
+        else:
+            request.settle(refusal, self._clock())
+            self.outcomes[refusal.code] = self.outcomes.get(refusal.code, 0) + 1
+
+    # Out of Redis.
+
+    def _withdraw(self, request: Request, *, is_timeout: bool = False) -> None:
+        """Have the entry deleted if nobody took it. With `is_timeout`, the request is still parked: it is settled
+        only if the entry was still there.
+        """
+        parcel: Parcel | None = request.held_by
+        entry_id = None if parcel is None else entry_of(parcel, request)
+        if parcel is None or entry_id is None or parcel.shard not in self._up:
+            if parcel is not None:
+                self._leave_entry(request)
+            else:
+                self._is_line_thinned = True
+            if is_timeout:
+                self._end(request, queue_timeout(request))
+            return
+        self._cancelled[parcel.shard.number].append((parcel.field, entry_id, request if is_timeout else None))
+        self._flush_soon()
+
+    def _delete(self, shard: Shard, entries: list[tuple[bytes, bytes, Request | None]]) -> None:
+        # One whose time in the queue is over still waits, if a batcher took it.
+        ids = [(field, entry_id, request is None) for field, entry_id, request in entries]
+        self._steps.cancel(shard, ids, partial(self._deleted, shard, entries))
+
+    def _deleted(
+        self, shard: Shard, entries: list[tuple[bytes, bytes, Request | None]], deleted: list[bool] | RedisFailure
+    ) -> None:
+        if isinstance(deleted, RedisFailure):
+            # Those who wait still have their deadline; the entries of the others are left until the shard is back.
+            left = [(shard, field, entry_id) for field, entry_id, request in entries if request is None]
+            self._strays += left[: STRAYS_KEPT_MAX - len(self._strays)]
+            return
+        for (_, _, request), was_deleted in zip(entries, deleted, strict=False):
+            if request is not None and was_deleted and self._is_parked(request):
+                self._end(request, queue_timeout(request))
+
+    def _withdraw_strays(self) -> None:
+        strays, self._strays = self._strays, []
+        for stray in strays:
+            shard, field, entry_id = stray
+            if shard in self._up:
+                self._cancelled[shard.number].append((field, entry_id, None))
+            else:
+                self._strays.append(stray)
+        self._flush_soon()
+
+
+def entry_of(parcel: Parcel, request: Request) -> bytes | None:
+    """The id of a request's entry, if it is known."""
+    position = parcel.requests.index(request)
+    entry_id = parcel.entry_ids[position] if position < len(parcel.entry_ids) else None
+    return entry_id if isinstance(entry_id, bytes) else None
+
+
+def queue_timeout(request: Request) -> QueueTimeout:
+    """What is told to whoever waited too long for a slot."""
+    waited = f"no slot was free within {request.queue_timeout_s:g} s; try again, or as a task"
+    return QueueTimeout(waited, retry_after_s=1)

@@ -1,0 +1,239 @@
+"""How tasks come into Redis: accepted (202) only when Redis has said that it has them.
+
+1. The tasks of one turn of the event loop go together, into the shard of the first one: a task's id names its shard,
+   and may be changed until it is accepted.
+2. With replicas, a `WAIT` right behind them on the same connection covers them: only there it speaks of these writes.
+   It holds up its connection, so that is one of its own, and the next tasks collect meanwhile. Tasks go as EVAL there:
+   a script that Redis did not know would be sent again behind the WAIT.
+3. What was not confirmed is removed. Where nobody knows whether Redis has it, it is removed later.
+4. A dead letter becomes a task in one step. It is never removed: with the task the letter would be lost. It needs no
+   replicas: where this step is not known, the letter is still there.
+"""
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from carpool.broker.redis.client.link import Lost, RedisFailure
+from carpool.broker.redis.client.nodes import Nodes
+from carpool.broker.redis.formats import encode_value
+from carpool.broker.redis.gateway.entries import NOBODY, header_of, line_of, parts_of, total_ms_of
+from carpool.broker.redis.gateway.refusals import REFUSALS, error_of, out_of_reach
+from carpool.broker.redis.gateway.task_removals import TaskRemovals
+from carpool.broker.redis.keys import SHARDS_MAX, Shard
+from carpool.broker.redis.steps import Queued, Steps, Unreadable
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import BrokerDown, CarpoolError
+from carpool.core.request import QUEUED, Request
+
+TASKS_A_FLUSH_MAX = 256
+# More would fill one shard's part of the bounds while others have room.
+FLUSH_BYTES_MAX = 4 * 1024 * 1024
+# Tasks that wait for a flush.
+COLLECTED_MAX = 10_000
+COLLECTED_BYTES_MAX = 64 * 1024 * 1024
+NO_NUMBER = 0
+
+Accepted = Callable[[CarpoolError | None], None]
+
+
+class Submission(msgspec.Struct, eq=False):
+    """The ticket of a request on its way into Redis."""
+
+    accepted: Accepted
+    # The dead letter that becomes this task; empty for none.
+    letter: bytes
+
+
+class Flush(msgspec.Struct, eq=False):
+    """Tasks that one WAIT covers."""
+
+    queued: list[Request]
+    is_over: bool = False
+
+
+class TaskIntake:
+    """Brings tasks into Redis."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        removals: TaskRemovals,
+        *,
+        held_max: int,
+        input_bytes_max: int,
+        stored_bytes_max: int,
+        lanes_max: int,
+        line_offsets_ms: Mapping[bytes, int],
+        shards_used: int = SHARDS_MAX,
+        replicas: int = 0,
+        replicas_timeout_ms: int = 200,
+        durable_nodes: Nodes | None = None,
+        is_memory_full: Callable[[], bool] = lambda: False,
+        clock: Clock = monotonic,
+    ) -> None:
+        if replicas and durable_nodes is None:
+            raise ValueError("WAIT needs connections of its own: `durable_nodes`")
+        self._steps = steps
+        self._nodes = steps.nodes
+        self._keys = steps.keys
+        self._removals = removals
+        # In each shard.
+        self._held_max = held_max
+        self._bytes_max = (input_bytes_max, stored_bytes_max)
+        # The first so many take tasks, while they are in reach.
+        self._shards_used = shards_used
+        self._lanes_max = lanes_max
+        self._offsets_ms = line_offsets_ms
+        self._replicas = replicas
+        self._replicas_timeout_ms = replicas_timeout_ms
+        self._durable_nodes = durable_nodes if replicas else None
+        self._task_nodes = self._durable_nodes or steps.nodes
+        self._is_memory_full = is_memory_full
+        self._clock = clock
+        self._collected: list[Request] = []
+        self._collected_bytes = 0
+        self._is_flush_due = False
+        self._is_confirming = False
+
+    def submit(self, request: Request, accepted: Accepted, letter_id: int | None = None) -> None:
+        """Accept a task: `accepted(None)` once it is safe, or `accepted(error)`. With `letter_id`, in place of that
+        dead letter, whose shard the request's id must name.
+        """
+        letter = b"" if letter_id is None else b"%d" % letter_id
+        request.ticket = Submission(accepted, letter)
+        if self._is_memory_full():
+            self._refuse(request, REFUSALS["OOM"]())
+        elif letter:
+            self._send(self._keys.shard_of_task(request.id), [request], None)
+        elif len(self._collected) >= COLLECTED_MAX or self._collected_bytes + request.size > COLLECTED_BYTES_MAX:
+            self._refuse(request, REFUSALS["QUEUEFULL"]())
+        else:
+            self._collected.append(request)
+            self._collected_bytes += request.size
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._is_flush_due and not self._is_confirming:
+            self._is_flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        requests: list[Request] = []
+        size = 0
+        for request in self._collected[:TASKS_A_FLUSH_MAX]:
+            if requests and size + request.size > FLUSH_BYTES_MAX:
+                break
+            requests.append(request)
+            size += request.size
+        del self._collected[: len(requests)]
+        self._collected_bytes -= size
+        shard = self._shard_for(requests[0])
+        if shard is None:
+            for request in requests:
+                self._refuse(request, out_of_reach())
+        else:
+            self._send_all(shard, requests)
+        if self._collected:
+            self._flush_soon()
+
+    def _shard_for(self, request: Request) -> Shard | None:
+        """The shard that its id names, or another one if that is not used for tasks, or out of reach."""
+        shard = self._keys.shard_of_task(request.id)
+        if shard.number < self._shards_used and self._task_nodes.is_up(shard.slot):
+            return shard
+        up = [shard for shard in self._keys.shards if self._task_nodes.is_up(shard.slot)]
+        used = [shard for shard in up if shard.number < self._shards_used]
+        return random.choice(used or up) if up else None
+
+    def _send_all(self, shard: Shard, requests: list[Request]) -> None:
+        lines: defaultdict[tuple[object, ...], list[Request]] = defaultdict(list)
+        for request in requests:
+            if self._keys.shard_of_task(request.id) is not shard:
+                request.id = f"{request.id[:-1]}{shard.number:x}"
+            lines[request.model, request.parameters, request.lane, request.tier, total_ms_of(request)].append(request)
+        flush = Flush([]) if self._replicas else None
+        for line in lines.values():
+            self._send(shard, line, flush)
+        if flush is not None:
+            self._is_confirming = True
+            confirmed = partial(self._confirmed, flush)
+            self._task_nodes.send(shard.slot, confirmed, b"WAIT", self._replicas, self._replicas_timeout_ms)
+
+    def _send(self, shard: Shard, requests: list[Request], flush: Flush | None) -> None:
+        """Queue tasks of one lane and line."""
+        first = requests[0]
+        line = line_of(first, self._offsets_ms)
+        values = [encode_value(NO_NUMBER, request.id, request.owner, request.input) for request in requests]
+        for part, part_values in parts_of(requests, values):
+            self._steps.submit(
+                shard,
+                line,
+                header_of(first, NOBODY),
+                part[0].owner,
+                part_values,
+                partial(self._queued, part, flush),
+                held_max=self._held_max,
+                lanes_max=self._lanes_max,
+                tasks=[request.id for request in part],
+                task_bounds=(*self._bytes_max, total_ms_of(first)),
+                letter=first.ticket.letter,
+                eval_on=None if flush is None else self._durable_nodes,
+            )
+
+    def _queued(self, requests: list[Request], flush: Flush | None, queued: Queued | RedisFailure) -> None:
+        """Redis has answered a submission."""
+        if isinstance(queued, RedisFailure):
+            for request in requests:
+                if isinstance(queued, Lost | Unreadable) and not request.ticket.letter:
+                    self._removals.remove_if_there(request.id)
+                self._refuse(request, error_of(queued))
+            return
+        number = len(queued.entry_ids)
+        for request in requests[number:]:
+            self._refuse(request, REFUSALS["QUEUEFULL"]())
+        if flush is None:
+            self._accept(requests[:number])
+        elif flush.is_over:  # sent again to another node, behind the WAIT
+            self._take_back(requests[:number])
+        else:
+            flush.queued += requests[:number]
+
+    def _confirmed(self, flush: Flush, reply: Any) -> None:
+        """Redis says how many replicas have what was sent before."""
+        flush.is_over = True
+        self._is_confirming = False
+        if isinstance(reply, int) and reply >= self._replicas:
+            self._accept(flush.queued)
+        else:
+            self._take_back(flush.queued)
+        if self._collected:
+            self._flush_soon()
+
+    def _accept(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            submission: Submission = request.ticket
+            request.phase = QUEUED
+            request.input, request.prepared, request.ticket = b"", None, None  # Redis has it
+            submission.accepted(None)
+
+    def _take_back(self, requests: Sequence[Request]) -> None:
+        """Remove tasks that too few replicas have; tell their submitters when that is done."""
+        for request in requests:
+            self._removals.remove(request.id, partial(self._taken_back, request))
+
+    def _taken_back(self, request: Request, found: bool | RedisFailure) -> None:
+        if isinstance(found, RedisFailure):
+            self._removals.remove_if_there(request.id)
+        self._refuse(request, BrokerDown("not enough replicas confirmed the task; try again", retry_after_s=1))
+
+    def _refuse(self, request: Request, error: CarpoolError) -> None:
+        submission: Submission = request.ticket
+        request.settle(error, self._clock())
+        submission.accepted(error)

@@ -1,0 +1,77 @@
+"""Removing tasks: those that somebody deletes, and those of which nobody knows whether Redis has them."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from carpool.broker.redis.client.link import RedisFailure
+from carpool.broker.redis.notices import Notices
+from carpool.broker.redis.steps import Removed, Steps
+
+# Redis may still have the submission of a lost connection to read when it is first asked to remove the task.
+ATTEMPTS = 3
+RETRY_S = 1.0
+DOUBTFUL_MAX = 10_000
+
+
+class TaskRemovals:
+    """Removes tasks in any state, with their entries if nobody took them yet."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._notices = Notices(steps)
+        # How often more a task that Redis did not know is asked for.
+        self._doubtful: dict[str, int] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def remove(
+        self,
+        task_id: str,
+        done: Callable[[bool | RedisFailure], None],
+        cancelled: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Remove a task; `done` says whether there was one, `cancelled` is called before if that had no result yet.
+
+        Gateways where somebody waits for it are told.
+        """
+
+        def told(removed: Removed | RedisFailure | None) -> None:
+            if isinstance(removed, RedisFailure):
+                done(removed)
+                return
+            if removed is not None:
+                self._notices.tell(removed.gateways, task_id)
+                if removed.had_no_result:
+                    cancelled()
+            done(removed is not None)
+
+        self._steps.remove_task(task_id, told)
+
+    def remove_if_there(self, task_id: str) -> None:
+        """Its submitter was told that it is not accepted, but Redis may have it: keep trying to remove it."""
+        if len(self._doubtful) < DOUBTFUL_MAX:  # beyond, work is done that nobody asks for
+            self._doubtful[task_id] = ATTEMPTS
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._try)
+
+    def close(self) -> None:
+        """Give up."""
+        self._doubtful.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _try(self) -> None:
+        self._timer = None
+        for task_id in self._doubtful:
+            if self._steps.nodes.is_up(self._steps.keys.shard_of_task(task_id).slot):
+                self.remove(task_id, partial(self._tried, task_id))
+        if self._doubtful:
+            self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._try)
+
+    def _tried(self, task_id: str, found: bool | RedisFailure) -> None:
+        if isinstance(found, RedisFailure) or task_id not in self._doubtful:
+            return
+        self._doubtful[task_id] -= 1
+        if found or self._doubtful[task_id] == 0:
+            del self._doubtful[task_id]

@@ -1,0 +1,201 @@
+"""Tasks in Redis: any gateway accepts, answers and deletes them; any batcher writes their results.
+
+1. A task is accepted (202) only when Redis has it (task_intake.py). Its id names its shard, so any gateway finds it.
+2. Its result, its dead letter and the acknowledgement of its entry are one step. The first written result wins; a task
+   that was deleted meanwhile gets none.
+3. A gateway where somebody waits for a task says so in the task; whoever writes the result tells it. A notice can be
+   lost, so every gateway also looks by itself, once a second, at the tasks for which somebody waits there.
+4. A gateway keeps nothing about tasks but those who wait.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from carpool.broker.polls import Answer, Poll, Polls, no_such_task
+from carpool.broker.redis.client.link import RedisFailure
+from carpool.broker.redis.client.nodes import Nodes
+from carpool.broker.redis.formats import FAILED, PENDING, SUCCESS
+from carpool.broker.redis.gateway.refusals import out_of_reach
+from carpool.broker.redis.gateway.task_intake import Accepted, TaskIntake
+from carpool.broker.redis.gateway.task_removals import TaskRemovals
+from carpool.broker.redis.keys import SHARDS_MAX
+from carpool.broker.redis.steps import Steps
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import CarpoolError, UnknownTask
+from carpool.core.outcome import Outcome
+from carpool.core.request import Request
+from carpool.core.task import StoredTask
+
+LOOK_AGAIN_S = 1.0
+
+
+class RedisTasks:
+    """Accepts, answers and deletes tasks at one gateway (core.ports.TaskBoard)."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        gateway: bytes,
+        *,
+        held_max: int,
+        input_bytes_max: int,
+        stored_bytes_max: int,
+        lanes_max: int,
+        line_offsets_ms: Mapping[bytes, int],
+        shards_used: int = SHARDS_MAX,
+        replicas: int = 0,
+        replicas_timeout_ms: int = 200,
+        durable_nodes: Nodes | None = None,
+        is_memory_full: Callable[[], bool] = lambda: False,
+        cancelled: Callable[[], None] = lambda: None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._steps = steps
+        self._gateway = gateway
+        # Called for each task that was deleted here before it had its result.
+        self._cancelled = cancelled
+        self._removals = TaskRemovals(steps)
+        self._intake = TaskIntake(
+            steps,
+            self._removals,
+            held_max=held_max,
+            input_bytes_max=input_bytes_max,
+            stored_bytes_max=stored_bytes_max,
+            lanes_max=lanes_max,
+            line_offsets_ms=line_offsets_ms,
+            shards_used=shards_used,
+            replicas=replicas,
+            replicas_timeout_ms=replicas_timeout_ms,
+            durable_nodes=durable_nodes,
+            is_memory_full=is_memory_full,
+            clock=clock,
+        )
+        self._polls = Polls(self._read)
+        self._timer: asyncio.TimerHandle | None = None
+        # While true, nobody is kept waiting.
+        self.draining = False
+
+    def __repr__(self) -> str:
+        return f"<RedisTasks {self._polls!r}>"
+
+    def submit(self, request: Request, accepted: Accepted, letter_id: int | None = None) -> None:
+        """Accept a task: `accepted(None)` once it is safe, or `accepted(error)`. Its id may be another one then.
+
+        With `letter_id`, in place of that dead letter, whose shard the request's id must name.
+        """
+        request.waiter = self
+        self._intake.submit(request, accepted, letter_id)
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """Nothing to do: who submitted it is told by `accepted`, and its outcome is in Redis."""
+
+    def look(self, task_id: str, wait_s: float, forget: bool, answer: Answer) -> Poll:
+        """Answer with the task's state: at once, or as soon as it has an outcome but not later than `wait_s`."""
+        poll = Poll(task_id, answer, forget)
+        if not names_a_shard(task_id):
+            answer(no_such_task())
+        elif wait_s <= 0 or self.draining:
+            self._read(poll)
+        else:
+            # Before it is looked at: the notice may be here before the answer.
+            self._polls.wait(poll, wait_s)
+            self._look(task_id, partial(self._first_look, poll))
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._look_again)
+        return poll
+
+    def leave(self, poll: Poll) -> None:
+        """Whoever waited has left."""
+        self._polls.leave(poll)
+
+    def finished(self, task_id: str) -> None:
+        """There is news of a task for which somebody waits here."""
+        if task_id in self._polls:
+            self._look(task_id, partial(self._next_look, task_id))
+
+    def delete(self, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
+        """Cancel a waiting task, discard the result of a running one, forget a finished one."""
+        if not names_a_shard(task_id):
+            done(no_such_task())
+            return
+
+        def deleted(found: bool | RedisFailure) -> None:
+            if isinstance(found, RedisFailure):
+                done(out_of_reach())
+                return
+            for poll in self._polls.take(task_id):
+                poll.answer(UnknownTask("the task was deleted"))
+            done(None if found else no_such_task())
+
+        self._removals.remove(task_id, deleted, self._cancelled)
+
+    def drain(self) -> None:
+        """Long polls are answered with what there is."""
+        self.draining = True
+        for poll in self._polls.take_all():
+            self._read(poll)
+
+    def close(self) -> None:
+        """Stop the timers; whoever still waits is not answered."""
+        self._removals.close()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._polls.take_all()
+
+    # Looking.
+
+    def _look(self, task_id: str, on_reply: Callable[[Any], None]) -> None:
+        """Ask for a task's state, and to be told when it has an outcome."""
+        self._steps.look_at_task(task_id, self._gateway, on_reply)
+
+    def _first_look(self, poll: Poll, reply: Any) -> None:
+        if isinstance(reply, RedisFailure):
+            if self._polls.remove(poll):
+                poll.answer(out_of_reach())
+        else:
+            self._next_look(poll.task_id, reply)
+
+    def _next_look(self, task_id: str, reply: Any) -> None:
+        """Those who wait go on waiting while there is no outcome, or while Redis is away."""
+        if isinstance(reply, RedisFailure) or reply[0] == PENDING:
+            return
+        for poll in self._polls.take(task_id):
+            self._answer(poll, reply)
+
+    def _look_again(self) -> None:
+        self._timer = None
+        for task_id in self._polls:
+            self._look(task_id, partial(self._next_look, task_id))
+        if self._polls:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._look_again)
+
+    def _read(self, poll: Poll) -> None:
+        """Answer with what Redis has now."""
+        self._steps.read_task(poll.task_id, partial(self._answer, poll))
+
+    def _answer(self, poll: Poll, reply: Any) -> None:
+        found = out_of_reach() if isinstance(reply, RedisFailure) else stored_task(poll.task_id, reply)
+        poll.tell(found, lambda: self._removals.remove(poll.task_id, lambda _: None))
+
+
+def names_a_shard(task_id: str) -> bool:
+    """Whether a task could have this id; the face asks for others too."""
+    return task_id[-1:] in "0123456789abcdef" and task_id != ""
+
+
+def stored_task(task_id: str, reply: list[bytes | None]) -> StoredTask | None:
+    """A task from its fields in Redis."""
+    status, owner, milliseconds, result = reply
+    if status is None or owner is None or milliseconds is None:
+        return None
+    return StoredTask(
+        task_id,
+        owner.decode(),
+        "SUCCESS" if status == SUCCESS else "FAILED" if status == FAILED else "PENDING",
+        result if status == SUCCESS else None,
+        result if status == FAILED else None,
+        int(milliseconds) / 1000,
+    )

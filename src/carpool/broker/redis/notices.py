@@ -1,0 +1,35 @@
+"""Telling gateways that a task, for which somebody waits there, has its outcome or is gone.
+
+Only a hint: a gateway that is not told looks by itself within a second. So nothing is tried again.
+"""
+
+import asyncio
+
+from carpool.broker.redis.client.link import ignore
+from carpool.broker.redis.formats import REPLY_FORMAT, Reply, encode_reply
+from carpool.broker.redis.steps import Steps
+
+TASKS_A_NOTICE_MAX = 1000
+
+
+class Notices:
+    """Writes into the reply streams of gateways: what one turn of the event loop has for a gateway, in one entry."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        # By gateway.
+        self._leaving: dict[bytes, list[str]] = {}
+
+    def tell(self, gateways: bytes, task_id: str) -> None:
+        """Tell the gateways, whose names are separated by spaces, that there is news of a task."""
+        for gateway in gateways.split():
+            if not self._leaving:
+                asyncio.get_running_loop().call_soon(self._flush)
+            self._leaving.setdefault(gateway, []).append(task_id)
+
+    def _flush(self) -> None:
+        leaving, self._leaving = self._leaving, {}
+        for gateway, task_ids in leaving.items():
+            for start in range(0, len(task_ids), TASKS_A_NOTICE_MAX):
+                reply = encode_reply(Reply(REPLY_FORMAT, [], [], [], task_ids[start : start + TASKS_A_NOTICE_MAX]))
+                self._steps.reply(gateway, reply, ignore)

@@ -1,0 +1,35 @@
+"""The scripts that run inside Redis, each one atomic step in one shard."""
+
+from hashlib import sha1
+from importlib.resources import files
+
+from carpool.broker.redis.client.nodes import Script
+
+
+def _load(name: str, *parts: str) -> Script:
+    folder = files("carpool.broker.redis.scripts")
+    source = b"".join((folder / f"{part}.lua").read_bytes() for part in ("clock", *parts, name))
+    return Script(name, source, sha1(source, usedforsecurity=False).hexdigest().encode())
+
+
+SUBMIT = _load("submit", "common", "bytes", "burial")
+ARRIVED = _load("arrived", "common")
+CANCEL = _load("cancel", "common")
+LEVEL = _load("level", "common")
+TAKE = _load("take", "common")
+LAPSED = _load("lapsed", "common")
+CLAIM = _load("claim", "common")
+RENEW = _load("renew", "common")
+RELEASE = _load("release", "common")
+DONE = _load("done", "common")
+SWEEP = _load("sweep", "common", "burial")
+AUDIT = _load("audit", "common")
+LOOK = _load("look", "common")
+STATE = _load("state", "common")
+FORGET = _load("forget", "common", "bytes")
+FINISH = _load("finish", "common", "bytes", "burial")
+BURY = _load("bury", "common", "burial")
+LETTERS = _load("letters", "common")
+DROP = _load("drop", "common", "burial")
+REPLY = _load("reply")
+HEARTBEAT = _load("heartbeat")

@@ -1,0 +1,228 @@
+"""The doctor: looks at a Redis that gateways and batchers use, and tells what is wrong with it.
+
+It asks every primary by itself, so that a server that hangs or refuses is named. It changes nothing unless told to
+mend, and then only what no living process can miss: reply streams of gateways that are gone, and wrong counts.
+"""
+
+import asyncio
+import time
+
+from redis.exceptions import NoPermissionError
+
+from carpool.broker.redis.client.address import BrokerAddress
+from carpool.broker.redis.fleet.persistence import replicas_disks
+from carpool.broker.redis.fleet.servers import (
+    FAILURES,
+    Deployment,
+    Finding,
+    Inspection,
+    NoWayInError,
+    Server,
+    at,
+    no_answer,
+    node_facts,
+    reason_of,
+    served,
+)
+from carpool.broker.redis.fleet.view import FleetView, read_view
+from carpool.broker.redis.keys import Keys, Shard
+from carpool.broker.redis.scripts import AUDIT, SWEEP
+from carpool.tools.doctor_checks import (
+    ReplyStream,
+    ShardFacts,
+    Wants,
+    check_counts,
+    check_fleet,
+    check_groups,
+    check_letters,
+    check_reply_streams,
+    check_unlisted,
+    check_waiting,
+    merged,
+    node_findings,
+    orphans,
+    parse_audit,
+)
+
+# A heartbeat older than this is that of one who is gone.
+STALE_S = 1.5
+# Longer than between two heartbeats: who just started is in the registry by then.
+SECOND_LOOK_S = 1.5
+KEYS_AT_ONCE = 1000
+KEYS_LOOKED_AT_MAX = 5_000_000
+SCAN_S_MAX = 30.0
+STREAMS_FOUND_MAX = 50_000
+# So long ago that no consumer and no dead letter is old enough for the sweep to touch it.
+PARTS_OF_A_SWEEP_MAX = 1000
+NEVER_MS = 10**13
+NO_BOUND = 10**15
+
+
+class Doctor:
+    """One examination of one deployment."""
+
+    def __init__(self, address: BrokerAddress, keys: Keys, wants: Wants) -> None:
+        self._inspection = Inspection(address, keys)
+        self._keys = keys
+        self._wants = wants
+
+    async def examine(self, *, mend: bool = False) -> list[Finding]:
+        """Every finding, in the order of the checks; with `mend`, what is found after mending."""
+        try:
+            async with self._inspection.reach() as (deployment, found):
+                done = await self._mend(deployment) if mend else []
+                return [*found, *await self._look(deployment), *done]
+        except NoWayInError as failure:
+            return [failure.finding]
+
+    # Looking
+
+    async def _look(self, deployment: Deployment) -> list[Finding]:
+        findings: list[Finding] = []
+        answering, looked_at = [], len(deployment.servers)
+        for server in deployment.servers:
+            try:
+                facts = await node_facts(server)
+            except FAILURES as failure:
+                findings.append(no_answer(server, failure))
+                continue
+            answering.append(server)
+            found = node_findings(facts, self._wants, is_replicated=deployment.kind != "single")
+            if deployment.kind != "cluster" and facts.info.get("cluster_enabled") == "1":
+                says, do = "this is a node of a Cluster", "write redis+cluster:// in place of redis://"
+                found.append(Finding("cluster", "problem", says, do))
+            findings += [at(server, finding) for finding in found]
+            if self._wants.persistence == "forbidden":
+                of_replicas = await replicas_disks(self._inspection.address, facts)
+                looked_at += len(of_replicas)
+                findings += of_replicas
+        findings = merged(findings, looked_at)
+        if len(answering) < len(deployment.servers):
+            return findings  # half of a queue would be judged wrongly
+        try:
+            findings += await self._look_at_queue(deployment)
+        except FAILURES as failure:
+            says = f"the queue cannot be looked at: {reason_of(failure)}"
+            do = "see the other findings; then run this again"
+            if isinstance(failure, NoPermissionError):
+                do = "let this user run EVAL, SCAN, HGETALL and the stream commands on the keys of Carpool's namespace"
+            findings.append(Finding("queue", "problem", says, do))
+        return findings
+
+    async def _look_at_queue(self, deployment: Deployment) -> list[Finding]:
+        """What lies in the queue, and who is there to take it."""
+        view = await self._fleet(deployment)
+        shards = [await self._audit(deployment, shard) for shard in self._keys.shards]
+        found = await self._scan(deployment)
+        # A stream that came after its shard was looked at may have entries by now: see once more.
+        listed = {stream.name for shard in shards for stream in shard.streams}
+        if any(name not in listed for name in found.queues):
+            shards = [await self._audit(deployment, shard) for shard in self._keys.shards]
+            listed |= {stream.name for shard in shards for stream in shard.streams}
+        unlisted = [name for name, length in found.queues.items() if length and name not in listed]
+        findings = [
+            check_fleet(view),
+            check_waiting(shards, view),
+            check_counts(shards),
+            check_groups(shards, view, self._wants.lease_ms),
+            check_unlisted(unlisted),
+            check_reply_streams(found.replies, view),
+            check_letters(shards),
+        ]
+        if not found.is_complete:
+            says = "there are too many keys to look at all of them: streams may have been missed"
+            findings.append(Finding("keys", "warning", says, "give Carpool a Redis of its own"))
+        return findings
+
+    async def _fleet(self, deployment: Deployment) -> FleetView:
+        keys = self._keys
+        server = served(deployment, keys.fleet_slot)
+        seconds, micros = await server.ask("TIME")
+        members = [await server.ask("HGETALL", key) for key in (keys.gateways, keys.batchers)]
+        now_ms = int(seconds) * 1000 + int(micros) // 1000
+        return read_view([now_ms, *members], seen_at=0.0, stale_s=STALE_S)
+
+    async def _audit(self, deployment: Deployment, shard: Shard) -> ShardFacts:
+        server = served(deployment, shard.slot)
+        reply = await server.ask("EVAL", AUDIT.source, 1, shard.counts)
+        return parse_audit(shard.number, shard.stream(b""), reply)
+
+    async def _scan(self, deployment: Deployment) -> "Found":
+        """The streams in Carpool's namespace, within bounds."""
+        found = Found()
+        give_up_at = time.monotonic() + SCAN_S_MAX
+        for server in deployment.servers:
+            cursor, looked = b"0", 0
+            while True:
+                cursor, names = await server.ask(
+                    *("SCAN", cursor, "MATCH", _escaped(self._keys.namespace) + b":*"),
+                    *("COUNT", KEYS_AT_ONCE, "TYPE", "stream"),
+                )
+                for name in names:
+                    await self._note_stream(server, name, found)
+                looked += KEYS_AT_ONCE
+                if cursor == b"0":
+                    break
+                full = len(found.queues) + len(found.replies) > STREAMS_FOUND_MAX
+                if full or looked >= KEYS_LOOKED_AT_MAX or time.monotonic() > give_up_at:
+                    found.is_complete = False
+                    break
+        return found
+
+    async def _note_stream(self, server: Server, name: bytes, found: "Found") -> None:
+        replies = self._keys.namespace + b":replies:{"
+        if name.startswith(replies) and name.endswith(b"}"):
+            ttl_s = await server.ask("TTL", name)
+            if ttl_s != -2:  # else it is gone by now
+                gateway = name[len(replies) : -1].decode(errors="replace")
+                found.replies.append(ReplyStream(name, gateway, ttl_s if ttl_s >= 0 else None))
+        elif any(name.startswith(shard.stream(b"")) for shard in self._keys.shards):
+            found.queues[name.decode(errors="replace")] = await server.ask("XLEN", name)
+
+    # Mending
+
+    async def _mend(self, deployment: Deployment) -> list[Finding]:
+        """Remove orphaned reply streams, count again; each failure is a finding."""
+        findings = []
+        for what, work in (("reply streams", self._remove_orphans), ("counts", self._count_again)):
+            try:
+                findings.append(Finding("mended", "ok", await work(deployment)))
+            except FAILURES as failure:
+                do = "see the other findings; then run this again"
+                findings.append(Finding("mended", "problem", f"{what} were not mended: {reason_of(failure)}", do))
+        return findings
+
+    async def _remove_orphans(self, deployment: Deployment) -> str:
+        suspects = orphans((await self._scan(deployment)).replies, await self._fleet(deployment))
+        if suspects:
+            await asyncio.sleep(SECOND_LOOK_S)
+            suspects = orphans(suspects, await self._fleet(deployment))
+        for stream in suspects:
+            await served(deployment, self._keys.slot_of(stream.key)).ask("UNLINK", stream.key)
+        return f"reply streams removed, of gateways that are gone: {len(suspects)}"
+
+    async def _count_again(self, deployment: Deployment) -> str:
+        for shard in self._keys.shards:
+            server, cursor = served(deployment, shard.slot), 0
+            for _ in range(PARTS_OF_A_SWEEP_MAX):
+                letters = (NO_BOUND, NO_BOUND, 0, NEVER_MS, 0)  # none is dropped; all are counted
+                arguments = (cursor, b"", NEVER_MS, *letters)
+                cursor, *_ = await server.ask("EVAL", SWEEP.source, 1, shard.counts, *arguments)
+                if not cursor:
+                    break
+        return f"shards counted again: {len(self._keys.shards)}"
+
+
+class Found:
+    """The streams that a scan found."""
+
+    def __init__(self) -> None:
+        # Name and length of those that hold requests.
+        self.queues: dict[str, int] = {}
+        self.replies: list[ReplyStream] = []
+        self.is_complete = True
+
+
+def _escaped(name: bytes) -> bytes:
+    """A name in a pattern that stands for itself alone."""
+    return b"".join(b"\\" + bytes([c]) if c in b"*?[]^\\" else bytes([c]) for c in name)

@@ -1,0 +1,415 @@
+"""What facts about a deployment mean: each check turns facts into one finding, with what to change. Pure.
+
+A problem loses or refuses requests, or soon will; a warning is a choice that the operator should know of.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from carpool.broker.redis.fleet.persistence import check_no_disk, is_replica
+from carpool.broker.redis.fleet.servers import Finding, Level, NodeFacts
+from carpool.broker.redis.fleet.view import FleetView
+from carpool.broker.redis.keys import GROUP
+
+LEVELS: tuple[Level, ...] = ("ok", "warning", "problem")
+
+VERSION_MIN = (7, 0)
+LATENCY_MS_MAX = 10.0
+CLOCK_S_MAX = 1.0
+MEMORY_SHARE_FULL, MEMORY_SHARE_HIGH = 0.8, 0.6
+NAMED_MAX = 3
+# After the lease, a batcher claims at its next look.
+CLAIM_SPARE_MS = 3000
+
+
+class Wants(msgspec.Struct, frozen=True):
+    """The settings of Carpool that a deployment must match."""
+
+    replicas: int = 0
+    memory_max: int = 0
+    lease_ms: int = 1500
+    persistence: Literal["allowed", "forbidden"] = "allowed"
+
+
+class StreamFacts(msgspec.Struct, frozen=True):
+    """One queue stream."""
+
+    name: str
+    model: str
+    length: int
+    # None: it has no group of batchers.
+    pending: int | None
+    strange_groups: tuple[str, ...] = ()
+    # Name, pending entries, ms since it was heard of.
+    consumers: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def unread(self) -> int:
+        """Entries that nobody took."""
+        return max(self.length - (self.pending or 0), 0)
+
+
+class ShardFacts(msgspec.Struct, frozen=True):
+    """One shard at one moment."""
+
+    number: int
+    held_counted: int
+    unread_counted: int
+    letter_bytes_counted: int
+    held: int
+    unread: int
+    letter_bytes: int
+    letters: int
+    # Of tasks without a result, and of results, by the counts.
+    input_bytes: int
+    result_bytes: int
+    streams: tuple[StreamFacts, ...]
+
+
+class ReplyStream(msgspec.Struct, frozen=True):
+    """The reply stream of one gateway."""
+
+    key: bytes
+    gateway: str
+    # Seconds until it leaves by itself; None: never.
+    ttl_s: int | None
+
+
+def node_findings(node: NodeFacts, wants: Wants, *, is_replicated: bool) -> list[Finding]:
+    """All checks of one server."""
+    return [
+        check_answers(node),
+        check_version(node.info),
+        check_role(node.info),
+        check_no_disk(node, is_replicated=is_replicated)
+        if wants.persistence == "forbidden"
+        else check_persistence(node.info, node.config),
+        check_policy(node.info),
+        check_memory(node.info, wants.memory_max),
+        check_replicas(node.info, node.config, wants.replicas, is_replicated=is_replicated),
+        check_clock(node.clock_ahead_s),
+    ]
+
+
+def check_answers(node: NodeFacts) -> Finding:
+    """How long a round trip takes."""
+    says = f"answers in {node.latency_ms:.1f} ms"
+    if node.latency_ms > LATENCY_MS_MAX:
+        do = "put Redis nearer, or look for what keeps it busy (SLOWLOG GET); every request pays this several times"
+        return Finding("connection", "warning", says, do)
+    return Finding("connection", "ok", says)
+
+
+def check_version(info: Mapping[str, str]) -> Finding:
+    """Sharded pub/sub came with 7.0."""
+    text = info.get("redis_version", "")
+    parts = text.split(".")
+    if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
+        return Finding("version", "problem", "the server does not tell its version", "use Redis 7.0 or newer")
+    if (int(parts[0]), int(parts[1])) < VERSION_MIN:
+        return Finding("version", "problem", f"{text} has no sharded pub/sub", "use Redis 7.0 or newer")
+    return Finding("version", "ok", text)
+
+
+def check_role(info: Mapping[str, str]) -> Finding:
+    """A replica takes no writes."""
+    if info.get("role") == "master":
+        return Finding("role", "ok", "a primary")
+    do = "name the primary, or the Sentinels with redis+sentinel://"
+    return Finding("role", "problem", "a replica: it takes no writes", do)
+
+
+def check_persistence(info: Mapping[str, str], config: Mapping[str, str] | None) -> Finding:
+    """What a crash of the server loses."""
+    failed = [name for name in ("aof_last_write_status", "rdb_last_bgsave_status") if info.get(name, "ok") != "ok"]
+    if failed:
+        do = "look at the server's log and its disk; Redis refuses writes until this works again"
+        return Finding("persistence", "problem", f"the last write to disk failed ({', '.join(failed)})", do)
+    if info.get("aof_enabled") == "1":
+        fsync = (config or {}).get("appendfsync", "")
+        if fsync == "always":
+            return Finding("persistence", "ok", "AOF, synced always: a crash loses nothing that was answered")
+        if fsync == "no":
+            do = "CONFIG SET appendfsync everysec (or always), and the same in redis.conf"
+            return Finding(
+                "persistence", "warning", "AOF without sync: a power cut loses what the system had not written", do
+            )
+        if fsync == "everysec":
+            return Finding(
+                "persistence",
+                "ok",
+                "AOF, synced every second: a power cut may lose about a second of accepted tasks, "
+                "the end of the process alone nothing",
+            )
+        do = "see that appendfsync is everysec or always"
+        return Finding("persistence", "warning", "AOF; how often it is synced cannot be read", do)
+    if config is not None and not config.get("save"):
+        do = "CONFIG SET appendonly yes, and the same in redis.conf; leave it if no payload may be on disk"
+        return Finding("persistence", "warning", "none: when Redis ends, every accepted task and result is lost", do)
+    do = "CONFIG SET appendonly yes, and the same in redis.conf"
+    says = "snapshots at most: when Redis ends, the tasks since the last snapshot are lost"
+    return Finding("persistence", "warning", says, do)
+
+
+def check_policy(info: Mapping[str, str]) -> Finding:
+    """Only without eviction does Redis keep what it accepted."""
+    policy = info.get("maxmemory_policy", "")
+    if policy == "noeviction":
+        return Finding("eviction", "ok", "noeviction: a full Redis refuses, and forgets nothing")
+    says = f"maxmemory-policy is {policy or 'not told'}: a full Redis would delete queues or results"
+    do = "CONFIG SET maxmemory-policy noeviction, and the same in redis.conf"
+    return Finding("eviction", "problem", says, do)
+
+
+def check_memory(info: Mapping[str, str], memory_max: int) -> Finding:
+    """How much of its memory is in use."""
+    used, own = _number(info, "used_memory"), _number(info, "maxmemory")
+    limit = own or memory_max
+    if not limit:
+        do = "CONFIG SET maxmemory to what the machine can spare (and redis.conf), or set broker.memory_max"
+        return Finding("memory", "warning", f"{_size(used)} in use, and nothing limits it", do)
+    share = used / limit
+    says = f"{_size(used)} of {_size(limit)} in use ({share:.0%})"
+    more = "give Redis more memory, add primaries, or let fewer requests wait (broker.waiting_max)"
+    if share > MEMORY_SHARE_FULL:
+        return Finding("memory", "problem", f"{says}: above {MEMORY_SHARE_FULL:.0%} requests get 429", more)
+    if share > MEMORY_SHARE_HIGH:
+        return Finding("memory", "warning", f"{says}: from {MEMORY_SHARE_FULL:.0%} on requests get 429", more)
+    return Finding("memory", "ok", says)
+
+
+def check_replicas(
+    info: Mapping[str, str], config: Mapping[str, str] | None, wanted: int, *, is_replicated: bool
+) -> Finding:
+    """Whether there are the replicas that settings ask for, and what a failover loses."""
+    online = sum(1 for name, value in info.items() if is_replica(name) and "state=online" in value.split(","))
+    says = f"{online} online"
+    add = "add a replica, or see why it is not in step (INFO replication)"
+    minimum = _number(config or {}, "min-replicas-to-write")
+    if wanted > online:
+        says += f", and broker.replicas is {wanted}: no task is accepted"
+        return Finding("replicas", "problem", says, f"{add}; or set broker.replicas = {online}")
+    if minimum > online:
+        says += f", and min-replicas-to-write is {minimum}: Redis refuses every write"
+        return Finding("replicas", "problem", says, f"{add}; or lower min-replicas-to-write")
+    if is_replicated and not online:
+        return Finding("replicas", "warning", f"{says}: nobody takes over when this primary ends", add)
+    if online and not wanted:
+        says += "; broker.replicas is 0: a failover may lose what was accepted just before"
+        return Finding("replicas", "warning", says, "set broker.replicas = 1, if that loss matters")
+    if wanted:
+        says += f"; a task is accepted once {wanted} of them have it"
+    return Finding("replicas", "ok", says)
+
+
+def check_clock(ahead_s: float) -> Finding:
+    """Deadlines are on Redis's clock; what people read is on several."""
+    if abs(ahead_s) <= CLOCK_S_MAX:
+        return Finding("clock", "ok", f"within {CLOCK_S_MAX:g} s of this machine's")
+    direction = "ahead of" if ahead_s > 0 else "behind"
+    says = f"{abs(ahead_s):.1f} s {direction} this machine's: no deadline suffers, but times in logs and results differ"
+    return Finding("clock", "warning", says, "run NTP on both machines")
+
+
+def check_fleet(view: FleetView) -> Finding:
+    """Who lives."""
+    gateways, batchers = view.live_gateways(), view.live_batchers()
+    silent = len(view.gateways) + len(view.batchers) - len(gateways) - len(batchers)
+    says = f"{_counted(len(gateways), 'gateway')} and {_counted(len(batchers), 'batcher')} live"
+    if silent:
+        says += f", {silent} fell silent in the last minute"
+    if view.unreadable:
+        do = "run the same version of Carpool everywhere"
+        return Finding("fleet", "warning", f"{says}; {_counted(view.unreadable, 'heartbeat')} cannot be read", do)
+    if not batchers:
+        return Finding("fleet", "warning", says, "start `carpool batcher --broker … --upstream …`")
+    if not gateways:
+        return Finding("fleet", "warning", says, "start `carpool gateway --broker …`")
+    return Finding("fleet", "ok", says)
+
+
+def check_waiting(shards: Sequence[ShardFacts], view: FleetView) -> Finding:
+    """Whether what waits has somebody who takes it."""
+    waiting: dict[str, int] = {}
+    for stream in _streams(shards):
+        waiting[stream.model] = waiting.get(stream.model, 0) + stream.length
+    total = sum(waiting.values())
+    served = set(view.models())
+    stuck = {model: number for model, number in waiting.items() if number and model not in served}
+    if stuck:
+        named = _listed([f"{number} for {model}" for model, number in stuck.items()])
+        return Finding(
+            "waiting",
+            "problem",
+            f"requests that no live batcher serves: {named}",
+            "start a batcher with an upstream for this model, or name the model as the batchers do",
+        )
+    unread = sum(shard.unread for shard in shards)
+    inputs, results = sum(shard.input_bytes for shard in shards), sum(shard.result_bytes for shard in shards)
+    says = f"{unread} waiting, {total - unread} taken and not finished"
+    if inputs or results:
+        says += f"; of tasks {_size(inputs)} without a result, {_size(results)} of results"
+    return Finding("waiting", "ok", says)
+
+
+def check_counts(shards: Sequence[ShardFacts]) -> Finding:
+    """Whether the counts that limit the queue are true."""
+    wrong = [
+        s
+        for s in shards
+        if (s.held_counted, s.unread_counted, s.letter_bytes_counted) != (s.held, s.unread, s.letter_bytes)
+    ]
+    if not wrong:
+        return Finding("counts", "ok", "the counts of every shard are true")
+    named = _listed(
+        [
+            f"shard {s.number} says {s.held_counted}/{s.unread_counted}/{s.letter_bytes_counted}, "
+            f"has {s.held}/{s.unread}/{s.letter_bytes}"
+            for s in wrong
+        ]
+    )
+    return Finding(
+        "counts",
+        "warning",
+        f"wrong counts (held/unread/bytes of dead letters): {named}; the limits are off by that much",
+        "`carpool doctor --fix` counts again",
+    )
+
+
+def check_groups(shards: Sequence[ShardFacts], view: FleetView, lease_ms: int) -> Finding:
+    """Whether every stream is read by the group of batchers, and no entry is stuck at one that is gone."""
+    group = GROUP.decode()
+    without = [stream.name for stream in _streams(shards) if stream.pending is None and stream.length]
+    if without:
+        do = f"XGROUP CREATE <stream> {group} 0"
+        return Finding("groups", "problem", f"streams that no batcher can read: {_listed(without)}", do)
+    live = {member.name for member in view.live_batchers()}
+    stuck = sum(
+        pending
+        for stream in _streams(shards)
+        for name, pending, idle_ms in stream.consumers
+        if name not in live and idle_ms > lease_ms + CLAIM_SPARE_MS
+    )
+    if stuck:
+        says = f"{_counted(stuck, 'request')} of batchers that are gone, not claimed by others though the lease is over"
+        if live:
+            do = "see whether the batchers that live serve these models and have free slots"
+            return Finding("groups", "warning", says, do)
+        return Finding("groups", "problem", says, "start `carpool batcher --broker … --upstream …`: it claims them")
+    strange = sorted({name for stream in _streams(shards) for name in stream.strange_groups})
+    if strange:
+        says = f"groups that are not Carpool's on its streams: {_listed(strange)}"
+        return Finding("groups", "warning", says, "XGROUP DESTROY them, if nothing else reads there")
+    return Finding("groups", "ok", "every stream is read, and nothing is left at batchers that are gone")
+
+
+def check_unlisted(names: Sequence[str]) -> Finding:
+    """Streams with entries that are in no shard's `lanes`: batchers look only there."""
+    if not names:
+        return Finding("streams", "ok", "every stream is known to the batchers")
+    says = f"streams that no batcher looks at: {_listed(list(names))}"
+    do = "put them back: HSET <prefix>lanes <name after q:> <model>; or DEL them if their requests no longer matter"
+    return Finding("streams", "problem", says, do)
+
+
+def check_letters(shards: Sequence[ShardFacts]) -> Finding:
+    """Requests given up on."""
+    total = sum(shard.letters for shard in shards)
+    if total:
+        says = f"{total} kept, {_size(sum(shard.letter_bytes for shard in shards))}"
+        return Finding("dead letters", "warning", says, "look at them with `carpool dlq list`")
+    return Finding("dead letters", "ok", "none")
+
+
+def orphans(streams: Sequence[ReplyStream], view: FleetView) -> list[ReplyStream]:
+    """The reply streams of gateways that are not in the registry, not even as silent ones."""
+    known = {member.name for member in view.gateways}
+    return [stream for stream in streams if stream.gateway not in known]
+
+
+def check_reply_streams(streams: Sequence[ReplyStream], view: FleetView) -> Finding:
+    """Whether what gateways left behind will leave by itself."""
+    left = orphans(streams, view)
+    for_ever = [stream for stream in left if stream.ttl_s is None]
+    says = f"{len(streams)}, {len(left)} of gateways that are gone"
+    if for_ever:
+        says += f"; {len(for_ever)} of these never expire"
+        return Finding("reply streams", "warning", says, "`carpool doctor --fix` removes them")
+    if left:
+        says += f"; they expire within {max(stream.ttl_s or 0 for stream in left)} s"
+    return Finding("reply streams", "ok", says)
+
+
+def merged(findings: Sequence[Finding], servers: int) -> list[Finding]:
+    """The same finding of several servers as one; the order stays. `where` is dropped where it says nothing."""
+    places: dict[Finding, list[str]] = {}
+    for finding in findings:
+        bare = msgspec.structs.replace(finding, where=())
+        places.setdefault(bare, []).extend(finding.where)
+    return [
+        msgspec.structs.replace(bare, where=tuple(where) if len(where) < servers else ())
+        for bare, where in places.items()
+    ]
+
+
+def worst(findings: Sequence[Finding]) -> Level:
+    """The gravest level among them."""
+    return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
+
+
+def parse_audit(number: int, prefix: bytes, reply: list[Any]) -> ShardFacts:
+    """The reply of the audit script."""
+    _, held_counted, unread_counted, letter_bytes_counted, held, unread, letter_bytes, letters = reply[:8]
+    input_bytes, result_bytes, *streams = reply[8:]
+    return ShardFacts(
+        number,
+        held_counted,
+        unread_counted,
+        letter_bytes_counted,
+        held,
+        unread,
+        letter_bytes,
+        letters,
+        input_bytes,
+        result_bytes,
+        tuple(
+            StreamFacts(
+                _text(prefix + field),
+                _text(model),
+                length,
+                pending if pending >= 0 else None,
+                tuple(_text(name) for name in strange),
+                tuple((_text(name), count, idle_ms) for name, count, idle_ms in consumers),
+            )
+            for field, model, length, pending, strange, consumers in streams
+        ),
+    )
+
+
+def _streams(shards: Sequence[ShardFacts]) -> list[StreamFacts]:
+    return [stream for shard in shards for stream in shard.streams]
+
+
+def _number(values: Mapping[str, str], name: str) -> int:
+    text = values.get(name, "0")
+    return int(text) if text.isdigit() else 0
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _listed(names: list[str]) -> str:
+    """Some of the names, and how many more there are."""
+    more = len(names) - NAMED_MAX
+    return ", ".join(names[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="replace")
