@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from carpool.broker.redis import dead_letters as dead_letters_module
 from carpool.broker.redis.batcher.results import TaskResults
+from carpool.broker.redis.dead_letters import box as box_module
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
 from carpool.broker.redis.dead_letters.letters import IDS_A_MS, letter_of
 from carpool.broker.redis.fleet.memory import LETTERS_SHARE_MAX, SHARE_MAX, memory_facts, memory_fraction
+from carpool.broker.redis.gateway import dead_letters as desk_module
 from carpool.broker.redis.gateway.dead_letters import RedisDeadLetterDesk
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.scripts import BURY
@@ -257,13 +258,13 @@ async def test_without_memory_nothing_is_half_buried(tmp_path: Path) -> None:
 
 
 async def test_letters_on_their_way_are_bounded(letters: LetterOffice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dead_letters_module, "BURYING_MAX", 3)
+    monkeypatch.setattr(box_module, "BURYING_MAX", 3)
     for number in range(5):
         letters.box.bury(letters.request(str(number)), REFUSED, 1)
     assert letters.box.failures == 2
     await until(lambda: letters.box._burying == 0)
     assert len(await letters.names()) == 3
-    monkeypatch.setattr(dead_letters_module, "BURYING_BYTES_MAX", 5)
+    monkeypatch.setattr(box_module, "BURYING_BYTES_MAX", 5)
     letters.box.bury(letters.request("fits"), REFUSED, 1)
     letters.box.bury(letters.request("does not"), REFUSED, 1)
     assert letters.box.failures == 3
@@ -273,7 +274,7 @@ async def test_letters_on_their_way_are_bounded(letters: LetterOffice, monkeypat
 
 
 async def test_pages_go_over_all_shards_in_order(letters: LetterOffice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dead_letters_module, "LETTERS_A_CALL_MAX", 2)
+    monkeypatch.setattr(desk_module, "LETTERS_A_CALL_MAX", 2)
     await letters.bury(*(f"r{number}" for number in range(50)))
     whole = await letters.desk.page(0, 1000)
     assert sorted(letter.request_id for letter in whole) == sorted(f"r{number}" for number in range(50))
@@ -291,7 +292,7 @@ async def test_pages_go_over_all_shards_in_order(letters: LetterOffice, monkeypa
 async def test_a_call_looks_through_a_bounded_number_of_bytes(
     letters: LetterOffice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dead_letters_module, "LOOKED_THROUGH_BYTES_MAX", 1)
+    monkeypatch.setattr(desk_module, "LOOKED_THROUGH_BYTES_MAX", 1)
     await letters.bury(*(f"r{number}" for number in range(40)))
     assert len(await letters.names()) == 40
 
@@ -307,7 +308,7 @@ async def test_a_letter_of_another_version_can_be_seen_and_dropped(letters: Lett
     shard = letters.office.keys.shards[3]
     head = msgspec.msgpack.encode([99, "r", "m", 0, "new-cause", "new", 1])
     letter = len(head).to_bytes(4, "big") + bytes(4) + head
-    arguments = (b"", 3, 10, 10**6, 0, b"owner", letter, b'"x"')
+    arguments = (b"", 3, 10, 10**6, 0, b"\0\5owner" + letter, b'"x"')
     await letters.office.nodes.ask_script(BURY, shard.slot, (shard.counts,), arguments)
     summary = await letters.only()
     assert (summary.cause, summary.size) == ("unknown", 3)
@@ -353,7 +354,8 @@ async def test_a_replay_is_a_new_task_in_place_of_the_letter(letters: LetterOffi
     assert (taken.task_id, taken.input) == (replayed.task_id, b'"r1"')
     assert taken.shard.number == summary.id % IDS_A_MS
     header = taken.header
-    assert (header.parameters, header.lane, header.tier, header.total_ms) == (b'{"a":1}', b"prepared", 1, 600_000)
+    assert (header.parameters, header.lane, header.tier) == (b'{"a":1}', b"prepared", 1)
+    assert 590_000 < taken.record.remaining_ms <= 600_000
     with pytest.raises(NotFound):
         await letters.desk.replay(summary.id)
     shard = taken.shard
@@ -367,7 +369,7 @@ async def test_a_replayed_task_keeps_its_owner(letters: LetterOffice) -> None:
     await office.finish(taken, REFUSED)
     replayed = await letters.desk.replay((await letters.only()).id)
     assert (await office.hash_of(replayed.task_id))[b"o"] == b"somebody"
-    assert [entry.owner for entry in await office.take()] == ["somebody"]
+    assert [entry.record.owner for entry in await office.take()] == ["somebody"]
 
 
 async def test_one_of_many_replays_wins(letters: LetterOffice) -> None:
@@ -396,7 +398,7 @@ async def test_a_letter_that_cannot_be_replayed_stays(redis_server: RedisServer)
 
 
 async def test_replay_all(letters: LetterOffice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dead_letters_module, "LETTERS_A_CALL_MAX", 2)
+    monkeypatch.setattr(desk_module, "LETTERS_A_CALL_MAX", 2)
     await letters.bury(*(f"r{number}" for number in range(60)))
     await letters.bury("unserved", model="gone")
     report = await letters.desk.replay_all(None)
@@ -409,7 +411,7 @@ async def test_replay_all(letters: LetterOffice, monkeypatch: pytest.MonkeyPatch
 
 
 async def test_replay_all_of_one_cause(letters: LetterOffice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dead_letters_module, "LETTERS_A_CALL_MAX", 1)
+    monkeypatch.setattr(desk_module, "LETTERS_A_CALL_MAX", 1)
     await letters.bury(*(f"refused-{number}" for number in range(20)))
     await letters.bury(*(f"failed-{number}" for number in range(20)), error=UpstreamFailed("down"))
     report = await letters.desk.replay_all("upstream-failed")

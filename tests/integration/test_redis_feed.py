@@ -16,7 +16,7 @@ from carpool.broker.redis.batcher import feed as feed_module
 from carpool.broker.redis.batcher.feed import LOOKS_A_LEASE
 from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX
 from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
-from carpool.broker.redis.formats import ENTRY_FORMAT
+from carpool.broker.redis.formats import ENTRY_FORMAT, decode_header, decode_value, encode_header
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.steps import Steps
 from carpool.broker.redis.terms import Head
@@ -35,6 +35,7 @@ from carpool.testing import FakeClock, Witness, make_request
 from support.processes import PATIENCE_S, until
 from support.redis_halves import LINE_OFFSETS_MS, NEVER_MS, Batcher, Halves, open_halves, until_seen
 from support.redis_servers import RedisServer, running_redis
+from support.redis_shard import value_of_format_2
 from support.redis_tasks import letter_bounds, told
 
 ENTERPRISE, FREE = 0, 2
@@ -328,7 +329,11 @@ class TestStrangeEntries:
             {b"no header": b"value"},
             {msgspec.msgpack.encode([]): b"value"},
             {msgspec.msgpack.encode(["x"] * 9): b"value"},
+            {header: b""},
             {header: b"short"},
+            {header: b"\x03\xff\xff" + b"too short"},
+            {header: b"\x03\x00\x01\xff" + b"no record"},
+            {header: b"\x04\x00\x01\x90" + b"not what the header says"},
             {header: bytes(8) + b"\xff\xff" + b"x"},
             {header: bytes(8) + b"\x01\x00" + b"\xff"},
         ]
@@ -347,6 +352,27 @@ class TestStrangeEntries:
         assert batcher.feed.unreadable == len(strange)
         await until_seen(lambda: is_length(halves, 0))
         await until_seen(lambda: are_letters(halves, len(strange)))
+
+    async def test_entries_of_the_older_format_are_served(self, halves: Halves) -> None:
+        gateway, batcher = await halves.gateway(), await halves.batcher(free=0)
+        gateway.submit("r")
+        await halves.until_entries(1)
+        (entry,) = await halves.entries()
+        stream = entry.shard.stream(entry.field)
+        ((entry_id, fields),) = await halves.client.xrange(stream)
+        ((head, value),) = fields.items()
+        header = decode_header(head)
+        record, content = decode_value(value, header)
+        old_value = value_of_format_2(record.number, record.request_id, record.owner, content)
+        old_header = msgspec.structs.replace(header, version=2, total_ms=record.remaining_ms)
+        await halves.client.xadd(stream, {encode_header(old_header): old_value})
+        await halves.client.xdel(stream, entry_id)
+        batcher.model.free = 1
+        batcher.feed.ring()
+        await batcher.until_staged(1)
+        batcher.answer(batcher.start_batch())
+        assert len(await gateway.until_told(1)) == 1
+        await batcher.until_confirmed()
 
     async def test_entries_of_a_newer_format_are_left_to_others(
         self, halves: Halves, caplog: pytest.LogCaptureFixture

@@ -8,9 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from carpool.broker.redis.formats import encode_value
 from support.redis_servers import RedisServer
-from support.redis_shard import LETTER_PREFIX_BYTES, START_MS, TASK_BYTES, Budget, Entry, ShardBench
+from support.redis_shard import START_MS, TASK_BYTES, Budget, Entry, ShardBench, task_value
 
 LANES = {"a": "m", "b": "m", "c": "n"}
 # No two lines ever have equal places: times are multiples of ten.
@@ -91,7 +90,7 @@ class ShardMachine(RuleBasedStateMachine):
         kept = self.shard.true_bytes()
         inputs, results = kept["input_bytes"], kept["result_bytes"]
         for position, (task, value) in enumerate(zip(tasks, values, strict=True)):
-            size = len(encode_value(0, task, "", value)) + TASK_BYTES
+            size = len(task_value(task, "", value)) + TASK_BYTES
             is_none = inputs == 0
             if not is_none and inputs + size > INPUT_BYTES_MAX:
                 return position
@@ -112,7 +111,7 @@ class ShardMachine(RuleBasedStateMachine):
             assert first == was_there
             if first and is_dead:
                 value_bytes = before - self.shard.true_bytes()["input_bytes"] - TASK_BYTES
-                body = LETTER_PREFIX_BYTES + len(letter) + value_bytes - len(encode_value(0, task, "", b""))
+                body = len(letter) + value_bytes - len(task_value(task, "", b""))
                 assert dropped == self.note_letter(body)
             assert self.shard.finish(entry, task, b"again") == (False, 0)
             del self.taken[entry.field, entry.id]

@@ -1,7 +1,8 @@
 """What each script promises, on a real Redis: one test a promise."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,21 @@ from typing import Any
 import pytest
 import redis
 
-from carpool.broker.redis.formats import encode_value
 from carpool.broker.redis.keys import Keys
 from support.gateway import eventually
 from support.processes import PATIENCE_S
 from support.redis_servers import RedisCluster, RedisServer, running_redis
-from support.redis_shard import LEASE_MS, START_MS, STRICT_OFFSETS, TASK_BYTES, Budget, Entry, ShardBench
+from support.redis_shard import (
+    LEASE_MS,
+    START_MS,
+    STRICT_OFFSETS,
+    TASK_BYTES,
+    Budget,
+    Entry,
+    ShardBench,
+    task_value,
+    value_of_format_2,
+)
 
 PLENTY = Budget(batches=100, largest=64)
 # When the first tasks of a test count no more: a task's ten minutes, rounded up to a 32nd of these.
@@ -98,8 +108,18 @@ class TestSubmit:
                 b"t": str(START_MS).encode(),
                 b"f": b"a:t0",
                 b"e": entry_id.encode(),
-                b"b": b"%d input_bytes:%d" % (TASK_BYTES + len(encode_value(0, task, "ann", b"0")), PART_END_MS),
+                b"b": b"%d input_bytes:%d" % (TASK_BYTES + len(task_value(task, "ann", b"0")), PART_END_MS),
             }
+
+    @pytest.mark.parametrize("value_of", [task_value, partial(value_of_format_2, 0)], ids=["now", "format 2"])
+    def test_the_letter_of_a_task_has_its_input(
+        self, shard: ShardBench, value_of: Callable[[str, str, bytes], bytes]
+    ) -> None:
+        shard.submit("a:t0", [b"the input"], tasks=["t1"], owner="ann", value_of=value_of)
+        assert shard.client.hget(shard.shard.task("t1"), "o") == b"ann"
+        (entry,) = shard.take(PLENTY)
+        assert shard.finish(entry, "t1", b"problem", letter=b"LETTER", letters_max=9, bytes_max=10**6) == (True, 0)
+        assert shard.client.hvals(shard.shard.letter_bodies) == [b"LETTERthe input"]
 
     def test_tasks_without_room_are_not_written(self, shard: ShardBench) -> None:
         assert len(shard.submit("a:t0", 2, tasks=["t1", "t2"], held_max=1)) == 1

@@ -24,7 +24,7 @@ from carpool.broker.redis.client.node import Reader
 from carpool.broker.redis.client.nodes import Nodes, Script
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
-from carpool.broker.redis.formats import decode_value
+from carpool.broker.redis.formats import decode_header, decode_value
 from carpool.broker.redis.gateway.queue import RedisQueue
 from carpool.broker.redis.keys import GROUP, Keys, Shard, line_name
 from carpool.broker.redis.steps import Steps
@@ -282,10 +282,11 @@ class Halves:
             async for stream in self.client.scan_iter(match=shard.stream(b"*"), count=1000):
                 leases = await self._leases(stream)
                 for entry_id, fields in await self.client.xrange(stream):
-                    _, request_id, _, value = decode_value(next(iter(fields.values())))
+                    ((header, value),) = fields.items()
+                    record, given = decode_value(value, decode_header(header))
                     field = stream.removeprefix(shard.stream(b""))
                     lease = leases.get(entry_id, (b"", 0, 0))
-                    found.append(QueueEntry(shard, field, entry_id, request_id, value, *lease))
+                    found.append(QueueEntry(shard, field, entry_id, record.request_id, given, *lease))
         return found
 
     async def number_of_entries(self) -> int:

@@ -1,7 +1,8 @@
 """One shard of the queue in a real Redis, driven by the scripts alone: what a gateway or a batcher would call."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, count
+from struct import Struct
 from typing import Any
 from uuid import uuid4
 
@@ -9,7 +10,7 @@ import msgspec
 import redis
 
 from carpool.broker.redis.client.nodes import Script
-from carpool.broker.redis.formats import encode_value
+from carpool.broker.redis.formats import EntryRecord, encode_record
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.scripts import (
     ARRIVED,
@@ -32,9 +33,8 @@ from support.processes import PATIENCE_S
 from support.redis_servers import HOST
 
 GROUP = "batchers"
-# What a task counts beside its payload; what a letter has before it, with no owner.
+# What a task counts beside its payload.
 TASK_BYTES = 256
-LETTER_PREFIX_BYTES = 2
 START_MS = 1_700_000_000_000
 LEASE_MS = 5_000
 OFFSETS = {"s0": 50, "s1": 150, "s2": 500}
@@ -60,6 +60,17 @@ class Budget(msgspec.Struct, frozen=True):
     largest: int = 4
     # Room in batches of a lane that are begun.
     rooms: Mapping[str, int] = {}
+
+
+def value_of_format_2(number: int, request_id: str, owner: str, content: bytes) -> bytes:
+    """The value of an entry as an older Carpool wrote it."""
+    names = (request_id + owner).encode()
+    return Struct(">QBB").pack(number, len(request_id), len(owner)) + names + content
+
+
+def task_value(task: str, owner: str, content: bytes) -> bytes:
+    """The value of a task's entry."""
+    return encode_record(EntryRecord(0, task, owner, 600_000)) + content
 
 
 class ShardBench:
@@ -104,6 +115,7 @@ class ShardBench:
         lanes_max: int = 0,
         header: bytes = b"header",
         tasks: Sequence[str] = (),
+        value_of: Callable[[str, str, bytes], bytes] = task_value,
         owner: str = "",
         letter: str = "",
         offsets: Mapping[str, int] = OFFSETS,
@@ -112,11 +124,13 @@ class ShardBench:
         if isinstance(values, int):
             values = [b"%d" % next(self._numbers) for _ in range(values)]
         if tasks:  # of these the script reads the owner
-            values = [encode_value(0, task, owner, value) for task, value in zip(tasks, values, strict=True)]
+            values = [value_of(task, owner, value) for task, value in zip(tasks, values, strict=True)]
         about = self.about(field, model, lanes_max, offsets)
         of_tasks = (input_bytes_max, stored_bytes_max, task_ms) if tasks else (0, 0, 0)
         facts = (field, about, held_max, lanes_max, self._now(), header, owner, letter, *of_tasks)
-        first, number, _, _ = self.run(SUBMIT, *facts, len(values), *values, *tasks)
+        first, number, _, _ = self.run(
+            SUBMIT, *facts, len(values), *values, *chain.from_iterable((task, owner) for task in tasks)
+        )
         milliseconds, sequence = first.decode().split("-")
         return [f"{milliseconds}-{int(sequence) + position}" for position in range(number)]
 
@@ -217,7 +231,7 @@ class ShardBench:
     def bury(self, size: int, **bounds: int) -> int:
         """Keep a letter of so many bytes; how many were dropped."""
         about = (self._now(), self.shard.number, *_letter_bounds(**bounds))
-        return int(self.run(BURY, *about, b"", b"", b"x" * (size - LETTER_PREFIX_BYTES)))
+        return int(self.run(BURY, *about, b"", b"x" * size))
 
     def drop(self, letter: str = "") -> int:
         """Remove a letter, or all; how many there were."""

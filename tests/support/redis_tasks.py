@@ -14,7 +14,7 @@ from carpool.broker.redis.client.address import parse_broker_url
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.dead_letters.letters import letter_of
-from carpool.broker.redis.formats import FAILED, SUCCESS, Header, Reply, decode_header, decode_value
+from carpool.broker.redis.formats import FAILED, SUCCESS, EntryRecord, Header, Reply, decode_header, decode_value
 from carpool.broker.redis.gateway.replies import ReplyReader
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import Keys, Shard
@@ -44,9 +44,12 @@ class Taken(msgspec.Struct, frozen=True):
     field: bytes
     entry_id: bytes
     header: Header
-    task_id: str
-    owner: str
+    record: EntryRecord
     input: bytes
+
+    @property
+    def task_id(self) -> str:
+        return self.record.request_id
 
 
 class Office:
@@ -107,9 +110,9 @@ class Office:
             reply = await self.nodes.ask_script(TAKE, shard.slot, (shard.counts,), [b"b1", b"", b"", *wanted])
             for field, entries in zip(reply[1::2], reply[2::2], strict=True):
                 for entry_id, (header, value) in entries:
-                    ticket, task_id, owner, given = decode_value(value)
-                    assert ticket == 0
-                    taken.append(Taken(shard, field, entry_id, decode_header(header), task_id, owner, given))
+                    record, given = decode_value(value, decode_header(header))
+                    assert record.number == 0
+                    taken.append(Taken(shard, field, entry_id, decode_header(header), record, given))
         return taken
 
     async def finish(self, taken: Taken, outcome: Output | CarpoolError, sends: int = 0) -> bool:
@@ -118,7 +121,7 @@ class Office:
         if isinstance(outcome, CarpoolError):
             status, result = FAILED, problem_json(outcome, taken.task_id)
             request = self.request(parameters=taken.header.parameters, tier=taken.header.tier)
-            request.id, request.sends, request.input = taken.task_id, sends, b""
+            request.id, request.owner, request.sends, request.input = taken.task_id, taken.record.owner, sends, b""
             letter = letter_of(request, outcome)
         else:
             status, result = SUCCESS, outcome.value

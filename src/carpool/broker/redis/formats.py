@@ -1,13 +1,14 @@
 """What is written into Redis, and how it reads: queue entries, replies, errors. Pure.
 
 An entry of a queue stream has one field. Its name is the header, the same bytes for all requests of a lane, a tier and
-a gateway, so that it is made once and understood once. Its value is a number, the request's id, its owner and the
-client's own bytes, untouched; `scripts/common.lua` reads it too. The number is the gateway's own for a parked
-request: clients choose ids, and may repeat them.
+a gateway, so that it is made once and understood once. Its value is the format's number in a byte, the length of a
+record in two, the record, and the client's own bytes, untouched; `scripts/common.lua` reads it too.
+
+Headers, records and replies are arrays that may become longer: a program skips what it does not know. Only what an old
+program would misunderstand needs a new number. Entries of format 2, which had less, are still read.
 """
 
 from struct import Struct, error
-from typing import Any
 
 import msgspec
 
@@ -15,14 +16,15 @@ from carpool.core.errors import CarpoolError, InternalError, all_errors
 from carpool.core.outcome import CallFacts
 from carpool.core.request import RequestState
 
-# Each has a number of its own: a program leaves entries of another format to others.
-ENTRY_FORMAT = 2
+# Entries of a newer format are left to newer programs.
+ENTRY_FORMAT = 3
+OLDEST_ENTRY_FORMAT = 2
 REPLY_FORMAT = 1
+_FORMAT_AND_LENGTH = Struct(">BH")
+# Format 2: the number, and the lengths of id and owner. Numbers begin with a zero byte, which is no format.
+_PREFIX_2 = Struct(">QBB")
 # The state of a task.
 PENDING, SUCCESS, FAILED = b"P", b"S", b"F"
-# The number, and the lengths of id and owner.
-_PREFIX = Struct(">QBB")
-PREFIX_BYTES = _PREFIX.size
 
 
 class UnknownFormatError(Exception):
@@ -45,9 +47,24 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     lane: bytes
     tier: int
     is_task: bool
-    # From the entry's own time, on Redis's clock: must have been taken, must have its outcome.
+    # From the entry's own time, on Redis's clock: it must have been taken.
     queue_ms: int
-    total_ms: int
+    # In format 2: it must have its outcome.
+    total_ms: int = 0
+
+
+class EntryRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What is said of one entry."""
+
+    # The gateway's own for a parked request: clients choose ids, and may repeat them. 0 for a task.
+    number: int
+    request_id: str
+    owner: str
+    # From the entry's own time, on Redis's clock: it must have its outcome.
+    remaining_ms: int
+    # W3C `traceparent` and `tracestate`, and the client's own name for the request. Nobody writes these yet.
+    trace: bytes = b""
+    client_id: str = ""
 
 
 class CallRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -80,6 +97,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decode_header = msgspec.msgpack.Decoder(Header).decode
+_decode_record = msgspec.msgpack.Decoder(EntryRecord).decode
 _decode_reply = msgspec.msgpack.Decoder(Reply).decode
 _ERRORS: dict[str, type[CarpoolError]] = {kind.code: kind for kind in all_errors()}
 
@@ -98,35 +116,39 @@ def decode_header(data: bytes) -> Header:
         header = _decode_header(data)
     except (msgspec.MsgspecError, ValueError) as failure:
         raise UnknownFormatError("the header of an entry cannot be read") from failure
-    if header.version != ENTRY_FORMAT:
+    if not OLDEST_ENTRY_FORMAT <= header.version <= ENTRY_FORMAT:
         raise UnknownFormatError(f"the entry has format {header.version}, this program reads {ENTRY_FORMAT}")
     return header
 
 
-def encode_value(number: int, request_id: str, owner: str, value: Any) -> bytes:
-    """An entry's value. Ids and owners are at most 255 ASCII characters: the face and admission see to that."""
-    names = (request_id + owner).encode()
-    return b"".join((_PREFIX.pack(number, len(request_id), len(owner)), names, value))
+def encode_record(record: EntryRecord) -> bytes:
+    """What an entry's value begins with; the client's bytes follow."""
+    data = _encoder.encode(record)
+    return _FORMAT_AND_LENGTH.pack(ENTRY_FORMAT, len(data)) + data
 
 
-def value_parts(number: int, request_id: str, owner: str, value: bytes) -> tuple[int, bytes, bytes, bytes]:
-    """The length of an entry's value, and what it is made of."""
-    names = (request_id + owner).encode()
-    prefix = _PREFIX.pack(number, len(request_id), len(owner))
-    return PREFIX_BYTES + len(names) + len(value), prefix, names, value
-
-
-def decode_value(data: bytes) -> tuple[int, str, str, bytes]:
-    """Number, request id, owner, the client's bytes. Raises UnknownFormatError."""
+def decode_value(data: bytes, header: Header) -> tuple[EntryRecord, bytes]:
+    """The record, and the client's bytes. Raises UnknownFormatError."""
     try:
-        number, id_length, owner_length = _PREFIX.unpack_from(data)
-        end = PREFIX_BYTES + id_length + owner_length
-        names = data[PREFIX_BYTES:end].decode()
-    except (error, UnicodeDecodeError) as failure:
+        if data[0] == 0:
+            return _decode_value_2(data, header)
+        version, length = _FORMAT_AND_LENGTH.unpack_from(data)
+        end = _FORMAT_AND_LENGTH.size + length
+        record = _decode_record(data[_FORMAT_AND_LENGTH.size : end])
+    except (error, IndexError, UnicodeDecodeError, msgspec.MsgspecError) as failure:
         raise UnknownFormatError("the value of an entry cannot be read") from failure
+    if version != ENTRY_FORMAT or end > len(data):
+        raise UnknownFormatError("the value of an entry is not what its header says")
+    return record, data[end:]
+
+
+def _decode_value_2(data: bytes, header: Header) -> tuple[EntryRecord, bytes]:
+    number, id_length, owner_length = _PREFIX_2.unpack_from(data)
+    end = _PREFIX_2.size + id_length + owner_length
+    names = data[_PREFIX_2.size : end].decode()
     if end > len(data):
         raise UnknownFormatError("the value of an entry is too short")
-    return number, names[:id_length], names[id_length:], data[end:]
+    return EntryRecord(number, names[:id_length], names[id_length:], header.total_ms), data[end:]
 
 
 def encode_reply(reply: Reply) -> bytes:

@@ -131,11 +131,19 @@ class Steps:
 
     # Into the queue.
 
-    def add(self, shard: Shard, line: Line, header: bytes, owner: str, values: list[Any], done: Done[Added]) -> None:
+    def add(
+        self,
+        shard: Shard,
+        line: Line,
+        header: bytes,
+        owner: str,
+        values: Sequence[tuple[bytes, bytes]],
+        done: Done[Added],
+    ) -> None:
         """Queue where no bound is near: Redis adds entries by plain commands in half the time that a script takes.
 
-        `values`: of each the length and its parts (records.value_parts). A few more than the bounds may come in this
-        way, as many as other gateways add in one turn.
+        `values`: of each the two parts. A few more than the bounds may come in this way, as many as other gateways add
+        in one turn.
         """
         now = self._now_ms()
         beginning = pack_beginning(b"XADD", shard.stream(line.field), now + b"-*" if now else b"*", header)
@@ -162,18 +170,18 @@ class Steps:
         *,
         held_max: int,
         lanes_max: int,
-        tasks: Sequence[str] = (),
+        tasks: Sequence[tuple[str, str]] = (),
         task_bounds: tuple[int, int, int] = (0, 0, 0),
         letter: bytes = b"",
         eval_on: Nodes | None = None,
     ) -> None:
-        """Queue as many as there is room for. `tasks`: their ids; `task_bounds`: most bytes of their inputs, of inputs
-        and results, ms until they are over; `letter`: the dead letter that becomes one.
+        """Queue as many as there is room for. `tasks`: id and owner of each; `task_bounds`: most bytes of inputs, of
+        inputs and results, ms until they are over; `letter`: the dead letter that becomes one.
 
         `eval_on`: other connections, on which nothing is sent again behind what follows.
         """
         about = (line.field, line.about, held_max, lanes_max, self._now_ms(), header, owner, letter, *task_bounds)
-        arguments: list[Argument] = [*about, len(values), *values, *tasks]
+        arguments: list[Argument] = [*about, len(values), *values, *(part for task in tasks for part in task)]
         if eval_on is None:
             self._run(SUBMIT, shard, arguments, reading(read_queued, done))
         else:
@@ -340,11 +348,9 @@ class Steps:
 
     # Dead letters.
 
-    def bury(
-        self, shard: Shard, bounds: Sequence[int], owner: str, letter: bytes, value: bytes, done: Done[int]
-    ) -> None:
+    def bury(self, shard: Shard, bounds: Sequence[int], letter: bytes, value: bytes, done: Done[int]) -> None:
         """Keep a letter; tells how many were dropped for it."""
-        self._run(BURY, shard, (self._now_ms(), shard.number, *bounds, owner, letter, value), reading(int, done))
+        self._run(BURY, shard, (self._now_ms(), shard.number, *bounds, letter, value), reading(int, done))
 
     async def letters(self, shard: Shard, after: int, limit: int, bytes_max: int) -> LetterHeads:
         """Some letters of one shard, maybe fewer than asked for; none only if there are no more."""

@@ -85,11 +85,11 @@ class Unpacker:
         header = self._headers.get(head) or self._understand(head)
         if header is None:
             return None
-        number, request_id, owner, content = decode_value(value)
+        record, content = decode_value(value, header)
         waited_ms = now_ms - int(entry_id.partition(b"-")[0])
         arrived = now - waited_ms / 1000
         request = Request(
-            request_id,
+            record.request_id,
             header.model,
             header.parameters,
             content,
@@ -98,17 +98,17 @@ class Unpacker:
             arrived,
             arrived + self._tier_target_s[min(header.tier, len(self._tier_target_s) - 1)],
             inf,  # a staged request does not wait here for a slot
-            arrived + header.total_ms / 1000,
+            arrived + record.remaining_ms / 1000,
             self._replies,
             Lease(haul, entry_id, header),
             None,
             header.lane,
             haul,
-            number,
+            record.number,
             header.is_task,
-            owner,
+            record.owner,
         )
-        fault = self._fault_of(request, header, waited_ms, delivery)
+        fault = self._fault_of(request, header, now, delivery)
         if delivery > 1:  # it rides with others like it, and at the end alone
             is_alone = company_of(delivery, self._deliveries_max) == 1
             request.lane += b"\0again" + (entry_id if is_alone else b"%d" % delivery)
@@ -129,12 +129,12 @@ class Unpacker:
         self._headers[head] = header
         return header
 
-    def _fault_of(self, request: Request, header: Header, waited_ms: int, delivery: int) -> CarpoolError | None:
+    def _fault_of(self, request: Request, header: Header, now: float, delivery: int) -> CarpoolError | None:
         """Why a request is not to be sent, if so."""
-        if waited_ms >= header.total_ms:
+        if request.deadline <= now:
             return DeadlineExceeded("the deadline passed before a slot was free")
         # What is claimed had been taken in time; its batcher died.
-        if not header.is_task and delivery == 1 and waited_ms >= header.queue_ms:
+        if not header.is_task and delivery == 1 and now - request.arrived >= header.queue_ms / 1000:
             return QueueTimeout("no slot was free in time; try again, or as a task", retry_after_s=1)
         if delivery > self._deliveries_max:
             error = UpstreamFailed(f"given up: {delivery - 1} batchers did not come back with an outcome")

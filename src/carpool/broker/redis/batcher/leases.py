@@ -40,7 +40,7 @@ class Lease(msgspec.Struct, eq=False, gc=False):
 
 
 # Stands for a header where none is needed.
-NO_HEADER = Header(0, b"", "", b"", b"", 0, False, 0, 0)
+NO_HEADER = Header(0, b"", "", b"", b"", 0, False, 0)
 
 
 class Leases:

@@ -423,9 +423,9 @@ def pack_beginning(*command: bytes | int | str) -> bytes:
     return _pack((*command, b"")).removesuffix(b"$0\r\n\r\n")
 
 
-def pack_rest(beginning: bytes, size: int, *parts: bytes) -> bytes:
-    """A command from its beginning and the parts of its last argument, of `size` bytes together; one copy of them."""
-    return b"".join((beginning, b"$%d\r\n" % size, *parts, b"\r\n"))
+def pack_rest(beginning: bytes, start: bytes, end: bytes) -> bytes:
+    """A command from its beginning and the two parts of its last argument; one copy of them."""
+    return b"".join((beginning, b"$%d\r\n" % (len(start) + len(end)), start, end, b"\r\n"))
 
 
 def ignore(_: Any) -> None:

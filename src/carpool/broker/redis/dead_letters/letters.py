@@ -1,7 +1,7 @@
 """How a dead letter is written into Redis, and how it reads. Pure.
 
-A batcher writes the letter: lengths of head and parameters, head, parameters. Scripts put the owner before it and the
-client's own bytes behind it (for a task both are in Redis already). The head is what a list shows.
+A batcher writes the letter: length of the owner, owner, lengths of head and parameters, head, parameters. Behind it
+scripts put the client's own bytes (those of a task are in Redis already). The head is what a list shows.
 """
 
 from struct import Struct
@@ -37,9 +37,10 @@ _decode = msgspec.msgpack.Decoder(LetterHead).decode
 
 
 def encode_letter(request: Request, error: CarpoolError, sends: int) -> bytes:
-    """A letter without its owner and its input."""
+    """A letter without its input."""
     head = _encode(LetterHead(LETTER_FORMAT, request.id, request.model, request.tier, error.code, error.detail, sends))
-    return b"".join((_LENGTHS.pack(len(head), len(request.parameters)), head, request.parameters))
+    owner, lengths = request.owner.encode(), _LENGTHS.pack(len(head), len(request.parameters))
+    return b"".join((_OWNER.pack(len(owner)), owner, lengths, head, request.parameters))
 
 
 def letter_of(request: Request, error: CarpoolError) -> bytes:
@@ -60,8 +61,8 @@ def decode_head(data: bytes) -> LetterHead:
 
 def cause_of(letter: bytes) -> str:
     """The cause in a letter that this program has encoded."""
-    length, _ = _LENGTHS.unpack_from(letter)
-    return decode_head(letter[_LENGTHS.size : _LENGTHS.size + length]).cause
+    head_at, parameters_at, _ = _places(letter)
+    return decode_head(letter[head_at:parameters_at]).cause
 
 
 def summary_of(letter_id: int, data: bytes, size: int) -> DeadLetterSummary:
@@ -79,17 +80,20 @@ def summary_of(letter_id: int, data: bytes, size: int) -> DeadLetterSummary:
 
 def decode_body(letter_id: int, body: bytes) -> StoredDeadLetter:
     """A whole letter; raises UnknownFormatError."""
-    (owner_length,) = _OWNER.unpack_from(body)
-    owner_end = _OWNER.size + owner_length
-    head_length, parameters_length = _LENGTHS.unpack_from(body, owner_end)
-    head_at = owner_end + _LENGTHS.size
-    parameters_at = head_at + head_length
-    input_at = parameters_at + parameters_length
+    head_at, parameters_at, input_at = _places(body)
     data = body[head_at:parameters_at]
     return StoredDeadLetter(
         summary_of(letter_id, data, len(body) - parameters_at),
-        body[_OWNER.size : owner_end].decode(),
+        body[_OWNER.size : head_at - _LENGTHS.size].decode(),
         decode_head(data).tier,
         body[parameters_at:input_at],
         body[input_at:],
     )
+
+
+def _places(body: bytes) -> tuple[int, int, int]:
+    """Where the head, the parameters and the input of a letter begin."""
+    (owner_length,) = _OWNER.unpack_from(body)
+    head_length, parameters_length = _LENGTHS.unpack_from(body, _OWNER.size + owner_length)
+    head_at = _OWNER.size + owner_length + _LENGTHS.size
+    return head_at, head_at + head_length, head_at + head_length + parameters_length

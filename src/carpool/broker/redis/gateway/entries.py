@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from carpool.broker.redis.formats import ENTRY_FORMAT, Header, encode_header
+from carpool.broker.redis.formats import ENTRY_FORMAT, EntryRecord, Header, encode_header, encode_record
 from carpool.broker.redis.keys import lane_name, line_name
 from carpool.broker.redis.terms import Line
 from carpool.core.request import Request
@@ -24,14 +24,14 @@ def line_of(request: Request, offsets_ms: Mapping[bytes, int]) -> Line:
     return Line(field, request.model, offsets_ms.get(name, 0), is_bound=bool(request.lane_key))
 
 
-def total_ms_of(request: Request) -> int:
-    """How long after its arrival a request must have its outcome."""
-    return round((request.deadline - request.arrived) * 1000)
+def record_of(request: Request, now: float) -> bytes:
+    """What an entry's value begins with, if it is queued now."""
+    remaining_ms = max(round((request.deadline - now) * 1000), 0)
+    return encode_record(EntryRecord(request.number, request.id, request.owner, remaining_ms))
 
 
 def header_of(request: Request, gateway: bytes) -> bytes:
     """The header of an entry; `gateway` is where its outcome is waited for."""
-    total_ms = total_ms_of(request)
     return encode_header(
         Header(
             version=ENTRY_FORMAT,
@@ -42,8 +42,7 @@ def header_of(request: Request, gateway: bytes) -> bytes:
             tier=request.tier,
             is_task=gateway == NOBODY,
             # A task waits as long as it must.
-            queue_ms=total_ms if request.is_task else round(request.queue_timeout_s * 1000),
-            total_ms=total_ms,
+            queue_ms=0 if request.is_task else round(request.queue_timeout_s * 1000),
         )
     )
 

@@ -22,11 +22,9 @@ from carpool.broker.memory import MemoryBroker
 from carpool.broker.redis.client.link import RedisFailure, Refused
 from carpool.broker.redis.formats import (
     Reply,
-    encode_value,
     make_error,
-    value_parts,
 )
-from carpool.broker.redis.gateway.entries import header_of, line_of, parts_of
+from carpool.broker.redis.gateway.entries import header_of, line_of, parts_of, record_of
 from carpool.broker.redis.gateway.refusals import REFUSALS
 from carpool.broker.redis.gateway.replies import ReplyReader
 from carpool.broker.redis.keys import Shard
@@ -291,7 +289,6 @@ class RedisQueue:
         """Let a parked request leave at the end of this turn."""
         request.phase = QUEUED
         request.held_by = None
-        # There is one total for each queue timeout.
         queue_timeout_s = request.queue_timeout_s
         key = (request.model, request.parameters, request.lane, request.tier, queue_timeout_s, request.is_task)
         group = self._groups.get(key)
@@ -334,9 +331,10 @@ class RedisQueue:
         parcel = Parcel(shard, line.field, requests)
         for request in requests:
             request.held_by = parcel
+        now = self._clock()
         is_near_bound = self._held_in[shard.number] + 2 * len(requests) > self._shard_max
         if is_near_bound or (line.is_bound and 2 * self._lanes_in[shard.number] >= self._lanes_max):
-            values = [encode_value(request.number, request.id, request.owner, request.input) for request in requests]
+            values = [record_of(request, now) + request.input for request in requests]
             self._steps.submit(
                 shard,
                 line,
@@ -348,7 +346,7 @@ class RedisQueue:
                 lanes_max=self._lanes_max,
             )
         else:
-            parts = [value_parts(request.number, request.id, request.owner, request.input) for request in requests]
+            parts = [(record_of(request, now), request.input) for request in requests]
             self._steps.add(shard, line, group.header, requests[0].owner, parts, partial(self._added, parcel))
 
     def _added(self, parcel: Parcel, added: Added | RedisFailure) -> None:

@@ -21,8 +21,7 @@ import msgspec
 
 from carpool.broker.redis.client.link import Lost, RedisFailure
 from carpool.broker.redis.client.nodes import Nodes
-from carpool.broker.redis.formats import encode_value
-from carpool.broker.redis.gateway.entries import NOBODY, header_of, line_of, parts_of, total_ms_of
+from carpool.broker.redis.gateway.entries import NOBODY, header_of, line_of, parts_of, record_of
 from carpool.broker.redis.gateway.refusals import REFUSALS, error_of, out_of_reach
 from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.keys import SHARDS_MAX, Shard
@@ -37,7 +36,6 @@ FLUSH_BYTES_MAX = 4 * 1024 * 1024
 # Tasks that wait for a flush.
 COLLECTED_MAX = 10_000
 COLLECTED_BYTES_MAX = 64 * 1024 * 1024
-NO_NUMBER = 0
 
 Accepted = Callable[[CarpoolError | None], None]
 
@@ -157,7 +155,7 @@ class TaskIntake:
         for request in requests:
             if self._keys.shard_of_task(request.id) is not shard:
                 request.id = f"{request.id[:-1]}{shard.number:x}"
-            lines[request.model, request.parameters, request.lane, request.tier, total_ms_of(request)].append(request)
+            lines[request.model, request.parameters, request.lane, request.tier].append(request)
         flush = Flush([]) if self._replicas else None
         for line in lines.values():
             self._send(shard, line, flush)
@@ -170,7 +168,8 @@ class TaskIntake:
         """Queue tasks of one lane and line."""
         first = requests[0]
         line = line_of(first, self._offsets_ms)
-        values = [encode_value(NO_NUMBER, request.id, request.owner, request.input) for request in requests]
+        now = self._clock()
+        values = [record_of(request, now) + request.input for request in requests]
         for part, part_values in parts_of(requests, values):
             self._steps.submit(
                 shard,
@@ -181,8 +180,8 @@ class TaskIntake:
                 partial(self._queued, part, flush),
                 held_max=self._held_max,
                 lanes_max=self._lanes_max,
-                tasks=[request.id for request in part],
-                task_bounds=(*self._bytes_max, total_ms_of(first)),
+                tasks=[(request.id, request.owner) for request in part],
+                task_bounds=(*self._bytes_max, round(1000 * max(request.deadline - now for request in part))),
                 letter=first.ticket.letter,
                 eval_on=None if flush is None else self._durable_nodes,
             )

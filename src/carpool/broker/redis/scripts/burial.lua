@@ -49,8 +49,3 @@ local function bury(body, now, shard, letters_max, bytes_max, is_memory_short)
   redis.call('HINCRBY', COUNTS, 'letter_bytes', #body)
   return evict(letters_max, bytes_max)
 end
-
--- What is kept: length of the owner, owner, the letter as the batcher wrote it, the client's own bytes.
-local function body_of(owner, letter, input)
-  return struct.pack('>H', #owner) .. owner .. letter .. input
-end

@@ -250,14 +250,13 @@ local function view_of(models, now)
   return view
 end
 
--- An entry's value (records.py) is: the ticket (8 bytes), a byte each for the lengths of id and owner, the id, the owner,
--- the client's own bytes.
-local function owner_of(value)
-  local id_length, owner_length = string.byte(value, 9, 10)
-  return string.sub(value, 11 + id_length, 10 + id_length + owner_length)
-end
-
-local function input_of(value)
-  local id_length, owner_length = string.byte(value, 9, 10)
-  return string.sub(value, 11 + id_length + owner_length)
+-- Where the client's own bytes begin in an entry's value (formats.py): that is the number of the format (a byte), the length of the record (two), the record,
+-- these bytes. One of format 2: a number that begins with a zero byte (8), a byte each for the lengths of id and
+-- owner, the id, the owner, these bytes.
+local function input_at(value)
+  if string.byte(value) == 0 then
+    local id_length, owner_length = string.byte(value, 9, 10)
+    return 11 + id_length + owner_length
+  end
+  return 4 + struct.unpack('>H', value, 2)
 end

@@ -18,7 +18,7 @@ if is_first then
     local entry = redis.call('XRANGE', stream, entry_id, entry_id)[1]
     if entry then
       local value = entry[2][2]
-      local body = body_of(owner_of(value), letter, input_of(value))
+      local body = letter .. string.sub(value, input_at(value))
       dropped = bury(body, now, tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11]), ARGV[12] == '1')
     end
   end

@@ -1,7 +1,7 @@
 -- Queue requests of one lane, line and gateway: as many as there is room for, in order. With task ids: tasks.
 -- ARGV: field, what is said of it, most entries held, most lanes, now, header, owner of the first,
 --       id of the dead letter that becomes a task ('' for none), for tasks: most bytes of their inputs, most bytes of
---       inputs and results, ms until they are over; number of values, values, ids of the tasks (if any)
+--       inputs and results, ms until they are over; number of values, values, id and owner of each task
 -- Returns: id of the first entry (the others follow it without a gap), how many were queued, entries held, lanes that
 --          count against the bound
 local field, text, held_max, lanes_max = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -57,10 +57,10 @@ for i = 1, wanted do
     -- Redis's clock goes on while a script runs: the others stay in the first one's millisecond, without a gap.
     entry_id = ms_text_of(id) .. '-*'
   end
-  local task = ARGV[VALUES + values + i]
+  local task, its_owner = ARGV[VALUES + values + 2 * i - 1], ARGV[VALUES + values + 2 * i]
   if task then
     local size = #value + TASK_BYTES .. ' ' .. part
-    redis.call('HSET', task_of(task), 's', 'P', 'o', owner_of(value), 't', now, 'f', field, 'e', id, 'b', size)
+    redis.call('HSET', task_of(task), 's', 'P', 'o', its_owner, 't', now, 'f', field, 'e', id, 'b', size)
   end
 end
 if part then
