@@ -453,7 +453,7 @@ class DistributedProcess(Process):
 
     def check_ready(self, answer: Callable[[str | None], None]) -> None:
         """A gateway is ready when Redis answers and a batcher lives, or when it can do the work itself; a batcher when
-        Redis answers and an endpoint accepts a connection.
+        it takes work: it looks at the queue, Redis takes its outcomes, and an endpoint may be called and can be.
         """
         if self.draining:
             answer("draining")
@@ -462,8 +462,13 @@ class DistributedProcess(Process):
                 self.in_background(self.try_endpoints(answer))
             else:
                 answer(f"Redis cannot be reached: {self.nodes.trouble}")
-        elif self.is_batcher:
-            self.in_background(self.try_endpoints(answer))
+        elif self.feed is not None:
+            if reason := self.feed.why_no_work():
+                answer(reason)
+            elif all(service.pool.is_down for service in self.services):
+                answer("every endpoint has failed, and none may be called for now")
+            else:
+                self.in_background(self.try_endpoints(answer))
         elif not self.registry.view.live_batchers():
             answer("no batcher lives")
         else:

@@ -396,6 +396,36 @@ class TestStrangeEntries:
         assert left["times_delivered"] == 0  # nobody died over it
 
 
+class TestReadiness:
+    async def test_a_batcher_that_does_not_look_at_the_queue_says_so(
+        self, halves: Halves, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        batcher = await halves.batcher(free=1, lease_ms=600)
+        assert batcher.feed.why_no_work() is None
+        monkeypatch.setattr(feed_module, "SILENT_S_MAX", 0.5)
+        batcher.feed._is_asking = True  # as if its question had been lost
+        await until(lambda: "has not been looked at" in (batcher.feed.why_no_work() or ""))
+        batcher.feed._is_asking = False
+        batcher.feed.ring()
+        await until(lambda: batcher.feed.why_no_work() is None)
+
+    async def test_one_without_a_free_slot_is_well(self, halves: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
+        batcher = await halves.batcher(free=0, lease_ms=600)
+        monkeypatch.setattr(feed_module, "SILENT_S_MAX", 0.0)
+        await asyncio.sleep(0.3)  # nobody asks
+        assert batcher.feed.why_no_work() is None
+
+    async def test_one_whose_outcomes_are_not_taken_says_so(
+        self, halves: Halves, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        batcher = await halves.batcher(free=1, lease_ms=600)
+        monkeypatch.setattr(feed_module, "UNCONFIRMED_MAX", 0)
+        batcher.replies.unconfirmed += 1
+        assert "outcomes" in (batcher.feed.why_no_work() or "")
+        batcher.replies.unconfirmed -= 1
+        assert batcher.feed.why_no_work() is None
+
+
 async def is_length(halves: Halves, number: int) -> bool:
     (field,) = await halves.client.hkeys(halves.keys.shards[0].lanes)
     return bool(await halves.client.xlen(halves.keys.shards[0].stream(field)) == number)

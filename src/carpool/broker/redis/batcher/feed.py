@@ -54,6 +54,8 @@ COMPLAIN_EVERY_S = 10.0
 # What is kept of an entry that cannot be read.
 UNREADABLE_BYTES_MAX = 1024 * 1024
 CONSUMER_GONE_MS = 600_000
+# With free slots the queue is looked at several times a second: after so long without an answer nothing is taken.
+SILENT_S_MAX = 5.0
 COUNT_LETTERS_EVERY_MS = 600_000
 
 
@@ -108,8 +110,8 @@ class Feed:
         self._rung = False
         # All shards are to be looked at.
         self._is_look_due = True
-        # When Redis last told how many wait there.
-        self._told_at = clock()
+        # When Redis last told how many wait there, and when there was last no slot to ask for.
+        self._told_at = self._busy_at = clock()
         # Shards whose claims are due, the next one last.
         self._claims_due: list[ShardView] = []
         self._is_claims_turn = False
@@ -178,6 +180,15 @@ class Feed:
         """How many seconds ago Redis last told how many wait there. While all slots are busy, nobody asks."""
         return self._clock() - self._told_at
 
+    def why_no_work(self) -> str | None:
+        """Why nothing is taken although slots are free, for readiness; None if all is well."""
+        if self._replies.unconfirmed > UNCONFIRMED_MAX:
+            return f"Redis does not take outcomes: {self._replies.unconfirmed} wait"
+        silent_s = self._clock() - max(self._told_at, self._busy_at)
+        if self._budgets() and silent_s > SILENT_S_MAX:
+            return f"the queue has not been looked at for {silent_s:.0f} s although slots are free"
+        return None
+
     # Bells and timers.
 
     def _listen(self, views: Sequence[ShardView], link: Link) -> None:
@@ -220,6 +231,8 @@ class Feed:
 
     def _look_at_all(self) -> None:
         self._is_look_due = True
+        if not self._budgets():
+            self._busy_at = self._clock()
         self._release_what_is_stuck()
         self.ring()
 
