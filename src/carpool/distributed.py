@@ -16,6 +16,7 @@ from typing import Any
 
 from carpool.admission.gate import Gate
 from carpool.broker.memory import MemoryBroker
+from carpool.broker.parking import Parking
 from carpool.broker.redis.batcher.feed import Feed
 from carpool.broker.redis.batcher.replies import ReplyWriter
 from carpool.broker.redis.batcher.results import TaskResults
@@ -30,11 +31,12 @@ from carpool.broker.redis.fleet.servers import Inspection
 from carpool.broker.redis.fleet.view import FleetView, fleet_page, health_numbers
 from carpool.broker.redis.formats import Reply
 from carpool.broker.redis.gateway.dead_letters import RedisDeadLetterDesk
-from carpool.broker.redis.gateway.queue import Mode, RedisQueue
+from carpool.broker.redis.gateway.queue import RedisQueue
 from carpool.broker.redis.gateway.states import RequestStates
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import Keys, line_name
 from carpool.broker.redis.steps import Steps
+from carpool.broker.sides import BatcherSide, Mode
 from carpool.composition import Process, face_settings, http_limits
 from carpool.config import ConfigError, Role, broker_address, require_upstream
 from carpool.core.clock import monotonic
@@ -95,7 +97,7 @@ class DistributedProcess(Process):
         self.name = f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}".encode()
         self.queue: RedisQueue | None = None
         self.tasks: RedisTasks | None = None
-        self.feed: Feed | None = None
+        self.feed: BatcherSide | None = None
         self.replies: ReplyWriter | None = None
         self.local: MemoryBroker | None = None
         # Where Redis must not write to a disk.
@@ -386,11 +388,12 @@ class DistributedProcess(Process):
         counts, code = self._counted().outcomes, ClientLeft.code
         counts[code] = counts.get(code, 0) + 1
 
-    def _counted(self) -> RedisQueue | MemoryBroker:
+    def _counted(self) -> Parking | MemoryBroker:
         """Where all outcomes of this process are counted: the two share their counts."""
-        counted = self.queue or self.local
-        assert counted is not None
-        return counted
+        if self.queue is not None:
+            return self.queue.parking
+        assert self.local is not None
+        return self.local
 
     def _heard_of_offenders(self, view: FleetView) -> None:
         """What one batcher has found out about an owner, all of them act upon."""
@@ -412,7 +415,7 @@ class DistributedProcess(Process):
         except CarpoolError:
             pass  # Redis is away; the numbers stay as they were
         if self.queue is not None:
-            arrivals = sum(self.queue.arrivals.values())
+            arrivals = sum(self.queue.parking.arrivals.values())
             self._rate += RATE_WEIGHT * ((arrivals - self._arrivals_then) / REFRESH_S - self._rate)
             self._arrivals_then = arrivals
 
@@ -428,7 +431,7 @@ class DistributedProcess(Process):
             "status": "draining" if self.draining else "ok",
             "mode": self.queue.mode if self.queue is not None else "",
             "rate": self.rate(),
-            "in_flight": self.queue.held if self.queue is not None else 0,
+            "in_flight": self.queue.parking.held if self.queue is not None else 0,
             "models": {service.name: service.heartbeat() for service in self.services} if self.is_batcher else {},
         }
 
@@ -544,10 +547,10 @@ class DistributedProcess(Process):
             direct = None if self.is_batcher else self.local
             numbers |= {
                 "carpool_broker_mode": MODE_NUMBERS[self.queue.mode],
-                "carpool_held_requests": self.queue.held + (direct.held if direct is not None else 0),
-                "carpool_held_bytes": self.queue.held_bytes + (direct.held_bytes if direct is not None else 0),
+                "carpool_held_requests": self.queue.parking.held + (direct.held if direct is not None else 0),
+                "carpool_held_bytes": self.queue.parking.held_bytes + (direct.held_bytes if direct is not None else 0),
                 "carpool_sent_again": self.queue.sent_again,
-                "carpool_late_outcomes": self.queue.late_outcomes,
+                "carpool_late_outcomes": self.queue.parking.late_outcomes,
             }
         if self.feed is not None and self.replies is not None:
             numbers |= {
@@ -561,12 +564,12 @@ class DistributedProcess(Process):
         return super().numbers() | numbers
 
 
-def waiting_in_redis(feed: Feed, service: ModelService) -> int:
+def waiting_in_redis(feed: BatcherSide, service: ModelService) -> int:
     """How many of a model wait in Redis: those that it told of, and those that have come since, at the usual rate."""
     return round(feed.unread() + service.rate * feed.unread_s())
 
 
-def company_comes(feed: Feed, service: ModelService) -> bool:
+def company_comes(feed: BatcherSide, service: ModelService) -> bool:
     """Whether requests that were cleared by a search should wait a moment for others, which the feed fetches."""
     return service.dispatcher.isolation.running > 0 and waiting_in_redis(feed, service) > 0
 

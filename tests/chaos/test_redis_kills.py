@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from carpool.broker.redis.batcher.entries import DELIVERIES_MAX
+from carpool.broker.redis.batcher.suspects import DELIVERIES_MAX
 from support.redis_fleet import LEASE_S
 from support.scenarios.redis_kills import PHASES, batchers_die, gateways_die, inputs_that_kill
 

@@ -418,7 +418,7 @@ class RedisAdapter(Adapter):
 
     def held(self, broker: Broker) -> tuple[int, int]:
         queue = cast(RedisBroker, broker).queue
-        return queue.held, queue.held_bytes
+        return queue.parking.held, queue.parking.held_bytes
 
     def clear(self) -> None:
         """Close the brokers that were made."""

@@ -309,7 +309,7 @@ async def test_who_pays_goes_first_wherever_it_waits(workshop: Workshop) -> None
             await until(lambda: workshop.holds(2 * MAX_BATCH + 1, 1))
             queue_request(queue, witness, "enterprise", tier=0)
             await until(lambda: workshop.holds(2 * MAX_BATCH + 2, 1))
-        await until(lambda: queue.held == 0)
+        await until(lambda: queue.parking.held == 0)
     workshop.gpu.when_called = lambda inputs: None
     assert "enterprise" in batches[1]
     assert all(isinstance(told, Output) for (told,) in witness.told.values())

@@ -245,9 +245,9 @@ class TestBells:
             return await number_of_letters() == 2 * len(halves.keys.shards)
 
         await until_seen(are_there)
-        batcher.feed._sweep_all()  # counts them
+        batcher.feed._sweeper.sweep_all()  # counts them
         is_short = True
-        batcher.feed._sweep_all()
+        batcher.feed._sweeper.sweep_all()
         await until(lambda: bounds.dropped == len(halves.keys.shards))
         assert await number_of_letters() == len(halves.keys.shards)
 
@@ -263,7 +263,7 @@ class TestBells:
         async def is_mended() -> bool:
             return len(await halves.client.xinfo_groups(stream)) == 1
 
-        batcher.feed._sweep_all()
+        batcher.feed._sweeper.sweep_all()
         await until_seen(is_mended)
         batcher.feed.ring()
         await batcher.until_staged(2)

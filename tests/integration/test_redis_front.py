@@ -45,7 +45,7 @@ async def queued(halves: Halves, gateway: Gateway, *names: str, **options: Any) 
     before = await halves.number_of_entries()
     gateway.submit(*names, **options)
     await halves.until_entries(before + len(names))
-    await until(lambda: all(request.held_by.entry_ids for request in gateway.queue._parked.values()))
+    await until(lambda: all(request.held_by.entry_ids for request in gateway.queue.parking._parked.values()))
 
 
 class TestConnections:
@@ -61,7 +61,7 @@ class TestConnections:
         batcher.serve()
         told = await gateway.until_told(len(NAMES))
         assert all(isinstance(outcome, Output) for outcome in told.values())
-        assert (gateway.queue.sent_again, gateway.queue.late_outcomes, gateway.queue.held) == (0, 0, 0)
+        assert (gateway.queue.sent_again, gateway.queue.parking.late_outcomes, gateway.queue.parking.held) == (0, 0, 0)
         await own_halves.until_entries(0)
 
     async def test_nothing_piles_up_while_redis_is_away(self, own_halves: Halves) -> None:
@@ -71,7 +71,7 @@ class TestConnections:
         own_halves.server.kill()
         await gateway.until_mode("down")
         await asyncio.sleep(OUTAGE_S)
-        assert (gateway.queue.held, gateway.queue._strays) == (len(NAMES), [])
+        assert (gateway.queue.parking.held, gateway.queue._strays) == (len(NAMES), [])
 
     async def test_what_is_handed_on_is_withdrawn(self, own_halves: Halves) -> None:
         """Only the reader of replies is lost: the entries would be done here and by a batcher."""
@@ -101,7 +101,7 @@ class TestConnections:
         await queued(own_halves, gateway, *NAMES)
         await own_halves.cut()
         await gateway.until_mode("down")
-        leaver = next(iter(gateway.queue._parked.values()))
+        leaver = next(iter(gateway.queue.parking._parked.values()))
         gateway.queue.cancel(leaver)
         await gateway.until_mode("redis")
         await own_halves.until_entries(len(NAMES) - 1)
@@ -116,7 +116,7 @@ class TestConnections:
             gateway = await halves.gateway()
             await queued(halves, gateway, *NAMES)
             server.stop()
-            leaver = next(iter(gateway.queue._parked.values()))
+            leaver = next(iter(gateway.queue.parking._parked.values()))
             gateway.queue.cancel(leaver)
             await gateway.until_mode("down")
             server.kill()
@@ -163,7 +163,7 @@ class TestQueueing:
         async with open_halves(redis_server, shards=2) as halves:
             gateway = await halves.gateway()
             await queued(halves, gateway, "r")
-            (entry,), (request,) = await halves.entries(), gateway.queue._parked.values()
+            (entry,), (request,) = await halves.entries(), gateway.queue.parking._parked.values()
             monkeypatch.setattr(gateway.nodes, "is_up", lambda slot: slot != entry.shard.slot)
             gateway.queue.nodes_changed()
             gateway.queue.reply_came(reply_to(request.number))
@@ -187,7 +187,7 @@ class TestQueueing:
         gateway = await halves.gateway(waiting_max=bound)
         for number in range(bound):
             await queued(halves, gateway, f"r{number}")
-        for request in list(gateway.queue._parked.values()):
+        for request in list(gateway.queue.parking._parked.values()):
             gateway.queue.cancel(request)
         await halves.until_entries(0)
         await queued(halves, gateway, "tells")
@@ -222,7 +222,7 @@ class TestReplies:
 
         gateway = await halves.gateway(task_finished=refuse)
         await queued(halves, gateway, "r")
-        (request,) = gateway.queue._parked.values()
+        (request,) = gateway.queue.parking._parked.values()
         stream = halves.keys.replies(b"g1")
         finished = Reply(REPLY_FORMAT, [], [], [], ["task"])
         async with halves.client.pipeline() as together:  # both are read at once

@@ -3,53 +3,18 @@
 import logging
 from collections.abc import Iterable, Sequence
 from math import inf
-from typing import Protocol
 
 from carpool.broker.redis.batcher.leases import Haul, Lease
 from carpool.broker.redis.batcher.replies import ReplyWriter
+from carpool.broker.redis.batcher.suspects import DELIVERIES_MAX, company_of
 from carpool.broker.redis.formats import Header, NewerFormatError, decode_header, decode_value
+from carpool.broker.sides import FedModel, SuspectLetters
 from carpool.core.errors import CarpoolError, DeadlineExceeded, QueueTimeout, UpstreamFailed
 from carpool.core.request import Request
 
 logger = logging.getLogger("carpool.broker")
 
-# How often an entry is delivered before it is given up.
-DELIVERIES_MAX = 6
 HEADERS_KEPT_MAX = 4096
-
-
-class FedModel(Protocol):
-    """What the feed must know of a model."""
-
-    name: str
-
-    def free_slots(self) -> int:
-        """Slots that could take a batch now."""
-        ...
-
-    def largest_batch(self) -> int:
-        """The most requests in a batch."""
-        ...
-
-    def refusal_of(self, request: Request) -> CarpoolError | None:
-        """Why a request is not taken up now; None if it is."""
-        ...
-
-    def prepare(self, request: Request) -> None:
-        """Do for a request from Redis what the face does for a new one; raises an error of the tree."""
-        ...
-
-
-class SuspectLetters(Protocol):
-    """Where requests go that batchers did not survive."""
-
-    def bury_suspect(self, request: Request, error: CarpoolError, sends: int) -> None:
-        """Keep a synchronous request with its error, if there is room; before it is settled."""
-        ...
-
-    def bury_unreadable(self, entry_id: bytes, model: str, content: bytes, why: str) -> None:
-        """Keep an entry that nobody can read, for a person to look at."""
-        ...
 
 
 class Unpacker:
@@ -70,10 +35,6 @@ class Unpacker:
         self._tier_target_s = tier_target_s
         self._headers: dict[bytes, Header] = {}
         self._has_seen_foreign = False
-
-    def known(self, head: bytes) -> Header | None:
-        """A header that was understood before."""
-        return self._headers.get(head)
 
     def unpack(
         self, haul: Haul, entry_id: bytes, head: bytes, value: bytes, delivery: int, now: float, now_ms: int
@@ -146,12 +107,3 @@ class Unpacker:
         except CarpoolError as error:
             return error
         return None
-
-
-def company_of(delivery: int, deliveries_max: int) -> int:
-    """With how many others like it an entry may be sent that was delivered so often, itself included.
-
-    Whoever was in the hands of a batcher that died is not guilty: somebody stopped it, or another entry was the reason.
-    With each death there are fewer who can be; the last two times it is alone.
-    """
-    return int(4 ** max(0, deliveries_max - 1 - delivery))

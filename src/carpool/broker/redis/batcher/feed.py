@@ -19,16 +19,19 @@ from functools import partial
 from typing import Any
 
 from carpool.broker.memory import MemoryBroker
-from carpool.broker.redis.batcher.entries import DELIVERIES_MAX, FedModel, SuspectLetters, Unpacker, company_of
+from carpool.broker.redis.batcher.entries import Unpacker
 from carpool.broker.redis.batcher.leases import NO_HEADER, Haul, Lease, Leases
 from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX, ReplyWriter
 from carpool.broker.redis.batcher.shards import Reads, ShardView, is_scarce, plan_reads
+from carpool.broker.redis.batcher.suspects import DELIVERIES_MAX, Suspects, pairs_of, some_stream
+from carpool.broker.redis.batcher.sweeper import Sweeper
 from carpool.broker.redis.client.link import Link, RedisFailure
 from carpool.broker.redis.client.node import Reader
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.keys import Shard, lane_name
-from carpool.broker.redis.steps import Entry, Steps, Stream, Swept, Taken
+from carpool.broker.redis.steps import Entry, Steps, Stream, Taken
 from carpool.broker.redis.terms import Budget, Head, View
+from carpool.broker.sides import FedModel, SuspectLetters
 from carpool.core.clock import Clock, monotonic
 from carpool.core.request import QUEUED, Request
 
@@ -38,9 +41,6 @@ logger = logging.getLogger("carpool.broker")
 # for entries whose bell was lost.
 RENEWALS_A_LEASE = 3
 LOOKS_A_LEASE = 6
-SWEEP_EVERY_S = 5.0
-# Between the parts of a sweep: a shard with thousands of lanes must not be held up by it.
-SWEEP_PAUSE_S = 0.02
 # A shard that had nothing for us is asked again after this, or after a bell.
 ASK_AGAIN_S = 0.25
 # What was taken waits no longer than this for company from other shards.
@@ -53,14 +53,12 @@ LEFT = b"left "
 COMPLAIN_EVERY_S = 10.0
 # What is kept of an entry that cannot be read.
 UNREADABLE_BYTES_MAX = 1024 * 1024
-CONSUMER_GONE_MS = 600_000
 # With free slots the queue is looked at several times a second: after so long without an answer nothing is taken.
 SILENT_S_MAX = 5.0
-COUNT_LETTERS_EVERY_MS = 600_000
 
 
 class Feed:
-    """Fills the local broker from Redis."""
+    """Fills the local broker from Redis (broker.sides.BatcherSide)."""
 
     def __init__(
         self,
@@ -89,10 +87,9 @@ class Feed:
         self._model_names = list(self._models)
         self._lines = lines
         self._lease_ms = lease_ms
-        self._deliveries_max = deliveries_max
         self._renew_every_s = lease_ms / 1000 / RENEWALS_A_LEASE
         self._look_every_s = lease_ms / 1000 / LOOKS_A_LEASE
-        self._letter_bounds = letter_bounds
+        self._sweeper = Sweeper(steps, letter_bounds)
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._views = [ShardView(shard) for shard in steps.keys.shards]
@@ -117,8 +114,7 @@ class Feed:
         self._is_claims_turn = False
         # Models without a free slot that had requests staged when leases were last looked at.
         self._stuck: set[str] = set()
-        # Entries here that were delivered before; while some have no outcome, no more such ones are kept.
-        self._suspects: list[Haul] = []
+        self._suspects = Suspects(deliveries_max)
         replies.when_emptied = self._emptied
         self._next_shard = 0
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -144,7 +140,7 @@ class Feed:
             self._bells.append(self._nodes.reader(slot, connected=listen, received=self._bell, lost=_nothing))
         self._every("look", self._look_every_s, self._look_at_all)
         self._every("renew", self._renew_every_s, self._leases.renew)
-        self._every("sweep", SWEEP_EVERY_S, self._sweep_all)
+        self._sweeper.start()
         self.ring()
 
     def ring(self) -> None:
@@ -171,6 +167,7 @@ class Feed:
             timer.cancel()
         for bell in self._bells:
             bell.close()
+        self._sweeper.close()
 
     def unread(self) -> int:
         """Entries that wait in Redis, as far as is known here."""
@@ -367,7 +364,11 @@ class Feed:
 
         def claimed(taken: Taken | RedisFailure) -> None:
             if isinstance(taken, Taken):
-                kept = self._some_suspects(view, self._without_own(view.shard, taken.streams))
+                kept = self._without_own(view.shard, taken.streams)
+                if not self.draining:
+                    kept, given_back = self._suspects.some_of(kept)
+                    for stream in given_back:
+                        self._release(view.shard, stream.field, stream.entries)
                 if kept and view not in self._claims_due:
                     self._claims_due.append(view)  # there may be more
                 taken = Taken(kept, taken.view)
@@ -402,9 +403,7 @@ class Feed:
                 view.told(taken.view)
                 self._told_at = self._clock()
             for stream in taken.streams:
-                if (
-                    taken.view is None or self.draining
-                ):  # their time is not known: to others, or to us at the next claim
+                if taken.view is None or self.draining:  # their time is not known: to others, or at the next claim
                     self._release(view.shard, stream.field, stream.entries)
                 else:
                     self._stage(view.shard, stream, taken.view.now_ms)
@@ -440,46 +439,18 @@ class Feed:
         """A batcher that stood still, or had no Redis, for longer than its leases claims its own entries: those are
         here already, and nobody died over them.
         """
-        kept = []
-        for field, entries, deliveries in streams:
-            own = self._leases.open_ids(shard, field)
-            pairs = list(zip(entries, deliveries or (), strict=True))
+        kept: list[Stream] = []
+        for stream in streams:
+            own, pairs = self._leases.open_ids(shard, stream.field), pairs_of(stream)
             for entry, delivery in pairs:
                 if entry[0] in own:
-                    self._steps.uncount(shard, field, self._consumer, entry[0], delivery - 1)
-            if others := [pair for pair in pairs if pair[0][0] not in own]:
-                kept.append(Stream(field, [entry for entry, _ in others], [delivery for _, delivery in others]))
+                    self._steps.uncount(shard, stream.field, self._consumer, entry[0], delivery - 1)
+            kept += some_stream(stream.field, [pair for pair in pairs if pair[0][0] not in own])
         return kept
-
-    def _some_suspects(self, view: ShardView, streams: list[Stream]) -> list[Stream]:
-        """Keep some that may ride together, and those that only need an answer; give the others back, uncounted."""
-        if self.draining:
-            return streams
-        left = []
-        is_one_here = any(haul.open for haul in self._suspects)
-        company: tuple[bytes, int] | None = None
-        room = 0
-        for field, entries, deliveries in streams:
-            kept, given_back = [], []
-            for entry, delivery in zip(entries, deliveries or (), strict=True):
-                if 1 < delivery <= self._deliveries_max:
-                    if company is None and not is_one_here:
-                        company, room = (field, delivery), company_of(delivery, self._deliveries_max)
-                    if company != (field, delivery) or room == 0:
-                        given_back.append(entry)
-                        continue
-                    room -= 1
-                kept.append((entry, delivery))
-            if given_back:
-                self._release(view.shard, field, given_back)
-            if kept:
-                left.append(Stream(field, [entry for entry, _ in kept], [delivery for _, delivery in kept]))
-        return left
 
     def _emptied(self, haul: Haul) -> None:
         """All entries of a haul are done with: if they were suspects, the next ones may come."""
-        if haul in self._suspects:
-            self._suspects = [other for other in self._suspects if other.open]
+        if self._suspects.have_left(haul):
             view = self._views[haul.shard.number]
             if view not in self._claims_due:
                 self._claims_due.append(view)
@@ -520,8 +491,7 @@ class Feed:
         now, field = self._clock(), stream.field
         haul = Haul(shard, field, now, now, {})
         self._leases.add(haul)
-        if stream.deliveries and max(stream.deliveries) > 1:
-            self._suspects = [*(other for other in self._suspects if other.open), haul]
+        self._suspects.add(haul, stream)
         for index, entry in enumerate(stream.entries):
             delivery = 1 if stream.deliveries is None else stream.deliveries[index]
             try:
@@ -576,23 +546,6 @@ class Feed:
             self._landed.remove(request)
         if request.phase <= QUEUED:
             self._broker.withdraw(request)
-
-    def _sweep_all(self) -> None:
-        for view in self._views:
-            self._sweep(view, 0)
-
-    def _sweep(self, view: ShardView, cursor: int) -> None:
-        """Tidy up a shard, part by part."""
-
-        def swept(result: Swept | RedisFailure) -> None:
-            if isinstance(result, Swept):
-                self._letter_bounds.note_dropped(result.letters_dropped)
-                if result.cursor and not self.draining:
-                    again = self._loop.call_later(SWEEP_PAUSE_S, self._sweep, view, result.cursor)
-                    self._timers[f"sweep {view.shard.number}"] = again
-
-        letters = (*self._letter_bounds.arguments(), self._letter_bounds.ttl_ms, COUNT_LETTERS_EVERY_MS)
-        self._steps.sweep(view.shard, cursor, CONSUMER_GONE_MS, letters, swept)
 
 
 def head_of(message: bytes) -> Head | None:

@@ -13,12 +13,12 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from carpool.broker.deadlines import Deadlines
 from carpool.broker.memory import MemoryBroker
+from carpool.broker.parking import Parking
 from carpool.broker.redis.client.link import RedisFailure, Refused
 from carpool.broker.redis.formats import (
     Reply,
@@ -30,6 +30,7 @@ from carpool.broker.redis.gateway.replies import ReplyReader
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.steps import Added, Queued, Steps
 from carpool.broker.redis.terms import Line
+from carpool.broker.sides import Mode
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import (
     BrokerDown,
@@ -40,13 +41,11 @@ from carpool.core.errors import (
     QueueFull,
     QueueTimeout,
 )
-from carpool.core.outcome import Outcome, Output
+from carpool.core.outcome import Outcome
 from carpool.core.request import DONE, QUEUED, Request
-from carpool.core.tally import SECONDS_BOUNDS, Histogram
 
 logger = logging.getLogger("carpool.broker")
 
-Mode = Literal["redis", "direct", "down"]
 CANCELS_A_CALL_MAX = 500
 # What a gateway remembers about lanes, and about entries that it must withdraw when Redis is back.
 GROUPS_KEPT_MAX = 4096
@@ -75,7 +74,7 @@ class Parcel(msgspec.Struct, eq=False):
 
 
 class RedisQueue:
-    """Keeps the requests of one gateway until they have an outcome (core.ports.Broker, without the batchers' half)."""
+    """Keeps the requests of one gateway until they have an outcome (broker.sides.GatewaySide)."""
 
     def __init__(
         self,
@@ -101,8 +100,6 @@ class RedisQueue:
         self._keys = keys
         self._offsets_ms = line_offsets_ms
         self._name = name
-        self.waiting_max = waiting_max
-        self.bytes_max = bytes_max
         # Requests are spread evenly over the shards, and so is the bound on what may wait there.
         self._shard_max = -(-waiting_max // len(keys.shards))
         self._lanes_max = lanes_max
@@ -114,59 +111,47 @@ class RedisQueue:
         self._mode_changed = mode_changed
         self._clock = clock
         self.mode: Mode = "direct" if local is not None else "down"
-        self.held = 0
-        self.held_bytes = 0
-        self._parked: dict[int, Request] = {}
-        self._next_number = 1
+        self.parking = Parking(
+            waiting_max=waiting_max,
+            bytes_max=bytes_max,
+            models=models,
+            outcomes=None if local is None else local.outcomes,
+            waited=None if local is None else local.waited,
+            clock=clock,
+        )
         self._groups: dict[tuple[str, bytes, bytes, int, float, bool], Group] = {}
         self._leaving: list[Group] = []
         self._cancelled: defaultdict[int, list[tuple[bytes, bytes, Request | None]]] = defaultdict(list)
         self._strays: list[tuple[Shard, bytes, bytes]] = []
         self._is_flush_due = False
-        # Somebody left, or was handed on, between its submission and the end of the turn.
-        self._is_line_thinned = False
         self._next_shard = 0
         self._up: list[Shard] = []
         # Entries in each shard, and lanes that count against the bound, as Redis told last.
         self._held_in = [0] * len(keys.shards)
         self._lanes_in = [0] * len(keys.shards)
-        self._deadlines = Deadlines()
         self._loop = asyncio.get_running_loop()
-        # For metrics. The local broker counts what it settles in direct mode, and that belongs to the same sum.
-        self.arrivals = dict.fromkeys(models, 0)
-        self.outcomes: dict[str, int] = {} if local is None else local.outcomes
-        self.waited = Histogram(SECONDS_BOUNDS) if local is None else local.waited
+        # For metrics.
         self.sent_again = 0
-        self.late_outcomes = 0
         self.replies = ReplyReader(nodes, keys, name, came=self.reply_came, changed=self.nodes_changed)
 
     def __repr__(self) -> str:
-        return f"<RedisQueue {self.mode} held={self.held} bytes={self.held_bytes}>"
+        return f"<RedisQueue {self.mode} {self.parking!r}>"
 
     # What the face and admission call.
 
     def submit(self, request: Request) -> CarpoolError | None:
         """Queue the request, or say why not."""
-        if self.held >= self.waiting_max or self.held_bytes + request.size > self.bytes_max:
-            return QueueFull("the queue is full; try again soon", retry_after_s=1)
+        if (refusal := self.parking.refusal_of(request)) is not None:
+            return refusal
         if self.mode != "redis":
             if self._local is None:
                 return BrokerDown("Redis cannot be reached; try again soon", retry_after_s=1)
             refusal = self._local.submit(request)
-            self.arrivals[request.model] += refusal is None
+            self.parking.arrivals[request.model] += refusal is None
             return refusal
         if self._is_memory_full():
             return BrokerMemoryFull("the memory of Redis is nearly full; try again soon", retry_after_s=1)
-        self.held += 1
-        self.held_bytes += request.size
-        self.arrivals[request.model] += 1
-        number = request.number = self._next_number
-        self._next_number = number + 1
-        self._parked[number] = request
-        if request.is_task:
-            self._deadlines.add_unordered(request, request.deadline)
-        else:
-            self._deadlines.add(request, request.arrived + request.queue_timeout_s, request.queue_timeout_s)
+        self.parking.park(request)
         self._queue(request)
         return None
 
@@ -178,21 +163,19 @@ class RedisQueue:
         """Give a request an outcome that did not come from Redis; false if it has one already."""
         if request.phase == DONE:
             return False
-        if not self._is_parked(request):
+        if request not in self.parking:
             return self._local is not None and self._local.settle(request, outcome)
         self._withdraw(request)
-        self._end(request, outcome)
+        self.parking.end(request, outcome)
         return True
 
     def expire(self, now: float) -> None:
         """Look at the requests whose time is over."""
-        for request in self._deadlines.due(now):
-            if not self._is_parked(request):
-                continue  # the local broker's
+        for request in self.parking.due(now):
             if request.deadline <= now:
                 self.settle(request, DeadlineExceeded("no result in time; the request was given up"))
             else:
-                self._deadlines.add(request, request.deadline, ("running", request.queue_timeout_s))
+                self.parking.await_end(request)
                 self._withdraw(request, is_timeout=True)
 
     # Modes.
@@ -212,9 +195,10 @@ class RedisQueue:
             logger.log(logging.INFO if mode == "redis" else logging.WARNING, "the broker's mode is now %s", mode)
             self.mode = mode
         if is_lost or mode != "redis":
-            self._send_again([r for r in self._parked.values() if r.held_by is not None and r.held_by.shard not in up])
+            parked = self.parking.requests()
+            self._send_again(r for r in parked if r.held_by is not None and r.held_by.shard not in up)
         if mode == "direct":
-            self._send_again(list(self._parked.values()))
+            self._send_again(self.parking.requests())
         if self._strays and up:
             self._withdraw_strays()
         if is_other:
@@ -228,60 +212,20 @@ class RedisQueue:
 
     def reply_came(self, reply: Reply) -> None:
         """Outcomes from a batcher."""
-        facts = [call.facts() for call in reply.calls]
-        parked, now = self._parked, self._clock()
-        settled = 0
-        waits: list[float] = []
-        for number, call, queue_s, value, tokens_used in reply.outputs:
-            facts_of_call = facts[call]  # before the request is out of reach
-            request = parked.pop(number, None)
-            if request is None:
-                self.late_outcomes += 1
-                continue
-            settled += 1
-            if request.held_by is None:  # it was to be queued again in this turn
-                self._is_line_thinned = True
-            # Before it is told: the next request of the same client may come from there.
-            self.held -= 1
-            self.held_bytes -= request.size
-            request.taken = request.arrived + queue_s
-            request.held_by = None
-            waits.append(queue_s)
-            request.settle(Output(value, facts_of_call, tokens_used), now)
-        if settled:
-            self.outcomes["ok"] = self.outcomes.get("ok", 0) + settled
-            self.waited.observe_all(waits)
+        if reply.outputs:
+            self.parking.settle_all(reply.outputs, [call.facts() for call in reply.calls])
         for number, code, detail, retry_after_s in reply.errors:
-            request = parked.get(number)
-            if request is None:
-                self.late_outcomes += 1
-            else:
-                self._end(request, make_error(code, detail, retry_after_s))
+            self.parking.fail(number, make_error(code, detail, retry_after_s))
         for task_id in reply.finished:
             self._task_finished(task_id)
         if reply.wanted or reply.found:
             self._looked_for(reply)
 
-    def _end(self, request: Request, outcome: Outcome) -> None:
-        """Settle a parked request and give back what it counts for."""
-        del self._parked[request.number]
-        self.held -= 1
-        self.held_bytes -= request.size
-        if request.held_by is None:
-            self._is_line_thinned = True
-        request.held_by = None
-        request.settle(outcome, self._clock())
-        code = request.result_code
-        self.outcomes[code] = self.outcomes.get(code, 0) + 1  # bounded: codes come from the error tree
-
     def place_of(self, request: Request) -> tuple[Shard, bytes, bytes] | None:
         """Shard, field and id of a parked request's entry, if Redis has told it."""
-        parcel: Parcel | None = request.held_by if self._is_parked(request) else None
+        parcel: Parcel | None = request.held_by if request in self.parking else None
         entry_id = None if parcel is None else entry_of(parcel, request)
         return None if parcel is None or entry_id is None else (parcel.shard, parcel.field, entry_id)
-
-    def _is_parked(self, request: Request) -> bool:
-        return self._parked.get(request.number) is request
 
     # Into Redis.
 
@@ -311,11 +255,10 @@ class RedisQueue:
         leaving, self._leaving = self._leaving, []
         for group in leaving:
             requests, group.requests = group.requests, []
-            if self._is_line_thinned:
-                requests = [request for request in requests if self._is_parked(request)]
+            # Somebody may have left, or was handed on, since.
+            requests = [request for request in requests if request in self.parking]
             for part, _ in parts_of(requests, [request.input for request in requests]) if requests else ():
                 self._send(group, part)
-        self._is_line_thinned = False
         if self._cancelled:
             cancelled, self._cancelled = self._cancelled, defaultdict(list)
             for number, entries in cancelled.items():
@@ -378,7 +321,7 @@ class RedisQueue:
         parcel.entry_ids = list(queued.entry_ids)
         for request in parcel.requests[len(queued.entry_ids) :]:
             if request.held_by is parcel:
-                self._end(request, QueueFull("the queue is full; try again soon", retry_after_s=1))
+                self.parking.end(request, QueueFull("the queue is full; try again soon", retry_after_s=1))
         self._withdraw_those_who_left(parcel)
 
     def _withdraw_those_who_left(self, parcel: Parcel) -> None:
@@ -391,17 +334,19 @@ class RedisQueue:
     def _not_queued(self, waiting: list[Request], failure: RedisFailure) -> None:
         if isinstance(failure, Refused) and failure.code in REFUSALS:
             for request in waiting:
-                self._end(request, REFUSALS[failure.code]())
+                self.parking.end(request, REFUSALS[failure.code]())
         elif not isinstance(failure, Refused) or failure.code in MOVING:
             self._send_again(waiting)
         else:  # LOADING, CLUSTERDOWN, …: nothing was queued, and the nodes are looked at again
             for request in waiting:
-                self._end(request, BrokerDown("Redis cannot take requests right now; try again soon", retry_after_s=1))
+                self.parking.end(
+                    request, BrokerDown("Redis cannot take requests right now; try again soon", retry_after_s=1)
+                )
 
     def _send_again(self, requests: Iterable[Request]) -> None:
         """Their entries are out of reach: by another shard, or by the upstreams of this gateway, or not at all."""
         for request in requests:
-            if not self._is_parked(request):
+            if request not in self.parking:
                 continue
             parcel = request.held_by
             entry_id = None if parcel is None else entry_of(parcel, request)
@@ -414,7 +359,7 @@ class RedisQueue:
                 self.sent_again += 1
                 self._move_to_local(request)
             elif entry_id is None:
-                self._end(request, BrokerDown("Redis was lost; try again soon", retry_after_s=1))
+                self.parking.end(request, BrokerDown("Redis was lost; try again soon", retry_after_s=1))
             # Else it is in Redis, and may have its outcome when Redis is back in time.
 
     def _leave_entry(self, request: Request) -> None:
@@ -429,17 +374,14 @@ class RedisQueue:
 
     def _move_to_local(self, request: Request) -> None:
         assert self._local is not None
-        del self._parked[request.number]
-        self.held -= 1
-        self.held_bytes -= request.size
-        self._is_line_thinned |= request.held_by is None
-        request.held_by, request.number = None, 0
+        self.parking.remove(request)
+        request.number = 0
         refusal = self._local.reserve(request)
         if refusal is None:
             self._local.enqueue(request)
         else:
             request.settle(refusal, self._clock())
-            self.outcomes[refusal.code] = self.outcomes.get(refusal.code, 0) + 1
+            self.parking.count(refusal.code)
 
     # Out of Redis.
 
@@ -452,10 +394,8 @@ class RedisQueue:
         if parcel is None or entry_id is None or parcel.shard not in self._up:
             if parcel is not None:
                 self._leave_entry(request)
-            else:
-                self._is_line_thinned = True
             if is_timeout:
-                self._end(request, queue_timeout(request))
+                self.parking.end(request, queue_timeout(request))
             return
         self._cancelled[parcel.shard.number].append((parcel.field, entry_id, request if is_timeout else None))
         self._flush_soon()
@@ -474,8 +414,8 @@ class RedisQueue:
             self._strays += left[: STRAYS_KEPT_MAX - len(self._strays)]
             return
         for (_, _, request), was_deleted in zip(entries, deleted, strict=False):
-            if request is not None and was_deleted and self._is_parked(request):
-                self._end(request, queue_timeout(request))
+            if request is not None and was_deleted and request in self.parking:
+                self.parking.end(request, queue_timeout(request))
 
     def _withdraw_strays(self) -> None:
         strays, self._strays = self._strays, []

@@ -1,0 +1,130 @@
+"""Requests that wait at a gateway while others work for them, for any broker whose batchers are other processes.
+
+A request is known by its number here: clients choose ids, and may repeat them. Its first outcome counts; what comes
+later is dropped.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from carpool.broker.deadlines import Deadlines
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import CarpoolError, QueueFull
+from carpool.core.outcome import CallFacts, Outcome, Output
+from carpool.core.request import Request
+from carpool.core.tally import SECONDS_BOUNDS, Histogram
+
+
+class Parking:
+    """The requests of one gateway without an outcome, bounded in number and in bytes."""
+
+    def __init__(
+        self,
+        *,
+        waiting_max: int,
+        bytes_max: int,
+        models: Iterable[str],
+        # Where outcomes are counted; those of a local broker, if there is one, belong to the same sum.
+        outcomes: dict[str, int] | None = None,
+        waited: Histogram | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._waiting_max = waiting_max
+        self._bytes_max = bytes_max
+        self._clock = clock
+        self._parked: dict[int, Request] = {}
+        self._next_number = 1
+        self._deadlines = Deadlines()
+        self.held = 0
+        self.held_bytes = 0
+        # For metrics.
+        self.arrivals = dict.fromkeys(models, 0)
+        self.outcomes: dict[str, int] = {} if outcomes is None else outcomes
+        self.waited = Histogram(SECONDS_BOUNDS) if waited is None else waited
+        self.late_outcomes = 0
+
+    def __repr__(self) -> str:
+        return f"<Parking held={self.held} bytes={self.held_bytes}>"
+
+    def __contains__(self, request: Request) -> bool:
+        return self._parked.get(request.number) is request
+
+    def refusal_of(self, request: Request) -> CarpoolError | None:
+        """Why there is no room for another one."""
+        if self.held >= self._waiting_max or self.held_bytes + request.size > self._bytes_max:
+            return QueueFull("the queue is full; try again soon", retry_after_s=1)
+        return None
+
+    def park(self, request: Request) -> None:
+        """Keep a request, for which there is room, until it has an outcome."""
+        self.held += 1
+        self.held_bytes += request.size
+        self.arrivals[request.model] += 1
+        number = request.number = self._next_number
+        self._next_number = number + 1
+        self._parked[number] = request
+        if request.is_task:
+            self._deadlines.add_unordered(request, request.deadline)
+        else:
+            self._deadlines.add(request, request.arrived + request.queue_timeout_s, request.queue_timeout_s)
+
+    def requests(self) -> list[Request]:
+        """All of them."""
+        return list(self._parked.values())
+
+    def due(self, now: float) -> list[Request]:
+        """Those that have waited for a slot as long as they may, or whose time is over."""
+        return [request for request in self._deadlines.due(now) if request in self]
+
+    def await_end(self, request: Request) -> None:
+        """It is `due` again when its time is over."""
+        self._deadlines.add(request, request.deadline, ("running", request.queue_timeout_s))
+
+    def remove(self, request: Request) -> None:
+        """A request goes another way."""
+        del self._parked[request.number]
+        self.held -= 1
+        self.held_bytes -= request.size
+        request.held_by = None
+
+    def end(self, request: Request, outcome: Outcome) -> None:
+        """Settle a parked request and give back what it counts for."""
+        self.remove(request)
+        request.settle(outcome, self._clock())
+        self.count(request.result_code)
+
+    def count(self, code: str) -> None:
+        """One more outcome."""
+        self.outcomes[code] = self.outcomes.get(code, 0) + 1  # bounded: codes come from the error tree
+
+    def fail(self, number: int, error: CarpoolError) -> None:
+        """Settle the request with this number, if it still waits."""
+        request = self._parked.get(number)
+        if request is None:
+            self.late_outcomes += 1
+        else:
+            self.end(request, error)
+
+    def settle_all(
+        self, outputs: Iterable[tuple[int, int, float, bytes, int | None]], calls: Sequence[CallFacts]
+    ) -> None:
+        """Outputs came: number of the request, of its call, seconds in the queue, the value, tokens used."""
+        parked, now = self._parked, self._clock()
+        settled = 0
+        waits: list[float] = []
+        for number, call, queue_s, value, tokens_used in outputs:
+            facts = calls[call]  # before the request is out of reach
+            request = parked.pop(number, None)
+            if request is None:
+                self.late_outcomes += 1
+                continue
+            settled += 1
+            # Before it is told: the next request of the same client may come from there.
+            self.held -= 1
+            self.held_bytes -= request.size
+            request.taken = request.arrived + queue_s
+            request.held_by = None
+            waits.append(queue_s)
+            request.settle(Output(value, facts, tokens_used), now)
+        if settled:
+            self.outcomes["ok"] = self.outcomes.get("ok", 0) + settled
+            self.waited.observe_all(waits)

@@ -1,0 +1,113 @@
+"""The two sides of a broker whose gateways and batchers are different processes, and what they need of others.
+
+`broker/redis` has one of each: `gateway/queue.py` and `batcher/feed.py`.
+"""
+
+from typing import Literal, Protocol
+
+from carpool.broker.parking import Parking
+from carpool.core.errors import CarpoolError
+from carpool.core.outcome import Outcome
+from carpool.core.ports import Intake
+from carpool.core.request import Request
+
+# How requests are served now: by batchers, by this process itself, or not at all.
+Mode = Literal["redis", "direct", "down"]
+
+
+class GatewaySide(Intake, Protocol):
+    """Takes requests from clients, and gives them the outcomes that come from batchers."""
+
+    mode: Mode
+    parking: Parking
+    # Requests that were queued once more because their first way was lost.
+    sent_again: int
+
+    def settle(self, request: Request, outcome: Outcome) -> bool:
+        """Give a request an outcome that came from nobody else; false if it has one already."""
+        ...
+
+    def expire(self, now: float) -> None:
+        """Look at the requests whose time is over."""
+        ...
+
+    def close(self) -> None:
+        """Stop; what is still parked was answered, or its clients are gone."""
+        ...
+
+
+class BatcherSide(Protocol):
+    """Takes what free slots can use, and puts it into a local broker."""
+
+    # While true, nothing more is taken.
+    draining: bool
+    taken: int
+    claimed: int
+    leases_lost: int
+    unreadable: int
+
+    def start(self) -> None:
+        """Begin to take."""
+        ...
+
+    def ring(self) -> None:
+        """A slot is free, or something else changed."""
+        ...
+
+    def drain(self) -> None:
+        """Take nothing more."""
+        ...
+
+    async def finish_asking(self, timeout_s: float) -> None:
+        """Wait for the answer to the last question: what it brings is given back."""
+        ...
+
+    def close(self) -> None:
+        """Stop all timers."""
+        ...
+
+    def unread(self) -> int:
+        """Requests that wait for a batcher, as far as is known here."""
+        ...
+
+    def unread_s(self) -> float:
+        """How many seconds ago that was known."""
+        ...
+
+    def why_no_work(self) -> str | None:
+        """Why nothing is taken although slots are free; None if all is well."""
+        ...
+
+
+class FedModel(Protocol):
+    """What a batcher's side must know of a model."""
+
+    name: str
+
+    def free_slots(self) -> int:
+        """Slots that could take a batch now."""
+        ...
+
+    def largest_batch(self) -> int:
+        """The most requests in a batch."""
+        ...
+
+    def refusal_of(self, request: Request) -> CarpoolError | None:
+        """Why a request is not taken up now; None if it is."""
+        ...
+
+    def prepare(self, request: Request) -> None:
+        """Do for a request from elsewhere what the face does for a new one; raises an error of the tree."""
+        ...
+
+
+class SuspectLetters(Protocol):
+    """Where requests go that batchers did not survive, and what nobody can read."""
+
+    def bury_suspect(self, request: Request, error: CarpoolError, sends: int) -> None:
+        """Keep a synchronous request with its error, if there is room; before it is settled."""
+        ...
+
+    def bury_unreadable(self, entry_id: bytes, model: str, content: bytes, why: str) -> None:
+        """Keep an entry that nobody can read, for a person to look at."""
+        ...
