@@ -31,7 +31,7 @@ from carpool.broker.redis.scripts import (
     SWEEP,
     TAKE,
 )
-from carpool.broker.redis.terms import Budget, Head, Line, View
+from carpool.broker.redis.terms import Budget, Head, QueueStream, View
 
 Found = TypeVar("Found")
 Argument = bytes | int | str
@@ -134,7 +134,7 @@ class Steps:
     def add(
         self,
         shard: Shard,
-        line: Line,
+        stream: QueueStream,
         header: bytes,
         owner: str,
         values: Sequence[tuple[bytes, bytes]],
@@ -146,7 +146,7 @@ class Steps:
         in one turn.
         """
         now = self._now_ms()
-        beginning = pack_beginning(b"XADD", shard.stream(line.field), now + b"-*" if now else b"*", header)
+        beginning = pack_beginning(b"XADD", shard.stream(stream.field), now + b"-*" if now else b"*", header)
         entry_ids: list[Any] = []
         self.nodes.send_all(shard.slot, entry_ids.append, [pack_rest(beginning, *value) for value in values])
 
@@ -157,12 +157,12 @@ class Steps:
             missing = [Unreadable("no reply came")] * (len(values) - len(entry_ids))
             done(Added([*entry_ids, *missing], held, lanes, failure))
 
-        self._run(ARRIVED, shard, (line.field, line.about, len(values), now, owner), arrived)
+        self._run(ARRIVED, shard, (stream.field, stream.about, len(values), now, owner), arrived)
 
     def submit(
         self,
         shard: Shard,
-        line: Line,
+        stream: QueueStream,
         header: bytes,
         owner: str,
         values: Sequence[bytes],
@@ -180,7 +180,7 @@ class Steps:
 
         `eval_on`: other connections, on which nothing is sent again behind what follows.
         """
-        about = (line.field, line.about, held_max, lanes_max, self._now_ms(), header, owner, letter, *task_bounds)
+        about = (stream.field, stream.about, held_max, lanes_max, self._now_ms(), header, owner, letter, *task_bounds)
         arguments: list[Argument] = [*about, len(values), *values, *(part for task in tasks for part in task)]
         if eval_on is None:
             self._run(SUBMIT, shard, arguments, reading(read_queued, done))

@@ -31,7 +31,7 @@ class View(NamedTuple):
     heads: list[Head]
 
 
-class Line(msgspec.Struct, frozen=True):
+class QueueStream(msgspec.Struct, frozen=True):
     """What is said of a stream: its name in every shard, its model, what it adds to an entry's time for its place in
     the order, and whether its lane counts against the bound on lanes.
     """

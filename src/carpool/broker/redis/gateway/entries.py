@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from carpool.broker.redis.formats import ENTRY_FORMAT, EntryRecord, Header, encode_header, encode_record
 from carpool.broker.redis.keys import lane_name, line_name
-from carpool.broker.redis.terms import Line
+from carpool.broker.redis.terms import QueueStream
 from carpool.core.request import Request
 
 # A script holds up everybody else in Redis: no call carries more than this.
@@ -14,14 +14,14 @@ CALL_BYTES_MAX = 4 * 1024 * 1024
 NOBODY = b""
 
 
-def line_of(request: Request, offsets_ms: Mapping[bytes, int]) -> Line:
+def stream_of(request: Request, offsets_ms: Mapping[bytes, int]) -> QueueStream:
     """The stream of a request in any shard, and its place in the order.
 
     What most clients send, without parameters, is never shut out by those who send many different ones.
     """
     name = line_name(request.tier, request.is_task)
     field = lane_name(request.model, request.lane_key) + b":" + name
-    return Line(field, request.model, offsets_ms.get(name, 0), is_bound=bool(request.lane_key))
+    return QueueStream(field, request.model, offsets_ms.get(name, 0), is_bound=bool(request.lane_key))
 
 
 def record_of(request: Request, now: float) -> bytes:

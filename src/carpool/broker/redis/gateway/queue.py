@@ -24,12 +24,12 @@ from carpool.broker.redis.formats import (
     Reply,
     make_error,
 )
-from carpool.broker.redis.gateway.entries import header_of, line_of, parts_of, record_of
+from carpool.broker.redis.gateway.entries import header_of, parts_of, record_of, stream_of
 from carpool.broker.redis.gateway.refusals import REFUSALS
 from carpool.broker.redis.gateway.replies import ReplyReader
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.steps import Added, Queued, Steps
-from carpool.broker.redis.terms import Line
+from carpool.broker.redis.terms import QueueStream
 from carpool.broker.sides import Mode
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import (
@@ -56,7 +56,7 @@ MOVING = ("MOVED", "ASK")
 class Group(msgspec.Struct, eq=False):
     """The requests of one lane and tier that leave in this turn, and what is the same for all of them."""
 
-    line: Line
+    stream: QueueStream
     header: bytes
     requests: list[Request]
 
@@ -239,7 +239,7 @@ class RedisQueue:
         if group is None:
             if len(self._groups) >= GROUPS_KEPT_MAX:
                 self._groups = {key: group for key, group in self._groups.items() if group.requests}
-            group = self._groups[key] = Group(line_of(request, self._offsets_ms), header_of(request, self._name), [])
+            group = self._groups[key] = Group(stream_of(request, self._offsets_ms), header_of(request, self._name), [])
         if not group.requests:
             self._leaving.append(group)
             self._flush_soon()
@@ -270,17 +270,17 @@ class RedisQueue:
             self._send_again(requests)
             return
         self._next_shard += 1
-        shard, line = self._up[self._next_shard % len(self._up)], group.line
-        parcel = Parcel(shard, line.field, requests)
+        shard, stream = self._up[self._next_shard % len(self._up)], group.stream
+        parcel = Parcel(shard, stream.field, requests)
         for request in requests:
             request.held_by = parcel
         now = self._clock()
         is_near_bound = self._held_in[shard.number] + 2 * len(requests) > self._shard_max
-        if is_near_bound or (line.is_bound and 2 * self._lanes_in[shard.number] >= self._lanes_max):
+        if is_near_bound or (stream.is_bound and 2 * self._lanes_in[shard.number] >= self._lanes_max):
             values = [record_of(request, now) + request.input for request in requests]
             self._steps.submit(
                 shard,
-                line,
+                stream,
                 group.header,
                 requests[0].owner,
                 values,
@@ -290,7 +290,7 @@ class RedisQueue:
             )
         else:
             parts = [(record_of(request, now), request.input) for request in requests]
-            self._steps.add(shard, line, group.header, requests[0].owner, parts, partial(self._added, parcel))
+            self._steps.add(shard, stream, group.header, requests[0].owner, parts, partial(self._added, parcel))
 
     def _added(self, parcel: Parcel, added: Added | RedisFailure) -> None:
         """The plain commands and the script behind them have their replies."""

@@ -21,7 +21,7 @@ import msgspec
 
 from carpool.broker.redis.client.link import Lost, RedisFailure
 from carpool.broker.redis.client.nodes import Nodes
-from carpool.broker.redis.gateway.entries import NOBODY, header_of, line_of, parts_of, record_of
+from carpool.broker.redis.gateway.entries import NOBODY, header_of, parts_of, record_of, stream_of
 from carpool.broker.redis.gateway.refusals import REFUSALS, error_of, out_of_reach
 from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.keys import SHARDS_MAX, Shard
@@ -167,13 +167,13 @@ class TaskIntake:
     def _send(self, shard: Shard, requests: list[Request], flush: Flush | None) -> None:
         """Queue tasks of one lane and line."""
         first = requests[0]
-        line = line_of(first, self._offsets_ms)
+        stream = stream_of(first, self._offsets_ms)
         now = self._clock()
         values = [record_of(request, now) + request.input for request in requests]
         for part, part_values in parts_of(requests, values):
             self._steps.submit(
                 shard,
-                line,
+                stream,
                 header_of(first, NOBODY),
                 part[0].owner,
                 part_values,
