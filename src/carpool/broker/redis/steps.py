@@ -5,10 +5,12 @@ sends, `done` is called once: a reply that cannot be understood is a failure lik
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from carpool.broker.redis.client.link import RedisFailure, ignore, pack_beginning, pack_rest
 from carpool.broker.redis.client.nodes import Nodes, Script
+from carpool.broker.redis.formats import FAILED, PENDING, SUCCESS
 from carpool.broker.redis.keys import GROUP, Keys, Shard
 from carpool.broker.redis.scripts import (
     ARRIVED,
@@ -32,6 +34,9 @@ from carpool.broker.redis.scripts import (
     TAKE,
 )
 from carpool.broker.redis.terms import Budget, Head, QueueStream, View
+from carpool.core.problem import code_of
+from carpool.core.request import RequestState
+from carpool.core.task import StoredTask
 
 Found = TypeVar("Found")
 Argument = bytes | int | str
@@ -196,6 +201,11 @@ class Steps:
             arguments += (field, entry_id, int(has_left))
         self._run(CANCEL, shard, arguments, reading(lambda reply: [bool(each) for each in reply], done))
 
+    def confirm(self, nodes: Nodes, shard: Shard, replicas: int, timeout_ms: int, done: Done[bool]) -> None:
+        """Whether so many replicas have what was sent before on these connections."""
+        told = reading(lambda reply: int(reply) >= replicas, done)
+        nodes.send(shard.slot, told, b"WAIT", replicas, timeout_ms)
+
     # Out of the queue.
 
     def look_at(self, shard: Shard, models: Sequence[str], done: Done[View]) -> None:
@@ -315,14 +325,16 @@ class Steps:
         arguments += (shard.number, *letter_bounds)
         self._run(FINISH, shard, arguments, reading(lambda reply: Finished(bool(reply[0]), *reply[1:]), done))
 
-    def look_at_task(self, task_id: str, gateway: bytes, done: Callable[[Any], None]) -> None:
-        """A task's state; the gateway is told when it has an outcome."""
-        self._run(LOOK, self.keys.shard_of_task(task_id), (task_id, gateway), done)
+    def look_at_task(self, task_id: str, gateway: bytes, done: Done[StoredTask | None]) -> None:
+        """A task, None if there is none; the gateway is told when it has an outcome."""
+        understand = partial(read_stored_task, task_id)
+        self._run(LOOK, self.keys.shard_of_task(task_id), (task_id, gateway), reading(understand, done))
 
-    def read_task(self, task_id: str, done: Callable[[Any], None]) -> None:
-        """A task's state."""
+    def read_task(self, task_id: str, done: Done[StoredTask | None]) -> None:
+        """A task, None if there is none."""
         shard = self.keys.shard_of_task(task_id)
-        self.nodes.send(shard.slot, done, b"HMGET", shard.task(task_id), b"s", b"o", b"t", b"r")
+        told = reading(partial(read_stored_task, task_id), done)
+        self.nodes.send(shard.slot, told, b"HMGET", shard.task(task_id), b"s", b"o", b"t", b"r")
 
     def remove_task(self, task_id: str, done: Done[Removed | None]) -> None:
         """Remove a task; tells None if there was no such task."""
@@ -332,9 +344,10 @@ class Steps:
 
         self._run(FORGET, self.keys.shard_of_task(task_id), (task_id,), reading(removed, done))
 
-    def state_of_task(self, task_id: str, lease_ms: int, done: Callable[[Any], None]) -> None:
-        """How far a task is: status, ms, the problem of one that failed; None if there is none."""
-        self._run(STATE, self.keys.shard_of_task(task_id), (task_id, lease_ms, self._now_ms()), done)
+    def state_of_task(self, task_id: str, lease_ms: int, done: Done[RequestState | None]) -> None:
+        """How far a task is; None if there is none."""
+        arguments = (task_id, lease_ms, self._now_ms())
+        self._run(STATE, self.keys.shard_of_task(task_id), arguments, reading(read_task_state, done))
 
     def is_leased(self, shard: Shard, field: bytes, entry_id: bytes, lease_ms: int, done: Done[bool]) -> None:
         """Whether a batcher has an entry."""
@@ -357,6 +370,16 @@ class Steps:
         total, last, *rows = await self._ask(LETTERS, shard, (after, limit, bytes_max))
         heads = zip(rows[::3], rows[1::3], rows[2::3], strict=True)
         return LetterHeads(total, int(last), [(int(letter_id), head, size) for letter_id, head, size in heads])
+
+    async def number_of_letters(self, shard: Shard) -> int:
+        """How many letters a shard has."""
+        number: int = await self.nodes.ask(shard.slot, b"ZCARD", shard.letters)
+        return number
+
+    async def read_letter(self, shard: Shard, letter_id: int) -> bytes | None:
+        """A whole letter."""
+        body: bytes | None = await self.nodes.ask(shard.slot, b"HGET", shard.letter_bodies, letter_id)
+        return body
 
     async def drop_letters(self, shard: Shard, letter: bytes = b"") -> int:
         """Remove one, or all; returns how many there were."""
@@ -411,6 +434,33 @@ def read_queued(reply: Any) -> Queued:
     milliseconds, _, sequence = first.partition(b"-")
     ids = [b"%b-%d" % (milliseconds, int(sequence) + position) for position in range(number)]
     return Queued(ids, int(held), int(lanes))
+
+
+def read_stored_task(task_id: str, reply: Any) -> StoredTask | None:
+    """From the fields of a task."""
+    status, owner, milliseconds, result = reply
+    if status is None or owner is None or milliseconds is None:
+        return None
+    return StoredTask(
+        task_id,
+        owner.decode(),
+        "SUCCESS" if status == SUCCESS else "FAILED" if status == FAILED else "PENDING",
+        result if status == SUCCESS else None,
+        result if status == FAILED else None,
+        int(milliseconds) / 1000,
+    )
+
+
+def read_task_state(reply: Any) -> RequestState | None:
+    """From state.lua."""
+    if reply is None:
+        return None
+    status, latency_ms, problem = reply
+    if status == FAILED:
+        return RequestState("failed", latency_ms, code_of(problem))
+    return RequestState(
+        "completed" if status == SUCCESS else "queued" if status == PENDING else "processing", latency_ms
+    )
 
 
 def budget_arguments(budgets: Sequence[Budget]) -> list[Argument]:

@@ -8,7 +8,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Container
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -62,7 +62,6 @@ class RedisDeadLetterDesk:
         clock: Clock = monotonic,
     ) -> None:
         self._steps = steps
-        self._nodes = steps.nodes
         self._keys = steps.keys
         self._tasks = tasks
         self._models = models
@@ -79,7 +78,7 @@ class RedisDeadLetterDesk:
 
     async def refresh(self) -> None:
         """Look how many are kept; raises BrokerDown."""
-        self._total = sum(await self._of_all(lambda shard: self._ask(shard, b"ZCARD", shard.letters)))
+        self._total = sum(await self._of_all(lambda shard: answered(self._steps.number_of_letters(shard))))
 
     async def page(self, after: int, limit: int) -> list[DeadLetterSummary]:
         """Those with an id above `after`, the oldest first."""
@@ -104,7 +103,7 @@ class RedisDeadLetterDesk:
     async def show(self, letter_id: int) -> StoredDeadLetter:
         """One of them, whole; raises NotFound."""
         shard = self._shard_of(letter_id)
-        body: bytes | None = await self._ask(shard, b"HGET", shard.letter_bodies, letter_id)
+        body = await answered(self._steps.read_letter(shard, letter_id))
         if body is None:
             raise no_such_letter()
         try:
@@ -168,9 +167,6 @@ class RedisDeadLetterDesk:
     async def _of_all(self, ask: Callable[[Shard], Awaitable[Found]]) -> list[Found]:
         """What every shard answers: one that cannot be reached must not look as if it had none."""
         return await asyncio.gather(*map(ask, self._keys.shards))
-
-    async def _ask(self, shard: Shard, *command: bytes | int) -> Any:
-        return await answered(self._nodes.ask(shard.slot, *command))
 
 
 async def answered(question: Awaitable[Found]) -> Found:

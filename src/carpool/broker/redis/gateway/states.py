@@ -6,19 +6,17 @@ replies.
 
 import asyncio
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import msgspec
 
 from carpool.broker.redis.client.link import RedisFailure, ignore
-from carpool.broker.redis.formats import FAILED, PENDING, REPLY_FORMAT, SUCCESS, Reply, encode_reply
+from carpool.broker.redis.formats import REPLY_FORMAT, Reply, encode_reply
 from carpool.broker.redis.gateway.refusals import out_of_reach
 from carpool.broker.redis.gateway.tasks import names_a_shard
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.steps import Steps
 from carpool.core.errors import CarpoolError
-from carpool.core.problem import code_of
 from carpool.core.request import RequestState
 
 # So long other gateways are waited for.
@@ -44,7 +42,9 @@ class RequestStates:
         if not names_a_shard(task_id):
             answer(None)
             return
-        self._steps.state_of_task(task_id, self._lease_ms, partial(_told_of_task, answer))
+        self._steps.state_of_task(
+            task_id, self._lease_ms, lambda found: answer(out_of_reach() if isinstance(found, RedisFailure) else found)
+        )
 
     def of_entry(self, shard: Shard, field: bytes, entry_id: bytes, waiting: RequestState, answer: Answer) -> None:
         """Whether a batcher has an entry; `waiting` is what is known without asking."""
@@ -78,20 +78,3 @@ class RequestStates:
 
     def _write(self, gateway: bytes, **words: Any) -> None:
         self._steps.reply(gateway, encode_reply(Reply(REPLY_FORMAT, [], [], [], [], **words)), ignore)
-
-
-def _told_of_task(answer: Answer, reply: Any) -> None:
-    if reply is None:
-        answer(None)
-    elif isinstance(reply, RedisFailure):
-        answer(out_of_reach())
-    else:
-        status, latency_ms, problem = reply
-        if status == FAILED:
-            answer(RequestState("failed", latency_ms, code_of(problem)))
-        else:
-            answer(
-                RequestState(
-                    "completed" if status == SUCCESS else "queued" if status == PENDING else "processing", latency_ms
-                )
-            )

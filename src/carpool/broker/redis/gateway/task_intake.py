@@ -15,7 +15,6 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -162,7 +161,7 @@ class TaskIntake:
         if flush is not None:
             self._is_confirming = True
             confirmed = partial(self._confirmed, flush)
-            self._task_nodes.send(shard.slot, confirmed, b"WAIT", self._replicas, self._replicas_timeout_ms)
+            self._steps.confirm(self._task_nodes, shard, self._replicas, self._replicas_timeout_ms, confirmed)
 
     def _send(self, shard: Shard, requests: list[Request], flush: Flush | None) -> None:
         """Queue tasks of one lane and line."""
@@ -204,11 +203,11 @@ class TaskIntake:
         else:
             flush.queued += requests[:number]
 
-    def _confirmed(self, flush: Flush, reply: Any) -> None:
-        """Redis says how many replicas have what was sent before."""
+    def _confirmed(self, flush: Flush, are_enough: bool | RedisFailure) -> None:
+        """Redis says whether enough replicas have what was sent before."""
         flush.is_over = True
         self._is_confirming = False
-        if isinstance(reply, int) and reply >= self._replicas:
+        if are_enough is True:
             self._accept(flush.queued)
         else:
             self._take_back(flush.queued)

@@ -11,12 +11,10 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 from carpool.broker.polls import Answer, Poll, Polls, no_such_task
 from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.client.nodes import Nodes
-from carpool.broker.redis.formats import FAILED, PENDING, SUCCESS
 from carpool.broker.redis.gateway.refusals import out_of_reach
 from carpool.broker.redis.gateway.task_intake import Accepted, TaskIntake
 from carpool.broker.redis.gateway.task_removals import TaskRemovals
@@ -29,6 +27,7 @@ from carpool.core.request import Request
 from carpool.core.task import StoredTask
 
 LOOK_AGAIN_S = 1.0
+Found = StoredTask | RedisFailure | None
 
 
 class RedisTasks:
@@ -147,23 +146,23 @@ class RedisTasks:
 
     # Looking.
 
-    def _look(self, task_id: str, on_reply: Callable[[Any], None]) -> None:
+    def _look(self, task_id: str, done: Callable[[Found], None]) -> None:
         """Ask for a task's state, and to be told when it has an outcome."""
-        self._steps.look_at_task(task_id, self._gateway, on_reply)
+        self._steps.look_at_task(task_id, self._gateway, done)
 
-    def _first_look(self, poll: Poll, reply: Any) -> None:
-        if isinstance(reply, RedisFailure):
+    def _first_look(self, poll: Poll, found: Found) -> None:
+        if isinstance(found, RedisFailure):
             if self._polls.remove(poll):
                 poll.answer(out_of_reach())
         else:
-            self._next_look(poll.task_id, reply)
+            self._next_look(poll.task_id, found)
 
-    def _next_look(self, task_id: str, reply: Any) -> None:
+    def _next_look(self, task_id: str, found: Found) -> None:
         """Those who wait go on waiting while there is no outcome, or while Redis is away."""
-        if isinstance(reply, RedisFailure) or reply[0] == PENDING:
+        if isinstance(found, RedisFailure) or (found is not None and found.status == "PENDING"):
             return
         for poll in self._polls.take(task_id):
-            self._answer(poll, reply)
+            self._answer(poll, found)
 
     def _look_again(self) -> None:
         self._timer = None
@@ -176,26 +175,13 @@ class RedisTasks:
         """Answer with what Redis has now."""
         self._steps.read_task(poll.task_id, partial(self._answer, poll))
 
-    def _answer(self, poll: Poll, reply: Any) -> None:
-        found = out_of_reach() if isinstance(reply, RedisFailure) else stored_task(poll.task_id, reply)
-        poll.tell(found, lambda: self._removals.remove(poll.task_id, lambda _: None))
+    def _answer(self, poll: Poll, found: Found) -> None:
+        poll.tell(
+            out_of_reach() if isinstance(found, RedisFailure) else found,
+            lambda: self._removals.remove(poll.task_id, lambda _: None),
+        )
 
 
 def names_a_shard(task_id: str) -> bool:
     """Whether a task could have this id; the face asks for others too."""
     return task_id[-1:] in "0123456789abcdef" and task_id != ""
-
-
-def stored_task(task_id: str, reply: list[bytes | None]) -> StoredTask | None:
-    """A task from its fields in Redis."""
-    status, owner, milliseconds, result = reply
-    if status is None or owner is None or milliseconds is None:
-        return None
-    return StoredTask(
-        task_id,
-        owner.decode(),
-        "SUCCESS" if status == SUCCESS else "FAILED" if status == FAILED else "PENDING",
-        result if status == SUCCESS else None,
-        result if status == FAILED else None,
-        int(milliseconds) / 1000,
-    )
