@@ -33,6 +33,8 @@ from carpool.broker.redis.formats import Reply
 from carpool.broker.redis.gateway.dead_letters import RedisDeadLetterDesk
 from carpool.broker.redis.gateway.queue import RedisQueue
 from carpool.broker.redis.gateway.states import RequestStates
+from carpool.broker.redis.gateway.task_intake import TaskIntake
+from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import Keys, line_name
 from carpool.broker.redis.steps import Steps
@@ -302,9 +304,10 @@ class DistributedProcess(Process):
     def _make_tasks(self) -> RedisTasks:
         broker, stored_bytes_max = self.settings.broker, self.settings.tasks.stored_bytes_max
         shards = task_shards(self.settings)
-        return RedisTasks(
+        removals = TaskRemovals(self.steps)
+        intake = TaskIntake(
             self.steps,
-            self.name,
+            removals,
             line_offsets_ms=line_offsets_ms(self.settings),
             held_max=-(-broker.waiting_max // broker.shards),
             input_bytes_max=-(-broker.bytes_max // shards),
@@ -315,8 +318,8 @@ class DistributedProcess(Process):
             replicas_timeout_ms=broker.replicas_timeout_ms,
             durable_nodes=self._connect(broker.replicas_timeout_ms) if broker.replicas else None,
             is_memory_full=lambda: self.memory.is_full,
-            cancelled=self._task_cancelled,
         )
+        return RedisTasks(self.steps, self.name, intake, removals, cancelled=self._task_cancelled)
 
     def _make_queue(self, models: list[str]) -> None:
         broker = self.settings.broker

@@ -36,7 +36,7 @@ from support.processes import PATIENCE_S, until
 from support.redis_halves import LINE_OFFSETS_MS, NEVER_MS, Batcher, Halves, open_halves, until_seen
 from support.redis_servers import RedisServer, running_redis
 from support.redis_shard import value_of_format_2
-from support.redis_tasks import letter_bounds, told
+from support.redis_tasks import letter_bounds, task_board, told
 
 ENTERPRISE, FREE = 0, 2
 
@@ -66,15 +66,7 @@ def task_names(number: int) -> list[str]:
 
 async def submit_tasks(halves: Halves, batcher: Batcher, names: list[str], value: bytes = b'"x"') -> RedisTasks:
     """Tasks that are accepted, over a batcher's connections."""
-    tasks = RedisTasks(
-        Steps(batcher.nodes, halves.keys),
-        b"g1",
-        held_max=10_000,
-        input_bytes_max=10**9,
-        stored_bytes_max=10**9,
-        lanes_max=9,
-        line_offsets_ms=LINE_OFFSETS_MS,
-    )
+    tasks = task_board(Steps(batcher.nodes, halves.keys), b"g1", line_offsets_ms=LINE_OFFSETS_MS)
     gateway = await halves.gateway()
     for name in names:
         request = gateway.request(name, is_task=True, total_timeout_s=600.0, value=value)

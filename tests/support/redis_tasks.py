@@ -16,10 +16,12 @@ from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.dead_letters.letters import letter_of
 from carpool.broker.redis.formats import FAILED, SUCCESS, EntryRecord, Header, Reply, decode_header, decode_value
 from carpool.broker.redis.gateway.replies import ReplyReader
+from carpool.broker.redis.gateway.task_intake import TaskIntake
+from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import Keys, Shard
 from carpool.broker.redis.scripts import TAKE
-from carpool.broker.redis.steps import Steps
+from carpool.broker.redis.steps import Steps, TaskResult
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Output
 from carpool.core.problem import problem_json
@@ -52,6 +54,15 @@ class Taken(msgspec.Struct, frozen=True):
         return self.record.request_id
 
 
+def task_board(steps: Steps, gateway: bytes, **options: Any) -> RedisTasks:
+    """The tasks of a gateway, with bounds that are far unless others are given."""
+    cancelled = options.pop("cancelled", lambda: None)
+    bounds = {"held_max": 10_000, "input_bytes_max": 10**9, "stored_bytes_max": 10**9, "lanes_max": 9}
+    removals = TaskRemovals(steps)
+    intake = TaskIntake(steps, removals, **{**bounds, "line_offsets_ms": {}, **options})
+    return RedisTasks(steps, gateway, intake, removals, cancelled)
+
+
 class Office:
     """One namespace in one Redis; `gateway` and `results` are made for it."""
 
@@ -71,10 +82,8 @@ class Office:
 
     def gateway(self, name: bytes = b"g1", **options: Any) -> RedisTasks:
         """A gateway that is not told of finished tasks."""
-        bounds = {"held_max": 1000, "input_bytes_max": 10**9, "stored_bytes_max": 10**9, "lanes_max": 9}
-        given = {**bounds, "line_offsets_ms": {}, **options}
-        steps = Steps(self.nodes, self.keys, given.pop("now_ms", lambda: b""))
-        tasks = RedisTasks(steps, name, **given)
+        steps = Steps(self.nodes, self.keys, options.pop("now_ms", lambda: b""))
+        tasks = task_board(steps, name, **options)
         self._gateways.append(tasks)
         return tasks
 
@@ -125,8 +134,8 @@ class Office:
             letter = letter_of(request, outcome)
         else:
             status, result = SUCCESS, outcome.value
-        place = (taken.shard, taken.field, taken.entry_id, taken.task_id)
-        was_done: bool = await told(lambda done: self.results.finish(*place, status, result, letter, done))
+        place = (taken.shard, taken.field, taken.entry_id, TaskResult(taken.task_id, status, result, letter))
+        was_done: bool = await told(lambda done: self.results.finish(*place, done))
         return was_done
 
     async def counts(self) -> tuple[int, int]:

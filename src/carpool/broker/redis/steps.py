@@ -98,6 +98,17 @@ class Swept(NamedTuple):
     letters_dropped: int
 
 
+class TaskResult(NamedTuple):
+    """What a task gets."""
+
+    task_id: str
+    # SUCCESS or FAILED.
+    status: bytes
+    value: bytes
+    # Is kept with it; empty for none.
+    letter: bytes
+
+
 class Finished(NamedTuple):
     """What became of a task's result."""
 
@@ -311,17 +322,15 @@ class Steps:
         shard: Shard,
         field: bytes,
         entry_id: bytes,
-        task_id: str,
-        status: bytes,
-        result: bytes,
-        letter: bytes,
+        result: TaskResult,
         done: Done[Finished],
         *,
         kept_ms: int,
         letter_bounds: Sequence[int],
     ) -> None:
         """Give a task its result, if it has none, keep its letter, and acknowledge its entry."""
-        arguments: list[Argument] = [task_id, field, entry_id, status, result, kept_ms, self._now_ms(), letter]
+        arguments: list[Argument] = [result.task_id, field, entry_id, result.status, result.value]
+        arguments += (kept_ms, self._now_ms(), result.letter)
         arguments += (shard.number, *letter_bounds)
         self._run(FINISH, shard, arguments, reading(lambda reply: Finished(bool(reply[0]), *reply[1:]), done))
 

@@ -18,9 +18,9 @@ from carpool.broker.redis.batcher.leases import Haul, Lease, by_stream, parts_of
 from carpool.broker.redis.batcher.results import TaskResults
 from carpool.broker.redis.client.link import RedisFailure, Refused, ignore
 from carpool.broker.redis.dead_letters.letters import letter_of
-from carpool.broker.redis.formats import REPLY_FORMAT, CallRecord, Reply, encode_reply
+from carpool.broker.redis.formats import FAILED, REPLY_FORMAT, SUCCESS, CallRecord, Reply, encode_reply
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.steps import Steps
+from carpool.broker.redis.steps import Steps, TaskResult
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, Draining, InternalError
 from carpool.core.outcome import CallFacts, Outcome
@@ -213,15 +213,14 @@ class ReplyWriter:
     # Tasks.
 
     def _finish_task(self, request: Request, lease: Lease, outcome: Outcome) -> None:
-        letter = b""
         if isinstance(outcome, CarpoolError):
-            status, result = b"F", problem_json(outcome, request.id)
-            letter = letter_of(request, outcome)
+            problem, letter = problem_json(outcome, request.id), letter_of(request, outcome)
+            result = TaskResult(request.id, FAILED, problem, letter)
         else:
-            status, result = b"S", bytes(outcome.value)
+            result = TaskResult(request.id, SUCCESS, bytes(outcome.value), b"")
         waited_s = request.taken - request.arrived if request.taken else None
         counts = partial(self._count_task, request.result_code, waited_s)
-        self._write_result(lease, request.id, status, result, letter, counts)
+        self._write_result(lease, result, counts)
 
     def _count_task(self, code: str, waited_s: float | None) -> None:
         self._outcomes[code] = self._outcomes.get(code, 0) + 1  # bounded: codes come from the error tree
@@ -229,14 +228,7 @@ class ReplyWriter:
             self._waited.observe(waited_s)
 
     def _write_result(
-        self,
-        lease: Lease,
-        task_id: str,
-        status: bytes,
-        result: bytes,
-        letter: bytes,
-        counts: Callable[[], None],
-        pause_s: float = RETRY_S,
+        self, lease: Lease, result: TaskResult, counts: Callable[[], None], pause_s: float = RETRY_S
     ) -> None:
         def done(was_written: bool) -> None:
             if was_written:
@@ -244,14 +236,14 @@ class ReplyWriter:
                 self._closed(lease)
             else:  # for ever: the outcome of a task is owed; if this process dies, another batcher does it again
                 self.retries += 1
-                again = partial(self._write_result, lease, task_id, status, result, letter, counts)
+                again = partial(self._write_result, lease, result, counts)
                 if self._nodes.is_up(haul.shard.slot):  # it refuses
                     self._loop.call_later(pause_s, again, min(2 * pause_s, RETRY_S_MAX))
                 else:
                     self._when_up(haul.shard.slot, again)
 
         haul = lease.haul
-        self._results.finish(haul.shard, haul.field, lease.entry_id, task_id, status, result, letter, done, counts)
+        self._results.finish(haul.shard, haul.field, lease.entry_id, result, done, counts)
 
     def _when_up(self, slot: int, again: Callable[[], None]) -> None:
         """Do it as soon as the node of this slot is back, which may be for a moment only."""

@@ -7,7 +7,7 @@ from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.dead_letters.letters import cause_of
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.notices import Notices
-from carpool.broker.redis.steps import Finished, Steps
+from carpool.broker.redis.steps import Finished, Steps, TaskResult
 
 
 class TaskResults:
@@ -33,16 +33,12 @@ class TaskResults:
         shard: Shard,
         field: bytes,
         entry_id: bytes,
-        task_id: str,
-        status: bytes,
-        result: bytes,
-        letter: bytes,
+        result: TaskResult,
         done: Callable[[bool], None],
         counts: Callable[[], None] = lambda: None,
     ) -> None:
-        """Give a task its result, if it has none, and acknowledge its entry; `letter` (`letter_of`) is
-        kept with it unless it is empty. `done(False)` if Redis did not say that this was done: then try again.
-        `counts` is called if this result is the first.
+        """Give a task its result, if it has none, and acknowledge its entry. `done(False)` if Redis did not say that
+        this was done: then try again. `counts` is called if this result is the first.
         """
 
         def finished(found: Finished | RedisFailure) -> None:
@@ -52,20 +48,17 @@ class TaskResults:
             self._letter_bounds.note_dropped(found.letters_dropped)
             if found.was_first:
                 counts()
-                if letter:
-                    self._buried(cause_of(letter))
+                if result.letter:
+                    self._buried(cause_of(result.letter))
             if found.gateways:
-                self._notices.tell(found.gateways, task_id)
+                self._notices.tell(found.gateways, result.task_id)
             done(True)
 
         self._steps.finish_task(
             shard,
             field,
             entry_id,
-            task_id,
-            status,
             result,
-            letter,
             finished,
             kept_ms=self._result_ttl_ms,
             letter_bounds=self._letter_bounds.arguments(),

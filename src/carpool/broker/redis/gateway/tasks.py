@@ -9,18 +9,15 @@
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 from carpool.broker.polls import Answer, Poll, Polls, no_such_task
 from carpool.broker.redis.client.link import RedisFailure
-from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.gateway.refusals import out_of_reach
 from carpool.broker.redis.gateway.task_intake import Accepted, TaskIntake
 from carpool.broker.redis.gateway.task_removals import TaskRemovals
-from carpool.broker.redis.keys import SHARDS_MAX
 from carpool.broker.redis.steps import Steps
-from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, UnknownTask
 from carpool.core.outcome import Outcome
 from carpool.core.request import Request
@@ -37,40 +34,16 @@ class RedisTasks:
         self,
         steps: Steps,
         gateway: bytes,
-        *,
-        held_max: int,
-        input_bytes_max: int,
-        stored_bytes_max: int,
-        lanes_max: int,
-        line_offsets_ms: Mapping[bytes, int],
-        shards_used: int = SHARDS_MAX,
-        replicas: int = 0,
-        replicas_timeout_ms: int = 200,
-        durable_nodes: Nodes | None = None,
-        is_memory_full: Callable[[], bool] = lambda: False,
+        intake: TaskIntake,
+        removals: TaskRemovals,
         cancelled: Callable[[], None] = lambda: None,
-        clock: Clock = monotonic,
     ) -> None:
         self._steps = steps
         self._gateway = gateway
+        self._intake = intake
+        self._removals = removals
         # Called for each task that was deleted here before it had its result.
         self._cancelled = cancelled
-        self._removals = TaskRemovals(steps)
-        self._intake = TaskIntake(
-            steps,
-            self._removals,
-            held_max=held_max,
-            input_bytes_max=input_bytes_max,
-            stored_bytes_max=stored_bytes_max,
-            lanes_max=lanes_max,
-            line_offsets_ms=line_offsets_ms,
-            shards_used=shards_used,
-            replicas=replicas,
-            replicas_timeout_ms=replicas_timeout_ms,
-            durable_nodes=durable_nodes,
-            is_memory_full=is_memory_full,
-            clock=clock,
-        )
         self._polls = Polls(self._read)
         self._timer: asyncio.TimerHandle | None = None
         # While true, nobody is kept waiting.
