@@ -44,6 +44,8 @@ class Due(NamedTuple):
     address: str
     # Added to the input: what makes it a bad one. "" for an innocent.
     mark: str = ""
+    # Further fields of the body, such as `,"parameters":{"seed":1}`.
+    fields: str = ""
 
 
 class Answered(NamedTuple):
@@ -192,7 +194,7 @@ class AddressedClients:
             now_s = time.monotonic() - self._started
             while due is not None and due.at_s <= now_s:
                 self.behind_s_max = max(self.behind_s_max, now_s - due.at_s)
-                self._send(self._checker.new_input() + due.mark, due.address, due.mark)
+                self._send(self._checker.new_input() + due.mark, due.address, due.mark, fields=due.fields)
                 due = next(waiting, None)
             await asyncio.sleep(TICK_S)
         try:
@@ -217,10 +219,15 @@ class AddressedClients:
             return Answered(address, mark, 0.0, 0, ANSWER_S_MAX)
 
     def _send(
-        self, text: str, address: str, mark: str, tell: Callable[[Answered], None] = lambda answered: None
+        self,
+        text: str,
+        address: str,
+        mark: str,
+        tell: Callable[[Answered], None] = lambda answered: None,
+        fields: str = "",
     ) -> None:
         """Send a request at once if there is an idle connection, else as soon as there is one."""
-        body = inference_body(text)
+        body = inference_body(text)[:-1] + fields.encode() + b"}"
         request = b"POST /v1/inference HTTP/1.1\r\nHost: test\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
         self._checker.accepted(text, within_s=LATE_S)
         began = time.monotonic()

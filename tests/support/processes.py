@@ -104,6 +104,12 @@ class GatewayProcess:
         lines = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
         return sum(map(float, lines))
 
+    async def dead_letters(self) -> int:
+        """How many are kept."""
+        listed = await ask_once(self.admin_port, "GET", "/internal/dead-letters?limit=1")
+        total: int = listed.json["total"]
+        return total
+
     def resident_bytes(self) -> int:
         """Memory that the process occupies now."""
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * PAGE_BYTES

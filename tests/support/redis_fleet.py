@@ -345,16 +345,22 @@ class Clients:
         return response
 
 
-async def held_by(client: redis.asyncio.Redis, consumer: str, keys: Keys) -> set[str]:
-    """The inputs of the entries that a batcher took and that nobody acknowledged yet."""
+async def queue_streams(client: redis.asyncio.Redis, keys: Keys) -> list[bytes]:
+    """All streams that may have entries now."""
     asked = client.pipeline(transaction=False)
     for shard in keys.shards:
         asked.hkeys(shard.lanes.decode())
-    streams = [
+    return [
         shard.stream(field)
         for shard, fields in zip(keys.shards, await asked.execute(), strict=True)
         for field in fields
     ]
+
+
+async def held_by(client: redis.asyncio.Redis, consumer: str, keys: Keys) -> set[str]:
+    """The inputs of the entries that a batcher took and that nobody acknowledged yet."""
+    streams = await queue_streams(client, keys)
+    asked = client.pipeline(transaction=False)
     for stream in streams:
         asked.xpending_range(stream, GROUP, "-", "+", HELD_MAX, consumer)
     pending = await asked.execute(raise_on_error=False)  # a stream may be dropped meanwhile

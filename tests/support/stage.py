@@ -8,10 +8,9 @@ from typing import Literal, NamedTuple
 from urllib.parse import urlencode
 
 from carpool.cli.sim import simulated_gpus
-from support.client import ask_once
 from support.processes import GatewayProcess, running_gateway
 from support.redis_fleet import fleet_over
-from support.redis_servers import running_redis
+from support.redis_servers import RedisServer, running_redis
 
 Broker = Literal["embedded", "redis"]
 Upstream = Literal["sim", "http"]
@@ -45,6 +44,7 @@ class Stage(NamedTuple):
 
     gateway: GatewayProcess
     batcher: GatewayProcess
+    redis: RedisServer | None = None
 
     async def breakers(self) -> set[str]:
         """The states of the breakers, as `/internal/fleet` tells them."""
@@ -53,12 +53,6 @@ class Stage(NamedTuple):
     async def calls(self) -> int:
         """Calls to the upstream so far."""
         return round(await self.batcher.metric("carpool_upstream_calls_total"))
-
-    async def dead_letters(self) -> int:
-        """How many are kept."""
-        listed = await ask_once(self.gateway.admin_port, "GET", "/internal/dead-letters?limit=1")
-        total: int = listed.json["total"]
-        return total
 
 
 @asynccontextmanager
@@ -73,7 +67,7 @@ async def stage(
     async with running_redis(directory / "redis") as server, fleet_over(directory, server.url, settings) as fleet:
         gateway, batcher = await fleet.add("gateway"), await fleet.add("batcher", *flags)
         await fleet.wait_until_ready()
-        yield Stage(gateway.process, batcher.process)
+        yield Stage(gateway.process, batcher.process, server)
 
 
 @asynccontextmanager

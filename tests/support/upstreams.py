@@ -59,6 +59,8 @@ WRONG_BODIES: dict[str, Callable[[list[str]], bytes]] = {
 class ScriptedUpstream:
     """One endpoint. `behave(inputs, writer)` writes the answer to one call."""
 
+    inputs_field = "inputs"
+
     def __init__(self) -> None:
         self.seen: list[str] = []
         self.calls = 0
@@ -91,7 +93,7 @@ class ScriptedUpstream:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).lower()
                 length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0])
-                inputs = json.loads(await reader.readexactly(length))["inputs"]
+                inputs = json.loads(await reader.readexactly(length))[self.inputs_field]
                 self.seen += inputs
                 self.calls += 1
                 self.in_flight += 1
@@ -132,6 +134,17 @@ class ScriptedUpstream:
         for handler in self._handlers:
             handler.cancel()
         await asyncio.gather(*self._handlers, return_exceptions=True)
+
+
+class OpenAiUpstream(ScriptedUpstream):
+    """Speaks `openai_embeddings`: the "embedding" of a text is the text reversed. The last one is answered first."""
+
+    inputs_field = "input"
+
+    async def answer(self, inputs: list[str], writer: asyncio.StreamWriter) -> None:
+        """Answer one call."""
+        data = [{"index": index, "embedding": text} for index, text in enumerate(reverse(inputs))]
+        await send(writer, json.dumps({"data": data[::-1]}).encode())
 
 
 def answer_bytes(body: bytes, status: int = 200, headers: str = "") -> bytes:

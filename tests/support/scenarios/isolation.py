@@ -89,7 +89,7 @@ async def run_on(running: Stage, load: list[Due], name: str) -> Run:
         cores = CpuShare()
         answers = await clients.run(load)
         behind_ms, idle = clients.behind_s_max * 1000, cores.idle()
-    calls, letters = await running.calls(), await running.dead_letters()
+    calls, letters = await running.calls(), await running.gateway.dead_letters()
     return Run(checker.verdict(), answers, calls, breakers, letters, behind_ms, idle)
 
 
@@ -155,7 +155,7 @@ async def bursts_with_invalid(directory: Path, kind: Upstream, share: float, sec
                 asked = (clients.ask(ADDRESSES[n % len(ADDRESSES)], mark) for n, mark in enumerate(marks))
                 await asyncio.gather(*asked)
             idle = cores.idle()
-            calls, letters = await running.calls(), await running.dead_letters()
+            calls, letters = await running.calls(), await running.gateway.dead_letters()
     return Run(checker.verdict(), clients.answers, calls, breakers, letters, 0.0, idle)
 
 

@@ -15,9 +15,8 @@ import redis.exceptions
 
 from carpool.broker.redis.keys import GROUP, Keys
 from support.checker import Checker, Verdict
-from support.client import ask_once
 from support.processes import GatewayProcess, running_role
-from support.redis_fleet import LEASE_S, SETTINGS, Clients, fleet_over
+from support.redis_fleet import LEASE_S, SETTINGS, Clients, fleet_over, queue_streams
 from support.redis_servers import running_redis
 from support.scenarios.drain import Fleet as KnownGateways
 from support.upstreams import scripted_upstream
@@ -51,14 +50,8 @@ class Intruder:
             await asyncio.sleep(LOOK_S)
 
     async def _look(self) -> None:
+        streams = await queue_streams(self._client, self._keys)
         asked = self._client.pipeline(transaction=False)
-        for shard in self._keys.shards:
-            asked.hkeys(shard.lanes.decode())
-        streams = [
-            shard.stream(field)
-            for shard, fields in zip(self._keys.shards, await asked.execute(), strict=True)
-            for field in fields
-        ]
         for stream in streams:
             asked.xrange(stream, count=1000)
         found = await asked.execute(raise_on_error=False)
@@ -147,14 +140,7 @@ async def doubled_deliveries(directory: Path, seconds: float) -> Doubled:
 async def entries_left(client: redis.asyncio.Redis, keys: Keys) -> int:
     """Entries in all streams."""
     asked = client.pipeline(transaction=False)
-    for shard in keys.shards:
-        asked.hkeys(shard.lanes.decode())
-    streams = [
-        shard.stream(field)
-        for shard, fields in zip(keys.shards, await asked.execute(), strict=True)
-        for field in fields
-    ]
-    for stream in streams:
+    for stream in await queue_streams(client, keys):
         asked.xlen(stream)
     return sum(await asked.execute())
 
@@ -188,9 +174,8 @@ async def calls_longer_than_the_lease(directory: Path, requests: int) -> LongCal
         await asyncio.gather(*work)
         seconds = time.monotonic() - began
         claimed = sum([await place.process.metric("carpool_entries_claimed_total") for place in fleet.batchers])
-        admin = fleet.gateways[0].process.admin_port
-        listed = await ask_once(admin, "GET", "/internal/dead-letters?limit=1")
-        return LongCalls(checker.verdict(upstream.seen), checker, claimed, listed.json["total"], seconds)
+        letters = await fleet.gateways[0].process.dead_letters()
+        return LongCalls(checker.verdict(upstream.seen), checker, claimed, letters, seconds)
 
 
 class Rolled(NamedTuple):

@@ -231,7 +231,7 @@ async def poison(directory: Path, every: int, per_s: float, seconds: float) -> P
         load = Load(gateway.port, checker)
         await load.run(per_s, seconds, lambda number: POISON if number % every == every // 2 else "")
         seen = [text for text in inputs_seen(upstreams) if POISON in text]
-        listed = await ask_once(gateway.admin_port, "GET", "/internal/dead-letters?limit=1")
+        letters = await gateway.dead_letters()
         breakers = {each["breaker"] for each in (await gateway.fleet())["endpoints"]}
         mean_batch = len(inputs_seen(upstreams)) / sum(upstream.calls for upstream in upstreams)
     bad = len(set(seen))
@@ -240,7 +240,7 @@ async def poison(directory: Path, every: int, per_s: float, seconds: float) -> P
         checker.tally["ok"] / (len(load.answers) - bad),
         checker.tally["422"] / bad,
         max(seen.count(text) for text in set(seen)),
-        listed.json["total"],
+        letters,
         breakers,
         mean_batch,
     )
