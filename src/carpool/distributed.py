@@ -126,6 +126,7 @@ class DistributedProcess(Process):
             bytes_max=-(-settings.dead_letters.bytes_max // broker.shards),
             ttl_ms=round(settings.tasks.dead_letter_ttl_s * 1000),
             is_memory_short=lambda: self.memory.is_short,
+            memory_bytes_max=lambda: self.memory.letter_bytes_max(broker.shards),
         )
         self.dead_letters = RedisDeadLetterBox(
             self.steps,

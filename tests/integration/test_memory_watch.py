@@ -32,6 +32,7 @@ async def test_full_and_not_full_again(tmp_path: Path) -> None:
         await until(lambda: watch.used_bytes > 0)
         assert (watch.is_short, watch.is_full) == (False, False)
         assert 0 < watch.fraction < 0.5
+        assert watch.letter_bytes_max(shards=5) == 3 * 1024 * 1024
         async with server.client() as client:
             for number in range(26):
                 await client.set(f"big-{number}", b"x" * 1_000_000)
@@ -51,7 +52,7 @@ async def test_carpools_own_limit_counts_where_redis_has_none(redis_server: Redi
 async def test_without_a_limit_it_is_never_full(redis_server: RedisServer) -> None:
     async with watching(redis_server.url) as watch:
         await until(lambda: watch.used_bytes > 0)
-        assert (watch.fraction, watch.is_full) == (0.0, False)
+        assert (watch.fraction, watch.is_full, watch.letter_bytes_max(shards=1)) == (0.0, False, None)
 
 
 async def test_what_was_known_stays_while_redis_is_gone(tmp_path: Path) -> None:

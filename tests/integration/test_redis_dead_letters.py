@@ -213,6 +213,18 @@ async def test_letters_are_bounded_in_bytes(redis_server: RedisServer, caplog: p
     assert [record.message for record in caplog.records] == ["1 dead letters were dropped to make room"]
 
 
+async def test_letters_have_a_part_of_the_memory_at_most(redis_server: RedisServer) -> None:
+    """A flood of them is quicker than any look at the memory."""
+    async with open_office(redis_server.url, shards=1) as office:
+        memory: int | None = None
+        letters = LetterOffice(office, bounds=letter_bounds(memory_bytes_max=lambda: memory))
+        await letters.bury(*(f"r{number}" for number in range(20)))
+        assert len(await letters.names()) == 20
+        memory = 1000
+        await letters.bury("last")
+        assert 1 < len(await letters.names()) < 20
+
+
 async def test_letters_of_tasks_are_bounded_in_bytes(redis_server: RedisServer) -> None:
     async with open_office(redis_server.url, shards=1) as office:
         letters = LetterOffice(office, bounds=letter_bounds(bytes_max=2500))

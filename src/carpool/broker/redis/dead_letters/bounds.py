@@ -24,12 +24,15 @@ class LetterBounds:
         bytes_max: int,
         ttl_ms: int,
         is_memory_short: Callable[[], bool] = lambda: False,
+        # Of Redis's memory, the part of a shard; None: no limit.
+        memory_bytes_max: Callable[[], int | None] = lambda: None,
         clock: Clock = monotonic,
     ) -> None:
         self._letters_max = letters_max
         self._bytes_max = bytes_max
         self.ttl_ms = ttl_ms
         self._is_memory_short = is_memory_short
+        self._memory_bytes_max = memory_bytes_max
         self._clock = clock
         self._logged_at = -DROPPED_LOG_S
         self._logged = 0
@@ -38,7 +41,9 @@ class LetterBounds:
 
     def arguments(self) -> tuple[int, int, int]:
         """Most letters, most bytes of them, and 1 while memory is short."""
-        return self._letters_max, self._bytes_max, int(self._is_memory_short())
+        memory_bytes_max = self._memory_bytes_max()
+        bytes_max = self._bytes_max if memory_bytes_max is None else min(self._bytes_max, memory_bytes_max)
+        return self._letters_max, bytes_max, int(self._is_memory_short())
 
     def note_dropped(self, number: int) -> None:
         """A script dropped so many. Said in the log once in a while."""

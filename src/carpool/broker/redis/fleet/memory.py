@@ -11,6 +11,8 @@ from carpool.broker.redis.client.nodes import Nodes
 SHARE_MAX = 0.8
 # Before that dead letters make room.
 LETTERS_SHARE_MAX = 0.75
+# What letters may have in any case: a flood of them passes from one share to the other between two looks.
+LETTERS_OWN_SHARE_MAX = 0.5
 
 
 class MemoryWatch:
@@ -26,6 +28,8 @@ class MemoryWatch:
         self.fraction = 0.0
         # Bytes in use, over all primaries.
         self.used_bytes = 0
+        # Bytes that they may use, together; 0 where nothing limits one of them.
+        self.limit_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._round = _Round(0)
 
@@ -42,6 +46,10 @@ class MemoryWatch:
         """Whether some primary uses so much that dead letters are to go."""
         return self.fraction > LETTERS_SHARE_MAX
 
+    def letter_bytes_max(self, shards: int) -> int | None:
+        """Bytes that dead letters may have in each shard; None where nothing limits the memory."""
+        return round(LETTERS_OWN_SHARE_MAX * self.limit_bytes / shards) if self.limit_bytes else None
+
     def start(self) -> None:
         """Look now, and again after each interval."""
         self._timer = asyncio.get_running_loop().call_later(self._interval_s, self.start)
@@ -56,11 +64,13 @@ class MemoryWatch:
             if facts is not None:
                 used, limit = facts
                 current.used_bytes += used
-                current.fraction = max(current.fraction, memory_fraction(used, limit or self._memory_max))
-                current.answers += 1
+                limit = limit or self._memory_max
+                current.fraction = max(current.fraction, memory_fraction(used, limit))
+                current.limits.append(limit)
             # Where none answered, what was known stays.
-            if not current.missing and current.answers:
+            if not current.missing and current.limits:
                 self.fraction, self.used_bytes = current.fraction, current.used_bytes
+                self.limit_bytes = sum(current.limits) if all(current.limits) else 0
 
         for slot in slots:
             self._nodes.send(slot, told, b"INFO", b"memory")
@@ -74,11 +84,12 @@ class MemoryWatch:
 class _Round:
     """One look at every primary."""
 
-    __slots__ = ("answers", "fraction", "missing", "used_bytes")
+    __slots__ = ("fraction", "limits", "missing", "used_bytes")
 
     def __init__(self, missing: int) -> None:
         self.missing = missing
-        self.answers = 0
+        # Of those that answered; 0: none.
+        self.limits: list[int] = []
         self.fraction = 0.0
         self.used_bytes = 0
 
