@@ -92,6 +92,9 @@ class ScriptedUpstream:
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                if head.startswith(b"get "):  # a probe of its health
+                    await send(writer, b"{}")
+                    continue
                 length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0])
                 inputs = json.loads(await reader.readexactly(length))[self.inputs_field]
                 self.seen += inputs
