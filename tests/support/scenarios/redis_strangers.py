@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import msgspec
 import redis.asyncio
 
+from carpool.broker.redis.formats import ENTRY_FORMAT, Header, encode_header
 from carpool.broker.redis.keys import GROUP, Keys
-from carpool.broker.redis.records import ENTRY_FORMAT, Header, encode_header
 from support.checker import Checker, Verdict
 from support.client import ask_once
 from support.processes import GatewayProcess, until
