@@ -1,15 +1,18 @@
-"""Gateways and batchers over a real Redis: deployments to measure, and the sections `redis` and `redis-rate`.
+"""Gateways and batchers over a real Redis: deployments to measure, and the sections `redis`, `redis-mixed` and
+`redis-rate`.
 
 A deployment is the processes of one system, by role, and the ports its gateways listen on. The floor is
 bench/floor/redis_gateway.py and redis_batcher.py, which do the same work with no features.
 """
 
+import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from statistics import median
+from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -40,6 +43,13 @@ EVERY_SECOND = ("--save", "", "--appendonly", "yes", "--appendfsync", "everysec"
 CONNECTIONS = 2000
 # What the ratio of CPU time is about: Redis is the same program on both sides.
 PYTHON_ROLES = ("gateway", "batcher")
+# Credentials have no tiers yet: a gateway that takes a header for one.
+TIERED_GATEWAY = [sys.executable, str(HERE / "tiered_gateway.py")]
+MIXED = HERE / "mixed.lua"
+# Results of tasks that nobody fetches: a few seconds of them, so that Redis does not grow with the length of a run.
+SHORT_RESULTS = {"CARPOOL_TASKS_RESULT_TTL_S": "3"}
+# Those who are under way when a round of wrk ends leave; what they leave behind is tidied up meanwhile.
+BETWEEN_ROUNDS_S = 1.0
 
 
 class Broker(msgspec.Struct, frozen=True):
@@ -51,10 +61,11 @@ class Broker(msgspec.Struct, frozen=True):
 
 
 class Deployment(msgspec.Struct, frozen=True):
-    """A running system: the ports that take requests, and its processes by role."""
+    """A running system: the ports that take requests, and its processes and admin ports by role."""
 
     ports: list[int]
     pids: dict[str, list[int]]
+    admin_ports: dict[str, list[int]] = {}
 
 
 @contextmanager
@@ -124,26 +135,35 @@ def floor(broker: Broker, gateways: int = 1, batchers: int = 1) -> Iterator[Depl
 
 @contextmanager
 def carpool(
-    broker: Broker, gateways: int = 1, batchers: int = 1, upstream: str = SIMULATED, flags: tuple[str, ...] = ()
+    broker: Broker,
+    gateways: int = 1,
+    batchers: int = 1,
+    upstream: str = SIMULATED,
+    flags: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+    gateway_program: Sequence[str] = CARPOOL,
 ) -> Iterator[Deployment]:
     """Carpool's roles over one Redis or a Cluster, ready."""
     ports, pids = [], {"gateway": [], "batcher": [], "redis": broker.pids}
+    admin_ports: dict[str, list[int]] = {"gateway": [], "batcher": []}
     with ExitStack() as stack:
         for _ in range(batchers):
             port = free_port()
             command = [*CARPOOL, "batcher", "--broker", broker.url, "--upstream", upstream, "--port", str(port), *flags]
             # It takes no requests: only its admin port listens.
-            pids["batcher"].append(stack.enter_context(process(command, port + 1)).pid)
+            pids["batcher"].append(stack.enter_context(process(command, port + 1, environment)).pid)
+            admin_ports["batcher"].append(port + 1)
         for _ in range(gateways):
             port = free_port()
-            command = [*CARPOOL, "gateway", "--broker", broker.url, "--port", str(port), *flags]
-            pids["gateway"].append(stack.enter_context(process(command, port)).pid)
+            command = [*gateway_program, "gateway", "--broker", broker.url, "--port", str(port), *flags]
+            pids["gateway"].append(stack.enter_context(process(command, port, environment)).pid)
             ports.append(port)
+            admin_ports["gateway"].append(port + 1)
         for port in ports:
             _wait_until_ready(port)
         # Every batcher, not only the first, before the load comes.
         time.sleep(1.0)
-        yield Deployment(ports, pids)
+        yield Deployment(ports, pids, admin_ports)
 
 
 def _wait_until_ready(port: int) -> None:
@@ -192,6 +212,83 @@ def beside_the_floor(quick: bool) -> None:
     latency = {name: median(load.p99_ms for load in each) for name, each in loads.items()}
     rows.append(("p99", f"{latency['carpool']:.0f} ms (floor {latency['floor']:.0f} ms)", "", ""))
     show(f"wrk -t1 -c{CONNECTIONS}, 2 KB, one gateway, one batcher, one Redis, {SIMULATED}; medians of three", rows)
+
+
+def mixed_beside_single(quick: bool) -> None:
+    seconds = 4 if quick else 10
+    setup: dict[str, Any] = {"environment": SHORT_RESULTS, "gateway_program": TIERED_GATEWAY}
+    loads: dict[str, list[Load]] = {"single": [], "mixed": []}
+    with (
+        redis_server() as first,
+        redis_server() as second,
+        carpool(first, **setup) as calm,
+        carpool(second, **setup) as varied,
+        Redis(port=second.ports[0]) as client,
+    ):
+        systems = {"single": calm, "mixed": varied}
+        for number in range(3):
+            for name, system in systems.items():
+                console.print(f"redis-mixed, round {number + 1} of 3, {name} ...")
+                loads[name].append(wrk(system.ports, system.pids, seconds, CONNECTIONS, MIXED, name))
+                time.sleep(BETWEEN_ROUNDS_S)
+        outcomes = {name: outcomes_of(system) for name, system in systems.items()}
+        batch = {name: mean_batch(system) for name, system in systems.items()}
+        tasks = outcomes_of(varied, "batcher").get("ok", 0)
+        memory_mb = client.info("memory")["used_memory_peak"] / 1024**2
+    rate = {name: median(load.rate for load in each) for name, each in loads.items()}
+    share = rate["mixed"] / rate["single"]
+    figure = f"{rate['mixed']:,.0f}/s of {rate['single']:,.0f}/s: {share:.0%}"
+    rows = [verdict("throughput, share of the single stream's", figure, ">= 80 %", share >= 0.8)]
+    for name, each in loads.items():
+        refused = sum(load.errors for load in each)
+        # Those who were under way when wrk ended have left.
+        failed = {code: count for code, count in outcomes[name].items() if code not in ("ok", "client-left")}
+        figure = f"{refused} seen by wrk (not 2xx, broken, late), outcomes {failed or 'all ok'}"
+        rows.append(verdict(f"errors, {name}", figure, "0", not refused and not failed))
+    rows.append(verdict("tasks done", f"{tasks:,}", "> 0", tasks > 0))
+    for what, roles in (("gateway and batcher", PYTHON_ROLES), *((role, (role,)) for role in (*PYTHON_ROLES, "redis"))):
+        used = {name: median(sum(load.cpu_us[role] for role in roles) for load in each) for name, each in loads.items()}
+        times = used["mixed"] / used["single"]
+        rows.append(
+            (f"CPU a request, {what}", f"{used['mixed']:.1f} us of {used['single']:.1f} us: {times:.2f}", "", "")
+        )
+    busy = {name: median(load.generator_busy for load in each) for name, each in loads.items()}
+    latency = {name: median(load.p99_ms for load in each) for name, each in loads.items()}
+    rows += [
+        ("generator", f"{busy['mixed']:.0%} of a core (single {busy['single']:.0%})", "", ""),
+        ("mean batch", f"{batch['mixed']:.1f} (single {batch['single']:.1f})", "", ""),
+        ("p99", f"{latency['mixed']:.0f} ms (single {latency['single']:.0f} ms)", "", ""),
+        ("memory of Redis, most", f"{memory_mb:.0f} MB", "", ""),
+    ]
+    title = "three tiers (70, 25, 5 %), 5 % tasks, eight lanes beside one of each"
+    show(f"wrk -t1 -c{CONNECTIONS}, 2 KB, {title}, {SIMULATED}; medians of three", rows)
+
+
+def outcomes_of(system: Deployment, *roles: str) -> dict[str, int]:
+    """How many requests had which outcome. Gateways count synchronous requests, batchers tasks."""
+    outcomes: dict[str, int] = {}
+    for role in roles or PYTHON_ROLES:
+        for code, count in numbers(system, role, r'carpool_requests_total\{outcome="([^"]+)"\}'):
+            outcomes[code] = outcomes.get(code, 0) + int(count)
+    return outcomes
+
+
+def mean_batch(system: Deployment) -> float:
+    """Requests in a batch."""
+    total, batches = (
+        sum(count for _, count in numbers(system, "batcher", rf"carpool_batch_size_{what}(\{{.*\}})"))
+        for what in ("sum", "count")
+    )
+    return total / max(batches, 1)
+
+
+def numbers(system: Deployment, role: str, series: str) -> list[tuple[str, float]]:
+    """The metrics of a role that match, by what is in the brackets of the pattern."""
+    found = []
+    for port in system.admin_ports[role]:
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+            found += re.findall(rf"^{series} (\S+)$", page.read().decode(), re.MULTILINE)
+    return [(label, float(value)) for label, value in found]
 
 
 def at_a_rate(quick: bool) -> None:

@@ -25,6 +25,8 @@ from rich.table import Table
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 CARPOOL = [sys.executable, "-m", "carpool"]
+# wrk's script for requests that are all the same.
+ONE_REQUEST = HERE / "floor" / "post.lua"
 TICKS = os.sysconf("SC_CLK_TCK")
 START_S_MAX = 20.0
 STOP_S_MAX = 20.0
@@ -90,10 +92,12 @@ def resident_mb(pid: int) -> float:
 
 
 @contextmanager
-def process(command: list[str], port: int | None) -> Iterator[subprocess.Popen[bytes]]:
-    """A child, once it listens on `port` (None: at once); ended by its id."""
+def process(
+    command: list[str], port: int | None, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A child, once it listens on `port` (None: at once); ended by its id. `environment`: in addition to ours."""
     with tempfile.TemporaryFile() as log:
-        child = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
+        child = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env={**os.environ, **(environment or {})})
         try:
             if port is not None:
                 wait_for_port(port, child, log)
@@ -167,14 +171,24 @@ class Load(msgspec.Struct, frozen=True):
     generator_busy: float
 
 
-def wrk(ports: Sequence[int], pids: Mapping[str, Sequence[int]], seconds: int, connections: int) -> Load:
-    """One wrk for each port, at the same time; `pids` are the processes of each role."""
-    script = str(HERE / "floor" / "post.lua")
-    options = ["-t1", f"-c{connections}", f"-d{seconds}s", "--latency", "-s", script]
+def wrk(
+    ports: Sequence[int],
+    pids: Mapping[str, Sequence[int]],
+    seconds: int,
+    connections: int,
+    script: Path = ONE_REQUEST,
+    *arguments: str,
+) -> Load:
+    """One wrk for each port, at the same time; `pids` are the processes of each role, `arguments` are the script's."""
+    options = ["-t1", f"-c{connections}", f"-d{seconds}s", "--latency", "-s", str(script)]
     before = {pid: cpu_seconds(pid) for role in pids.values() for pid in role}
     start, ended_before = time.monotonic(), _ended_children_seconds()
     generators = [
-        subprocess.Popen(["wrk", *options, f"http://127.0.0.1:{port}/v1/inference"], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            ["wrk", *options, f"http://127.0.0.1:{port}/v1/inference", "--", *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for port in ports
     ]
     outputs = [generator.communicate(timeout=seconds + 60)[0] for generator in generators]

@@ -13,6 +13,7 @@ soak        5 minutes at 5,000 requests a second: is the memory flat?
 resilience  what breaker, retries and isolation cost when nothing fails: beside a gateway without them, alternating
 poison      1 input in 1,000 fails its batch, half of the slots idle: what the others notice, and what the GPUs do
 redis       a gateway and a batcher over a real Redis beside bench/floor/redis_*.py, alternating, medians of three
+redis-mixed the same with three tiers, tasks and eight lanes beside one of each, alternating, medians of three
 redis-rate  10,000 requests a second for 60 s through the same, Redis with `appendfsync everysec`
 """
 
@@ -261,6 +262,7 @@ SECTIONS: dict[str, Callable[[bool], None]] = {
     "resilience": resilience,
     "poison": poison,
     "redis": distributed.beside_the_floor,
+    "redis-mixed": distributed.mixed_beside_single,
     "redis-rate": distributed.at_a_rate,
 }
 
