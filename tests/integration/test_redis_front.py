@@ -3,6 +3,7 @@ to keep, clients that leave meanwhile. Each test is a defect that once was there
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from carpool.broker.redis.formats import REPLY_FORMAT, CallRecord, Reply, encode_reply
+from carpool.broker.redis.gateway.queue import STREAMS_A_CALL_MAX
 from carpool.core.errors import BrokerDown, QueueFull
 from carpool.core.outcome import Output
 from support.processes import until
@@ -155,6 +157,28 @@ class TestQueueing:
         ]
         batcher.answer(batch)
         assert len(await gateway.until_told(3)) == 3
+
+    async def test_one_turn_is_one_step_whatever_its_lanes_and_tiers(self, own_halves: Halves) -> None:
+        """Each lane and tier went its own way, into a shard of its own: with many of both, Redis had far more to do."""
+        gateway = await own_halves.gateway()
+        kinds = [(b'{"lane":%d}' % lane, tier) for lane in range(4) for tier in range(3)]
+        for turn in (1, 2):
+            for parameters, tier in kinds:
+                gateway.submit(f"{turn} {parameters!r} {tier}", parameters=parameters, tier=tier)
+            await own_halves.until_entries(turn * len(kinds))
+        assert (gateway.nodes.runs["arrived"], gateway.nodes.runs["submit"]) == (2, 0)
+        shards = Counter(entry.shard.number for entry in await own_halves.entries())
+        assert list(shards.values()) == [len(kinds), len(kinds)]
+        (await own_halves.batcher()).serve()
+        told = await gateway.until_told(2 * len(kinds))
+        assert all(isinstance(outcome, Output) for outcome in told.values())
+
+    async def test_no_step_sees_to_more_than_so_many_streams(self, own_halves: Halves) -> None:
+        gateway = await own_halves.gateway()
+        for lane in range(STREAMS_A_CALL_MAX + 1):
+            gateway.submit(f"r{lane}", parameters=b'{"lane":%d}' % lane)
+        await own_halves.until_entries(STREAMS_A_CALL_MAX + 1)
+        assert gateway.nodes.runs["arrived"] == 2
 
     async def test_an_outcome_that_comes_while_it_is_queued_again(
         self, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch

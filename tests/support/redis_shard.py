@@ -138,7 +138,7 @@ class ShardBench:
         """Queue entries by plain commands, as most are."""
         where, entry_id = self.stream(field), "*" if self.now is None else f"{self.now}-*"
         ids: Any = [self.client.xadd(where, {"header": next(self._numbers)}, id=entry_id) for _ in range(number)]
-        self.run(ARRIVED, field, self.about(field, model, 0, offsets), number, self._now(), "")
+        self.run(ARRIVED, self._now(), field, self.about(field, model, 0, offsets), number, "")
         return [entry_id.decode() for entry_id in ids]
 
     def about(self, field: str, model: str, lanes_max: int, offsets: Mapping[str, int]) -> str:

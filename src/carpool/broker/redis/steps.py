@@ -76,11 +76,21 @@ class Queued(NamedTuple):
     lanes: int
 
 
+class Addition(NamedTuple):
+    """Entries for one stream; of each value its two parts."""
+
+    stream: QueueStream
+    header: bytes
+    # Of the first one.
+    owner: str
+    values: Sequence[tuple[bytes, bytes]]
+
+
 class Added(NamedTuple):
     """What became of entries that were added by plain commands."""
 
-    # For each its id, or what came in its place.
-    entry_ids: list[bytes | RedisFailure]
+    # By addition, for each entry its id, or what came in its place.
+    entry_ids: list[list[bytes | RedisFailure]]
     held: int
     lanes: int
     # Why batchers may not know of them; None if they do.
@@ -147,33 +157,32 @@ class Steps:
 
     # Into the queue.
 
-    def add(
-        self,
-        shard: Shard,
-        stream: QueueStream,
-        header: bytes,
-        owner: str,
-        values: Sequence[tuple[bytes, bytes]],
-        done: Done[Added],
-    ) -> None:
-        """Queue where no bound is near: Redis adds entries by plain commands in half the time that a script takes.
+    def add(self, shard: Shard, additions: Sequence[Addition], done: Callable[[Added], None]) -> None:
+        """Queue where no bound is near: Redis adds entries by plain commands in half the time that a script takes, and
+        one script behind them tells of all streams that they went to.
 
-        `values`: of each the two parts. A few more than the bounds may come in this way, as many as other gateways add
-        in one turn.
+        A few more than the bounds may come in this way, as many as other gateways add in one turn.
         """
         now = self._now_ms()
-        beginning = pack_beginning(b"XADD", shard.stream(stream.field), now + b"-*" if now else b"*", header)
-        entry_ids: list[Any] = []
-        self.nodes.send_all(shard.slot, entry_ids.append, [pack_rest(beginning, *value) for value in values])
+        entry_id = now + b"-*" if now else b"*"
+        replies: list[list[Any]] = []
+        arguments: list[Argument] = [now]
+        for stream, header, owner, values in additions:
+            beginning = pack_beginning(b"XADD", shard.stream(stream.field), entry_id, header)
+            came: list[Any] = []
+            replies.append(came)
+            self.nodes.send_all(shard.slot, came.append, [pack_rest(beginning, *value) for value in values])
+            arguments += (stream.field, stream.about, len(values), owner)
 
         def arrived(reply: Any) -> None:
             known = read(reply, lambda reply: (int(reply[0]), int(reply[1])))
             failure = known if isinstance(known, RedisFailure) else None
             held, lanes = (0, 0) if isinstance(known, RedisFailure) else known
-            missing = [Unreadable("no reply came")] * (len(values) - len(entry_ids))
-            done(Added([*entry_ids, *missing], held, lanes, failure))
+            for addition, came in zip(additions, replies, strict=True):
+                came += [Unreadable("no reply came")] * (len(addition.values) - len(came))
+            done(Added(replies, held, lanes, failure))
 
-        self._run(ARRIVED, shard, (stream.field, stream.about, len(values), now, owner), arrived)
+        self._run(ARRIVED, shard, arguments, arrived)
 
     def submit(
         self,

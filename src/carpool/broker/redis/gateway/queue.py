@@ -1,6 +1,7 @@
 """The gateway's side of the queue: requests wait here for their outcome, and in Redis for a batcher.
 
-1. The requests of one turn of the event loop are queued together, in one script call, in the next shard of a rotation.
+1. The requests of one turn of the event loop are queued together, whatever their lanes and tiers, in the next shard of
+   a rotation: plain commands add them, and one script behind these tells of all.
 2. A request is known by its number. Its first outcome counts; what comes later is dropped.
 3. When a shard's node is lost, its requests are queued again elsewhere. When Redis is gone, a gateway with upstreams of
    its own hands them to its local broker (direct mode); one without answers 503. Work may be done twice then; outcomes
@@ -24,11 +25,11 @@ from carpool.broker.redis.formats import (
     Reply,
     make_error,
 )
-from carpool.broker.redis.gateway.entries import header_of, parts_of, record_of, stream_of
+from carpool.broker.redis.gateway.entries import ENTRIES_A_CALL_MAX, header_of, parts_of, record_of, stream_of
 from carpool.broker.redis.gateway.refusals import REFUSALS
 from carpool.broker.redis.gateway.replies import ReplyReader
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.steps import Added, Queued, Steps
+from carpool.broker.redis.steps import Added, Addition, Queued, Steps
 from carpool.broker.redis.terms import QueueStream
 from carpool.broker.sides import Mode
 from carpool.core.clock import Clock, monotonic
@@ -47,6 +48,8 @@ from carpool.core.request import DONE, QUEUED, Request
 logger = logging.getLogger("carpool.broker")
 
 CANCELS_A_CALL_MAX = 500
+# A script holds up everybody else in Redis: none sees to more streams than this.
+STREAMS_A_CALL_MAX = 32
 # What a gateway remembers about lanes, and about entries that it must withdraw when Redis is back.
 GROUPS_KEPT_MAX = 4096
 STRAYS_KEPT_MAX = 100_000
@@ -61,8 +64,12 @@ class Group(msgspec.Struct, eq=False):
     requests: list[Request]
 
 
+# What is queued in one shard: the requests of some groups.
+Pile = list[tuple[Group, list[Request]]]
+
+
 class Parcel(msgspec.Struct, eq=False):
-    """Requests that were queued in one call."""
+    """Requests that were queued in one stream by one call."""
 
     shard: Shard
     field: bytes
@@ -253,62 +260,86 @@ class RedisQueue:
     def _flush(self) -> None:
         self._is_flush_due = False
         leaving, self._leaving = self._leaving, []
+        parts: list[tuple[Group, list[Request]]] = []
         for group in leaving:
             requests, group.requests = group.requests, []
             # Somebody may have left, or was handed on, since.
             requests = [request for request in requests if request in self.parking]
-            for part, _ in parts_of(requests, [request.input for request in requests]) if requests else ():
-                self._send(group, part)
+            if requests:
+                inputs = [request.input for request in requests]
+                parts += [(group, part) for part, _ in parts_of(requests, inputs)]
+        for pile in piles_of(parts):
+            self._send(pile)
         if self._cancelled:
             cancelled, self._cancelled = self._cancelled, defaultdict(list)
             for number, entries in cancelled.items():
                 for start in range(0, len(entries), CANCELS_A_CALL_MAX):
                     self._delete(self._keys.shards[number], entries[start : start + CANCELS_A_CALL_MAX])
 
-    def _send(self, group: Group, requests: list[Request]) -> None:
+    def _send(self, pile: Pile) -> None:
+        """Queue all of a pile in one shard."""
         if not self._up:
-            self._send_again(requests)
+            for _, requests in pile:
+                self._send_again(requests)
             return
         self._next_shard += 1
-        shard, stream = self._up[self._next_shard % len(self._up)], group.stream
-        parcel = Parcel(shard, stream.field, requests)
-        for request in requests:
-            request.held_by = parcel
+        shard = self._up[self._next_shard % len(self._up)]
         now = self._clock()
-        is_near_bound = self._held_in[shard.number] + 2 * len(requests) > self._shard_max
-        if is_near_bound or (stream.is_bound and 2 * self._lanes_in[shard.number] >= self._lanes_max):
-            values = [record_of(request, now) + request.input for request in requests]
-            self._steps.submit(
-                shard,
-                stream,
-                group.header,
-                requests[0].owner,
-                values,
-                partial(self._queued, parcel),
-                held_max=self._shard_max,
-                lanes_max=self._lanes_max,
-            )
-        else:
-            parts = [(record_of(request, now), request.input) for request in requests]
-            self._steps.add(shard, stream, group.header, requests[0].owner, parts, partial(self._added, parcel))
+        entries = sum(len(requests) for _, requests in pile)
+        lanes = sum(group.stream.is_bound for group, _ in pile)
+        is_near_bound = self._held_in[shard.number] + 2 * entries > self._shard_max
+        is_lanes_bound_near = 2 * self._lanes_in[shard.number] + lanes > self._lanes_max
+        additions: list[Addition] = []
+        parcels: list[Parcel] = []
+        for group, requests in pile:
+            parcel = Parcel(shard, group.stream.field, requests)
+            for request in requests:
+                request.held_by = parcel
+            if is_near_bound or (group.stream.is_bound and is_lanes_bound_near):
+                self._submit(group, parcel, now)
+            else:
+                values = [(record_of(request, now), request.input) for request in requests]
+                additions.append(Addition(group.stream, group.header, requests[0].owner, values))
+                parcels.append(parcel)
+        if additions:
+            self._steps.add(shard, additions, partial(self._added, shard, parcels))
 
-    def _added(self, parcel: Parcel, added: Added | RedisFailure) -> None:
+    def _submit(self, group: Group, parcel: Parcel, now: float) -> None:
+        """Queue as many of a parcel as there is room for."""
+        requests = parcel.requests
+        self._steps.submit(
+            parcel.shard,
+            group.stream,
+            group.header,
+            requests[0].owner,
+            [record_of(request, now) + request.input for request in requests],
+            partial(self._queued, parcel),
+            held_max=self._shard_max,
+            lanes_max=self._lanes_max,
+        )
+
+    def _added(self, shard: Shard, parcels: list[Parcel], added: Added) -> None:
         """The plain commands and the script behind them have their replies."""
-        assert isinstance(added, Added)
-        parcel.entry_ids = added.entry_ids
         # Where slots are moving, the next ones go by the script: it is redirected, plain commands are not.
-        is_moving = any(isinstance(entry_id, Refused) and entry_id.code in MOVING for entry_id in added.entry_ids)
+        is_moving = any(
+            isinstance(entry_id, Refused) and entry_id.code in MOVING for ids in added.entry_ids for entry_id in ids
+        )
         if added.failure is None or is_moving:
-            self._held_in[parcel.shard.number] = self._shard_max if is_moving else added.held
-            self._lanes_in[parcel.shard.number] = added.lanes
+            self._held_in[shard.number] = self._shard_max if is_moving else added.held
+            self._lanes_in[shard.number] = added.lanes
+        for parcel, entry_ids in zip(parcels, added.entry_ids, strict=True):
+            parcel.entry_ids = entry_ids
+            self._parcel_added(parcel, added.failure)
+
+    def _parcel_added(self, parcel: Parcel, failure: RedisFailure | None) -> None:
         for request, entry_id in zip(parcel.requests, parcel.entry_ids, strict=True):
             if request.held_by is not parcel:
                 continue
             if not isinstance(entry_id, bytes):
                 self._not_queued([request], entry_id)
-            elif added.failure is not None:  # it is in the stream, but batchers may not know of that
+            elif failure is not None:  # it is in the stream, but batchers may not know of that
                 parcel.has_left = True
-                self._not_queued([request], added.failure)
+                self._not_queued([request], failure)
         self._withdraw_those_who_left(parcel)
 
     def _queued(self, parcel: Parcel, queued: Queued | RedisFailure) -> None:
@@ -426,6 +457,20 @@ class RedisQueue:
             else:
                 self._strays.append(stray)
         self._flush_soon()
+
+
+def piles_of(parts: Iterable[tuple[Group, list[Request]]]) -> Iterable[Pile]:
+    """What is queued together, in one shard: one step for all streams costs Redis far less than one for each."""
+    pile: Pile = []
+    entries = 0
+    for group, requests in parts:
+        if pile and (entries + len(requests) > ENTRIES_A_CALL_MAX or len(pile) >= STREAMS_A_CALL_MAX):
+            yield pile
+            pile, entries = [], 0
+        pile.append((group, requests))
+        entries += len(requests)
+    if pile:
+        yield pile
 
 
 def entry_of(parcel: Parcel, request: Request) -> bytes | None:
