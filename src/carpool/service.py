@@ -195,6 +195,10 @@ class ModelService(ModelFace):
         """The most requests in a batch."""
         return self.pool.batch_max(self.loop.max_batch)
 
+    def largest_batch_bytes(self) -> float:
+        """The most bytes in a batch of several."""
+        return self.loop.batch_bytes_max
+
     def _limit_is_learned(self, member: Member) -> None:
         logger.warning(
             "an endpoint takes %s inputs at once; no more are sent for a while",

@@ -120,6 +120,9 @@ class SuiteModel:
     def largest_batch(self) -> int:
         return 1
 
+    def largest_batch_bytes(self) -> float:
+        return inf
+
     def prepare(self, request: Request) -> None:
         """The suite's inputs need nothing."""
 

@@ -486,7 +486,7 @@ class TestLeases:
         batcher.answer(batch)
         assert isinstance((await gateway.until_told(1))["r"], Output)
 
-    @pytest.mark.parametrize(("deaths", "together"), [(1, 64), (2, 16), (3, 4), (4, 1), (5, 1)])
+    @pytest.mark.parametrize(("deaths", "together"), [(2, 16), (3, 4), (4, 1), (5, 1)])
     async def test_whoever_was_with_one_that_died_rides_with_fewer_each_time(
         self, halves: Halves, deaths: int, together: int
     ) -> None:
@@ -522,6 +522,20 @@ class TestLeases:
             batcher.answer(batch)
             await batcher.until_confirmed()
         assert {type(outcome) for outcome in (await gateway.until_told(101)).values()} == {Output}
+
+    async def test_after_one_death_all_come_again_at_once(self, halves: Halves) -> None:
+        """They came one company after the other, from one shard at a time, and many ran out of time."""
+        gateway, dead = await halves.gateway(), await halves.batcher(b"dead", started=False, largest=64, free=4)
+        gateway.submit(*(f"r{number}" for number in range(200)))
+        await halves.until_entries(200)
+        dead.feed.ring()
+        await dead.until_staged(200)
+        dead.feed.close()
+        for entry in await halves.entries():
+            await halves.let_lapse(entry, deliveries=1)
+        batcher = await halves.batcher(started=False, largest=64, free=4)
+        batcher.feed._look_at_all()
+        await batcher.until_staged(200)
 
     async def test_who_was_never_sent_does_not_wait_for_suspects(self, halves: Halves) -> None:
         """While one of them ran, nothing was claimed: not even what a batcher that left had given back."""

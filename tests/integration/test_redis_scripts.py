@@ -305,9 +305,31 @@ class TestClaim:
         shard.let_lapse(*taken)
         mine = [entry.id for entry in taken if entry.field == "a:s0"]
         assert shard.claim(Budget(batches=0)) == []
-        assert ids_of(shard.claim(Budget(batches=0, rooms={"a": 3}))) == mine[:3]
-        assert ids_of(shard.claim(Budget(batches=2, largest=4, rooms={"a": 1}))) == mine[3:12]
-        assert ids_of(shard.claim(PLENTY)) == mine[12:]
+        assert ids_of(shard.claim(Budget(batches=2, largest=4))) == mine[:8]
+        assert ids_of(shard.claim(PLENTY)) == mine[8:]
+
+    def test_suspects_come_with_fewer_of_their_like_each_time(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 70)
+        shard.submit("b:s0", 5)
+        taken = shard.take(PLENTY)
+        sizes = []
+        for deaths in range(1, 7):
+            shard.let_lapse(*taken, deliveries=deaths)
+            claimed = shard.claim(Budget(batches=4, largest=64), deliveries_max=6)
+            sizes.append((len(claimed), {entry.deliveries for entry in claimed}))
+        # The first time they are not suspects; then 16, 4, 1, 1 of one lane; then they only need an answer.
+        assert sizes == [(75, {2}), (16, {3}), (4, {4}), (1, {5}), (1, {6}), (16, {7})]
+
+    def test_suspects_stay_while_they_may_not_come(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 3)
+        old, *others = shard.take(PLENTY)
+        shard.let_lapse(*others)
+        shard.let_lapse(old, deliveries=2)
+        claimed = shard.claim(PLENTY, deliveries_max=6, suspects=0)
+        assert [entry.deliveries for entry in claimed] == [2, 2]
+        shard.let_lapse(old, deliveries=4)
+        assert shard.claim(PLENTY, deliveries_max=6, suspects=1) == []  # it has to be alone
+        assert [entry.deliveries for entry in shard.claim(PLENTY, deliveries_max=6)] == [5]
 
     def test_lines_of_a_lane_share_a_batch(self, shard: ShardBench) -> None:
         for field in ("a:s0", "a:s1", "b:s0"):
@@ -394,15 +416,34 @@ class TestLeases:
 
 
 class TestEnds:
-    def test_only_what_nobody_took_is_cancelled(self, shard: ShardBench) -> None:
+    def test_only_what_nobody_took_is_cancelled_while_somebody_waits(self, shard: ShardBench) -> None:
         ids = shard.submit("a:s0", 4)
         taken = shard.take(Budget(1, 2))
         shard.done(taken[0])
         wanted = [("a:s0", entry_id) for entry_id in ids]
-        assert shard.cancel(*wanted, ("ff:s0", "1-1")) == [0, 0, 1, 1, 0]
-        assert shard.cancel(*wanted) == [0, 0, 0, 0]
+        assert shard.cancel(*wanted, ("ff:s0", "1-1"), has_left=False) == [0, 0, 1, 1, 0]
+        assert shard.cancel(*wanted, has_left=False) == [0, 0, 0, 0]
         assert shard.ids("a:s0") == [taken[1].id]
         assert shard.counts() == shard.true_counts() == {"held": 1, "unread": 0}
+
+    def test_what_was_taken_goes_too_when_its_client_left(self, shard: ShardBench) -> None:
+        ids = shard.submit("a:s0", 3)
+        taken = shard.take(Budget(1, 2))
+        assert shard.cancel(*(("a:s0", entry_id) for entry_id in ids)) == [0, 0, 1]
+        assert shard.ids("a:s0") == []
+        assert shard.counts() == shard.true_counts() == {"held": 0, "unread": 0}
+        assert shard.renew(*taken) == [("a:s0", entry.id) for entry in taken]
+        assert shard.done(*taken) == 0
+        assert shard.counts() == shard.true_counts() == {"held": 0, "unread": 0}
+
+    def test_a_task_that_is_deleted_is_not_claimed(self, shard: ShardBench) -> None:
+        shard.submit("a:t0", tasks=["t1"])
+        (entry,) = shard.take(PLENTY)
+        assert shard.forget("t1")
+        assert shard.renew(entry) == [("a:t0", entry.id)]
+        assert shard.claim(PLENTY, lease_ms=0) == []
+        assert shard.finish(entry, "t1", b"late") == (False, 0)
+        assert shard.counts() == shard.true_counts() == {"held": 0, "unread": 0}
 
     def test_done_forgets_and_may_be_said_twice(self, shard: ShardBench) -> None:
         shard.submit("a:s0", 3)

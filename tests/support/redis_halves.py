@@ -9,6 +9,7 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from math import inf
 from typing import Any
 
 import msgspec
@@ -122,6 +123,9 @@ class SlotsModel:
 
     def largest_batch(self) -> int:
         return self.largest
+
+    def largest_batch_bytes(self) -> float:
+        return inf
 
     def prepare(self, request: Request) -> None:
         """Inputs need nothing."""

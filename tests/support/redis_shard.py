@@ -149,9 +149,9 @@ class ShardBench:
         """Remove a task in any state; whether there was one."""
         return self.run(FORGET, task) is not None
 
-    def cancel(self, *entries: tuple[str, str]) -> list[int]:
+    def cancel(self, *entries: tuple[str, str], has_left: bool = True) -> list[int]:
         """Delete (field, id) that nobody took; which of them were."""
-        return list(self.run(CANCEL, *(part for pair in entries for part in (*pair, 1))))
+        return list(self.run(CANCEL, *(part for pair in entries for part in (*pair, int(has_left)))))
 
     # What a batcher does.
 
@@ -160,28 +160,41 @@ class ShardBench:
         budgets: Budget | Mapping[str, Budget],
         *,
         consumer: str = "b1",
-        lease_ms: int = 0,
     ) -> list[Entry]:
-        """New entries, or with `lease_ms` those whose lease is so old."""
+        """New entries."""
         if isinstance(budgets, Budget):
             budgets = {"m": budgets}
-        args: list[str | bytes | int] = [consumer, self._now(), *([lease_ms] if lease_ms else [*LINES, ""])]
+        args: list[str | bytes | int] = [consumer, self._now(), *LINES, ""]
         for model, budget in budgets.items():
             args += [model, budget.batches, budget.largest, len(budget.rooms)]
             args += [part for pair in budget.rooms.items() for part in pair]
-        reply = self.run(CLAIM if lease_ms else TAKE, *args)
-        assert reply[0][1] == int(self.counts().get("unread", 0))
-        step = 3 if lease_ms else 2
-        taken = []
-        for at in range(1, len(reply), step):
-            for position, (entry_id, (_, value)) in enumerate(reply[at + 1]):
-                deliveries = reply[at + 2][position] if lease_ms else 1
-                taken.append(Entry(reply[at].decode(), entry_id.decode(), value, deliveries))
-        return taken
+        view, *streams = self.run(TAKE, *args)
+        assert view[1] == int(self.counts().get("unread", 0))
+        return [
+            Entry(field.decode(), entry_id.decode(), value)
+            for field, entries in zip(streams[::2], streams[1::2], strict=True)
+            for entry_id, (_, value) in entries
+        ]
 
-    def claim(self, budget: Budget, *, consumer: str = "b2", lease_ms: int = LEASE_MS) -> list[Entry]:
-        """Entries whose lease is over."""
-        return self.take(budget, consumer=consumer, lease_ms=lease_ms)
+    def claim(
+        self,
+        budget: Budget,
+        *,
+        model: str = "m",
+        consumer: str = "b2",
+        lease_ms: int = LEASE_MS,
+        deliveries_max: int = 1000,
+        suspects: int = 2,
+    ) -> list[Entry]:
+        """Entries whose lease is over. Where nothing else is said, none of them is a suspect for long."""
+        of_model = (model, budget.batches, budget.largest, suspects)
+        view, *streams = self.run(CLAIM, consumer, self._now(), lease_ms, deliveries_max, 64, *of_model)
+        assert view[1] == int(self.counts().get("unread", 0))
+        return [
+            Entry(field.decode(), entry_id.decode(), value, delivery)
+            for field, entries, deliveries in zip(streams[::3], streams[1::3], streams[2::3], strict=True)
+            for (entry_id, (_, value)), delivery in zip(entries, deliveries, strict=True)
+        ]
 
     def read(self, field: str, number: int, *, consumer: str = "b1") -> list[Entry]:
         """New entries by a plain command, as most are taken."""
@@ -328,11 +341,12 @@ class ShardBench:
             assert parts == counts.get(total, 0)
         return {name: counts.get(name, 0) for name in ("input_bytes", "result_bytes", "letter_bytes")}
 
-    def let_lapse(self, *entries: Entry, ms: int = 2 * LEASE_MS) -> None:
-        """Make leases old, as if their owner had died."""
+    def let_lapse(self, *entries: Entry, ms: int = 2 * LEASE_MS, deliveries: int | None = None) -> None:
+        """Make leases old, as if their owner had died; as if so many had died, if that is given."""
         for entry in entries:
             owner, _, _ = self.leases(entry.field)[entry.id]
-            self.client.xclaim(self.stream(entry.field), GROUP, owner, 0, [entry.id], idle=ms, justid=True)
+            stream, ids = self.stream(entry.field), (entry.id,)
+            self.client.xclaim(stream, GROUP, owner, 0, ids, idle=ms, retrycount=deliveries, justid=True)
 
     def all_keys(self) -> dict[bytes, Any]:
         """Everything of this shard, to compare."""

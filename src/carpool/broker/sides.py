@@ -92,6 +92,10 @@ class FedModel(Protocol):
         """The most requests in a batch."""
         ...
 
+    def largest_batch_bytes(self) -> float:
+        """The most bytes in a batch of several."""
+        ...
+
     def refusal_of(self, request: Request) -> CarpoolError | None:
         """Why a request is not taken up now; None if it is."""
         ...

@@ -33,7 +33,7 @@ from carpool.broker.redis.scripts import (
     SWEEP,
     TAKE,
 )
-from carpool.broker.redis.terms import Budget, Head, QueueStream, View
+from carpool.broker.redis.terms import Budget, Claim, Head, QueueStream, View
 from carpool.core.problem import code_of
 from carpool.core.request import RequestState
 from carpool.core.task import StoredTask
@@ -278,10 +278,20 @@ class Steps:
         """Whether a lease is over."""
         self._run(LAPSED, shard, (lease_ms,), reading(bool, done))
 
-    def claim(self, shard: Shard, consumer: bytes, lease_ms: int, budgets: Sequence[Budget], done: Done[Taken]) -> None:
-        """Take entries whose leases are over."""
-        arguments = (consumer, self._now_ms(), lease_ms, *budget_arguments(budgets))
-        self._run(CLAIM, shard, arguments, reading(lambda reply: read_taken(reply, budgets, 3), done))
+    def claim(
+        self,
+        shard: Shard,
+        consumer: bytes,
+        lease_ms: int,
+        terms: tuple[int, int],
+        claims: Sequence[Claim],
+        done: Done[Taken],
+    ) -> None:
+        """Take entries whose leases are over. `terms`: most deliveries, most of a company that is not small."""
+        arguments: list[Argument] = [consumer, self._now_ms(), lease_ms, *terms]
+        for claim in claims:
+            arguments += (claim.model, claim.batches, claim.largest, claim.suspects)
+        self._run(CLAIM, shard, arguments, reading(lambda reply: read_taken(reply, claims, 3), done))
 
     def uncount(self, shard: Shard, field: bytes, consumer: bytes, entry_id: bytes, deliveries: int) -> None:
         """An entry that this batcher has keeps its lease, and has been delivered so often."""
@@ -439,7 +449,7 @@ def read_view(reply: Any, models: Sequence[str]) -> View:
     return View(int(now_ms), max(int(unread), 0), sorted(found, key=lambda head: (head.place, head.field)))
 
 
-def read_taken(reply: Any, budgets: Sequence[Budget], step: int) -> Taken:
+def read_taken(reply: Any, budgets: Sequence[Budget | Claim], step: int) -> Taken:
     """A view, and behind it the parts of each stream."""
     view, *parts = reply
     streams = [Stream(*parts[at : at + step]) for at in range(0, len(parts), step)]

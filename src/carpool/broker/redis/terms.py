@@ -47,6 +47,15 @@ class QueueStream(msgspec.Struct, frozen=True):
         return b"%d %b %b" % (self.offset_ms, b"b" if self.is_bound else b"-", self.model.encode())
 
 
+class Claim(msgspec.Struct):
+    """What may be claimed for one model. `suspects`: which of them (suspects.py)."""
+
+    model: str
+    batches: int
+    largest: int
+    suspects: int
+
+
 class Budget(msgspec.Struct):
     """What may be taken for one model: batches not begun, and room in those that are."""
 

@@ -8,8 +8,7 @@
 3. Where more waits than can be taken, the shard whose best entry has the smallest virtual deadline goes first.
 4. An entry is leased. Leases are renewed while their requests are staged or running, and until their outcome is
    acknowledged; those that are not renewed (their batcher died, or never got to see them) are claimed by any batcher.
-5. An entry that was delivered before may be the one that kills batchers. Such ones have at most one slot of a batcher,
-   apart from others, with fewer of their like each time (`company_of`); at the end they are given up.
+5. An entry that was delivered before may be the one that kills batchers (suspects.py).
 """
 
 import asyncio
@@ -23,14 +22,14 @@ from carpool.broker.redis.batcher.entries import Unpacker
 from carpool.broker.redis.batcher.leases import NO_HEADER, Haul, Lease, Leases
 from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX, ReplyWriter
 from carpool.broker.redis.batcher.shards import Reads, ShardView, is_scarce, plan_reads
-from carpool.broker.redis.batcher.suspects import DELIVERIES_MAX, Suspects, pairs_of, some_stream
+from carpool.broker.redis.batcher.suspects import COMPANY_MAX, DELIVERIES_MAX, Suspects, pairs_of, some_stream
 from carpool.broker.redis.batcher.sweeper import Sweeper
 from carpool.broker.redis.client.link import Link, RedisFailure
 from carpool.broker.redis.client.node import Reader
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.keys import Shard, lane_name
 from carpool.broker.redis.steps import Entry, Steps, Stream, Taken
-from carpool.broker.redis.terms import Budget, Head, View
+from carpool.broker.redis.terms import Budget, Claim, Head, View
 from carpool.broker.sides import FedModel, SuspectLetters
 from carpool.core.clock import Clock, monotonic
 from carpool.core.request import QUEUED, Request
@@ -48,8 +47,13 @@ COMPANY_S_MAX = 0.005
 # For so long a request that was sent once waits for a slot here before others may have it.
 STUCK_AGAIN_S = 10.0
 LANE_NAMES_KEPT_MAX = 4096
+# Weight of the last size in the mean.
+SIZE_WEIGHT = 0.3
+# Others wait while entries of the dead are fetched.
+BATCHES_A_CLAIM_MAX = 4
 # How a message begins that tells of clients who left.
 LEFT = b"left "
+LEFT_EARLY_S, LEFT_EARLY_MAX = 5.0, 10_000
 COMPLAIN_EVERY_S = 10.0
 # What is kept of an entry that cannot be read.
 UNREADABLE_BYTES_MAX = 1024 * 1024
@@ -97,6 +101,8 @@ class Feed:
         self._dead_letters = dead_letters
         self._complained_at = -COMPLAIN_EVERY_S
         self._unpacker = Unpacker(models, replies, dead_letters, tier_target_s, deliveries_max)
+        # By model, of an entry, lately.
+        self._mean_bytes = dict.fromkeys(self._models, 1.0)
         self._lane_names: dict[tuple[str, bytes], bytes] = {}
         self._leases = Leases(steps, consumer, self._renew_every_s, self._lost_lease, clock)
         # Taken, and not to be sent yet: other shards are known to have more for the same batch.
@@ -109,12 +115,16 @@ class Feed:
         self._is_look_due = True
         # When Redis last told how many wait there, and when there was last no slot to ask for.
         self._told_at = self._busy_at = clock()
-        # Shards whose claims are due, the next one last.
+        # Shards with leases that were over at the last look, and those whose claims are due, the next one last.
+        self._lapsed: list[ShardView] = []
         self._claims_due: list[ShardView] = []
         self._is_claims_turn = False
+        # Entries whose clients left before they came here, and when that was heard.
+        self._left_early: dict[tuple[int, bytes, bytes], float] = {}
         # Models without a free slot that had requests staged when leases were last looked at.
         self._stuck: set[str] = set()
         self._suspects = Suspects(deliveries_max)
+        self._claim_terms = (deliveries_max, COMPANY_MAX)
         replies.when_emptied = self._emptied
         self._next_shard = 0
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -218,6 +228,8 @@ class Feed:
                 if request in self._landed:
                     self._landed.remove(request)
                 self._broker.cancel(request)
+            elif len(self._left_early) < LEFT_EARLY_MAX:  # bells are on another connection, and may be quicker
+                self._left_early[view.shard.number, field, entry_id] = self._clock()
 
     def _every(self, name: str, seconds: float, act: Callable[[], None]) -> None:
         def again() -> None:
@@ -228,8 +240,11 @@ class Feed:
 
     def _look_at_all(self) -> None:
         self._is_look_due = True
+        now = self._clock()
         if not self._budgets():
-            self._busy_at = self._clock()
+            self._busy_at = now
+        if self._left_early:
+            self._left_early = {key: at for key, at in self._left_early.items() if now - at < LEFT_EARLY_S}
         self._release_what_is_stuck()
         self.ring()
 
@@ -303,7 +318,9 @@ class Feed:
             free = model.free_slots()
             if free <= 0:
                 continue
-            largest = model.largest_batch()
+            # No more than fit into a batch, as far as their sizes are known: the others would come for nothing.
+            fitting = model.largest_batch_bytes() / self._mean_bytes[name]
+            largest = max(int(min(model.largest_batch(), fitting)), 1)
             rooms: dict[bytes, int] = {}
             for key, waiting in self._staged(name).items():
                 free -= -(-waiting // largest)
@@ -364,20 +381,17 @@ class Feed:
 
         def claimed(taken: Taken | RedisFailure) -> None:
             if isinstance(taken, Taken):
-                kept = self._without_own(view.shard, taken.streams)
-                if not self.draining:
-                    kept, given_back = self._suspects.some_of(kept)
-                    for stream in given_back:
-                        self._release(view.shard, stream.field, stream.entries)
-                if kept and view not in self._claims_due:
+                if taken.streams and view not in self._claims_due:
                     self._claims_due.append(view)  # there may be more
-                taken = Taken(kept, taken.view)
+                taken = Taken(self._without_own(view.shard, taken.streams), taken.view)
             self._digest(view, taken)
             self._answered()
 
-        # One batch at a time: most of them are to wait for each other.
-        one = [Budget(budget.model, min(budget.batches, 1), budget.largest, {}) for budget in budgets]
-        self._steps.claim(view.shard, self._consumer, self._lease_ms, self._for_all(one), claimed)
+        claims = [
+            Claim(each.model, min(each.batches, BATCHES_A_CLAIM_MAX), each.largest, self._suspects.welcome(each.model))
+            for each in self._for_all(budgets)
+        ]
+        self._steps.claim(view.shard, self._consumer, self._lease_ms, self._claim_terms, claims, claimed)
 
     def _for_all(self, budgets: Sequence[Budget]) -> list[Budget]:
         """With the models for which nothing may be taken: what waits of them is to be known, too."""
@@ -451,9 +465,7 @@ class Feed:
     def _emptied(self, haul: Haul) -> None:
         """All entries of a haul are done with: if they were suspects, the next ones may come."""
         if self._suspects.have_left(haul):
-            view = self._views[haul.shard.number]
-            if view not in self._claims_due:
-                self._claims_due.append(view)
+            self._claims_due += [view for view in self._lapsed if view not in self._claims_due]
             self.ring()
 
     def _look_at(self, views: Sequence[ShardView], *, for_leases: bool = False) -> None:
@@ -475,8 +487,12 @@ class Feed:
                 self.ring()
 
         def lapsed(view: ShardView, is_over: bool | RedisFailure) -> None:
-            if is_over is True and view not in self._claims_due:
-                self._claims_due.append(view)
+            if view in self._lapsed:
+                self._lapsed.remove(view)
+            if is_over is True:
+                self._lapsed.append(view)
+                if view not in self._claims_due:
+                    self._claims_due.append(view)
 
         for view in views:
             view.rung.clear()
@@ -491,13 +507,16 @@ class Feed:
         now, field = self._clock(), stream.field
         haul = Haul(shard, field, now, now, {})
         self._leases.add(haul)
-        self._suspects.add(haul, stream)
         for index, entry in enumerate(stream.entries):
             delivery = 1 if stream.deliveries is None else stream.deliveries[index]
             try:
                 self._stage_one(haul, entry, delivery, now, now_ms)
             except Exception as fault:  # whatever it is, the others go on
                 self._set_aside(haul, entry, fault)
+        if haul.open:
+            model = next(iter(haul.open.values())).model  # all of a stream have the same
+            mean = sum(request.size for request in haul.open.values()) / len(haul.open)
+            self._mean_bytes[model] += SIZE_WEIGHT * (max(mean, 1.0) - self._mean_bytes[model])
         if stream.deliveries is None:
             self.taken += len(haul.open)
         else:
@@ -505,6 +524,8 @@ class Feed:
 
     def _stage_one(self, haul: Haul, entry: Entry, delivery: int, now: float, now_ms: int) -> None:
         entry_id, (head, value) = entry
+        if self._left_early.pop((haul.shard.number, haul.field, entry_id), None) is not None:
+            return  # it is deleted already
         unpacked = self._unpacker.unpack(haul, entry_id, head, value, delivery, now, now_ms)
         if unpacked is None:  # for others: released, it would come back to us at once
             self._steps.uncount(haul.shard, haul.field, self._consumer, entry_id, delivery - 1)
@@ -517,6 +538,8 @@ class Feed:
                 self._steps.uncount(haul.shard, haul.field, self._consumer, entry_id, delivery - 1)
                 return
         haul.open[entry_id] = request
+        if delivery > 1:
+            self._suspects.add(request.model, haul, delivery)
         self._broker.hold(request)
         if fault is None:
             if not self._landed:

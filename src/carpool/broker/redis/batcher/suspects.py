@@ -1,8 +1,9 @@
 """Entries that were delivered before: one of them may be what kills batchers.
 
 Whoever was in the hands of a batcher that died is not guilty: somebody stopped it, or another entry was the reason.
-With each death there are fewer who can be. So they ride apart from others, in at most one slot of a batcher, with fewer
-of their like each time; the last two times alone, and then they are given up.
+With each death there are fewer who can be. The first time they come again as soon as slots are free, apart from others.
+From then on they are suspects: with fewer of their like each time, in at most one slot of a model; the last two times
+alone, with no other suspect in this batcher, and then they are given up. claim.lua chooses by the same rules.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,10 @@ from carpool.broker.redis.steps import Entry, Stream
 
 # How often an entry is delivered before it is given up.
 DELIVERIES_MAX = 6
+# In so large a company nobody is a suspect.
+COMPANY_MAX = 64
+# Which suspects of a model may come.
+NONE, WITH_COMPANY, ANY = 0, 1, 2
 
 
 class Suspects:
@@ -19,47 +24,33 @@ class Suspects:
 
     def __init__(self, deliveries_max: int) -> None:
         self._deliveries_max = deliveries_max
-        self._hauls: list[Haul] = []
+        # By model, with whether they are alone.
+        self._hauls: dict[str, list[tuple[Haul, bool]]] = {}
 
-    def add(self, haul: Haul, stream: Stream) -> None:
-        """Entries came; if some were delivered before, no more such ones are kept while these have no outcome."""
-        if stream.deliveries and max(stream.deliveries) > 1:
-            self._hauls = [*(other for other in self._hauls if other.open), haul]
+    def add(self, model: str, haul: Haul, delivery: int) -> None:
+        """An entry of a haul was delivered so often."""
+        company = company_of(delivery, self._deliveries_max)
+        if company < COMPANY_MAX and delivery <= self._deliveries_max:
+            self._hauls.setdefault(model, []).append((haul, company == 1))
+
+    def welcome(self, model: str) -> int:
+        """Which ones of a model may come now."""
+        self._hauls = {
+            name: kept for name in self._hauls if (kept := [each for each in self._hauls[name] if each[0].open])
+        }
+        if not self._hauls:
+            return ANY
+        is_one_alone = any(is_alone for hauls in self._hauls.values() for _, is_alone in hauls)
+        return NONE if is_one_alone or model in self._hauls else WITH_COMPANY
 
     def have_left(self, haul: Haul) -> bool:
         """All entries of a haul are done with: whether they were suspects, so that the next ones may come."""
-        were_suspects = haul in self._hauls
-        if were_suspects:
-            self._hauls = [other for other in self._hauls if other.open]
-        return were_suspects
-
-    def some_of(self, streams: Sequence[Stream]) -> tuple[list[Stream], list[Stream]]:
-        """Of what was claimed: some that may ride together, with those that only need an answer; and all others."""
-        kept: list[Stream] = []
-        given_back: list[Stream] = []
-        is_one_here = any(haul.open for haul in self._hauls)
-        company: tuple[bytes, int] | None = None
-        room = 0
-        for stream in streams:
-            mine: list[tuple[Entry, int]] = []
-            others: list[tuple[Entry, int]] = []
-            for entry, delivery in pairs_of(stream):
-                if 1 < delivery <= self._deliveries_max:
-                    if company is None and not is_one_here:
-                        company, room = (stream.field, delivery), company_of(delivery, self._deliveries_max)
-                    if company != (stream.field, delivery) or room == 0:
-                        others.append((entry, delivery))
-                        continue
-                    room -= 1
-                mine.append((entry, delivery))
-            kept += some_stream(stream.field, mine)
-            given_back += some_stream(stream.field, others)
-        return kept, given_back
+        return any(other is haul for hauls in self._hauls.values() for other, _ in hauls)
 
 
 def company_of(delivery: int, deliveries_max: int) -> int:
     """With how many others like it an entry may be sent that was delivered so often, itself included."""
-    return int(4 ** max(0, deliveries_max - 1 - delivery))
+    return COMPANY_MAX if delivery < 2 else min(int(4 ** max(0, deliveries_max - 1 - delivery)), COMPANY_MAX)
 
 
 def pairs_of(stream: Stream) -> list[tuple[Entry, int]]:

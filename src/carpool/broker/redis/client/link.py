@@ -151,6 +151,8 @@ class Link(asyncio.Protocol):
         # Greeted, and neither closed nor broken.
         self.is_open = False
         self._is_over = False
+        # Since the last look.
+        self._has_received = False
         # What the server said to the greeting: "" if all is well, else why not.
         self.greeted: asyncio.Future[str] = self._loop.create_future()
 
@@ -192,6 +194,7 @@ class Link(asyncio.Protocol):
         if self._is_over:
             return
         try:
+            self._has_received = True
             self._reader.feed(data)
             if self._greeting and not self._read_greeting():
                 return
@@ -388,7 +391,9 @@ class CommandLink(Link):
         marks = self._sent_at_ticks
         is_late = len(marks) == TICKS_PER_TIMEOUT and marks[0] > self._answered
         self._late_ticks = self._late_ticks + 1 if is_late else 0
-        self._silent_ticks = 0 if self._answered != self._answered_at_tick else self._silent_ticks + 1
+        # A long reply that is on its way is a sign of life, too.
+        self._silent_ticks = 0 if self._has_received else self._silent_ticks + 1
+        self._has_received = False
         # A server that is late but goes on answering is overloaded: to connect anew would only add to that.
         if is_late and (self._silent_ticks >= TICKS_PER_TIMEOUT or self._late_ticks >= LATE_TICKS_MAX):
             self._end("no reply in time")

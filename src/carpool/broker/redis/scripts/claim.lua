@@ -1,20 +1,74 @@
--- Give a batcher entries whose leases are over: of a model with a free slot, as many as that can use.
--- ARGV: consumer, now, ms after which a lease is over, then for each model: name, new batches, largest batch, number of
---       lanes with a batch that is not full, and for each of these lane and room
+-- Give a batcher entries whose leases are over: of a model with a free slot, as many as that can use. What may be the
+-- reason that batchers die comes in small company, if it may come at all: see suspects.py.
+-- ARGV: consumer, now, ms after which a lease is over, most deliveries, most of a company that is not small, then for
+--       each model: name, new batches, largest batch, suspects: 0 none, 1 only those with company, 2 any
 -- Returns: what a batcher must know of the shard, then for each stream: field, entries, their delivery counts
-local STREAMS_MAX = 256
+local STREAMS_MAX, LEASES_AT_ONCE, LEASES_MAX, GIVEN_UP_MAX = 256, 128, 4096, 16
 local consumer, now, lease_ms = ARGV[1], clock(ARGV[2]), ARGV[3]
+local deliveries_max, company_max = tonumber(ARGV[4]), tonumber(ARGV[5])
 -- The view comes first; what is claimed follows it.
 local names, models, rooms, answer = {}, {}, {}, { false }
-local at = 4
-while ARGV[at] do
+for at = 6, #ARGV, 4 do
   names[#names + 1] = ARGV[at]
-  models[ARGV[at]] = { batches = tonumber(ARGV[at + 1]), max = tonumber(ARGV[at + 2]) }
-  local open = tonumber(ARGV[at + 3])
-  for i = 0, open - 1 do
-    rooms[ARGV[at + 4 + 2 * i]] = tonumber(ARGV[at + 5 + 2 * i])
+  models[ARGV[at]] =
+    { batches = tonumber(ARGV[at + 1]), max = tonumber(ARGV[at + 2]), suspects = tonumber(ARGV[at + 3]) }
+end
+local leases_seen, given_up, alone = 0, 0, nil
+
+-- Whether an entry that is delivered so often by now may come.
+local function has_seat(facts, delivery)
+  local model = facts.model
+  if delivery > deliveries_max then -- it only needs an answer
+    given_up = given_up + 1
+    return given_up <= GIVEN_UP_MAX
   end
-  at = at + 4 + 2 * open
+  local key, company = lane_of(facts.field) .. ' ' .. delivery, company_max
+  if delivery > 1 then
+    company = math.min(4 ^ math.max(deliveries_max - 1 - delivery, 0), company_max)
+  end
+  if company < company_max then
+    if alone or model.suspects == 0 or (company == 1 and model.suspects == 1) or (model.company or key) ~= key then
+      return false
+    end
+    if not model.company and model.batches > 0 then
+      model.company, model.batches, rooms[key] = key, model.batches - 1, math.min(company, model.max)
+      alone = company == 1
+    end
+  elseif (rooms[key] or 0) == 0 and model.batches > 0 then
+    model.batches, rooms[key] = model.batches - 1, model.max
+  end
+  local room = rooms[key] or 0
+  rooms[key] = math.max(room - 1, 0)
+  return room > 0
+end
+
+local function claim(facts)
+  local stream, from, ids, deliveries = stream_of(facts.field), '-', {}, {}
+  repeat
+    local leases = redis.pcall('XPENDING', stream, GROUP, 'IDLE', lease_ms, from, '+', LEASES_AT_ONCE)
+    for _, lease in ipairs(leases.err and {} or leases) do -- id, consumer, idle ms, deliveries
+      from = '(' .. lease[1]
+      if has_seat(facts, lease[4] + 1) then
+        ids[#ids + 1] = lease[1]
+        deliveries[lease[1]] = lease[4] + 1
+      end
+    end
+    leases_seen = leases_seen + #leases
+  until leases.err or #leases < LEASES_AT_ONCE or leases_seen >= LEASES_MAX
+  if #ids == 0 then
+    return
+  end
+  local entries = redis.call('XCLAIM', stream, GROUP, consumer, lease_ms, unpack(ids)) -- but for those that are gone
+  if #entries == 0 then
+    return
+  end
+  local counts = {}
+  for i, entry in ipairs(entries) do
+    counts[i] = deliveries[entry[1]]
+  end
+  answer[#answer + 1] = facts.field
+  answer[#answer + 1] = entries
+  answer[#answer + 1] = counts
 end
 
 write_also_without_memory(COUNTS)
@@ -31,33 +85,8 @@ table.sort(found, function(one, other)
   return one.place < other.place or (one.place == other.place and one.field < other.field)
 end)
 for _, facts in ipairs(found) do
-  local stream, lane, model, from = stream_of(facts.field), lane_of(facts.field), facts.model, '0-0'
-  while from do
-    local quota = rooms[lane] or 0
-    if quota <= 0 then
-      quota = model.batches > 0 and model.max or 0
-    end
-    if quota <= 0 then
-      break
-    end
-    -- It looks at ten times as many leases as it may claim, and says where to go on ('0-0': nowhere).
-    local claimed = redis.call('XAUTOCLAIM', stream, GROUP, consumer, lease_ms, from, 'COUNT', quota)
-    local entries = claimed[2]
-    if #entries > 0 then
-      if (rooms[lane] or 0) <= 0 then
-        model.batches = model.batches - 1
-        rooms[lane] = model.max
-      end
-      rooms[lane] = rooms[lane] - #entries
-      local deliveries = {}
-      for i, entry in ipairs(entries) do
-        deliveries[i] = redis.call('XPENDING', stream, GROUP, entry[1], entry[1], 1)[1][4]
-      end
-      answer[#answer + 1] = facts.field
-      answer[#answer + 1] = entries
-      answer[#answer + 1] = deliveries
-    end
-    from = claimed[1] ~= '0-0' and claimed[1]
+  if leases_seen < LEASES_MAX then
+    claim(facts)
   end
 end
 answer[1] = view_of(names, now)

@@ -80,9 +80,9 @@ local function length_of(stream)
   return type(length) == 'number' and length or 0
 end
 
--- The id of the first entry that nobody took; nil if there is none.
+-- The id of the first entry that nobody took; nil if there is none. Nothing comes after the last id that there is.
 local function head_of(stream, last_delivered)
-  local first = redis.call('XRANGE', stream, '(' .. last_delivered, '+', 'COUNT', 1)
+  local first = redis.pcall('XRANGE', stream, '(' .. last_delivered, '+', 'COUNT', 1)
   return first[1] and first[1][1]
 end
 
@@ -92,10 +92,10 @@ local function ring(field, model, place, unread)
   redis.call('SPUBLISH', BELL, string.format('%d %.0f %s %s', unread, place, field, model))
 end
 
--- A stream has entries to take, and had none.
+-- A stream has entries to take, and had none. `lines` has those streams of lanes that count, and how many each lane has.
 local function begins_to_wait(field, bound, owner)
   local lane = lane_of(field)
-  if bound and redis.call('HINCRBY', LINES, lane, 1) == 1 then
+  if bound and redis.call('HSETNX', LINES, field, '') == 1 and redis.call('HINCRBY', LINES, lane, 1) == 1 then
     redis.call('HSET', OPENERS, lane, owner)
     redis.call('HINCRBY', OPENED, owner, 1)
   end
@@ -103,7 +103,8 @@ end
 
 -- It has none any more.
 local function ends_to_wait(field, bound, model)
-  if redis.call('ZREM', heads_of(model), field) == 1 and bound then
+  redis.call('ZREM', heads_of(model), field)
+  if bound and redis.call('HDEL', LINES, field) == 1 then
     local lane = lane_of(field)
     if redis.call('HINCRBY', LINES, lane, -1) <= 0 then
       local owner = redis.call('HGET', OPENERS, lane)
@@ -163,9 +164,10 @@ local function look_again(field, models)
   local head = length > 0 and head_of(stream, last)
   local unread = head and math.max(length - pending, 1) or 0
   local before = redis.call('HMGET', SIZES, 'h' .. field, 'u' .. field)
-  if before[1] then
-    count(field, length - tonumber(before[1]), unread - tonumber(before[2] or '0'))
-  else -- the version before counted it in the totals alone
+  local held_before, unread_before = tonumber(before[1]), tonumber(before[2] or '0')
+  if held_before and unread_before then
+    count(field, length - held_before, unread - unread_before)
+  else -- the version before counted it in the totals alone; or somebody wrote something else there
     redis.call('HSET', SIZES, 'h' .. field, length, 'u' .. field, unread)
   end
   if not head then
@@ -203,7 +205,9 @@ local function drop_if_idle(field, now)
   local stream = stream_of(field)
   if length_of(stream) == 0 then
     local state = redis.pcall('XINFO', 'STREAM', stream)
-    if not state.err and ms_of(facts_of(state)['last-generated-id']) >= now - QUIET_MS then
+    local last = not state.err and ms_of(facts_of(state)['last-generated-id']) or 0
+    -- One with an id from the future, which somebody made up, would never be quiet, and may take no more entries.
+    if last >= now - QUIET_MS and last <= now + QUIET_MS then
       redis.call('ZADD', IDLE, now, field) -- not yet
       return
     end
@@ -248,6 +252,22 @@ local function view_of(models, now)
     view[#view + 1] = heads
   end
   return view
+end
+
+-- Nobody waits for entries any more: they are deleted, and the batchers that have them are told. Whoever claims them
+-- later finds nothing.
+local function nobody_waits(entries)
+  local told = {}
+  for _, entry in ipairs(entries) do
+    local field, id, consumer = entry[1], entry[2], entry[3]
+    redis.call('XACK', stream_of(field), GROUP, id)
+    count(field, -redis.call('XDEL', stream_of(field), id), 0)
+    told[consumer] = told[consumer] or {}
+    table.insert(told[consumer], field .. ' ' .. id)
+  end
+  for consumer, ids in pairs(told) do
+    redis.call('SPUBLISH', BELL, 'left ' .. consumer .. ' ' .. table.concat(ids, ' '))
+  end
 end
 
 -- Where the client's own bytes begin in an entry's value (formats.py): that is the number of the format (a byte), the length of the record (two), the record,

@@ -43,7 +43,7 @@ if bound and redis.call('HEXISTS', OPENERS, lane_of(field)) == 0 and redis.call(
   end
 end
 
-if letter ~= '' and remove_letters({ letter }) == 0 then
+if letter ~= '' and not redis.call('ZSCORE', LETTERS, letter) then
   return redis.error_reply('NOLETTER there is no such dead letter')
 end
 
@@ -67,4 +67,7 @@ if part then
   count_bytes(part, input_bytes)
 end
 added(field, text, wanted, ms_of(first), owner)
+if letter ~= '' then -- last: what fails before leaves it
+  remove_letters({ letter })
+end
 return { first, wanted, count_of('held'), redis.call('HLEN', OPENERS) }

@@ -6,11 +6,32 @@
 --          their time
 local STREAMS_AT_ONCE, DROPPED_AT_ONCE = 64, 256
 local now = clock(ARGV[2])
+-- All but the letters is found out again, so what somebody put in its place may go.
+local function heal(key, kind)
+  local found = redis.pcall('TYPE', key)
+  if not found.err and found.ok ~= kind and found.ok ~= 'none' then
+    redis.call('DEL', key)
+  end
+end
+if ARGV[1] == '0' then
+  for _, key in ipairs({ COUNTS, LANES, SIZES, OPENERS, OPENED, LINES, LETTER_BODIES }) do
+    heal(key, 'hash')
+  end
+  for _, key in ipairs({ LEASED, IDLE, LETTERS }) do
+    heal(key, 'zset')
+  end
+end
 write_also_without_memory(COUNTS)
+local healed = {}
 local found = redis.call('HSCAN', LANES, ARGV[1], 'COUNT', STREAMS_AT_ONCE)
 local held, unread = 0, 0
 for i = 1, #found[2], 2 do
   local field = found[2][i]
+  local _, _, model = read_about(found[2][i + 1])
+  if not healed[model] then
+    healed[model] = true
+    heal(heads_of(model), 'zset')
+  end
   unread = unread + look_again(field)
   held = held + length_of(stream_of(field))
   ended(field, now)

@@ -1,0 +1,39 @@
+"""Who rides with whom after batchers have died."""
+
+from carpool.broker.redis.batcher.leases import Haul
+from carpool.broker.redis.batcher.suspects import ANY, NONE, WITH_COMPANY, Suspects, company_of
+from carpool.broker.redis.keys import Keys
+from carpool.testing import Witness, make_request
+
+
+def haul() -> Haul:
+    """One with an entry that has no outcome yet."""
+    return Haul(Keys().shards[0], b"lane:s0", 0.0, 0.0, {b"1-1": make_request("r", Witness(), now=0.0)})
+
+
+def test_the_company_becomes_smaller_and_they_are_alone_twice() -> None:
+    assert [company_of(delivery, 6) for delivery in range(1, 8)] == [64, 64, 16, 4, 1, 1, 1]
+    assert [company_of(delivery, 3) for delivery in range(1, 4)] == [64, 1, 1]
+
+
+def test_suspects_of_a_model_wait_for_each_other_and_not_for_those_of_others() -> None:
+    suspects, here = Suspects(6), haul()
+    suspects.add("slow", here, 3)
+    assert (suspects.welcome("slow"), suspects.welcome("fast")) == (NONE, WITH_COMPANY)
+    assert suspects.have_left(here)
+    here.open.clear()
+    assert (suspects.welcome("slow"), suspects.welcome("fast")) == (ANY, ANY)
+    assert not suspects.have_left(here)
+
+
+def test_with_one_that_is_alone_no_other_suspect_is_here() -> None:
+    suspects = Suspects(6)
+    suspects.add("m", haul(), 5)
+    assert (suspects.welcome("m"), suspects.welcome("other")) == (NONE, NONE)
+
+
+def test_after_one_death_nobody_is_a_suspect() -> None:
+    suspects = Suspects(6)
+    suspects.add("m", haul(), 2)
+    suspects.add("m", haul(), 7)  # that one only needs an answer
+    assert suspects.welcome("m") == ANY
