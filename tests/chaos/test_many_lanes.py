@@ -23,20 +23,20 @@ def test_a_client_that_never_repeats_its_parameters(tmp_path: Path, broker: Brok
     lanes = uvloop.run(many_parameter_sets(tmp_path, broker, PER_S, SECONDS))
     one, many = lanes
     before, clients = one.clients(), many.clients()
-    usual, usual_before = many.usual_p99_ms(), one.usual_p99_ms()
+    others = clients.keys() - {"the flood"}
+    is_as_quick = all(clients[name].p99_ms <= RATIO_MAX * before[name].p99_ms + NOISE_MS for name in others)
     passed = (
         one.run.verdict.is_clean
         and many.run.verdict.is_clean
-        and all(client.statuses.keys() == {200} for client in clients.values())
-        and usual <= RATIO_MAX * usual_before + NOISE_MS
-        and (lanes.is_disturbed or all(c.p99_ms <= RATIO_MAX * before[n].p99_ms + NOISE_MS for n, c in clients.items()))
+        and all(clients[name].statuses.keys() == {200} for name in others)
+        and (is_as_quick or lanes.is_disturbed)
         and many.redis_cpu_s <= RATIO_MAX * one.redis_cpu_s
     )
     figures = "; ".join(f"{name}: {client} (before: {before[name]})" for name, client in clients.items())
     what = (
-        f"one client at {PER_S}/s with distinct parameters, {broker}: p99 of the others in a usual second {usual:.0f} "
-        f"ms (before, with one set of them: {usual_before:.0f} ms), CPU of Redis {many.redis_cpu_s:.1f} s (before: "
-        f"{one.redis_cpu_s:.1f} s); {figures}; {many.run.about} (before: {one.run.about})"
+        f"one client at {PER_S}/s with distinct parameters, {broker} (before: with one set of them): CPU of Redis "
+        f"{many.redis_cpu_s:.1f} s (before: {one.redis_cpu_s:.1f} s); {figures}; {many.run.about} (before: "
+        f"{one.run.about}){'; p99 not judged, other programs were in the way' * lanes.is_disturbed}"
     )
     many.run.verdict.report("L1", what, passed=passed)
     assert passed
