@@ -22,7 +22,7 @@ async def test_nobody_is_given_up_though_batchers_die_all_the_time(tmp_path: Pat
     )
     what = (
         f"{seen.kills} x kill -9 of one of two batchers in {SECONDS:g} s: given up {seen.given_up}, dead letters "
-        f"{seen.dead_letters}, {dict(seen.checker.tally)}"
+        f"{seen.dead_letters}, synchronous ones {dict(seen.statuses)}, {dict(seen.checker.tally)}"
     )
     seen.verdict.report("F9", what, passed=passed)
     assert passed, seen.errors

@@ -5,6 +5,7 @@ with a batcher that died keep nobody else from being served.
 import asyncio
 import signal
 import time
+from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,8 @@ class SteadyKills(NamedTuple):
 
     verdict: Verdict
     checker: Checker
+    # What synchronous requests were answered with.
+    statuses: Counter[int]
     kills: int
     # The problems that say that a request was given up.
     given_up: int
@@ -61,7 +64,8 @@ async def batchers_die_in_turn(directory: Path, seconds: float, every_s: float) 
         await clients.read_again()
         given_up = sum(number for problem, number in clients.problems.items() if problem.startswith(GIVEN_UP))
         letters = await fleet.gateways[0].process.dead_letters()
-        return SteadyKills(checker.verdict(upstream.seen), checker, kills, given_up, letters, fleet.errors())
+        statuses = Counter(answer.status for answer in clients.answers)
+        return SteadyKills(checker.verdict(upstream.seen), checker, statuses, kills, given_up, letters, fleet.errors())
 
 
 class Aftermath(NamedTuple):
