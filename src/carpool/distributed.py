@@ -42,7 +42,7 @@ from carpool.broker.sides import BatcherSide, Mode
 from carpool.composition import Process, face_settings, http_limits
 from carpool.config import ConfigError, Role, broker_address, require_upstream
 from carpool.core.clock import monotonic
-from carpool.core.errors import CarpoolError, ClientLeft, Draining
+from carpool.core.errors import CarpoolError, Draining
 from carpool.core.request import QUEUED, Request, RequestState, state_of
 from carpool.face.http.admin import FoundRequest
 from carpool.face.http.gateway import GatewayRoutes
@@ -320,7 +320,8 @@ class DistributedProcess(Process):
             durable_nodes=self._connect(broker.replicas_timeout_ms) if broker.replicas else None,
             is_memory_full=lambda: self.memory.is_full,
         )
-        return RedisTasks(self.steps, self.name, intake, removals, cancelled=self._task_cancelled)
+        result_ttl_ms = round(self.settings.tasks.result_ttl_s * 1000)
+        return RedisTasks(self.steps, self.name, intake, removals, result_ttl_ms, count=self._count_outcome)
 
     def _make_queue(self, models: list[str]) -> None:
         broker = self.settings.broker
@@ -387,10 +388,10 @@ class DistributedProcess(Process):
             else:
                 availability.is_down = now - self._batchers_seen > BATCHERS_GONE_S
 
-    def _task_cancelled(self) -> None:
-        """Somebody deleted a task that had no outcome: that is its outcome."""
-        counts, code = self._counted().outcomes, ClientLeft.code
-        counts[code] = counts.get(code, 0) + 1
+    def _count_outcome(self, code: str) -> None:
+        """A task has an outcome that no batcher gave it."""
+        counts = self._counted().outcomes
+        counts[code] = counts.get(code, 0) + 1  # bounded: codes come from the error tree
 
     def _counted(self) -> Parking | MemoryBroker:
         """Where all outcomes of this process are counted: the two share their counts."""

@@ -397,7 +397,7 @@ async def test_a_result_is_kept_for_a_time_from_the_outcome(office: Office) -> N
     tasks = office.gateway()
     task_id = await office.submit(tasks)
     shard = office.keys.shard_of_task(task_id)
-    assert await office.nodes.ask(shard.slot, b"PTTL", shard.task(task_id)) == -1
+    assert await office.nodes.ask(shard.slot, b"PTTL", shard.task(task_id)) > 2 * 600_000  # long after its time
     (taken,) = await office.take()
     await office.finish(taken, OUTPUT)
     assert 0 < await office.nodes.ask(shard.slot, b"PTTL", shard.task(task_id)) <= RESULT_TTL_MS
@@ -425,6 +425,36 @@ async def test_the_clock_may_be_given(office: Office) -> None:
     (taken,) = await office.take()
     await office.finish(taken, OUTPUT)
     assert (await look(tasks, task_id)).timestamp_wall == 2000.0
+
+
+async def test_a_task_that_no_batcher_ends_fails_when_its_time_is_over(office: Office) -> None:
+    """It was PENDING for ever where no batcher served its model any more."""
+    now = 1_000_000
+    counted: list[str] = []
+    tasks = office.gateway(now_ms=lambda: b"%d" % now, count=counted.append)
+    task_id = await office.submit(tasks)  # for ten minutes
+    now += 599_000
+    assert (await look(tasks, task_id)).status == "PENDING"
+    now += 30_000
+    task = await look(tasks, task_id)
+    assert (task.status, counted) == ("FAILED", ["deadline-exceeded"])
+    assert b"deadline-exceeded" in (task.error or b"")
+    assert await office.counts() == (0, 0)
+    assert (await look(tasks, task_id)).status == "FAILED"
+    assert len(counted) == 1
+
+
+async def test_a_task_whose_time_is_over_is_not_ended_twice(office: Office) -> None:
+    now = 1_000_000
+    counted: list[str] = []
+    tasks = office.gateway(now_ms=lambda: b"%d" % now, count=counted.append)
+    task_id = await office.submit(tasks)
+    (taken,) = await office.take()
+    now += 700_000
+    assert (await look(tasks, task_id)).status == "FAILED"
+    await office.finish(taken, OUTPUT)
+    assert (await look(tasks, task_id)).status == "FAILED"
+    assert await office.counts() == (0, 0)
 
 
 # Deleting.

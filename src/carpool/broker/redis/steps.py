@@ -128,6 +128,15 @@ class Finished(NamedTuple):
     letters_dropped: int
 
 
+class LookedAt(NamedTuple):
+    """What a look at a task found."""
+
+    # None: there is none.
+    task: StoredTask | None
+    # It got its result just now, because its time was over.
+    was_over: bool
+
+
 class Removed(NamedTuple):
     """A task that was there."""
 
@@ -353,16 +362,10 @@ class Steps:
         arguments += (shard.number, *letter_bounds)
         self._run(FINISH, shard, arguments, reading(lambda reply: Finished(bool(reply[0]), *reply[1:]), done))
 
-    def look_at_task(self, task_id: str, gateway: bytes, done: Done[StoredTask | None]) -> None:
-        """A task, None if there is none; the gateway is told when it has an outcome."""
-        understand = partial(read_stored_task, task_id)
-        self._run(LOOK, self.keys.shard_of_task(task_id), (task_id, gateway), reading(understand, done))
-
-    def read_task(self, task_id: str, done: Done[StoredTask | None]) -> None:
-        """A task, None if there is none."""
-        shard = self.keys.shard_of_task(task_id)
-        told = reading(partial(read_stored_task, task_id), done)
-        self.nodes.send(shard.slot, told, b"HMGET", shard.task(task_id), b"s", b"o", b"t", b"r")
+    def look_at_task(self, task_id: str, gateway: bytes, late: bytes, kept_ms: int, done: Done[LookedAt]) -> None:
+        """A task; the gateway, if one is given, is told when it has an outcome. If its time is over, it gets `late`."""
+        arguments = (task_id, gateway, self._now_ms(), late, kept_ms)
+        self._run(LOOK, self.keys.shard_of_task(task_id), arguments, reading(partial(read_looked_at, task_id), done))
 
     def remove_task(self, task_id: str, done: Done[Removed | None]) -> None:
         """Remove a task; tells None if there was no such task."""
@@ -464,12 +467,12 @@ def read_queued(reply: Any) -> Queued:
     return Queued(ids, int(held), int(lanes))
 
 
-def read_stored_task(task_id: str, reply: Any) -> StoredTask | None:
-    """From the fields of a task."""
-    status, owner, milliseconds, result = reply
+def read_looked_at(task_id: str, reply: Any) -> LookedAt:
+    """From look.lua."""
+    status, owner, milliseconds, result, was_over = reply
     if status is None or owner is None or milliseconds is None:
-        return None
-    return StoredTask(
+        return LookedAt(None, False)
+    task = StoredTask(
         task_id,
         owner.decode(),
         "SUCCESS" if status == SUCCESS else "FAILED" if status == FAILED else "PENDING",
@@ -477,6 +480,7 @@ def read_stored_task(task_id: str, reply: Any) -> StoredTask | None:
         result if status == FAILED else None,
         int(milliseconds) / 1000,
     )
+    return LookedAt(task, bool(was_over))
 
 
 def read_task_state(reply: Any) -> RequestState | None:

@@ -17,14 +17,16 @@ from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.gateway.refusals import out_of_reach
 from carpool.broker.redis.gateway.task_intake import Accepted, TaskIntake
 from carpool.broker.redis.gateway.task_removals import TaskRemovals
-from carpool.broker.redis.steps import Steps
-from carpool.core.errors import CarpoolError, UnknownTask
+from carpool.broker.redis.steps import LookedAt, Steps
+from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, UnknownTask
 from carpool.core.outcome import Outcome
+from carpool.core.problem import problem_json
 from carpool.core.request import Request
 from carpool.core.task import StoredTask
 
 LOOK_AGAIN_S = 1.0
 Found = StoredTask | RedisFailure | None
+LATE = DeadlineExceeded("no batcher had a result in time")
 
 
 class RedisTasks:
@@ -36,14 +38,16 @@ class RedisTasks:
         gateway: bytes,
         intake: TaskIntake,
         removals: TaskRemovals,
-        cancelled: Callable[[], None] = lambda: None,
+        result_ttl_ms: int,
+        count: Callable[[str], None] = lambda code: None,
     ) -> None:
         self._steps = steps
         self._gateway = gateway
         self._intake = intake
         self._removals = removals
-        # Called for each task that was deleted here before it had its result.
-        self._cancelled = cancelled
+        self._result_ttl_ms = result_ttl_ms
+        # Is told the codes of outcomes that tasks have from here: those that are deleted, and those whose time is over.
+        self._count = count
         self._polls = Polls(self._read)
         self._timer: asyncio.TimerHandle | None = None
         # While true, nobody is kept waiting.
@@ -101,7 +105,7 @@ class RedisTasks:
                 poll.answer(UnknownTask("the task was deleted"))
             done(None if found else no_such_task())
 
-        self._removals.remove(task_id, deleted, self._cancelled)
+        self._removals.remove(task_id, deleted, partial(self._count, ClientLeft.code))
 
     def drain(self) -> None:
         """Long polls are answered with what there is."""
@@ -119,9 +123,19 @@ class RedisTasks:
 
     # Looking.
 
-    def _look(self, task_id: str, done: Callable[[Found], None]) -> None:
-        """Ask for a task's state, and to be told when it has an outcome."""
-        self._steps.look_at_task(task_id, self._gateway, done)
+    def _look(self, task_id: str, done: Callable[[Found], None], *, to_be_told: bool = True) -> None:
+        """Ask for a task's state, and maybe to be told when it has an outcome."""
+
+        def told(found: LookedAt | RedisFailure) -> None:
+            if isinstance(found, RedisFailure):
+                done(found)
+                return
+            if found.was_over:
+                self._count(LATE.code)
+            done(found.task)
+
+        gateway, late = self._gateway if to_be_told else b"", problem_json(LATE, task_id)
+        self._steps.look_at_task(task_id, gateway, late, self._result_ttl_ms, told)
 
     def _first_look(self, poll: Poll, found: Found) -> None:
         if isinstance(found, RedisFailure):
@@ -146,7 +160,7 @@ class RedisTasks:
 
     def _read(self, poll: Poll) -> None:
         """Answer with what Redis has now."""
-        self._steps.read_task(poll.task_id, partial(self._answer, poll))
+        self._look(poll.task_id, partial(self._answer, poll), to_be_told=False)
 
     def _answer(self, poll: Poll, found: Found) -> None:
         poll.tell(

@@ -6,7 +6,7 @@
 --          count against the bound
 local field, text, held_max, lanes_max = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local now, header, owner, letter = clock(ARGV[5]), ARGV[6], ARGV[7], ARGV[8]
-local VALUES = 12
+local VALUES, FORGOTTEN_MS = 12, 600000
 local values = tonumber(ARGV[VALUES])
 local wanted = math.min(values, held_max - count_of('held'))
 if wanted <= 0 then
@@ -61,6 +61,8 @@ for i = 1, wanted do
   if task then
     local size = #value + TASK_BYTES .. ' ' .. part
     redis.call('HSET', task_of(task), 's', 'P', 'o', its_owner, 't', now, 'f', field, 'e', id, 'b', size)
+    -- If nobody ends it, and nobody asks: long after its time.
+    redis.call('PEXPIRE', task_of(task), 2 * tonumber(ARGV[11]) + FORGOTTEN_MS)
   end
 end
 if part then
