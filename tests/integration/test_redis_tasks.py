@@ -479,7 +479,7 @@ async def test_deleting_a_running_task_discards_its_result(office: Office) -> No
     task_id = await office.submit(tasks)
     (taken,) = await office.take()
     assert await delete(tasks, task_id) is None
-    assert await office.counts() == (1, 0)
+    assert await office.counts() == (0, 0)  # and its batcher is told
     assert await office.finish(taken, InputRefused("for nobody"))
     assert await office.counts() == (0, 0)
     assert await office.hash_of(task_id) == {}
