@@ -10,7 +10,7 @@ import msgspec
 import redis
 
 from carpool.broker.redis.client.nodes import Script
-from carpool.broker.redis.formats import EntryRecord, encode_record
+from carpool.broker.redis.formats import encode_record
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.scripts import (
     ARRIVED,
@@ -70,7 +70,7 @@ def value_of_format_2(number: int, request_id: str, owner: str, content: bytes) 
 
 def task_value(task: str, owner: str, content: bytes) -> bytes:
     """The value of a task's entry."""
-    return encode_record(EntryRecord(0, task, owner, 600_000)) + content
+    return encode_record(0, task, owner, 600_000) + content
 
 
 class ShardBench:

@@ -2,7 +2,6 @@
 
 import string
 from contextlib import suppress
-from struct import Struct
 
 import msgspec
 import pytest
@@ -18,22 +17,29 @@ from carpool.broker.redis.formats import (
     decode_header,
     decode_value,
     encode_header,
+    encode_more,
     encode_record,
 )
 from support.redis_shard import value_of_format_2
 
 ids = st.text(string.ascii_letters + string.digits + "-_", max_size=255)
 owners = st.text(string.hexdigits + ".:/", max_size=64)
-records = st.builds(
-    EntryRecord, st.integers(0, 2**63), ids, owners, st.integers(0, 2**40), st.binary(max_size=600), ids
-)
+texts = st.text(max_size=200)
+records = st.builds(EntryRecord, st.integers(0, 2**63), ids, owners, st.integers(0, 2**32 - 1), texts, texts)
 HEADER = Header(ENTRY_FORMAT, b"g1", "m", b"{}", b"", 0, False, 2000)
 OLD_HEADER = msgspec.structs.replace(HEADER, version=2, total_ms=4000)
 
 
+def beginning_of(record: EntryRecord, more: bytes) -> bytes:
+    return encode_record(record.number, record.request_id, record.owner, record.remaining_ms, more)
+
+
 @given(records, st.binary(max_size=300))
 def test_a_value_reads_as_it_was_written(record: EntryRecord, content: bytes) -> None:
-    assert decode_value(encode_record(record) + content, HEADER) == (record, content)
+    whole = beginning_of(record, encode_more(record.trace, record.client_id))
+    assert decode_value(whole + content, HEADER) == (record, content)
+    short = beginning_of(record, b"")
+    assert decode_value(short + content, HEADER) == (msgspec.structs.replace(record, trace="", client_id=""), content)
 
 
 @given(st.integers(0, 2**56 - 1), ids, owners, st.binary(max_size=300))
@@ -45,8 +51,7 @@ def test_a_value_of_format_2_is_still_read(number: int, request_id: str, owner: 
 
 @given(records, st.binary(max_size=50), st.lists(st.one_of(st.none(), st.integers(0, 9), ids), min_size=1, max_size=4))
 def test_what_a_newer_program_adds_is_skipped(record: EntryRecord, content: bytes, more: list[object]) -> None:
-    data = msgspec.msgpack.encode([*msgspec.structs.astuple(record), *more])
-    value = Struct(">BH").pack(ENTRY_FORMAT, len(data)) + data + content
+    value = beginning_of(record, msgspec.msgpack.encode([record.trace, record.client_id, *more])) + content
     assert decode_value(value, HEADER) == (record, content)
     header = msgspec.msgpack.encode([*msgspec.structs.astuple(OLD_HEADER), *more])
     assert decode_header(header) == OLD_HEADER

@@ -48,16 +48,13 @@ class Parking:
     def __contains__(self, request: Request) -> bool:
         return self._parked.get(request.number) is request
 
-    def refusal_of(self, request: Request) -> CarpoolError | None:
-        """Why there is no room for another one."""
-        if self.held >= self._waiting_max or self.held_bytes + request.size > self._bytes_max:
+    def park(self, request: Request) -> CarpoolError | None:
+        """Keep a request until it has an outcome, or say why not."""
+        held_bytes = self.held_bytes + request.size
+        if self.held >= self._waiting_max or held_bytes > self._bytes_max:
             return QueueFull("the queue is full; try again soon", retry_after_s=1)
-        return None
-
-    def park(self, request: Request) -> None:
-        """Keep a request, for which there is room, until it has an outcome."""
         self.held += 1
-        self.held_bytes += request.size
+        self.held_bytes = held_bytes
         self.arrivals[request.model] += 1
         number = request.number = self._next_number
         self._next_number = number + 1
@@ -66,6 +63,12 @@ class Parking:
             self._deadlines.add_unordered(request, request.deadline)
         else:
             self._deadlines.add(request, request.arrived + request.queue_timeout_s, request.queue_timeout_s)
+        return None
+
+    def still_here(self, requests: Iterable[Request]) -> list[Request]:
+        """Those of them that wait here."""
+        parked = self._parked
+        return [request for request in requests if parked.get(request.number) is request]
 
     def requests(self) -> list[Request]:
         """All of them."""
@@ -73,7 +76,7 @@ class Parking:
 
     def due(self, now: float) -> list[Request]:
         """Those that have waited for a slot as long as they may, or whose time is over."""
-        return [request for request in self._deadlines.due(now) if request in self]
+        return self.still_here(self._deadlines.due(now))
 
     def await_end(self, request: Request) -> None:
         """It is `due` again when its time is over."""

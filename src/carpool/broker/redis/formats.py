@@ -2,10 +2,11 @@
 
 An entry of a queue stream has one field. Its name is the header, the same bytes for all requests of a lane, a tier and
 a gateway, so that it is made once and understood once. Its value is the format's number in a byte, the length of a
-record in two, the record, and the client's own bytes, untouched; `scripts/common.lua` reads it too.
+record in two, the record, and the client's own bytes, untouched; `scripts/common.lua` reads the lengths too.
 
-Headers, records and replies are arrays that may become longer: a program skips what it does not know. Only what an old
-program would misunderstand needs a new number. Entries of format 2, which had less, are still read.
+A record is number, remaining ms, lengths of id and owner, id, owner, and what may come behind that: a msgpack array.
+Headers, these arrays and replies may become longer: a program skips what it does not know. Only what an old program
+would misunderstand needs a new number. Entries of format 2, which had less, are still read.
 """
 
 from struct import Struct, error
@@ -20,7 +21,9 @@ from carpool.core.request import RequestState
 ENTRY_FORMAT = 3
 OLDEST_ENTRY_FORMAT = 2
 REPLY_FORMAT = 1
-_FORMAT_AND_LENGTH = Struct(">BH")
+# The format and the length of the record, with which a value begins; the record up to its names.
+_BEGINNING = Struct(">BHQIBB")
+_RECORD_AT = 3
 # Format 2: the number, and the lengths of id and owner. Numbers begin with a zero byte, which is no format.
 _PREFIX_2 = Struct(">QBB")
 # The state of a task.
@@ -53,7 +56,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     total_ms: int = 0
 
 
-class EntryRecord(msgspec.Struct, frozen=True, array_like=True):
+class EntryRecord(msgspec.Struct, frozen=True, gc=False):
     """What is said of one entry."""
 
     # The gateway's own for a parked request: clients choose ids, and may repeat them. 0 for a task.
@@ -63,7 +66,14 @@ class EntryRecord(msgspec.Struct, frozen=True, array_like=True):
     # From the entry's own time, on Redis's clock: it must have its outcome.
     remaining_ms: int
     # W3C `traceparent` and `tracestate`, and the client's own name for the request. Nobody writes these yet.
-    trace: bytes = b""
+    trace: str = ""
+    client_id: str = ""
+
+
+class More(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a record, where there is one."""
+
+    trace: str = ""
     client_id: str = ""
 
 
@@ -97,8 +107,9 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decode_header = msgspec.msgpack.Decoder(Header).decode
-_decode_record = msgspec.msgpack.Decoder(EntryRecord).decode
+_decode_more = msgspec.msgpack.Decoder(More).decode
 _decode_reply = msgspec.msgpack.Decoder(Reply).decode
+_NO_MORE = More()
 _ERRORS: dict[str, type[CarpoolError]] = {kind.code: kind for kind in all_errors()}
 
 
@@ -121,10 +132,20 @@ def decode_header(data: bytes) -> Header:
     return header
 
 
-def encode_record(record: EntryRecord) -> bytes:
-    """What an entry's value begins with; the client's bytes follow."""
-    data = _encoder.encode(record)
-    return _FORMAT_AND_LENGTH.pack(ENTRY_FORMAT, len(data)) + data
+def encode_record(number: int, request_id: str, owner: str, remaining_ms: int, more: bytes = b"") -> bytes:
+    """What an entry's value begins with; the client's bytes follow.
+
+    Ids and owners are at most 255 ASCII characters: the face and admission see to that.
+    """
+    names = (request_id + owner).encode()
+    length = _BEGINNING.size - _RECORD_AT + len(names) + len(more)
+    beginning = _BEGINNING.pack(ENTRY_FORMAT, length, number, remaining_ms, len(request_id), len(owner))
+    return beginning + names + more if more else beginning + names
+
+
+def encode_more(trace: str, client_id: str) -> bytes:
+    """The end of a record."""
+    return _encoder.encode(More(trace, client_id))
 
 
 def decode_value(data: bytes, header: Header) -> tuple[EntryRecord, bytes]:
@@ -132,14 +153,17 @@ def decode_value(data: bytes, header: Header) -> tuple[EntryRecord, bytes]:
     try:
         if data[0] == 0:
             return _decode_value_2(data, header)
-        version, length = _FORMAT_AND_LENGTH.unpack_from(data)
-        end = _FORMAT_AND_LENGTH.size + length
-        record = _decode_record(data[_FORMAT_AND_LENGTH.size : end])
+        version, length, number, remaining_ms, id_length, owner_length = _BEGINNING.unpack_from(data)
+        names_end = _BEGINNING.size + id_length + owner_length
+        end = _RECORD_AT + length
+        names = data[_BEGINNING.size : names_end].decode()
+        more = _NO_MORE if names_end == end else _decode_more(data[names_end:end])
     except (error, IndexError, UnicodeDecodeError, msgspec.MsgspecError) as failure:
         raise UnknownFormatError("the value of an entry cannot be read") from failure
     if version != ENTRY_FORMAT or end > len(data):
         raise UnknownFormatError("the value of an entry is not what its header says")
-    return record, data[end:]
+    owner = names[id_length:]
+    return EntryRecord(number, names[:id_length], owner, remaining_ms, more.trace, more.client_id), data[end:]
 
 
 def _decode_value_2(data: bytes, header: Header) -> tuple[EntryRecord, bytes]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from carpool.broker.redis.formats import ENTRY_FORMAT, EntryRecord, Header, encode_header, encode_record
+from carpool.broker.redis.formats import ENTRY_FORMAT, Header, encode_header, encode_record
 from carpool.broker.redis.keys import lane_name, line_name
 from carpool.broker.redis.terms import QueueStream
 from carpool.core.request import Request
@@ -26,8 +26,9 @@ def stream_of(request: Request, offsets_ms: Mapping[bytes, int]) -> QueueStream:
 
 def record_of(request: Request, now: float) -> bytes:
     """What an entry's value begins with, if it is queued now."""
-    remaining_ms = max(round((request.deadline - now) * 1000), 0)
-    return encode_record(EntryRecord(request.number, request.id, request.owner, remaining_ms))
+    remaining_s = request.deadline - now
+    remaining_ms = int(remaining_s * 1000) if remaining_s > 0.0 else 0
+    return encode_record(request.number, request.id, request.owner, remaining_ms)
 
 
 def header_of(request: Request, gateway: bytes) -> bytes:

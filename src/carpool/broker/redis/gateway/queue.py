@@ -148,8 +148,6 @@ class RedisQueue:
 
     def submit(self, request: Request) -> CarpoolError | None:
         """Queue the request, or say why not."""
-        if (refusal := self.parking.refusal_of(request)) is not None:
-            return refusal
         if self.mode != "redis":
             if self._local is None:
                 return BrokerDown("Redis cannot be reached; try again soon", retry_after_s=1)
@@ -158,9 +156,10 @@ class RedisQueue:
             return refusal
         if self._is_memory_full():
             return BrokerMemoryFull("the memory of Redis is nearly full; try again soon", retry_after_s=1)
-        self.parking.park(request)
-        self._queue(request)
-        return None
+        refusal = self.parking.park(request)
+        if refusal is None:
+            self._queue(request)
+        return refusal
 
     def cancel(self, request: Request) -> None:
         """The client left: never send it if it has not been sent yet, discard its result otherwise."""
@@ -264,7 +263,7 @@ class RedisQueue:
         for group in leaving:
             requests, group.requests = group.requests, []
             # Somebody may have left, or was handed on, since.
-            requests = [request for request in requests if request in self.parking]
+            requests = self.parking.still_here(requests)
             if requests:
                 inputs = [request.input for request in requests]
                 parts += [(group, part) for part, _ in parts_of(requests, inputs)]
