@@ -23,7 +23,8 @@ OLDEST_ENTRY_FORMAT = 2
 REPLY_FORMAT = 1
 # The format and the length of the record, with which a value begins; the record up to its names.
 _BEGINNING = Struct(">BHQIBB")
-_RECORD_AT = 3
+_RECORD_AT, _NAMES_AT = 3, _BEGINNING.size
+_pack = _BEGINNING.pack  # for every request
 # Format 2: the number, and the lengths of id and owner. Numbers begin with a zero byte, which is no format.
 _PREFIX_2 = Struct(">QBB")
 # The state of a task.
@@ -133,14 +134,15 @@ def decode_header(data: bytes) -> Header:
 
 
 def encode_record(number: int, request_id: str, owner: str, remaining_ms: int, more: bytes = b"") -> bytes:
-    """What an entry's value begins with; the client's bytes follow.
+    """What an entry's value begins with; the client's bytes follow. No time may be left.
 
     Ids and owners are at most 255 ASCII characters: the face and admission see to that.
     """
     names = (request_id + owner).encode()
-    length = _BEGINNING.size - _RECORD_AT + len(names) + len(more)
-    beginning = _BEGINNING.pack(ENTRY_FORMAT, length, number, remaining_ms, len(request_id), len(owner))
-    return beginning + names + more if more else beginning + names
+    length = _NAMES_AT - _RECORD_AT + len(names) + len(more)
+    if remaining_ms < 0:
+        remaining_ms = 0
+    return _pack(ENTRY_FORMAT, length, number, remaining_ms, len(request_id), len(owner)) + names + more
 
 
 def encode_more(trace: str, client_id: str) -> bytes:
@@ -154,9 +156,9 @@ def decode_value(data: bytes, header: Header) -> tuple[EntryRecord, bytes]:
         if data[0] == 0:
             return _decode_value_2(data, header)
         version, length, number, remaining_ms, id_length, owner_length = _BEGINNING.unpack_from(data)
-        names_end = _BEGINNING.size + id_length + owner_length
+        names_end = _NAMES_AT + id_length + owner_length
         end = _RECORD_AT + length
-        names = data[_BEGINNING.size : names_end].decode()
+        names = data[_NAMES_AT:names_end].decode()
         more = _NO_MORE if names_end == end else _decode_more(data[names_end:end])
     except (error, IndexError, UnicodeDecodeError, msgspec.MsgspecError) as failure:
         raise UnknownFormatError("the value of an entry cannot be read") from failure

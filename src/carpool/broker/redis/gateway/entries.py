@@ -24,11 +24,12 @@ def stream_of(request: Request, offsets_ms: Mapping[bytes, int]) -> QueueStream:
     return QueueStream(field, request.model, offsets_ms.get(name, 0), is_bound=bool(request.lane_key))
 
 
-def record_of(request: Request, now: float) -> bytes:
-    """What an entry's value begins with, if it is queued now."""
-    remaining_s = request.deadline - now
-    remaining_ms = int(remaining_s * 1000) if remaining_s > 0.0 else 0
-    return encode_record(request.number, request.id, request.owner, remaining_ms)
+def values_of(requests: Iterable[Request], now: float) -> list[tuple[bytes, bytes]]:
+    """The values of their entries, if they are queued now: a record, and the client's bytes."""
+    return [
+        (encode_record(request.number, request.id, request.owner, int((request.deadline - now) * 1000)), request.input)
+        for request in requests
+    ]
 
 
 def header_of(request: Request, gateway: bytes) -> bytes:

@@ -25,7 +25,7 @@ from carpool.broker.redis.formats import (
     Reply,
     make_error,
 )
-from carpool.broker.redis.gateway.entries import ENTRIES_A_CALL_MAX, header_of, parts_of, record_of, stream_of
+from carpool.broker.redis.gateway.entries import ENTRIES_A_CALL_MAX, header_of, parts_of, stream_of, values_of
 from carpool.broker.redis.gateway.refusals import REFUSALS
 from carpool.broker.redis.gateway.replies import ReplyReader
 from carpool.broker.redis.keys import Shard
@@ -297,7 +297,7 @@ class RedisQueue:
             if is_near_bound or (group.stream.is_bound and is_lanes_bound_near):
                 self._submit(group, parcel, now)
             else:
-                values = [(record_of(request, now), request.input) for request in requests]
+                values = values_of(requests, now)
                 additions.append(Addition(group.stream, group.header, requests[0].owner, values))
                 parcels.append(parcel)
         if additions:
@@ -311,7 +311,7 @@ class RedisQueue:
             group.stream,
             group.header,
             requests[0].owner,
-            [record_of(request, now) + request.input for request in requests],
+            [record + content for record, content in values_of(requests, now)],
             partial(self._queued, parcel),
             held_max=self._shard_max,
             lanes_max=self._lanes_max,

@@ -20,7 +20,7 @@ import msgspec
 
 from carpool.broker.redis.client.link import Lost, RedisFailure
 from carpool.broker.redis.client.nodes import Nodes
-from carpool.broker.redis.gateway.entries import NOBODY, header_of, parts_of, record_of, stream_of
+from carpool.broker.redis.gateway.entries import NOBODY, header_of, parts_of, stream_of, values_of
 from carpool.broker.redis.gateway.refusals import REFUSALS, error_of, out_of_reach
 from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.keys import SHARDS_MAX, Shard
@@ -168,7 +168,7 @@ class TaskIntake:
         first = requests[0]
         stream = stream_of(first, self._offsets_ms)
         now = self._clock()
-        values = [record_of(request, now) + request.input for request in requests]
+        values = [record + content for record, content in values_of(requests, now)]
         for part, part_values in parts_of(requests, values):
             self._steps.submit(
                 shard,
