@@ -1,13 +1,15 @@
 """How full a real Redis is."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from carpool.broker.redis.client.address import parse_broker_url
+from carpool.broker.redis.client.link import Lost
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.fleet.memory import MemoryWatch, memory_facts, memory_fraction
 from support.processes import until
@@ -53,6 +55,26 @@ async def test_without_a_limit_it_is_never_full(redis_server: RedisServer) -> No
     async with watching(redis_server.url) as watch:
         await until(lambda: watch.used_bytes > 0)
         assert (watch.fraction, watch.is_full, watch.letter_bytes_max(shards=1)) == (0.0, False, None)
+
+
+async def test_a_primary_that_does_not_answer_makes_no_bound_smaller() -> None:
+    asked: list[Callable[[Any], None]] = []
+
+    class TwoPrimaries:
+        def primaries(self) -> list[int]:
+            return [0, 1]
+
+        def send(self, slot: int, told: Callable[[Any], None], *command: bytes) -> None:
+            asked.append(told)
+
+    watch = MemoryWatch(cast(Nodes, TwoPrimaries()), interval_s=1000.0)
+    info = b"used_memory:1000\r\nmaxmemory:30000\r\n"
+    for replies in ((info, info), (info, Lost("it hangs"))):
+        watch.start()
+        for reply in replies:
+            asked.pop(0)(reply)
+        watch.close()
+        assert watch.letter_bytes_max(shards=3) == 10_000
 
 
 async def test_what_was_known_stays_while_redis_is_gone(tmp_path: Path) -> None:

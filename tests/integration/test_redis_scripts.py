@@ -11,6 +11,7 @@ import pytest
 import redis
 
 from carpool.broker.redis.keys import Keys
+from carpool.broker.redis.scripts import CLAIM
 from support.gateway import eventually
 from support.processes import PATIENCE_S
 from support.redis_servers import RedisCluster, RedisServer, running_redis
@@ -320,6 +321,18 @@ class TestClaim:
         # The first time they are not suspects; then 16, 4, 1, 1 of one lane; then they only need an answer.
         assert sizes == [(75, {2}), (16, {3}), (4, {4}), (1, {5}), (1, {6}), (16, {7})]
 
+    def test_whoever_has_to_be_alone_is_so_beside_other_models(self, shard: ShardBench) -> None:
+        shard.submit("a:s0")
+        shard.submit("b:s0", model="other")
+        first, alone = shard.take({"m": PLENTY, "other": PLENTY})
+        shard.let_lapse(first, deliveries=2)
+        shard.let_lapse(alone, deliveries=4)
+        for models in (("m", "other"), ("other", "m")):
+            of_models = [part for model in models for part in (model, 4, 64, 2)]
+            _, *streams = shard.run(CLAIM, "b2", shard.now or "", LEASE_MS, 6, 64, *of_models)
+            assert streams[::3] == [b"a:s0"]  # it was there first
+            shard.let_lapse(first, deliveries=2)
+
     def test_suspects_stay_while_they_may_not_come(self, shard: ShardBench) -> None:
         shard.submit("a:s0", 3)
         old, *others = shard.take(PLENTY)
@@ -435,6 +448,35 @@ class TestEnds:
         assert shard.renew(*taken) == [("a:s0", entry.id) for entry in taken]
         assert shard.done(*taken) == 0
         assert shard.counts() == shard.true_counts() == {"held": 0, "unread": 0}
+
+    def test_a_sweep_ends_what_no_batcher_ends(self, shard: ShardBench) -> None:
+        """It counted against the bounds for ever, and its tasks had no outcome."""
+        shard.submit("a:t0", 2, tasks=["t1", "t2"])
+        shard.submit("b:s0", [task_value("r1", "", b"x")])
+        shard.take(Budget(1, 1))
+        shard.now = START_MS + 605_000
+        assert shard.sweep() == (3, 2)
+        shard.now = START_MS + 611_000
+        assert (shard.sweep(), shard.tasks_ended) == ((0, 0), 2)
+        assert shard.client.hmget(shard.shard.task("t2"), "s", "r") == [b"F", b"late: t2"]
+        assert 0 < shard.client.pttl(shard.shard.task("t2")) <= 60_000
+        assert shard.counts() == shard.true_counts()
+        assert shard.true_bytes()["input_bytes"] == 0
+        assert (shard.sweep(), shard.tasks_ended) == ((0, 0), 0)
+
+    def test_a_sweep_forgets_lanes_that_do_not_wait(self, shard: ShardBench) -> None:
+        """An older Carpool counted them in another way."""
+        prefix = shard.shard.prefix.decode()
+        shard.submit("a:s0", lanes_max=4, owner="ann")
+        shard.client.hset(f"{prefix}openers", "ff", "bob")
+        shard.client.hset(f"{prefix}opened", "bob", 1)
+        shard.client.hset(f"{prefix}lines", "ff", 1)
+        shard.sweep()
+        assert shard.client.hgetall(f"{prefix}openers") == {b"a": b"ann"}
+        assert shard.client.hgetall(f"{prefix}opened") == {b"ann": b"1"}
+        assert shard.client.hlen(f"{prefix}lines") == 2
+        shard.done(*shard.take(PLENTY))
+        assert not shard.client.exists(f"{prefix}openers", f"{prefix}opened", f"{prefix}lines")
 
     def test_a_task_that_is_deleted_is_not_claimed(self, shard: ShardBench) -> None:
         shard.submit("a:t0", tasks=["t1"])

@@ -83,6 +83,7 @@ class ShardBench:
         self.now: int | None = START_MS
         # By the last sweep.
         self.letters_dropped = 0
+        self.tasks_ended = 0
         self._numbers = count()
 
     def close(self) -> None:
@@ -260,7 +261,8 @@ class ShardBench:
     ) -> tuple[int, int]:
         """Held and unread entries after a sweep."""
         letters = (*_letter_bounds(**bounds), letters_kept_ms, counted_ms)
-        cursor, held, unread, self.letters_dropped = self.run(SWEEP, 0, self._now(), consumer_gone_ms, *letters)
+        about: list[str | bytes | int] = [consumer_gone_ms, *letters, "late: @", 60_000]
+        cursor, held, unread, self.letters_dropped, self.tasks_ended = self.run(SWEEP, 0, self._now(), *about)
         assert cursor == 0
         return held, unread
 

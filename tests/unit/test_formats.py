@@ -25,7 +25,7 @@ from support.redis_shard import value_of_format_2
 ids = st.text(string.ascii_letters + string.digits + "-_", max_size=255)
 owners = st.text(string.hexdigits + ".:/", max_size=64)
 texts = st.text(max_size=200)
-records = st.builds(EntryRecord, st.integers(0, 2**63), ids, owners, st.integers(0, 2**32 - 1), texts, texts)
+records = st.builds(EntryRecord, st.integers(0, 2**63), ids, owners, st.integers(0, 2**63), texts, texts)
 HEADER = Header(ENTRY_FORMAT, b"g1", "m", b"{}", b"", 0, False, 2000)
 OLD_HEADER = msgspec.structs.replace(HEADER, version=2, total_ms=4000)
 

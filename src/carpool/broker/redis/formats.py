@@ -13,7 +13,7 @@ from struct import Struct, error
 
 import msgspec
 
-from carpool.core.errors import CarpoolError, InternalError, all_errors
+from carpool.core.errors import CarpoolError, DeadlineExceeded, InternalError, all_errors
 from carpool.core.outcome import CallFacts
 from carpool.core.request import RequestState
 
@@ -22,11 +22,13 @@ ENTRY_FORMAT = 3
 OLDEST_ENTRY_FORMAT = 2
 REPLY_FORMAT = 1
 # The format and the length of the record, with which a value begins; the record up to its names.
-_BEGINNING = Struct(">BHQIBB")
+_BEGINNING = Struct(">BHQQBB")
 _RECORD_AT, _NAMES_AT = 3, _BEGINNING.size
 _pack = _BEGINNING.pack  # for every request
 # Format 2: the number, and the lengths of id and owner. Numbers begin with a zero byte, which is no format.
 _PREFIX_2 = Struct(">QBB")
+# The outcome of a task that no batcher ends.
+LATE = DeadlineExceeded("no batcher had a result in time")
 # The state of a task.
 PENDING, SUCCESS, FAILED = b"P", b"S", b"F"
 

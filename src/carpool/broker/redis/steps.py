@@ -106,6 +106,8 @@ class Swept(NamedTuple):
     unread: int
     # Before their time.
     letters_dropped: int
+    # Because their time was over.
+    tasks_ended: int
 
 
 class TaskResult(NamedTuple):
@@ -328,10 +330,18 @@ class Steps:
         self._run(DONE, shard, (self._now_ms(), *ids_arguments(ids)), reading(int, done))
 
     def sweep(
-        self, shard: Shard, cursor: int, consumer_gone_ms: int, letters: Sequence[int], done: Done[Swept]
+        self,
+        shard: Shard,
+        cursor: int,
+        consumer_gone_ms: int,
+        letters: Sequence[int],
+        late: tuple[bytes, int],
+        done: Done[Swept],
     ) -> None:
-        """Tidy up a part of a shard. `letters`: their bounds, ms until they go, and until they are counted."""
-        arguments: list[Argument] = [cursor, self._now_ms(), consumer_gone_ms, *letters]
+        """Tidy up a part of a shard. `letters`: their bounds, ms until they go, and until they are counted; `late`: the
+        result of tasks whose time is over, with @ for the id, and ms that it is kept.
+        """
+        arguments: list[Argument] = [cursor, self._now_ms(), consumer_gone_ms, *letters, *late]
         self._run(SWEEP, shard, arguments, reading(lambda reply: Swept(*map(int, reply)), done))
 
     # Outcomes.

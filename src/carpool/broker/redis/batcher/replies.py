@@ -87,6 +87,11 @@ class ReplyWriter:
         self._outcomes = {} if outcomes is None else outcomes
         self._waited = Histogram(SECONDS_BOUNDS) if waited is None else waited
 
+    @property
+    def result_ttl_ms(self) -> int:
+        """How long the results of tasks are kept."""
+        return self._results.result_ttl_ms
+
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Send an outcome on its way."""
         lease: Lease = request.ticket
@@ -222,8 +227,12 @@ class ReplyWriter:
         counts = partial(self._count_task, request.result_code, waited_s)
         self._write_result(lease, result, counts)
 
+    def count(self, code: str, number: int = 1) -> None:
+        """So many tasks more have this outcome."""
+        self._outcomes[code] = self._outcomes.get(code, 0) + number  # bounded: codes come from the error tree
+
     def _count_task(self, code: str, waited_s: float | None) -> None:
-        self._outcomes[code] = self._outcomes.get(code, 0) + 1  # bounded: codes come from the error tree
+        self.count(code)
         if waited_s is not None:
             self._waited.observe(waited_s)
 

@@ -22,7 +22,7 @@ class TaskResults:
         buried: Callable[[str], None] = lambda cause: None,
     ) -> None:
         self._steps = steps
-        self._result_ttl_ms = result_ttl_ms
+        self.result_ttl_ms = result_ttl_ms
         self._letter_bounds = letter_bounds
         # Is told the cause of each task that became a dead letter.
         self._buried = buried
@@ -60,6 +60,6 @@ class TaskResults:
             entry_id,
             result,
             finished,
-            kept_ms=self._result_ttl_ms,
+            kept_ms=self.result_ttl_ms,
             letter_bounds=self._letter_bounds.arguments(),
         )

@@ -70,7 +70,8 @@ class MemoryWatch:
             # Where none answered, what was known stays.
             if not current.missing and current.limits:
                 self.fraction, self.used_bytes = current.fraction, current.used_bytes
-                self.limit_bytes = sum(current.limits) if all(current.limits) else 0
+                if len(current.limits) == len(slots):  # a part of them would make it smaller than it is
+                    self.limit_bytes = sum(current.limits) if all(current.limits) else 0
 
         for slot in slots:
             self._nodes.send(slot, told, b"INFO", b"memory")

@@ -39,6 +39,7 @@ from carpool.core.errors import (
     CarpoolError,
     ClientLeft,
     DeadlineExceeded,
+    InternalError,
     QueueFull,
     QueueTimeout,
 )
@@ -268,7 +269,12 @@ class RedisQueue:
                 inputs = [request.input for request in requests]
                 parts += [(group, part) for part, _ in parts_of(requests, inputs)]
         for pile in piles_of(parts):
-            self._send(pile)
+            try:
+                self._send(pile)
+            except Exception:  # a defect must not cost others of this turn their place
+                logger.exception("requests could not be queued")
+                for request in self.parking.still_here(request for _, requests in pile for request in requests):
+                    self.parking.end(request, InternalError("the request could not be queued"))
         if self._cancelled:
             cancelled, self._cancelled = self._cancelled, defaultdict(list)
             for number, entries in cancelled.items():

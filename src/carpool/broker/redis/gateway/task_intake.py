@@ -11,6 +11,7 @@
 """
 
 import asyncio
+import logging
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +27,10 @@ from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.keys import SHARDS_MAX, Shard
 from carpool.broker.redis.steps import Queued, Steps, Unreadable
 from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import BrokerDown, CarpoolError
+from carpool.core.errors import BrokerDown, CarpoolError, InternalError
 from carpool.core.request import QUEUED, Request
+
+logger = logging.getLogger("carpool.broker")
 
 TASKS_A_FLUSH_MAX = 256
 # More would fill one shard's part of the bounds while others have room.
@@ -136,7 +139,13 @@ class TaskIntake:
             for request in requests:
                 self._refuse(request, out_of_reach())
         else:
-            self._send_all(shard, requests)
+            try:
+                self._send_all(shard, requests)
+            except Exception:  # somebody waits for a 202
+                logger.exception("tasks could not be queued")
+                for request in requests:
+                    if request.ticket is not None:
+                        self._refuse(request, InternalError("the task could not be queued"))
         if self._collected:
             self._flush_soon()
 

@@ -14,11 +14,12 @@ from functools import partial
 
 from carpool.broker.polls import Answer, Poll, Polls, no_such_task
 from carpool.broker.redis.client.link import RedisFailure
+from carpool.broker.redis.formats import LATE
 from carpool.broker.redis.gateway.refusals import out_of_reach
 from carpool.broker.redis.gateway.task_intake import Accepted, TaskIntake
 from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.steps import LookedAt, Steps
-from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, UnknownTask
+from carpool.core.errors import CarpoolError, ClientLeft, UnknownTask
 from carpool.core.outcome import Outcome
 from carpool.core.problem import problem_json
 from carpool.core.request import Request
@@ -26,7 +27,6 @@ from carpool.core.task import StoredTask
 
 LOOK_AGAIN_S = 1.0
 Found = StoredTask | RedisFailure | None
-LATE = DeadlineExceeded("no batcher had a result in time")
 
 
 class RedisTasks:

@@ -13,7 +13,7 @@ for at = 6, #ARGV, 4 do
   models[ARGV[at]] =
     { batches = tonumber(ARGV[at + 1]), max = tonumber(ARGV[at + 2]), suspects = tonumber(ARGV[at + 3]) }
 end
-local leases_seen, given_up, alone = 0, 0, nil
+local leases_seen, given_up, companies, alone = 0, 0, 0, false
 
 -- Whether an entry that is delivered so often by now may come.
 local function has_seat(facts, delivery)
@@ -27,12 +27,17 @@ local function has_seat(facts, delivery)
     company = math.min(4 ^ math.max(deliveries_max - 1 - delivery, 0), company_max)
   end
   if company < company_max then
-    if alone or model.suspects == 0 or (company == 1 and model.suspects == 1) or (model.company or key) ~= key then
+    -- Those of one model are together, or wait; whoever has to be alone is so in the whole batcher.
+    local is_mine = model.company == key
+    if alone or model.suspects == 0 or (model.company and not is_mine) then
       return false
     end
-    if not model.company and model.batches > 0 then
+    if company == 1 and (model.suspects == 1 or companies > 0) then
+      return false
+    end
+    if not is_mine and model.batches > 0 then
       model.company, model.batches, rooms[key] = key, model.batches - 1, math.min(company, model.max)
-      alone = company == 1
+      companies, alone = companies + 1, company == 1
     end
   elseif (rooms[key] or 0) == 0 and model.batches > 0 then
     model.batches, rooms[key] = model.batches - 1, model.max

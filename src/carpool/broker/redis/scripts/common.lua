@@ -254,6 +254,17 @@ local function view_of(models, now)
   return view
 end
 
+-- When the time of an entry is over, and the request's id; nothing for one of another format (formats.py).
+local function life_of(entry)
+  local value = entry[2][2]
+  if not value or #value < 22 or string.byte(value) ~= 3 then
+    return nil
+  end
+  local high, low = struct.unpack('>I4I4', value, 12)
+  local id_length = string.byte(value, 20)
+  return ms_of(entry[1]) + high * 4294967296 + low, string.sub(value, 22, 21 + id_length)
+end
+
 -- Nobody waits for entries any more: they are deleted, and the batchers that have them are told. Whoever claims them
 -- later finds nothing.
 local function nobody_waits(entries)

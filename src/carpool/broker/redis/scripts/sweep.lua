@@ -1,9 +1,11 @@
 -- Keep a shard tidy, a part of its streams at a time: drop those that are empty and consumers that left, count again,
--- forget old dead letters.
+-- forget old dead letters, end what no batcher ends because none serves its model any more.
 -- ARGV: where to go on (0: at the beginning), now, ms after which an idle consumer is gone, most dead letters, most bytes
---       of them, 1 if memory is short, ms that they are kept, ms after which their bytes are counted again
+--       of them, 1 if memory is short, ms that they are kept, ms after which their bytes are counted again, the result of a
+--       task whose time is over, with @ for its id, ms that this is kept (without
+--       these two, none is ended)
 -- Returns: where to go on (0: that was the last part), entries held, unread ones, how many letters were dropped before
---          their time
+--          their time, how many tasks were ended
 local STREAMS_AT_ONCE, DROPPED_AT_ONCE = 64, 256
 local now = clock(ARGV[2])
 -- All but the letters is found out again, so what somebody put in its place may go.
@@ -22,17 +24,43 @@ if ARGV[1] == '0' then
   end
 end
 write_also_without_memory(COUNTS)
-local healed = {}
+local healed, late_tasks, waiting = {}, 0, {}
+
+-- The oldest entries of a stream whose time has long been over.
+local LATE_AT_ONCE, GRACE_MS = 64, 10000
+local function end_late(field)
+  local oldest = redis.pcall('XRANGE', stream_of(field), '-', '+', 'COUNT', LATE_AT_ONCE)
+  for _, entry in ipairs(oldest.err and {} or oldest) do
+    local over_at, id = life_of(entry)
+    if not over_at or over_at + GRACE_MS > now then
+      return
+    end
+    local state = redis.call('HMGET', task_of(id), 's', 'e', 'b')
+    if state[1] == 'P' and state[2] == entry[1] then
+      keep_result(task_of(id), state[3], 'F', (string.gsub(ARGV[9], '@', id)), now, tonumber(ARGV[10]))
+      late_tasks = late_tasks + 1
+    end
+    forget_entry(field, entry[1], now)
+  end
+end
+
 local found = redis.call('HSCAN', LANES, ARGV[1], 'COUNT', STREAMS_AT_ONCE)
 local held, unread = 0, 0
 for i = 1, #found[2], 2 do
   local field = found[2][i]
-  local _, _, model = read_about(found[2][i + 1])
+  local _, bound, model = read_about(found[2][i + 1])
   if not healed[model] then
     healed[model] = true
     heal(heads_of(model), 'zset')
   end
-  unread = unread + look_again(field)
+  if ARGV[9] then
+    end_late(field)
+  end
+  local left = look_again(field)
+  unread = unread + left
+  if bound and left > 0 then
+    waiting[#waiting + 1] = field
+  end
   held = held + length_of(stream_of(field))
   ended(field, now)
   local consumers = redis.pcall('XINFO', 'CONSUMERS', stream_of(field), GROUP)
@@ -47,6 +75,23 @@ for i = 1, #found[2], 2 do
 end
 if ARGV[1] == '0' and found[1] == '0' then -- all of them at one moment: that is the truth
   redis.call('HSET', COUNTS, 'held', held, 'unread', unread)
+  -- So are the lanes that count, if an older Carpool, or somebody else, has changed them.
+  local lanes, owners = {}, facts_of(redis.call('HGETALL', OPENERS))
+  local known = redis.call('HLEN', LINES) - redis.call('HLEN', OPENERS)
+  for _, field in ipairs(waiting) do
+    lanes[lane_of(field)] = true
+    known = known - redis.call('HEXISTS', LINES, field)
+  end
+  local is_stale = known ~= 0
+  for lane in pairs(owners) do
+    is_stale = is_stale or not lanes[lane]
+  end
+  if is_stale then
+    redis.call('DEL', OPENERS, OPENED, LINES)
+    for _, field in ipairs(waiting) do
+      begins_to_wait(field, true, owners[lane_of(field)] or '')
+    end
+  end
 end
 drop_idle(DROPPED_AT_ONCE, now)
 local bytes = { input_bytes = 0, result_bytes = 0 }
@@ -76,4 +121,4 @@ if ARGV[6] == '1' then -- half of them now, half of the rest at the next sweep
   letter_bytes_max = math.min(letter_bytes_max, math.floor(count_of('letter_bytes') / 2))
 end
 local dropped = evict(tonumber(ARGV[4]), letter_bytes_max)
-return { tonumber(found[1]), count_of('held'), count_of('unread'), dropped }
+return { tonumber(found[1]), count_of('held'), count_of('unread'), dropped, late_tasks }
