@@ -26,14 +26,18 @@ end
 write_also_without_memory(COUNTS)
 local healed, late_tasks, waiting = {}, 0, {}
 
--- The oldest entries of a stream whose time has long been over.
+-- End the oldest entries of a stream, while their time has long been over. One at a time: each is carried whole. Returns
+-- how many.
 local LATE_AT_ONCE, GRACE_MS = 64, 10000
 local function end_late(field)
-  local oldest = redis.pcall('XRANGE', stream_of(field), '-', '+', 'COUNT', LATE_AT_ONCE)
-  for _, entry in ipairs(oldest.err and {} or oldest) do
-    local over_at, id = life_of(entry)
+  for number = 0, LATE_AT_ONCE - 1 do
+    local entry = redis.call('XRANGE', stream_of(field), '-', '+', 'COUNT', 1)[1]
+    local over_at, id
+    if entry then
+      over_at, id = life_of(entry)
+    end
     if not over_at or over_at + GRACE_MS > now then
-      return
+      return number
     end
     local state = redis.call('HMGET', task_of(id), 's', 'e', 'b')
     if state[1] == 'P' and state[2] == entry[1] then
@@ -42,6 +46,15 @@ local function end_late(field)
     end
     forget_entry(field, entry[1], now)
   end
+  return LATE_AT_ONCE
+end
+
+-- Whether a stream has entries that came so long ago that their time may be over.
+local function has_old_ones(field, left, place)
+  local offset = about(field) or 0
+  local leases = redis.pcall('XPENDING', stream_of(field), GROUP)
+  local leased_at = not leases.err and leases[2] and ms_of(leases[2]) or now
+  return math.min(leased_at, left > 0 and place - offset or now) < now - GRACE_MS
 end
 
 local found = redis.call('HSCAN', LANES, ARGV[1], 'COUNT', STREAMS_AT_ONCE)
@@ -53,10 +66,10 @@ for i = 1, #found[2], 2 do
     healed[model] = true
     heal(heads_of(model), 'zset')
   end
-  if ARGV[9] then
-    end_late(field)
+  local left, place = look_again(field)
+  if ARGV[9] and has_old_ones(field, left, place) and end_late(field) > 0 then
+    left = look_again(field)
   end
-  local left = look_again(field)
   unread = unread + left
   if bound and left > 0 then
     waiting[#waiting + 1] = field
