@@ -13,6 +13,7 @@
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from carpool.broker.redis.batcher.entries import Unpacker
 from carpool.broker.redis.batcher.leases import NO_HEADER, Haul, Lease, Leases
 from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX, ReplyWriter
 from carpool.broker.redis.batcher.shards import Reads, ShardView, is_scarce, plan_reads
-from carpool.broker.redis.batcher.suspects import COMPANY_MAX, DELIVERIES_MAX, Suspects, pairs_of, some_stream
+from carpool.broker.redis.batcher.suspects import COMPANY_MAX, DELIVERIES_MAX, NONE, Suspects, pairs_of, some_stream
 from carpool.broker.redis.batcher.sweeper import Sweeper
 from carpool.broker.redis.client.link import Link, RedisFailure
 from carpool.broker.redis.client.node import Reader
@@ -51,6 +52,7 @@ LANE_NAMES_KEPT_MAX = 4096
 SIZE_WEIGHT = 0.3
 # Others wait while entries of the dead are fetched.
 BATCHES_A_CLAIM_MAX = 4
+SHARDS_A_CLAIM_MAX = 8
 # How a message begins that tells of clients who left.
 LEFT = b"left "
 LEFT_EARLY_S, LEFT_EARLY_MAX = 5.0, 10_000
@@ -289,9 +291,10 @@ class Feed:
         # Claims and takes in turn: neither may hold up the other.
         self._is_claims_turn = not self._is_claims_turn
         if self._claims_due and (self._is_claims_turn or not (unknown or offers)):
-            view = self._claims_due.pop()
-            if self._nodes.is_up(view.shard.slot):
-                self._claim(view, budgets)
+            due = self._claims_due[-SHARDS_A_CLAIM_MAX:]
+            del self._claims_due[-SHARDS_A_CLAIM_MAX:]
+            if views := [view for view in due if self._nodes.is_up(view.shard.slot)]:
+                self._claim(views, budgets)
             else:
                 self.ring()
             return
@@ -375,23 +378,39 @@ class Feed:
 
         self._steps.take(view.shard, self._consumer, self._lines, self._for_all(budgets), took)
 
-    def _claim(self, view: ShardView, budgets: Sequence[Budget]) -> None:
+    def _claim(self, views: Sequence[ShardView], budgets: Sequence[Budget]) -> None:
+        """Take over from batchers that died. What one of them had is spread over the shards and rides together here: so
+        several are asked at once, each for little; and one of them for suspects.
+        """
         self._is_asking = True
-        view.rung.clear()
+        unanswered = len(views)
 
-        def claimed(taken: Taken | RedisFailure) -> None:
+        def claimed(view: ShardView, taken: Taken | RedisFailure) -> None:
+            nonlocal unanswered
+            unanswered -= 1
             if isinstance(taken, Taken):
                 if taken.streams and view not in self._claims_due:
                     self._claims_due.append(view)  # there may be more
                 taken = Taken(self._without_own(view.shard, taken.streams), taken.view)
             self._digest(view, taken)
-            self._answered()
+            if not unanswered:
+                self._answered()
 
-        claims = [
-            Claim(each.model, min(each.batches, BATCHES_A_CLAIM_MAX), each.largest, self._suspects.welcome(each.model))
-            for each in self._for_all(budgets)
-        ]
-        self._steps.claim(view.shard, self._consumer, self._lease_ms, self._claim_terms, claims, claimed)
+        asked_for_suspects = random.choice(views)
+        batches_max = BATCHES_A_CLAIM_MAX if len(views) == 1 else 1
+        for view in views:
+            view.rung.clear()
+            claims = [
+                Claim(
+                    each.model,
+                    min(each.batches, batches_max),
+                    each.largest,
+                    self._suspects.welcome(each.model) if view is asked_for_suspects else NONE,
+                )
+                for each in self._for_all(budgets)
+            ]
+            done = partial(claimed, view)
+            self._steps.claim(view.shard, self._consumer, self._lease_ms, self._claim_terms, claims, done)
 
     def _for_all(self, budgets: Sequence[Budget]) -> list[Budget]:
         """With the models for which nothing may be taken: what waits of them is to be known, too."""
