@@ -252,6 +252,8 @@ class Halves:
         settings |= {"line_offsets_ms": LINE_OFFSETS_MS}
         queue = RedisQueue(Steps(nodes, self.keys), name, models=[MODEL], local=local, **settings)
         queues.append(queue)
+        # As after the first requests in every shard, which go by a script: nothing was there.
+        queue._held_in = [0] * len(self.keys.shards)
         self._opened.callback(queue.close)
         gateway = Gateway(nodes, queue)
         await gateway.until_mode("redis")

@@ -134,8 +134,8 @@ class RedisQueue:
         self._is_flush_due = False
         self._next_shard = 0
         self._up: list[Shard] = []
-        # Entries in each shard, and lanes that count against the bound, as Redis told last.
-        self._held_in = [0] * len(keys.shards)
+        # Entries in each shard, and lanes that count against the bound, as Redis told last; full until it has.
+        self._held_in = [self._shard_max] * len(keys.shards)
         self._lanes_in = [0] * len(keys.shards)
         self._loop = asyncio.get_running_loop()
         # For metrics.
