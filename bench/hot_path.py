@@ -53,7 +53,7 @@ async def main(profile: cProfile.Profile | None) -> None:
     await gateway.start()
     spare_the_collector()
     assert gateway.server is not None
-    connections = [Connection(gateway.server) for _ in range(CONNECTIONS)]
+    connections = [Connection(gateway.server.state) for _ in range(CONNECTIONS)]
     for connection in connections:
         connection.connection_made(NowhereTransport())
     receiving: list[float] = []

@@ -14,9 +14,11 @@ import msgspec
 from carpool.core.clock import monotonic
 from carpool.core.ports import DeadLetterDesk
 from carpool.face.http.admin import AdminRoutes, FoundRequest
-from carpool.face.http.gateway import FaceSettings
+from carpool.face.http.gateway import HttpFaceSettings
 from carpool.face.http.openapi import admin_openapi
-from carpool.face.http.server import HttpLimits, HttpServer
+from carpool.face.http.server import HttpServer
+from carpool.face.http.state import HttpLimits
+from carpool.face.intake import IntakeSettings
 from carpool.service import ModelFace, ModelService, named_models
 from carpool.settings import Settings
 from carpool.telemetry.metrics import Exposition, Value
@@ -148,7 +150,7 @@ class Process:
         """Say that this process leaves, and a little later accept no more connections."""
         self.draining = True  # readiness turns false
         if self.server is not None:
-            self.server.draining = True  # every answer says `Connection: close`
+            self.server.state.draining = True  # every answer says `Connection: close`
             await asyncio.sleep(self.settings.gateway.drain_grace_s)
             self.server.stop_listening()
 
@@ -193,7 +195,7 @@ class Process:
         """What `/metrics` shows of this process as a whole."""
         if self.server is None:
             return {}
-        return {"carpool_problems": self.server.problems, "carpool_connections": len(self.server.connections)}
+        return {"carpool_problems": self.server.state.problems, "carpool_connections": len(self.server.connections)}
 
     async def try_endpoints(self, answer: Callable[[str | None], None]) -> None:
         """Try some endpoints at a time, until one accepts a connection."""
@@ -243,19 +245,22 @@ def changed_for_the_next_start(old: Settings, new: Settings) -> list[str]:
     return [name for name in Settings.__struct_fields__ if getattr(before, name) != getattr(after, name)]
 
 
-def face_settings(settings: Settings, targets: tuple[float, ...]) -> FaceSettings:
-    """What the face must know of the configuration."""
-    broker, tasks = settings.broker, settings.tasks
-    return FaceSettings(
+def intake_settings(settings: Settings, targets: tuple[float, ...]) -> IntakeSettings:
+    """What the way in must know of the configuration."""
+    broker = settings.broker
+    return IntakeSettings(
         default_model=settings.model,
-        default_mode=settings.gateway.default_mode,
         tier_target_s=targets,
         queue_timeout_s=min(broker.queue_timeout_s, broker.total_timeout_s),
         total_timeout_s=broker.total_timeout_s,
-        task_timeout_s=tasks.timeout_s,
-        wait_ms_max=tasks.wait_ms_max,
-        forget_after_read=tasks.forget_after_read,
+        task_timeout_s=settings.tasks.timeout_s,
     )
+
+
+def face_settings(settings: Settings) -> HttpFaceSettings:
+    """What the HTTP face must know of the configuration."""
+    tasks = settings.tasks
+    return HttpFaceSettings(settings.gateway.default_mode, tasks.wait_ms_max, tasks.forget_after_read)
 
 
 def http_limits(settings: Settings, models: Sequence[ModelFace]) -> HttpLimits:

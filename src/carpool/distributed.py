@@ -39,7 +39,7 @@ from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import Keys, line_name
 from carpool.broker.redis.steps import Steps
 from carpool.broker.sides import BatcherSide, Mode
-from carpool.composition import Process, face_settings, http_limits
+from carpool.composition import Process, face_settings, http_limits, intake_settings
 from carpool.config import ConfigError, Role, broker_address, require_upstream
 from carpool.core.clock import monotonic
 from carpool.core.errors import CarpoolError, Draining
@@ -48,6 +48,7 @@ from carpool.face.http.admin import FoundRequest
 from carpool.face.http.gateway import GatewayRoutes
 from carpool.face.http.openapi import gateway_openapi
 from carpool.face.http.server import HttpServer
+from carpool.face.intake import Intake
 from carpool.service import ModelFace, ModelService, named_models
 from carpool.settings import Settings
 from carpool.telemetry.metrics import Value
@@ -186,15 +187,19 @@ class DistributedProcess(Process):
                 lowest_tier=len(settings.tiers) - 1,
                 trusted_proxies=gateway.trusted_proxies,
             )
-            self.routes = GatewayRoutes(
+            self.intake = Intake(
                 self.gate,
                 self.queue,
                 self.tasks,
                 {face.name: face.served() for face in faces},
-                face_settings(settings, self.targets),
+                intake_settings(settings, self.targets),
+            )
+            routes = GatewayRoutes(
+                self.intake,
+                face_settings(settings),
                 gateway_openapi(list(named), settings.model, settings.tasks.wait_ms_max),
             )
-            await self.listen_for_clients(HttpServer(self.routes.router, http_limits(settings, faces)))
+            await self.listen_for_clients(HttpServer(routes.router, http_limits(settings, faces)))
         await self.listen_for_operators(desk)
         for service in self.services:
             self.in_background(service.ask_limits())
@@ -498,7 +503,7 @@ class DistributedProcess(Process):
 
     def _find_own(self, request_id: str) -> Request | None:
         """A live or recent request of this process; None for a task that Redis has."""
-        request = self.routes.find_recent(request_id) if self.is_gateway else None
+        request = self.intake.find_recent(request_id) if self.is_gateway else None
         if request is None and self.local is not None:
             request = next((r for r in self.local.waiting_requests() if r.id == request_id), None)
         return None if request is not None and request.is_task and request.phase == QUEUED else request

@@ -11,13 +11,14 @@ from carpool.broker.dead_letters import DeadLetterBox, DeadLetterDesk
 from carpool.broker.journal import Journal
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.tasks import Tasks
-from carpool.composition import Process, face_settings, http_limits
+from carpool.composition import Process, face_settings, http_limits, intake_settings
 from carpool.core.clock import monotonic
 from carpool.core.request import Request, state_of
 from carpool.face.http.admin import FoundRequest
 from carpool.face.http.gateway import GatewayRoutes
 from carpool.face.http.openapi import gateway_openapi
 from carpool.face.http.server import HttpServer
+from carpool.face.intake import Intake
 from carpool.service import ModelService, named_models
 from carpool.telemetry.metrics import Value
 
@@ -66,16 +67,20 @@ class Gateway(Process):
         )
         targets = tuple(tier.target_ms / 1000 for tier in settings.tiers)
         restored = self.tasks.restore(frozenset(named), lambda tier, now: now + targets[min(tier, len(targets) - 1)])
-        self.routes = GatewayRoutes(
+        self.intake = Intake(
             self.gate,
             self.broker,
             self.tasks,
             {service.name: service.served() for service in self.services},
-            face_settings(settings, targets),
+            intake_settings(settings, targets),
+        )
+        routes = GatewayRoutes(
+            self.intake,
+            face_settings(settings),
             gateway_openapi(list(named), settings.model, settings.tasks.wait_ms_max),
         )
         self.start_timers()
-        await self.listen_for_clients(HttpServer(self.routes.router, http_limits(settings, self.services)))
+        await self.listen_for_clients(HttpServer(routes.router, http_limits(settings, self.services)))
         await self.listen_for_operators(
             DeadLetterDesk(
                 self.journal,
@@ -85,6 +90,7 @@ class Gateway(Process):
                 task_timeout_s=settings.tasks.timeout_s,
             )
         )
+        self.tasks.send_restored()
         for service in self.services:
             self.in_background(service.ask_limits())
         if not settings.tasks.journal:
@@ -140,7 +146,7 @@ class Gateway(Process):
 
     def find_request(self, request_id: str, answer: FoundRequest) -> None:
         """Tell how a live or recent request is, or a task that is kept."""
-        recent = self.routes.find_recent(request_id)
+        recent = self.intake.find_recent(request_id)
         if recent is None:
             recent = next((r for r in self.broker.waiting_requests() if r.id == request_id), None)
         if recent is None:

@@ -15,7 +15,7 @@ from carpool.core.clock import monotonic
 from carpool.core.errors import CarpoolError, QueueFull
 from carpool.core.ports import DeadLetters, Slots
 from carpool.core.request import Request
-from carpool.face.http.gateway import ServedModel
+from carpool.face.intake import ServedModel
 from carpool.settings import ModelSettings, Settings
 from carpool.telemetry.metrics import ENDPOINT_STATES, Numbers
 from carpool.upstream.breaker import Breaker

@@ -16,10 +16,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from carpool.core.outcome import CallFacts, Outcome, Output
+from carpool.core.ports import Caller
 from carpool.core.request import Request, Waiter
 from carpool.upstream.endpoint import Answer, AttemptFailedError, Call, ConnectionWasDeadError, DoubtfulAnswerError
 
 __all__ = [
+    "ANYBODY",
     "Answer",
     "AttemptFailedError",
     "Call",
@@ -34,6 +36,9 @@ __all__ = [
     "make_output",
     "make_request",
 ]
+
+# A caller without a credential.
+ANYBODY = Caller("192.0.2.1", 0)
 
 Result = TypeVar("Result")
 # What a call meets: an answer, an exception to raise, or a function that makes the answer.

@@ -22,7 +22,7 @@ import pytest
 
 from carpool.face.http.connection import Connection
 from carpool.face.http.exchange import Exchange
-from carpool.face.http.server import HttpLimits, HttpServer
+from carpool.face.http.state import HttpLimits, HttpState
 
 SOURCES = ("aiohttp==3.14.5", "h11==0.16.0")
 
@@ -169,7 +169,7 @@ def verdict(data: bytes, kind: type[Connection]) -> Verdict:
             seen.append(exchange)
             exchange.respond(200, b"")
 
-        server = HttpServer(route, HttpLimits())
+        server = HttpState(route, HttpLimits())
         connection = kind(server)
         connection.connection_made(NoTransport())
         for read in reads:

@@ -31,7 +31,7 @@ from carpool.core.errors import (
     UpstreamFailed,
 )
 from carpool.core.outcome import Output
-from carpool.testing import FakeClock, Witness, make_request
+from carpool.testing import ANYBODY, FakeClock, Witness, make_request
 from support.processes import PATIENCE_S, until
 from support.redis_halves import LINE_OFFSETS_MS, NEVER_MS, Batcher, Halves, open_halves, until_seen
 from support.redis_servers import RedisServer, running_redis
@@ -76,7 +76,7 @@ async def submit_tasks(halves: Halves, batcher: Batcher, names: list[str], value
 
 async def look(tasks: RedisTasks, task_id: str) -> str:
     """A task's status."""
-    found = await told(partial(tasks.look, task_id, 0, False))
+    found = await told(partial(tasks.look, ANYBODY, task_id, 0, False))
     assert not isinstance(found, CarpoolError), found
     status: str = found.status
     return status

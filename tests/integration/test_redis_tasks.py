@@ -27,9 +27,10 @@ from carpool.core.errors import (
     UnknownTask,
     UpstreamFailed,
 )
+from carpool.core.ports import Caller
 from carpool.core.request import DONE, QUEUED
 from carpool.core.task import StoredTask
-from carpool.testing import make_output
+from carpool.testing import ANYBODY, make_output
 from support.processes import PATIENCE_S, until
 from support.redis_servers import RedisCluster, RedisServer, running_redis
 from support.redis_tasks import RESULT_TTL_MS, Office, connected, letter_bounds, open_office, told
@@ -53,12 +54,14 @@ def no_looking_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks_module, "LOOK_AGAIN_S", NEVER_S)
 
 
-async def look(tasks: RedisTasks, task_id: str, wait_s: float = 0.0, *, forget: bool = False) -> Any:
-    return await told(lambda done: tasks.look(task_id, wait_s, forget, done))
+async def look(
+    tasks: RedisTasks, task_id: str, wait_s: float = 0.0, *, forget: bool = False, caller: Caller = ANYBODY
+) -> Any:
+    return await told(lambda done: tasks.look(caller, task_id, wait_s, forget, done))
 
 
-async def delete(tasks: RedisTasks, task_id: str) -> Any:
-    return await told(lambda done: tasks.delete(task_id, done))
+async def delete(tasks: RedisTasks, task_id: str, caller: Caller = ANYBODY) -> Any:
+    return await told(lambda done: tasks.delete(caller, task_id, done))
 
 
 async def is_awaited(office: Office, task_id: str, gateways: int) -> bool:
@@ -332,8 +335,8 @@ async def test_who_left_is_not_answered(office: Office, no_looking_again: None) 
     tasks = office.gateway()
     task_id = await office.submit(tasks)
     answers: list[StoredTask | CarpoolError] = []
-    waiting = tasks.look(task_id, 0.05, False, answers.append)
-    asked = tasks.look(task_id, 0.0, False, answers.append)
+    waiting = tasks.look(ANYBODY, task_id, 0.05, False, answers.append)
+    asked = tasks.look(ANYBODY, task_id, 0.0, False, answers.append)
     tasks.leave(waiting)
     tasks.leave(asked)
     tasks.leave(asked)
@@ -372,7 +375,7 @@ async def test_forgotten_after_it_was_read(office: Office) -> None:
         heard.append(task)
         return False
 
-    tasks.look(task_id, 0.0, True, hung_up)
+    tasks.look(ANYBODY, task_id, 0.0, True, hung_up)
     await until(lambda: bool(heard))
     assert (await look(tasks, task_id, forget=True)).status == "SUCCESS"
     assert isinstance(await look(tasks, task_id), UnknownTask)
@@ -644,3 +647,20 @@ async def test_in_a_cluster(redis_cluster: RedisCluster, no_looking_again: None)
             assert await office.counts() == (0, 0)
         finally:
             await durable.close()
+
+
+# Whose task it is
+
+
+async def test_somebody_elses_task_is_not_there(office: Office) -> None:
+    tasks = office.gateway()
+    task_id = await office.submit(tasks)
+    theirs = await look(tasks, task_id)
+    stranger = Caller("a stranger", 0, is_anonymous=False)
+    owner = Caller(theirs.owner, 0, is_anonymous=False)
+    assert isinstance(await look(tasks, task_id, caller=stranger), UnknownTask)
+    assert isinstance(await look(tasks, task_id, NEVER_S, caller=stranger), UnknownTask)  # at once
+    assert isinstance(await delete(tasks, task_id, caller=stranger), UnknownTask)
+    assert (await look(tasks, task_id, caller=owner)).status == "PENDING"
+    assert await delete(tasks, task_id, caller=owner) is None
+    assert isinstance(await look(tasks, task_id, caller=owner), UnknownTask)

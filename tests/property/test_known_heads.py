@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from carpool.face.http.connection import Connection
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.known_heads import KEPT_MAX, KnownHead, KnownHeads
-from carpool.face.http.server import HttpLimits, HttpServer
+from carpool.face.http.state import HttpLimits, HttpState
 
 
 class NeverKnown(KnownHeads):
@@ -59,7 +59,7 @@ def run(reads: list[bytes], known_heads: KnownHeads, body_bytes_max: int) -> lis
         transport.log.append((exchange.method, exchange.target, headers, exchange.body, exchange.keep_alive))
         exchange.respond(200, b"{}")
 
-    server = HttpServer(handler, HttpLimits(body_bytes_max=body_bytes_max))
+    server = HttpState(handler, HttpLimits(body_bytes_max=body_bytes_max))
     server.known_heads = known_heads
     connection = Connection(server)
     connection.connection_made(transport)

@@ -17,7 +17,7 @@ from carpool.broker.tasks import Tasks
 from carpool.core.errors import CarpoolError, ClientLeft, InputRefused, QueueFull, UnknownTask
 from carpool.core.outcome import Output
 from carpool.core.request import ADMITTED, DONE, QUEUED, RUNNING, Request
-from carpool.testing import Answer, Call, FakeClock, FakeUpstream, Witness, echo, inputs_of, make_request
+from carpool.testing import ANYBODY, Answer, Call, FakeClock, FakeUpstream, Witness, echo, inputs_of, make_request
 from carpool.upstream.codecs import JsonCodec
 from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.pool import Pool
@@ -325,12 +325,12 @@ class TaskStand(Stand):
 
     async def delete(self, name: str) -> CarpoolError | None:
         done: asyncio.Future[CarpoolError | None] = asyncio.get_running_loop().create_future()
-        self.tasks.delete(name, done.set_result)
+        self.tasks.delete(ANYBODY, name, done.set_result)
         return await asyncio.wait_for(done, PATIENCE_S)
 
     async def status(self, name: str, wait_s: float = 0.0) -> str:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.tasks.look(name, wait_s, False, answer.set_result)
+        self.tasks.look(ANYBODY, name, wait_s, False, answer.set_result)
         found = await asyncio.wait_for(answer, PATIENCE_S)
         return "unknown" if isinstance(found, UnknownTask) else found.status
 

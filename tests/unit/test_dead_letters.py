@@ -27,7 +27,7 @@ from carpool.core.errors import (
     all_errors,
 )
 from carpool.core.request import QUEUED, Request
-from carpool.testing import FakeClock, Witness, make_output, make_request
+from carpool.testing import ANYBODY, FakeClock, Witness, make_output, make_request
 from support.processes import until
 
 TARGETS_S = (0.05, 0.5)
@@ -164,7 +164,7 @@ async def test_a_replay_is_a_new_task_that_comes_to_its_outcome(office: Office) 
     assert (office.journal.dead_letters, office.journal.tasks_pending) == (0, 1)
     await office.settle(request, make_output(b'"done"'))
     answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    office.tasks.look(replayed.task_id, 0.0, False, answer.set_result)
+    office.tasks.look(ANYBODY, replayed.task_id, 0.0, False, answer.set_result)
     assert (await answer).output == b'"done"'
     assert office.journal.dead_letters == 0
 
@@ -311,6 +311,7 @@ async def test_restored_tasks_are_prepared_too(tmp_path: Any) -> None:
         office.journal = Journal.open(path, asyncio.get_running_loop(), **options)
         office.tasks = Tasks(office.broker, office.journal, prepare=office.prepare)
         restored = office.tasks.restore(frozenset("m"), lambda tier, now: now)
+        office.tasks.send_restored()
         if restored == 0:
             for name in (b'"good"', b'"bad"'):
                 answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

@@ -13,9 +13,10 @@ import msgspec
 import pytest
 
 from carpool.core.errors import CarpoolError
-from carpool.face.http.connection import BACKLOG_ENTRY_BYTES, Connection
+from carpool.face.http.connection import BACKLOG_ENTRY_BYTES, UNSENT_PARTS_MAX, Connection
 from carpool.face.http.exchange import Exchange
-from carpool.face.http.server import DRAINED_BYTES_MIN, SWEEP_PARTS, HttpLimits, HttpServer
+from carpool.face.http.server import SWEEP_PARTS, HttpServer
+from carpool.face.http.state import HttpLimits
 from carpool.testing import FakeClock
 
 LIMITS = HttpLimits(
@@ -111,7 +112,7 @@ class Face:
 
     def connect(self) -> None:
         self.transport = FakeTransport()
-        self.connection = Connection(self.server)
+        self.connection = Connection(self.server.state)
         self.connection.connection_made(self.transport)
 
     def route(self, exchange: Exchange) -> None:
@@ -141,8 +142,8 @@ class Face:
     def sweep(self, seconds: float = 0.0) -> None:
         """Let time pass and the sweep look at the connection."""
         self.clock.advance(seconds)
-        self.server.coarse_now = self.clock()
-        self.server._sweep(self.connection, self.clock())
+        self.server.state.coarse_now = self.clock()
+        self.server.sweep(self.connection)
 
     @property
     def answers(self) -> list[Answer]:
@@ -234,7 +235,7 @@ def test_accepted(name: str, split: Split) -> None:
     face.answer_all()
     assert [answer.status for answer in answers(face.transport.written, method == b"HEAD")] == [200]
     assert face.transport.is_reading() and not face.transport.is_closing()
-    assert face.server.receiving_bytes == 0
+    assert face.server.state.receiving_bytes == 0
 
     # And the connection is at the right place for the next request.
     face.feed(*([b"st: y\r\n\r\n"] if split is with_more_behind else [get("/behind")]))
@@ -255,7 +256,7 @@ def test_the_last_request_of_a_connection(data: bytes, split: Split, answer_at_o
     face.feed(get("/late"))
     if not answer_at_once:
         face.answer(exchange)
-    assert not face.server.problems
+    assert not face.server.state.problems
     assert [(answer.status, answer.is_last) for answer in face.answers] == [(200, True)]
     assert face.transport.closed or face.transport.eof
     face.feed(get("/later"))
@@ -369,8 +370,8 @@ def test_refused(name: str, split: Split) -> None:
     problem: dict[str, Any] = json.loads(last.body)
     assert set(problem) == {"type", "title", "status", "detail", "request_id"}
     assert problem["status"] == status
-    assert sum(face.server.problems.values()) == 1
-    assert face.server.receiving_bytes == 0
+    assert sum(face.server.state.problems.values()) == 1
+    assert face.server.state.receiving_bytes == 0
     assert face.transport.eof and not face.transport.closed and face.transport.is_reading()
 
     # Rule 4: what still comes is thrown away for a moment, then the connection ends.
@@ -495,7 +496,7 @@ def test_a_read_with_thousands_of_requests(answer_at_once: bool, request_bytes: 
     face.answer_all()
     assert face.statuses == [200] * 2500
     assert face.transport.is_reading()
-    assert face.server.receiving_bytes == 0
+    assert face.server.state.receiving_bytes == 0
 
 
 def test_thousands_in_the_backlog_that_are_answered_at_once() -> None:
@@ -604,13 +605,13 @@ def test_a_write_that_stalls_ends_the_connection() -> None:
     assert face.transport.aborted
 
 
-def test_a_write_that_goes_on_does_not() -> None:
+def test_a_client_that_reads_little_by_little_is_not_cut_off() -> None:
     face = Face()
-    face.connection.bytes_out = 10 * DRAINED_BYTES_MIN
-    face.transport.waiting = 10 * DRAINED_BYTES_MIN
+    face.connection.bytes_out = 1000
+    face.transport.waiting = 1000
     for _ in range(9):
-        face.sweep(LIMITS.write_timeout_s - 0.1)
-        face.transport.waiting -= DRAINED_BYTES_MIN
+        face.sweep(LIMITS.write_timeout_s - 0.5)
+        face.transport.waiting -= 1
     assert not face.transport.aborted
 
 
@@ -618,7 +619,7 @@ def test_bodies_that_are_partly_received_are_counted_over_all_connections() -> N
     face = Face()
     first = face.transport
     face.feed(post(b"x" * 2000)[:-500])
-    assert face.server.receiving_bytes == 1500
+    assert face.server.state.receiving_bytes == 1500
     connection = face.connection
     face.connect()
     face.feed(chunked(*[b"x" * 500] * 4)[:-20])
@@ -626,7 +627,7 @@ def test_bodies_that_are_partly_received_are_counted_over_all_connections() -> N
     face.feed(post(b"x" * 2000)[:-100])
     assert face.statuses == [503]
     assert face.answers[0].headers["retry-after"] == "1"
-    assert face.server.receiving_bytes == 1500 + 1987  # of the 20 bytes cut off, 7 are framing
+    assert face.server.state.receiving_bytes == 1500 + 1987  # of the 20 bytes cut off, 7 are framing
 
     # The others go on, and their bytes are given back.
     connection.data_received(b"x" * 500)
@@ -638,20 +639,20 @@ def test_bodies_that_are_partly_received_are_counted_over_all_connections() -> N
 def test_bodies_in_the_backlog_are_counted_too() -> None:
     face = Face()
     face.feed(get("/a") * 4, post(b"x" * 1400) * 2)
-    assert face.server.receiving_bytes == 2 * (1400 + BACKLOG_ENTRY_BYTES)
+    assert face.server.state.receiving_bytes == 2 * (1400 + BACKLOG_ENTRY_BYTES)
     face.connect()
     face.feed(get("/a") * 4, post(b"y" * 1500))
     face.answer_all()
     assert face.statuses == [200] * 5 + [503]
-    assert face.server.receiving_bytes == 0
+    assert face.server.state.receiving_bytes == 0
 
 
 def test_a_lost_connection_gives_its_bytes_back() -> None:
     face = Face()
     face.feed(get("/a") * 4, post(b"x" * 1000), post(b"x" * 1000)[:-1])
-    assert face.server.receiving_bytes == 1999 + BACKLOG_ENTRY_BYTES
+    assert face.server.state.receiving_bytes == 1999 + BACKLOG_ENTRY_BYTES
     face.connection.connection_lost(None)
-    assert face.server.receiving_bytes == 0
+    assert face.server.state.receiving_bytes == 0
     assert not face.server.connections
 
 
@@ -704,14 +705,127 @@ async def test_a_round_of_the_sweep_is_not_slowed_by_connections_that_go(monkeyp
         face.connect()
     swept: list[Connection] = []
 
-    def sweep(connection: Connection, now: float) -> None:
+    def sweep(connection: Connection) -> None:
         swept.append(connection)
-        face.server.remove(connection)
+        face.server.connections.discard(connection)
 
-    monkeypatch.setattr(face.server, "_sweep", sweep)
+    monkeypatch.setattr(face.server, "sweep", sweep)
     for _ in range(SWEEP_PARTS):
         face.server._tick()
     assert len(swept) == 100
+
+
+# Responses in parts (rule 10)
+
+
+def chunks(written: bytes) -> list[bytes]:
+    """The chunks of one chunked response; fails if anything is left over."""
+    head, _, rest = written.partition(b"\r\n\r\n")
+    assert b"\r\nTransfer-Encoding: chunked" in head and b"Content-Length" not in head
+    found: list[bytes] = []
+    while True:
+        size, _, rest = rest.partition(b"\r\n")
+        length = int(size, 16)
+        part, end, rest = rest[:length], rest[length : length + 2], rest[length + 2 :]
+        assert end == b"\r\n"
+        if not length:
+            assert rest == b""
+            return found
+        found.append(part)
+
+
+def test_parts_leave_as_they_come() -> None:
+    face = Face()
+    face.feed(get("/a"))
+    (exchange,) = face.seen
+    exchange.begin(200, b"text/event-stream")
+    assert face.transport.written.endswith(b"\r\n\r\n")
+    assert exchange.write(b"one")
+    assert face.transport.written.endswith(b"3\r\none\r\n")
+    assert exchange.write(b"")  # no end
+    exchange.write(b"two")
+    exchange.end()
+    assert chunks(face.transport.written) == [b"one", b"two"]
+    face.feed(get("/b"))
+    face.answer(face.seen[1])
+    assert face.transport.written.endswith(b"/b")
+
+
+def test_parts_wait_for_the_responses_before_them() -> None:
+    face = Face()
+    face.feed(get("/a") + get("/b"))
+    first, second = face.seen
+    second.begin(200, b"text/plain")
+    second.write(b"x")
+    second.end()
+    assert face.transport.written == b""
+    face.answer(first)
+    whole, _, streamed = face.transport.written.partition(b"/aHTTP")
+    assert whole and chunks(b"HTTP" + streamed) == [b"x"]
+
+
+def test_a_writer_waits_for_its_turn_when_much_is_unsent() -> None:
+    face = Face()
+    face.feed(get("/a") + get("/b"))
+    first, second = face.seen
+    called: list[Exchange] = []
+    second.when_writable = called.append
+    second.begin(200, b"text/plain")
+    assert second.write(b"x")
+    assert not second.write(b"x" * UNSENT_PARTS_MAX)
+    assert called == []
+    face.answer(first)
+    assert called == [second]
+    assert second.write(b"y")
+
+
+def test_a_writer_waits_for_a_client_that_does_not_read() -> None:
+    face = Face()
+    face.feed(get("/a"))
+    (exchange,) = face.seen
+    called: list[Exchange] = []
+    exchange.when_writable = called.append
+    exchange.begin(200, b"text/plain")
+    face.connection.pause_writing()
+    assert not exchange.write(b"x")
+    face.connection.resume_writing()
+    assert called == [exchange]
+    assert exchange.write(b"y")
+
+
+def test_whoever_writes_in_parts_is_told_that_the_client_left() -> None:
+    face = Face()
+    face.feed(get("/a"))
+    (exchange,) = face.seen
+    exchange.begin(200, b"text/plain")
+    face.connection.connection_lost(None)
+    assert face.left == [exchange]
+    assert exchange.sink.is_gone()
+    exchange.write(b"into nothing")
+    exchange.end()
+
+
+def test_an_http_1_0_client_gets_parts_until_the_connection_ends() -> None:
+    face = Face()
+    face.feed(b"GET /a HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+    (exchange,) = face.seen
+    exchange.begin(200, b"text/plain")
+    exchange.write(b"one")
+    assert not face.transport.closed
+    exchange.end()
+    head, _, body = face.transport.written.partition(b"\r\n\r\n")
+    assert b"Connection: close" in head and b"chunked" not in head and body == b"one"
+    assert face.transport.closed
+
+
+def test_a_head_request_gets_no_parts() -> None:
+    face = Face()
+    face.feed(b"HEAD /a HTTP/1.1\r\nHost: h\r\n\r\n")
+    (exchange,) = face.seen
+    exchange.begin(200, b"text/plain")
+    exchange.write(b"one")
+    exchange.end()
+    assert face.transport.written.endswith(b"\r\n\r\n") and b"one" not in face.transport.written
 
 
 # The end
@@ -759,7 +873,7 @@ def test_no_place_for_another_connection() -> None:
 
 def test_a_request_before_bytes_that_must_not_come_is_answered_while_draining() -> None:
     face = Face(ROOMY)
-    face.server.draining = True
+    face.server.state.draining = True
     face.feed(get("/a", "Connection: close") + get("/b"))
     face.answer_all()
     assert face.statuses == [200]
@@ -770,7 +884,7 @@ def test_many_requests_in_the_backlog_are_refused_beyond_what_the_server_may_hol
     face.feed(get("/a") * 50)
     face.answer_all()
     assert face.statuses[-1] == 503
-    assert face.server.receiving_bytes == 0
+    assert face.server.state.receiving_bytes == 0
 
 
 def test_a_client_far_behind_is_cut_off_when_too_much_is_unread() -> None:
@@ -794,18 +908,18 @@ def last_flags(face: Face) -> list[bool]:
 @pytest.mark.parametrize("count", [1, 3, 9])
 def test_the_last_answer_of_a_draining_connection_says_so(count: int, answer_at_once: bool) -> None:
     face = Face(ROOMY, answer_at_once=answer_at_once)
-    face.server.draining = True
+    face.server.state.draining = True
     face.feed(post(b"x") * count)
     face.answer_all()
     assert last_flags(face) == [False] * (count - 1) + [True]
     assert face.transport.eof
-    assert face.server.receiving_bytes == 0
+    assert face.server.state.receiving_bytes == 0
 
 
 def test_draining_begins_while_requests_wait() -> None:
     face = Face()
     face.feed(get("/a") + get("/b") + get("/c"))
-    face.server.draining = True
+    face.server.state.draining = True
     for which in (1, 2, 0):
         face.answer(face.seen[which])
     assert last_flags(face) == [False, False, True]
@@ -814,7 +928,7 @@ def test_draining_begins_while_requests_wait() -> None:
 def test_a_request_that_is_on_its_way_is_still_answered() -> None:
     face = Face()
     face.feed(get("/a") + get("/b")[:7])
-    face.server.draining = True
+    face.server.state.draining = True
     face.answer(face.seen[0])
     face.feed(get("/b")[7:])
     face.answer(face.seen[1])
@@ -825,7 +939,7 @@ def test_a_draining_connection_of_a_known_client() -> None:
     face = Face()
     face.feed(post(b"one"))
     face.answer_all()
-    face.server.draining = True
+    face.server.state.draining = True
     face.feed(post(b"two"))  # the same head as before
     assert len(face.seen) == 2
     face.answer_all()
@@ -842,7 +956,7 @@ def test_an_error_of_the_tree_keeps_its_headers() -> None:
         respond_problem(exchange, Slow("later", retry_after_s=7))
 
     face = Face()
-    face.server.handler = refuse
+    face.server.state.handler = refuse
     face.feed(get("/x", "X-Request-Id: mine"))
     [answer] = face.answers
     assert answer.headers["retry-after"] == "7"
@@ -861,6 +975,6 @@ def test_an_error_of_the_tree_keeps_its_headers() -> None:
     ],
 )
 def test_whose_connection_it_is(peername: object, address: str) -> None:
-    connection = Connection(Face().server)
+    connection = Connection(Face().server.state)
     connection.connection_made(FakeTransport(peername))
     assert connection.peer.address == address

@@ -6,7 +6,7 @@ from carpool.core.errors import Forbidden, Malformed
 from carpool.face.http.connection import Connection
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.router import QUERY_FIELDS_MAX, Router, query_of, split_target
-from carpool.face.http.server import HttpLimits, HttpServer
+from carpool.face.http.state import HttpLimits, HttpState
 
 served: list[tuple[str, str]] = []
 
@@ -43,7 +43,7 @@ def make_router() -> Router:
 def ask(method: str, target: str) -> tuple[int, dict[str, str]]:
     """Status and headers of the answer."""
     router = make_router()
-    connection = Connection(HttpServer(router, HttpLimits()))
+    connection = Connection(HttpState(router, HttpLimits()))
     exchange = Exchange(connection, method.encode(), target.encode("latin-1"), {}, b"", True)
     router(exchange)
     assert exchange.response is not None
@@ -141,7 +141,7 @@ def test_split_target() -> None:
 
 
 def query(target: bytes) -> dict[str, str]:
-    connection = Connection(HttpServer(make_router(), HttpLimits()))
+    connection = Connection(HttpState(make_router(), HttpLimits()))
     return query_of(Exchange(connection, b"GET", target, {}, b"", True))
 
 

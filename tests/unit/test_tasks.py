@@ -24,9 +24,10 @@ from carpool.core.errors import (
     UpstreamFailed,
 )
 from carpool.core.outcome import Outcome
+from carpool.core.ports import Caller
 from carpool.core.request import DONE, QUEUED, Request
 from carpool.core.task import StoredTask
-from carpool.testing import FakeClock, Witness, make_output, make_request
+from carpool.testing import ANYBODY, FakeClock, Witness, make_output, make_request
 from support.processes import PATIENCE_S, until
 
 # Longer than a test waits: what comes, comes for another reason.
@@ -57,18 +58,22 @@ class Office:
         return make_request(name, Witness(), now=self.clock(), **given)
 
     def restore(self, models: str = "m") -> int:
-        return self.tasks.restore(frozenset(models), lambda tier, now: now + TARGETS_S[tier])
+        restored = self.tasks.restore(frozenset(models), lambda tier, now: now + TARGETS_S[tier])
+        self.tasks.send_restored()
+        return restored
 
     async def submit(self, name: str = "t1", **options: Any) -> Request:
         request = self.request(name, **options)
         assert await told(lambda done: self.tasks.submit(request, done)) is None
         return request
 
-    async def look(self, name: str = "t1", wait_s: float = 0.0, *, forget: bool = False) -> Any:
-        return await told(lambda done: self.tasks.look(name, wait_s, forget, done))
+    async def look(
+        self, name: str = "t1", wait_s: float = 0.0, *, forget: bool = False, caller: Caller = ANYBODY
+    ) -> Any:
+        return await told(lambda done: self.tasks.look(caller, name, wait_s, forget, done))
 
-    async def delete(self, name: str = "t1") -> Any:
-        return await told(lambda done: self.tasks.delete(name, done))
+    async def delete(self, name: str = "t1", caller: Caller = ANYBODY) -> Any:
+        return await told(lambda done: self.tasks.delete(caller, name, done))
 
     def take(self, count: int = 64) -> list[Request]:
         (lane,) = self.broker.lanes("m")
@@ -137,7 +142,7 @@ async def test_a_journal_that_fails_accepts_no_task() -> None:
 async def test_a_result_is_told_only_when_it_is_safe(office: Office) -> None:
     request = await office.submit()
     answers: list[StoredTask | CarpoolError] = []
-    office.tasks.look("t1", NEVER_S, False, answers.append)
+    office.tasks.look(ANYBODY, "t1", NEVER_S, False, answers.append)
     office.take()
     office.broker.settle(request, make_output(b'"out"'))
     assert answers == []
@@ -233,7 +238,7 @@ async def test_a_result_that_nobody_was_there_to_read_is_not_forgotten(office: O
         read.set()
         return False
 
-    office.tasks.look("t1", 0.0, True, gone)
+    office.tasks.look(ANYBODY, "t1", 0.0, True, gone)
     await read.wait()
     assert (await office.look(forget=True)).output == b"1"
     assert isinstance(await office.look(forget=True), UnknownTask)
@@ -249,7 +254,7 @@ async def test_tasks_leave_room_for_those_who_wait_on_the_line(office: Office) -
 async def test_a_poller_who_left_is_not_told(office: Office) -> None:
     request = await office.submit()
     answers: list[Any] = []
-    poll = office.tasks.look("t1", NEVER_S, False, answers.append)
+    poll = office.tasks.look(ANYBODY, "t1", NEVER_S, False, answers.append)
     assert isinstance(poll, Poll)
     office.tasks.leave(poll)
     office.tasks.leave(poll)  # once is enough, twice is no harm
@@ -262,7 +267,7 @@ async def test_a_poller_who_left_is_not_told(office: Office) -> None:
 async def test_a_poller_may_leave_after_its_answer(office: Office) -> None:
     await office.submit()
     answers: list[Any] = []
-    poll = office.tasks.look("t1", 0.001, False, answers.append)
+    poll = office.tasks.look(ANYBODY, "t1", 0.001, False, answers.append)
     await until(lambda: bool(answers))
     office.tasks.leave(poll)
     assert len(answers) == 1
@@ -443,4 +448,39 @@ async def test_what_was_accepted_comes_in_over_the_bounds(tmp_path: Path) -> Non
     assert office.restore() == 9
     assert office.broker.depth == 9
     assert isinstance(office.broker.submit(office.request("new")), QueueFull)
+    await office.journal.close()
+
+
+# Whose task it is
+
+
+MINE = Caller("me", 0, is_anonymous=False)
+THEIRS = Caller("owner", 0, is_anonymous=False)
+
+
+async def test_somebody_elses_task_is_not_there(office: Office) -> None:
+    request = await office.submit()
+    assert isinstance(await office.look(caller=MINE), UnknownTask)
+    assert isinstance(await office.look(caller=MINE, wait_s=NEVER_S), UnknownTask)  # at once
+    assert isinstance(await office.delete(caller=MINE), UnknownTask)
+    assert (await office.look(caller=THEIRS)).status == "PENDING"
+    await office.finish(request, make_output(b"1"))
+    assert isinstance(await office.look(caller=MINE, forget=True), UnknownTask)
+    assert isinstance(await office.delete(caller=MINE), UnknownTask)
+    assert (await office.look(caller=THEIRS)).output == b"1"
+    assert await office.delete(caller=THEIRS) is None
+    assert isinstance(await office.look(caller=THEIRS), UnknownTask)
+
+
+async def test_what_was_restored_waits_until_it_is_let_go(tmp_path: Path) -> None:
+    office = Office(tmp_path / "journal.db")
+    await office.submit()
+    await office.submit("t2")
+    await office.journal.close()
+    office = Office(tmp_path / "journal.db")
+    assert office.tasks.restore(frozenset("m"), lambda tier, now: now) == 2
+    assert list(office.broker.lanes("m")) == []
+    assert await office.delete("t2") is None
+    office.tasks.send_restored()
+    assert [request.id for request in office.take()] == ["t1"]
     await office.journal.close()

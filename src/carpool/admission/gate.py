@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from carpool.admission.owners import Owners
 from carpool.core.errors import CarpoolError, Draining, UpstreamDown
-from carpool.core.ports import Availability, Caller, Intake, Peer, TaskBoard
+from carpool.core.ports import Availability, Caller, Peer, RequestQueue, TaskBoard
 from carpool.core.request import Request
 
 
@@ -17,7 +17,7 @@ class Gate:
 
     def __init__(
         self,
-        broker: Intake,
+        broker: RequestQueue,
         tasks: TaskBoard,
         upstreams: Mapping[str, Availability],
         lowest_tier: int,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from carpool.core.errors import CarpoolError, UnknownTask
+from carpool.core.ports import Caller
 from carpool.core.task import StoredTask
 
 # Returns False if nobody was there to read it.
@@ -15,6 +16,7 @@ Answer = Callable[[StoredTask | CarpoolError], bool | None]
 class Poll(msgspec.Struct, eq=False):
     """Somebody who wants to know what became of a task."""
 
+    caller: Caller
     task_id: str
     answer: Answer
     forget: bool
@@ -22,14 +24,20 @@ class Poll(msgspec.Struct, eq=False):
     timer: asyncio.TimerHandle | None = None
     has_left: bool = False
 
-    def tell(self, found: StoredTask | CarpoolError | None, forget: Callable[[], object]) -> None:
+    def tell(self, found: StoredTask | CarpoolError | None, forget: Callable[[], object] = lambda: None) -> None:
         """Answer with what was found; `forget` is called if the task is to be forgotten with that."""
         if self.has_left:
             return
-        was_read = self.answer(no_such_task() if found is None else found) is not False
+        if found is None or self.is_hidden(found):
+            found = no_such_task()
+        was_read = self.answer(found) is not False
         # Only now: a reader that hung up meanwhile must be able to come back for it.
         if self.forget and was_read and isinstance(found, StoredTask) and found.status != "PENDING":
             forget()
+
+    def is_hidden(self, found: object) -> bool:
+        """Whether that is a task of somebody else."""
+        return isinstance(found, StoredTask) and not self.caller.may_see(found.owner)
 
 
 class Polls:

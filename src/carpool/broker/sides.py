@@ -8,14 +8,14 @@ from typing import Literal, Protocol
 from carpool.broker.parking import Parking
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Outcome
-from carpool.core.ports import Intake
+from carpool.core.ports import RequestQueue
 from carpool.core.request import Request
 
 # How requests are served now: by batchers, by this process itself, or not at all.
 Mode = Literal["redis", "direct", "down"]
 
 
-class GatewaySide(Intake, Protocol):
+class GatewaySide(RequestQueue, Protocol):
     """Takes requests from clients, and gives them the outcomes that come from batchers."""
 
     mode: Mode

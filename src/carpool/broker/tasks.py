@@ -20,8 +20,9 @@ from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import is_dead_letter
 from carpool.core.errors import CarpoolError, ClientLeft, Draining, QueueFull, UnknownModel, UnknownTask
 from carpool.core.outcome import Outcome
+from carpool.core.ports import Caller
 from carpool.core.problem import code_of, problem_json
-from carpool.core.request import Request, RequestState, state_of
+from carpool.core.request import ADMITTED, Request, RequestState, state_of
 from carpool.core.task import StoredTask
 
 
@@ -51,6 +52,7 @@ class Tasks:
         self._waiting_max = waiting_max
         self._clock = clock
         self._live: dict[str, LiveTask] = {}
+        self._restored: list[Request] = []
         self._polls = Polls(self._waited_enough)
         # While true, accepted tasks go to the journal alone: the next process runs them.
         self.draining = False
@@ -59,9 +61,9 @@ class Tasks:
         return f"<Tasks live={len(self._live)}>"
 
     def restore(self, models: frozenset[str], place_of: Callable[[int, float], float]) -> int:
-        """Queue what the journal kept of an earlier process; returns how many."""
-        now, uptime = self._clock(), self._journal.now()
+        """Take up what the journal kept of an earlier process, for `send_restored` to queue; returns how many."""
         count = 0
+        now, uptime = self._clock(), self._journal.now()
         for record in self._journal.pending():
             count += 1
             request = Request(
@@ -91,8 +93,15 @@ class Tasks:
             if fault is not None:
                 self._broker.settle(request, fault)
             else:
-                self._broker.enqueue(request)
+                self._restored.append(request)
         return count
+
+    def send_restored(self) -> None:
+        """Queue them, now that this process has its ports: without, it would leave again with work under way."""
+        restored, self._restored = self._restored, []
+        for request in restored:
+            if request.phase == ADMITTED:  # else it was deleted meanwhile
+                self._broker.enqueue(request)
 
     def submit(
         self,
@@ -154,14 +163,14 @@ class Tasks:
             result = TaskResult("SUCCESS", bytes(outcome.value), None, time.time())
         self._journal.finish(request.id, result, lambda _: self._finished(request.id), dead_letter)
 
-    def look(self, task_id: str, wait_s: float, forget: bool, answer: Answer) -> Poll:
+    def look(self, caller: Caller, task_id: str, wait_s: float, forget: bool, answer: Answer) -> Poll:
         """Answer with the task's state: at once, or as soon as it has an outcome but not later than `wait_s`."""
-        poll = Poll(task_id, answer, forget)
+        poll = Poll(caller, task_id, answer, forget)
         task = self._live.get(task_id)
         if task is None:
             self._read(poll)
-        elif wait_s <= 0 or self.draining:
-            answer(self._pending(task))
+        elif wait_s <= 0 or self.draining or not caller.may_see(task.request.owner):
+            poll.tell(self._pending(task))
         else:
             self._polls.wait(poll, wait_s)
         return poll
@@ -187,11 +196,26 @@ class Tasks:
         """Whoever waited has left."""
         self._polls.leave(poll)
 
-    def delete(self, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
+    def delete(self, caller: Caller, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
         """Cancel a waiting task, discard the result of a running one, forget a finished one.
 
         Only when the journal has let it go: if that fails the task is still accepted, and comes to its outcome.
         """
+
+        def found(stored: StoredTask | CarpoolError | None) -> None:
+            if isinstance(stored, CarpoolError):
+                done(stored)
+            elif stored is None or not caller.may_see(stored.owner):
+                done(no_such_task())
+            else:
+                self._delete(task_id, done)
+
+        if caller.is_anonymous:
+            self._delete(task_id, done)
+        else:
+            self._journal.read(task_id, found)  # a task never changes hands
+
+    def _delete(self, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
 
         def deleted(found: bool | CarpoolError) -> None:
             if isinstance(found, CarpoolError):
@@ -225,11 +249,11 @@ class Tasks:
         self._journal.read(poll.task_id, found)
 
     def _waited_enough(self, poll: Poll) -> None:
-        poll.answer(self._pending(self._live[poll.task_id]))
+        poll.tell(self._pending(self._live[poll.task_id]))
 
     def _answer_polls(self, task_id: str, answer: StoredTask | CarpoolError) -> None:
         for poll in self._polls.take(task_id):
-            poll.answer(answer)
+            poll.tell(answer)
 
     def _pending(self, task: LiveTask) -> StoredTask:
         return StoredTask(task.request.id, task.request.owner, "PENDING", None, None, task.submitted_wall)

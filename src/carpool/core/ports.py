@@ -50,7 +50,7 @@ class Outcomes(Protocol):
         ...
 
 
-class Intake(Protocol):
+class RequestQueue(Protocol):
     """The broker as the face and admission see it."""
 
     def submit(self, request: Request) -> CarpoolError | None:
@@ -70,7 +70,7 @@ class Returns(Outcomes, Protocol):
         ...
 
 
-class Broker(Intake, Outcomes, Protocol):
+class Broker(RequestQueue, Outcomes, Protocol):
     """Keeps what was admitted until it has an outcome."""
 
     def lanes(self, model: str) -> Iterable[LaneQueue]:
@@ -205,11 +205,17 @@ class TaskBoard(Protocol):
         ...
 
     def look(
-        self, task_id: str, wait_s: float, forget: bool, answer: Callable[[StoredTask | CarpoolError], bool | None]
+        self,
+        caller: "Caller",
+        task_id: str,
+        wait_s: float,
+        forget: bool,
+        answer: Callable[[StoredTask | CarpoolError], bool | None],
     ) -> object:
         """Answer with the task's state, now or when it has an outcome within `wait_s`; returns a ticket for `leave`.
 
-        `answer` returns False if nobody was there to read it: with `forget`, a finished task is then kept.
+        `answer` returns False if nobody was there to read it: with `forget`, a finished task is then kept. To a caller
+        who may not see it, it is not there.
         """
         ...
 
@@ -217,8 +223,8 @@ class TaskBoard(Protocol):
         """Whoever called `look` does not wait any more."""
         ...
 
-    def delete(self, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
-        """Cancel, discard or forget a task."""
+    def delete(self, caller: "Caller", task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
+        """Cancel, discard or forget a task; to a caller who may not see it, it is not there."""
         ...
 
 
@@ -227,6 +233,12 @@ class Caller(msgspec.Struct, frozen=True):
 
     owner: str
     tier: int
+    # Without a credential: then whoever knows the id of a task may see it, for addresses change and are shared.
+    is_anonymous: bool = True
+
+    def may_see(self, owner: str) -> bool:
+        """Whether this caller may know of a task of that owner."""
+        return self.is_anonymous or owner == self.owner
 
 
 class Peer(msgspec.Struct, eq=False):

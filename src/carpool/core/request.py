@@ -65,6 +65,8 @@ class Request(msgspec.Struct, eq=False):
     is_task: bool = False
     # Whom it counts for, in at most 64 ASCII characters; "" if that is not known. Admission says so.
     owner: str = ""
+    # What the client calls itself, for people who look for its requests; "" if it does not say.
+    client_id: str = ""
     # Its owner is an offender: it rides with offenders only. Kept by the broker.
     is_apart: bool = False
     phase: int = ADMITTED

@@ -19,8 +19,10 @@ from typing import Any
 import msgspec
 
 from carpool.core.clock import monotonic
+from carpool.face.http.connection import Connection
 from carpool.face.http.exchange import Exchange
-from carpool.face.http.server import HttpLimits, HttpServer
+from carpool.face.http.server import HttpServer
+from carpool.face.http.state import HttpLimits
 from carpool.upstream.endpoint import Answer
 from carpool.upstream.simulated import (
     GpuStats,
@@ -95,7 +97,8 @@ class GpuServer:
 
 
 def _reset(exchange: Exchange) -> None:
-    transport = exchange.connection.transport
+    assert isinstance(exchange.sink, Connection)
+    transport = exchange.sink.transport
     if transport is not None:
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         transport.abort()

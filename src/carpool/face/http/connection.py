@@ -19,12 +19,14 @@ Rules, each with a test:
 8. Nothing is written after the last response, and what a client sends after its last request is thrown away.
 9. Memory is counted or bounded: bodies of which not all has come, and those in the backlog, count against the
    server's `receiving_bytes_max`; headers, trailers and chunk framing may have `header_bytes_max` and one read.
+10. A response may come in parts. They leave as they come once those before it have left; until then, and while the
+   client does not keep up, its writer is told to wait (`write` is false) and is called when there is room again.
 """
 
 import asyncio
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import httptools
 
@@ -40,11 +42,9 @@ from carpool.core.errors import (
     TooLarge,
 )
 from carpool.core.ports import Peer
-from carpool.face.http.exchange import Exchange
+from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.problem import respond_problem
-
-if TYPE_CHECKING:
-    from carpool.face.http.server import HttpServer
+from carpool.face.http.state import HttpState
 
 logger = logging.getLogger("carpool.http")
 
@@ -53,6 +53,8 @@ ONLY_ONCE = frozenset((b"host", b"authorization", b"content-type", b"content-len
 BACKLOG_ENTRY_BYTES = 1024
 # A client with less than this unread is never cut off for what others leave unread.
 UNREAD_BYTES_MIN = 256 * 1024
+# So much of a response in parts may wait for its turn before its writer is told to wait.
+UNSENT_PARTS_MAX = 64 * 1024
 # How long a connection that was refused is still read from and thrown away (rule 4).
 LINGER_S = 1.0
 
@@ -77,12 +79,12 @@ class Connection(asyncio.Protocol):
         "bytes_out",
         "close_gently",
         "continue_owed",
-        "drained_then",
         "framing_bytes",
         "headers",
         "headers_done",
         "idle_since",
         "input_ended",
+        "is_http_1_0",
         "keep_alive",
         "known_heads",
         "limits",
@@ -94,20 +96,21 @@ class Connection(asyncio.Protocol):
         "pending",
         "pumping",
         "read_size",
+        "read_then",
         "reading_paused",
         "receiving_since",
-        "server",
         "stalled_since",
+        "state",
         "target",
         "transport",
         "unfinished_reads",
         "writing_paused",
     )
 
-    def __init__(self, server: "HttpServer") -> None:
-        self.server = server
-        self.limits = server.limits
-        self.known_heads = server.known_heads
+    def __init__(self, state: HttpState) -> None:
+        self.state = state
+        self.limits = state.limits
+        self.known_heads = state.known_heads
         self.transport: asyncio.Transport | None = None
         self.peer = Peer()
         self.parser = httptools.HttpRequestParser(self)
@@ -126,6 +129,7 @@ class Connection(asyncio.Protocol):
         self.framing_bytes = 0
         self.headers_done = False
         self.keep_alive = True
+        self.is_http_1_0 = False
         self.body = b""
         # A body that came in more than one part; the server counts its bytes.
         self.body_buffer: bytearray | None = None
@@ -133,7 +137,7 @@ class Connection(asyncio.Protocol):
         self.body_bytes_then = 0
         # 0.0 when no message is partly received.
         self.receiving_since = 0.0
-        self.idle_since = server.coarse_now
+        self.idle_since = state.coarse_now
         self.reading_paused = False
         self.writing_paused = False
         self.pumping = False
@@ -146,7 +150,7 @@ class Connection(asyncio.Protocol):
         # For the sweep: bytes handed to the transport, and its last sight of a buffer that does not empty.
         self.bytes_out = 0
         self.stalled_since = 0.0
-        self.drained_then = 0
+        self.read_then = 0
 
     # asyncio.Protocol
 
@@ -154,7 +158,8 @@ class Connection(asyncio.Protocol):
         """Take the place of one connection, or be refused for want of places."""
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are of no asyncio class
         self.peer.address = address_of(transport)
-        if not self.server.add(self):
+        self.state.connections.add(self)
+        if len(self.state.connections) > self.limits.connections_max:
             self.refuse(QueueFull("too many connections are open; try again soon", retry_after_s=1))
 
     def data_received(self, data: bytes) -> None:
@@ -200,12 +205,13 @@ class Connection(asyncio.Protocol):
         self.input_ended = True
         del self.parser  # it refers back to here, and the collector that would free both runs rarely
         self.drop_body()
-        self.server.remove(self)
+        self.state.connections.discard(self)
         while self.backlog:
             self.next_in_backlog()
         abandoned, self.pending = self.pending, deque()
         for exchange in abandoned:
-            if exchange.response is None and exchange.when_client_leaves is not None:
+            is_unanswered = exchange.response is None or exchange.is_unfinished
+            if is_unanswered and exchange.when_client_leaves is not None:
                 exchange.when_client_leaves(exchange)
 
     def pause_writing(self) -> None:
@@ -216,13 +222,15 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """The client has read on."""
         self.writing_paused = False
+        if self.pending and self.pending[0].is_unfinished and self.pending[0].when_writable is not None:
+            self.pending[0].when_writable(self.pending[0])
         self.pump()
 
     # httptools' callbacks
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
-        self.receiving_since = self.server.coarse_now
+        self.receiving_since = self.state.coarse_now
         self.target = b""
         self.pairs = []
         self.headers_done = False
@@ -257,6 +265,7 @@ class Connection(asyncio.Protocol):
             self.join_repeated(pairs)
             headers = self.headers
         keep_alive = self.keep_alive = self.parser.should_keep_alive()
+        self.is_http_1_0 = False
         # Asking for the version is slow; every request that is not plain HTTP/1.1 has one of these marks.
         if not keep_alive or b"host" not in headers or b"connection" in headers:
             self.check_version()
@@ -279,8 +288,8 @@ class Connection(asyncio.Protocol):
         if self.body_buffer is None:
             self.keep_body()
         cast(bytearray, self.body_buffer).extend(part)
-        self.server.receiving_bytes += len(part)
-        if self.server.receiving_bytes > self.limits.receiving_bytes_max:
+        self.state.receiving_bytes += len(part)
+        if self.state.receiving_bytes > self.limits.receiving_bytes_max:
             raise RefusedError(self.too_many_bodies())
 
     def on_message_complete(self) -> None:
@@ -293,9 +302,10 @@ class Connection(asyncio.Protocol):
         self.messages += 1
         if self.body_buffer is not None:
             self.body = bytes(self.body_buffer)
-            self.server.receiving_bytes -= len(self.body)
+            self.state.receiving_bytes -= len(self.body)
             self.body_buffer = None
         exchange = Exchange(self, parser.get_method(), self.target, self.headers, self.body, self.keep_alive)
+        exchange.is_http_1_0 = self.is_http_1_0
         self.body = b""
         if not self.keep_alive:
             self.input_ended = True
@@ -306,9 +316,9 @@ class Connection(asyncio.Protocol):
     def accept(self, exchange: Exchange) -> None:
         """Hand a whole request to the routes, or keep it until there is room (rule 2)."""
         pending = self.pending
-        server = self.server
-        if len(pending) >= self.limits.pipeline_max or self.backlog or self.writing_paused or server.draining:
-            server.receiving_bytes += len(exchange.body) + BACKLOG_ENTRY_BYTES
+        state = self.state
+        if len(pending) >= self.limits.pipeline_max or self.backlog or self.writing_paused or state.draining:
+            state.receiving_bytes += len(exchange.body) + BACKLOG_ENTRY_BYTES
             self.backlog.append(exchange)
             self.pause_reading()
             return
@@ -318,7 +328,7 @@ class Connection(asyncio.Protocol):
     def handle(self, exchange: Exchange) -> None:
         """Give one request to the routes; a defect there costs this request alone."""
         try:
-            self.server.handler(exchange)
+            self.state.handler(exchange)
         except Exception:
             logger.exception("a route failed on a request")
             if exchange.response is None:
@@ -342,7 +352,7 @@ class Connection(asyncio.Protocol):
             if self.framing_bytes > self.limits.header_bytes_max:
                 self.refuse(self.headers_too_large())
                 return
-        if self.server.receiving_bytes > self.limits.receiving_bytes_max:
+        if self.state.receiving_bytes > self.limits.receiving_bytes_max:
             self.refuse(self.too_many_bodies())
         else:
             self.pump()
@@ -379,7 +389,7 @@ class Connection(asyncio.Protocol):
         self.drop_body()
         refused = Exchange(self, b"", b"", {}, b"", False)
         if self.backlog:
-            self.server.receiving_bytes += BACKLOG_ENTRY_BYTES
+            self.state.receiving_bytes += BACKLOG_ENTRY_BYTES
             self.backlog.append(refused)
         else:
             self.pending.append(refused)
@@ -391,7 +401,67 @@ class Connection(asyncio.Protocol):
             ReceiveTimeout(f"the request did not arrive within {self.limits.receive_timeout_s:g} s; send it faster")
         )
 
-    # Responses
+    # Responses (Sink)
+
+    def respond(self, exchange: Exchange, status: int, body: bytes, content_type: bytes, headers: bytes) -> None:
+        """Take a whole response."""
+        state = self.state
+        if state.draining or not exchange.keep_alive or b"connection" in exchange.headers:
+            headers += self.connection_line(exchange)
+        if status == 204:
+            exchange.response = b"%b%b\r\n" % (state.head(204, b""), headers)
+        else:
+            head = state.head_ok if status == 200 and content_type is JSON else state.head(status, content_type)
+            sent = b"" if exchange.method == b"HEAD" else body
+            exchange.response = b"%b%bContent-Length: %d\r\n\r\n%b" % (head, headers, len(body), sent)
+        self.flush()
+
+    def begin(self, exchange: Exchange, status: int, content_type: bytes, headers: bytes) -> None:
+        """Take the head of a response that comes in parts; to HTTP/1.0 the end of the connection is its end."""
+        if exchange.is_http_1_0:
+            exchange.keep_alive = False
+        else:
+            headers += b"Transfer-Encoding: chunked\r\n"
+        headers += self.connection_line(exchange)
+        exchange.response = b"%b%b\r\n" % (self.state.head(status, content_type), headers)
+        exchange.is_unfinished = True
+        self.flush()
+
+    def write(self, exchange: Exchange, part: bytes) -> bool:
+        """Take a part of its body; it waits here while responses before it have not left (rule 10)."""
+        if part and exchange.method != b"HEAD":  # an empty chunk would be the end
+            chunk = part if exchange.is_http_1_0 else b"%x\r\n%b\r\n" % (len(part), part)
+            exchange.response = (exchange.response or b"") + chunk
+            self.flush()
+        return self.may_write(exchange)
+
+    def end(self, exchange: Exchange) -> None:
+        """That was the last part."""
+        last = b"" if exchange.is_http_1_0 or exchange.method == b"HEAD" else b"0\r\n\r\n"
+        exchange.response = (exchange.response or b"") + last
+        exchange.is_unfinished = False
+        self.flush()
+
+    def may_write(self, exchange: Exchange) -> bool:
+        """Whether there is room for more of an unfinished response."""
+        return not self.writing_paused and len(exchange.response or b"") < UNSENT_PARTS_MAX
+
+    def is_gone(self) -> bool:
+        """Whether nobody is there to read any more."""
+        return self.transport is None
+
+    def count_problem(self, code: str) -> None:
+        """One more response is an error."""
+        self.state.count_problem(code)
+
+    def connection_line(self, exchange: Exchange) -> bytes:
+        """What a response says of the connection: that it ends, or to whoever asked that it does not."""
+        if self.state.draining and exchange.keep_alive:
+            exchange.keep_alive = not self.make_last(exchange)
+        if not exchange.keep_alive:
+            return b"Connection: close\r\n"
+        # An HTTP/1.0 client that asked to stay is told so; to an HTTP/1.1 client it is no news.
+        return b"Connection: keep-alive\r\n" if b"connection" in exchange.headers else b""
 
     def flush(self) -> None:
         """Write the responses whose turn it is (rule 1), then go on with what waited for room."""
@@ -400,7 +470,11 @@ class Connection(asyncio.Protocol):
         if transport is None:
             return
         while pending and (response := pending[0].response) is not None:
-            exchange = pending.popleft()
+            exchange = pending[0]
+            if exchange.is_unfinished:
+                self.write_part(transport, exchange, response)
+                return
+            pending.popleft()
             self.bytes_out += len(response)
             transport.write(response)
             if self.writing_paused and self.reads_too_little(transport, len(response)):
@@ -410,16 +484,29 @@ class Connection(asyncio.Protocol):
                 self.finish_output(transport)
                 return
         if not pending:
-            self.idle_since = self.server.coarse_now
+            self.idle_since = self.state.coarse_now
             if self.continue_owed and not self.backlog:
                 self.send_continue()
         if self.backlog or self.reading_paused:
             self.pump()
 
+    def write_part(self, transport: asyncio.Transport, exchange: Exchange, part: bytes) -> None:
+        """It is the turn of a response of which more is to come (rule 10)."""
+        if not part:
+            return
+        exchange.response = b""
+        self.bytes_out += len(part)
+        transport.write(part)
+        if self.writing_paused:
+            if self.reads_too_little(transport, len(part)):
+                transport.abort()
+        elif len(part) >= UNSENT_PARTS_MAX and exchange.when_writable is not None:
+            exchange.when_writable(exchange)
+
     def reads_too_little(self, transport: asyncio.Transport, size: int) -> bool:
         """Whether more than may be is left unread over all connections, a good part of it by this client (rule 3)."""
-        self.server.unread_bytes += size
-        if self.server.unread_bytes <= self.limits.unread_bytes_max:
+        self.state.unread_bytes += size
+        if self.state.unread_bytes <= self.limits.unread_bytes_max:
             return False
         return transport.get_write_buffer_size() >= UNREAD_BYTES_MIN
 
@@ -444,7 +531,7 @@ class Connection(asyncio.Protocol):
     def next_in_backlog(self) -> Exchange:
         """Take the oldest request of the backlog; the server no longer counts its body."""
         exchange = self.backlog.popleft()
-        self.server.receiving_bytes -= len(exchange.body) + BACKLOG_ENTRY_BYTES
+        self.state.receiving_bytes -= len(exchange.body) + BACKLOG_ENTRY_BYTES
         return exchange
 
     def pause_reading(self) -> None:
@@ -457,14 +544,14 @@ class Connection(asyncio.Protocol):
         """Read on; the time in which we did not read is not the client's."""
         self.reading_paused = False
         if self.receiving_since:
-            self.receiving_since = self.server.coarse_now
+            self.receiving_since = self.state.coarse_now
         if not transport.is_closing():
             transport.resume_reading()
 
     def send_continue(self) -> None:
         """Permit the client to send its body."""
         self.continue_owed = False
-        self.receiving_since = self.server.coarse_now
+        self.receiving_since = self.state.coarse_now
         if self.transport is not None:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -473,7 +560,7 @@ class Connection(asyncio.Protocol):
         if not self.close_gently:
             transport.close()
             return
-        self.linger_until = self.server.coarse_now + LINGER_S
+        self.linger_until = self.state.coarse_now + LINGER_S
         if transport.can_write_eof():
             transport.write_eof()
         if self.reading_paused:
@@ -505,6 +592,7 @@ class Connection(asyncio.Protocol):
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             raise RefusedError(version_not_supported())
+        self.is_http_1_0 = version == "1.0"
         if version == "1.1" and b"host" not in self.headers:
             raise RefusedError(Malformed("an HTTP/1.1 request needs a Host header"))
         if version == "1.0" and b"transfer-encoding" in self.headers:
@@ -530,13 +618,13 @@ class Connection(asyncio.Protocol):
     def keep_body(self) -> None:
         """More of the body is to come: let the server count what is here."""
         self.body_buffer = bytearray(self.body)
-        self.server.receiving_bytes += len(self.body)
+        self.state.receiving_bytes += len(self.body)
 
     def drop_body(self) -> None:
         """Forget a body of which not all has come."""
         self.body = b""
         if self.body_buffer is not None:
-            self.server.receiving_bytes -= len(self.body_buffer)
+            self.state.receiving_bytes -= len(self.body_buffer)
             self.body_buffer = None
 
     def too_many_bodies(self) -> CarpoolError:

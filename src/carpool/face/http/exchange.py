@@ -1,12 +1,11 @@
 """One request and its response on one connection: what the routes see of HTTP."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
-if TYPE_CHECKING:
-    from carpool.face.http.connection import Connection
+from carpool.core.ports import Peer
 
 JSON = b"application/json"
 
@@ -34,10 +33,45 @@ REASONS = {
 }
 
 
-class Exchange(msgspec.Struct, eq=False):
-    """One received request, and the way to answer it. Answers may come in any order; they leave in order."""
+class Sink(Protocol):
+    """Where answers go: what exchanges, and so routes, see of their connection."""
 
-    connection: "Connection"
+    # The other end.
+    peer: Peer
+
+    def respond(self, exchange: "Exchange", status: int, body: bytes, content_type: bytes, headers: bytes) -> None:
+        """Take a whole answer."""
+        ...
+
+    def begin(self, exchange: "Exchange", status: int, content_type: bytes, headers: bytes) -> None:
+        """Take the start of an answer that comes in parts."""
+        ...
+
+    def write(self, exchange: "Exchange", part: bytes) -> bool:
+        """Take a part of it; false if the writer is to wait for `when_writable`."""
+        ...
+
+    def end(self, exchange: "Exchange") -> None:
+        """That was the last part."""
+        ...
+
+    def is_gone(self) -> bool:
+        """Whether nobody is there to read any more."""
+        ...
+
+    def count_problem(self, code: str) -> None:
+        """One more answer is an error."""
+        ...
+
+
+class Exchange(msgspec.Struct, eq=False):
+    """One received request, and the way to answer it. Answers may come in any order; they leave in order.
+
+    It is answered once: with `respond`, or with `begin`, any number of `write` and `end`. Both do nothing if the client
+    has left.
+    """
+
+    sink: Sink
     method: bytes
     # As the client sent it, without scheme and authority: path and query.
     target: bytes
@@ -45,27 +79,29 @@ class Exchange(msgspec.Struct, eq=False):
     headers: dict[bytes, bytes]
     body: bytes
     keep_alive: bool
-    # The whole response once it is known; it leaves when those before it on the connection have left.
+    # What is known of the response and has not left yet; it leaves when those before it on the connection have left.
     response: bytes | None = None
     # What the route keeps for this exchange (for an inference: the Request), and whom to tell if the client leaves.
     context: Any = None
     when_client_leaves: Callable[["Exchange"], None] | None = None
+    # While true, more of the response is to come. `when_writable` is called when the client has read what there was.
+    is_unfinished: bool = False
+    when_writable: Callable[["Exchange"], None] | None = None
+    # The client knows no chunks: the end of a response in parts is the end of the connection.
+    is_http_1_0: bool = False
 
     def respond(self, status: int, body: bytes, content_type: bytes = JSON, headers: bytes = b"") -> None:
-        """Answer once; `headers` are extra header lines, each with its line end. Does nothing if the client left."""
-        connection = self.connection
-        server = connection.server
-        if server.draining and self.keep_alive:
-            self.keep_alive = not connection.make_last(self)
-        if not self.keep_alive:
-            headers += b"Connection: close\r\n"
-        elif b"connection" in self.headers:
-            # An HTTP/1.0 client that asked to stay is told so; to an HTTP/1.1 client it is no news.
-            headers += b"Connection: keep-alive\r\n"
-        if status == 204:
-            self.response = b"%b%b\r\n" % (server.head(204, b""), headers)
-        else:
-            head = server.head_ok if status == 200 and content_type is JSON else server.head(status, content_type)
-            sent = b"" if self.method == b"HEAD" else body
-            self.response = b"%b%bContent-Length: %d\r\n\r\n%b" % (head, headers, len(body), sent)
-        connection.flush()
+        """Answer at once; `headers` are extra header lines, each with its line end."""
+        self.sink.respond(self, status, body, content_type, headers)
+
+    def begin(self, status: int, content_type: bytes, headers: bytes = b"") -> None:
+        """Answer in parts, of which this is the head."""
+        self.sink.begin(self, status, content_type, headers)
+
+    def write(self, part: bytes) -> bool:
+        """One more part of the body. False: write the next one when `when_writable` is called, for much is unread."""
+        return self.sink.write(self, part)
+
+    def end(self) -> None:
+        """The body is complete."""
+        self.sink.end(self)

@@ -1,29 +1,19 @@
-"""The routes for clients: inference, predict, tasks.
+"""The routes for clients: inference, predict, tasks. They only translate; `face/intake.py` does the rest.
 
-The hot path is `inference` → `Gate.admit` … `ParkedReplies.settled`. For each request it makes one Request and one
+The hot path is `inference` → `Intake.ask` … `ParkedReplies.settled`. For each request it makes one Request and one
 Exchange, and no task, future, timer, lock or log line.
 """
 
 import re
-import secrets
 from collections.abc import Callable
 from datetime import UTC, datetime
-from itertools import count
 
 import msgspec
 
-from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import (
-    CarpoolError,
-    ClientLeft,
-    Malformed,
-    TooLarge,
-    UnknownModel,
-    UnsupportedMedia,
-)
+from carpool.core.errors import CarpoolError, ClientLeft, Malformed, TooLarge, UnsupportedMedia
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import Admission, Intake, TaskBoard
-from carpool.core.request import Request
+from carpool.core.ports import Caller
+from carpool.core.request import DONE, Request
 from carpool.core.task import StoredTask
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.ids import echo_line, request_id
@@ -37,35 +27,16 @@ from carpool.face.http.wire import (
     decode_predict,
     predict_json,
 )
+from carpool.face.intake import Intake, ServedModel
 
 TASK_ID = re.compile(r"[0-9a-f]{32}\Z").match
-# How many of the last requests can be asked for at /internal/requests/{id}; a power of two.
-RECENT_KEPT = 8192
-RECENT_MASK = RECENT_KEPT - 1
 NO_HEADERS: dict[bytes, bytes] = {}
 
 
-class ServedModel(msgspec.Struct, frozen=True):
-    """What the face must know of a model."""
+class HttpFaceSettings(msgspec.Struct, frozen=True):
+    """What these routes must know of the configuration."""
 
-    name: str
-    body_bytes_max: int
-    # Binary input as the JSON value that the model's protocol has for it.
-    binary_input: Callable[[bytes], bytes]
-    # For protocols that look into inputs before they are admitted: raises Malformed.
-    prepare: Callable[[Request], None] | None = None
-
-
-class FaceSettings(msgspec.Struct, frozen=True):
-    """What the face must know of the configuration."""
-
-    default_model: str
     default_mode: str
-    # Seconds to add to the arrival for a place in the order, by tier.
-    tier_target_s: tuple[float, ...]
-    queue_timeout_s: float
-    total_timeout_s: float
-    task_timeout_s: float
     wait_ms_max: int
     forget_after_read: bool
 
@@ -89,29 +60,12 @@ class ParkedReplies:
 class GatewayRoutes:
     """Serves clients."""
 
-    def __init__(
-        self,
-        gate: Admission,
-        broker: Intake,
-        tasks: TaskBoard,
-        models: dict[str, ServedModel],
-        settings: FaceSettings,
-        openapi: bytes,
-        clock: Clock = monotonic,
-    ) -> None:
-        self._gate = gate
-        self._broker = broker
-        self._tasks = tasks
-        self._models = models
-        self._default_model = models[settings.default_model]
+    def __init__(self, intake: Intake, settings: HttpFaceSettings, openapi: bytes) -> None:
+        self._intake = intake
         self._settings = settings
         self._openapi = openapi
-        self._clock = clock
         self._inference_replies = ParkedReplies(InferenceAnswers())
         self._predict_replies = ParkedReplies(predict_json)
-        self._numbers = count()
-        # The last requests in a ring, found by scanning it: only a person who looks for one pays.
-        self._recent: list[Request | None] = [None] * RECENT_KEPT
         self.router = Router()
         self.router.add(b"POST", b"/v1/inference", self.inference)
         self.router.add(b"POST", b"/v1/predict", self.predict)
@@ -122,13 +76,14 @@ class GatewayRoutes:
     def inference(self, exchange: Exchange, _: str) -> None:
         """`POST /v1/inference`: a synchronous request, or a task."""
         headers = exchange.headers
+        caller = self._intake.identify(headers, exchange.sink.peer)
         if headers.get(b"content-type", JSON) != JSON:
             check_media(headers[b"content-type"])
         if b"content-encoding" in headers:
             check_encoding(headers)
         body = exchange.body
         call = decode_inference(body)
-        model = self._default_model if call.model is None else self._named(call.model)
+        model = self._intake.default_model if call.model is None else self._intake.model(call.model)
         if len(body) > model.body_bytes_max:
             raise too_large_for(model)
         mode = call.mode or self._settings.default_mode
@@ -137,17 +92,18 @@ class GatewayRoutes:
         parameters = canonical_parameters(call.parameters) if call.parameters else b""
         value = checked_input(call.input, "input")
         if mode == "async":
-            self._submit(exchange, model, parameters, value)
+            self._submit(exchange, caller, model, parameters, value, call.client_id or "")
         else:
-            self._park(exchange, model, parameters, value, self._inference_replies)
+            self._park(exchange, caller, model, parameters, value, self._inference_replies, call.client_id or "")
 
     def predict(self, exchange: Exchange, _: str) -> None:
         """`POST /v1/predict`: JSON, or binary with the model in the query."""
+        caller = self._intake.identify(exchange.headers, exchange.sink.peer)
         media = media_type(exchange.headers.get(b"content-type", JSON))
         check_encoding(exchange.headers)
         named = query_of(exchange).get("model_id")
         if media == b"application/octet-stream":
-            model = self._default_model if named is None else self._named(named)
+            model = self._intake.default_model if named is None else self._intake.model(named)
             if not exchange.body:
                 raise Malformed("the body is empty; send the input's bytes")
             value = model.binary_input(exchange.body)
@@ -156,35 +112,40 @@ class GatewayRoutes:
             call = decode_predict(exchange.body)
             if named is not None and named != call.model_id:
                 raise Malformed("`model_id` in the query is another than in the body; name the model once")
-            model = self._named(call.model_id)
+            model = self._intake.model(call.model_id)
             value = checked_input(call.input_data, "input_data")
         if len(exchange.body) > model.body_bytes_max:
             raise too_large_for(model)
-        self._park(exchange, model, b"", value, self._predict_replies)
+        self._park(exchange, caller, model, b"", value, self._predict_replies)
 
     def result(self, exchange: Exchange, task_id: str) -> None:
         """`GET /v1/result/{task_id}`, with a long poll if the client asks for one."""
+        caller = self._intake.identify(exchange.headers, exchange.sink.peer)
         wait_text = query_of(exchange).get("wait_ms", "0")
         wait_ms_max = self._settings.wait_ms_max
         if not (wait_text.isascii() and wait_text.isdigit() and len(wait_text) < 9 and int(wait_text) <= wait_ms_max):
             raise Malformed(f"`wait_ms` must be a whole number from 0 to {wait_ms_max}")
-        if not TASK_ID(task_id):
-            task_id = "-"  # no task has it; the answer is the same as for an unknown one
 
         def answer(task: StoredTask | CarpoolError) -> bool:
             if isinstance(task, CarpoolError):
                 respond_problem(exchange, task)
             else:
                 exchange.respond(200, task_json(task))
-            return exchange.connection.transport is not None
+            return not exchange.sink.is_gone()
 
-        forget = self._settings.forget_after_read and exchange.method == b"GET"
-        exchange.context = self._tasks.look(task_id, int(wait_text) / 1000, forget, answer)
+        exchange.context = self._intake.look(
+            caller=caller,
+            task_id=possible_task_id(task_id),
+            wait_s=int(wait_text) / 1000,
+            forget=self._settings.forget_after_read and exchange.method == b"GET",
+            answer=answer,
+        )
         if exchange.response is None:
             exchange.when_client_leaves = self._poller_left
 
     def delete(self, exchange: Exchange, task_id: str) -> None:
         """`DELETE /v1/result/{task_id}`."""
+        caller = self._intake.identify(exchange.headers, exchange.sink.peer)
 
         def deleted(error: CarpoolError | None) -> None:
             if error is None:
@@ -192,83 +153,46 @@ class GatewayRoutes:
             else:
                 respond_problem(exchange, error)
 
-        self._tasks.delete(task_id if TASK_ID(task_id) else "-", deleted)
+        self._intake.delete(caller=caller, task_id=possible_task_id(task_id), done=deleted)
 
     def openapi(self, exchange: Exchange, _: str) -> None:
         """`GET /openapi.json`."""
         exchange.respond(200, self._openapi)
 
-    def find_recent(self, request_id: str) -> Request | None:
-        """One of the last requests, by its id."""
-        return next((r for r in self._recent if r is not None and r.id == request_id), None)
-
-    def _named(self, name: str) -> ServedModel:
-        model = self._models.get(name)
-        if model is None:
-            raise UnknownModel(f"this gateway serves {', '.join(self._models)}; name one of these, or none")
-        return model
-
     def _park(
-        self, exchange: Exchange, model: ServedModel, parameters: bytes, value: bytes, replies: ParkedReplies
+        self,
+        exchange: Exchange,
+        caller: Caller,
+        model: ServedModel,
+        parameters: bytes,
+        value: bytes,
+        replies: ParkedReplies,
+        client_id: str = "",
     ) -> None:
         """Admit a synchronous request; its exchange waits for the outcome."""
-        settings = self._settings
-        caller = self._gate.identify(exchange.headers, exchange.connection.peer)
-        tier = caller.tier
-        now = self._clock()
-        request = Request(
-            request_id(exchange.headers),
-            model.name,
-            parameters,
-            value,
-            len(value) + len(parameters),
-            tier,
-            now,
-            now + settings.tier_target_s[tier],
-            settings.queue_timeout_s,
-            now + settings.total_timeout_s,
-            replies,
-            exchange,
-            owner=caller.owner,
+        request = self._intake.ask(
+            caller=caller,
+            model=model,
+            parameters=parameters,
+            value=value,
+            request_id=request_id(exchange.headers),
+            waiter=replies,
+            ticket=exchange,
+            client_id=client_id,
         )
-        if model.prepare is not None:
-            model.prepare(request)
-        self._recent[next(self._numbers) & RECENT_MASK] = request
-        refusal = self._gate.admit(request)
-        if refusal is not None:
-            request.settle(refusal, now)  # answers it; and the ring must not keep inputs of those who were refused
-        else:
+        if request.phase != DONE:
             # What waits should be small: `value` is what is needed of the body, and few headers matter for the answer.
             exchange.body = b""
             exchange.headers = headers_for_answer(exchange.headers)
             exchange.context = request
             exchange.when_client_leaves = self._client_left
 
-    def _submit(self, exchange: Exchange, model: ServedModel, parameters: bytes, value: bytes) -> None:
+    def _submit(
+        self, exchange: Exchange, caller: Caller, model: ServedModel, parameters: bytes, value: bytes, client_id: str
+    ) -> None:
         """Admit a task; the exchange waits until it is safe."""
-        settings = self._settings
-        caller = self._gate.identify(exchange.headers, exchange.connection.peer)
-        now = self._clock()
-        request = Request(
-            secrets.token_hex(16),  # unguessable: knowing the id is what lets a client read the result
-            model.name,
-            parameters,
-            value,
-            len(value) + len(parameters),
-            caller.tier,
-            now,
-            now + settings.tier_target_s[caller.tier],
-            settings.task_timeout_s,
-            now + settings.task_timeout_s,
-            self._inference_replies,
-            is_task=True,
-            owner=caller.owner,
-        )
-        if model.prepare is not None:
-            model.prepare(request)
-        self._recent[next(self._numbers) & RECENT_MASK] = request
 
-        def accepted(error: CarpoolError | None) -> None:
+        def accepted(request: Request, error: CarpoolError | None) -> None:
             if error is not None:
                 respond_problem(exchange, error)
                 return
@@ -276,15 +200,22 @@ class GatewayRoutes:
             location = b"Location: /v1/result/%b\r\n" % request.id.encode()
             exchange.respond(202, body, JSON, location + echo_line(exchange.headers))
 
-        self._gate.admit_task(request, accepted)
+        self._intake.submit(
+            caller=caller, model=model, parameters=parameters, value=value, client_id=client_id, accepted=accepted
+        )
 
     def _client_left(self, exchange: Exchange) -> None:
         request: Request | None = exchange.context
         if request is not None:
-            self._broker.cancel(request)
+            self._intake.cancel(request)
 
     def _poller_left(self, exchange: Exchange) -> None:
-        self._tasks.leave(exchange.context)
+        self._intake.leave(exchange.context)
+
+
+def possible_task_id(text: str) -> str:
+    """The id of a task that a client wrote; one that no task has if it cannot be any."""
+    return text if TASK_ID(text) else "-"
 
 
 def task_json(task: StoredTask) -> bytes:

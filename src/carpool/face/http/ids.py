@@ -1,14 +1,11 @@
 """Request ids: the client's own where it sent a usable one, else one of ours."""
 
 import re
-import secrets
-from itertools import count
+
+from carpool.face.intake import new_request_id
 
 # What a client may choose: it is echoed in headers and JSON, and shown to operators.
 _acceptable = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z").match
-# A prefix of this process and a number: unique, and cheaper than drawing randomness for each request.
-_prefix = f"req_{secrets.token_hex(6)}-"
-_numbers = count(1)
 
 
 def given_id(headers: dict[bytes, bytes]) -> str | None:
@@ -20,7 +17,7 @@ def given_id(headers: dict[bytes, bytes]) -> str | None:
 def request_id(headers: dict[bytes, bytes]) -> str:
     """The id of the request with these headers."""
     given = given_id(headers) if b"x-request-id" in headers else None
-    return given or f"{_prefix}{next(_numbers)}"
+    return given or new_request_id()
 
 
 def echo_line(headers: dict[bytes, bytes]) -> bytes:

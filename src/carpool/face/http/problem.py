@@ -23,7 +23,6 @@ def problem_headers(error: CarpoolError) -> bytes:
 def respond_problem(exchange: Exchange, error: CarpoolError, known_id: str | None = None) -> None:
     """Answer an exchange with an error; one that never became a Request gets an id all the same."""
     headers = exchange.headers
-    problems = exchange.connection.server.problems
-    problems[error.code] = problems.get(error.code, 0) + 1  # bounded: codes come from the error tree
+    exchange.sink.count_problem(error.code)
     body = problem_json(error, known_id or request_id(headers))
     exchange.respond(error.status, body, PROBLEM, echo_line(headers) + problem_headers(error))

@@ -144,8 +144,8 @@ def call_part(model: str, call: CallFacts) -> bytes:
 
 def predict_json(request: Request, output: Output) -> bytes:
     """The 200 of `POST /v1/predict`."""
-    return b'{"request_id":"%b","output":%b,"latency_ms":%.2f}' % (
+    return b'{"request_id":"%b","output":%b,"latency_ms":%d}' % (
         request.id.encode(),
         output.value,
-        (request.ended - request.arrived) * 1000.0,
+        round((request.ended - request.arrived) * 1000.0),
     )

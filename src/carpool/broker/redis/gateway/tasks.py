@@ -21,6 +21,7 @@ from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.steps import LookedAt, Steps
 from carpool.core.errors import CarpoolError, ClientLeft, UnknownTask
 from carpool.core.outcome import Outcome
+from carpool.core.ports import Caller
 from carpool.core.problem import problem_json
 from carpool.core.request import Request
 from carpool.core.task import StoredTask
@@ -67,9 +68,9 @@ class RedisTasks:
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Nothing to do: who submitted it is told by `accepted`, and its outcome is in Redis."""
 
-    def look(self, task_id: str, wait_s: float, forget: bool, answer: Answer) -> Poll:
+    def look(self, caller: Caller, task_id: str, wait_s: float, forget: bool, answer: Answer) -> Poll:
         """Answer with the task's state: at once, or as soon as it has an outcome but not later than `wait_s`."""
-        poll = Poll(task_id, answer, forget)
+        poll = Poll(caller, task_id, answer, forget)
         if not names_a_shard(task_id):
             answer(no_such_task())
         elif wait_s <= 0 or self.draining:
@@ -91,11 +92,25 @@ class RedisTasks:
         if task_id in self._polls:
             self._look(task_id, partial(self._next_look, task_id))
 
-    def delete(self, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
+    def delete(self, caller: Caller, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
         """Cancel a waiting task, discard the result of a running one, forget a finished one."""
+
+        def looked(found: Found) -> None:
+            if isinstance(found, RedisFailure):
+                done(out_of_reach())
+            elif found is None or not caller.may_see(found.owner):
+                done(no_such_task())
+            else:
+                self._delete(task_id, done)
+
         if not names_a_shard(task_id):
             done(no_such_task())
-            return
+        elif caller.is_anonymous:
+            self._delete(task_id, done)
+        else:
+            self._look(task_id, looked, to_be_told=False)  # a task never changes hands
+
+    def _delete(self, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
 
         def deleted(found: bool | RedisFailure) -> None:
             if isinstance(found, RedisFailure):
@@ -141,6 +156,9 @@ class RedisTasks:
         if isinstance(found, RedisFailure):
             if self._polls.remove(poll):
                 poll.answer(out_of_reach())
+        elif poll.is_hidden(found):
+            if self._polls.remove(poll):
+                poll.tell(None)  # at once: to wait would show that there is one
         else:
             self._next_look(poll.task_id, found)
 

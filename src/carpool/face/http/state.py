@@ -1,0 +1,79 @@
+"""What the connections of one server share: limits, a coarse clock, starts of responses, and what they hold."""
+
+import asyncio
+from collections.abc import Callable
+from email.utils import formatdate
+
+import msgspec
+
+from carpool.core.clock import Clock, monotonic
+from carpool.face.http.exchange import JSON, REASONS, Exchange
+from carpool.face.http.known_heads import KnownHeads
+
+
+class HttpLimits(msgspec.Struct, frozen=True):
+    """What is taken from a client; see GatewaySettings."""
+
+    header_bytes_max: int = 16384
+    header_count_max: int = 100
+    body_bytes_max: int = 1024 * 1024
+    # Bodies that are partly received, over all connections.
+    receiving_bytes_max: int = 256 * 1024 * 1024
+    # Responses that clients have not read yet, over all connections that are behind with reading.
+    unread_bytes_max: int = 256 * 1024 * 1024
+    receive_timeout_s: float = 10.0
+    idle_timeout_s: float = 75.0
+    write_timeout_s: float = 10.0
+    pipeline_max: int = 32
+    connections_max: int = 10_000
+
+
+class HttpState:
+    """Shared by a server and its connections. `handler` must answer every exchange, now or later."""
+
+    def __init__(self, handler: Callable[[Exchange], None], limits: HttpLimits, clock: Clock = monotonic) -> None:
+        self.handler = handler
+        self.limits = limits
+        self.clock = clock
+        self.coarse_now = clock()
+        # The start of a response, with the date of this second: for any status, and ready-made for the usual one.
+        self._heads: dict[tuple[int, bytes], bytes] = {}
+        self.head_ok = self.head(200, JSON)
+        self.known_heads = KnownHeads()
+        # Connections that are open, and how many more are agreeing upon their TLS.
+        self.connections: set[asyncio.Protocol] = set()
+        self.handshakes = 0
+        # Bytes of bodies that are partly received, or wait in a connection's backlog.
+        self.receiving_bytes = 0
+        # Bytes of responses that wait for clients which are behind; worked out anew in each round of the sweep.
+        self.unread_bytes = 0
+        # Answers that were errors, by code, for metrics.
+        self.problems: dict[str, int] = {}
+        # While true, every response asks its client to go.
+        self.draining = False
+
+    def has_place(self) -> bool:
+        """Whether one more connection may be opened."""
+        return len(self.connections) + self.handshakes < self.limits.connections_max
+
+    def head(self, status: int, content_type: bytes) -> bytes:
+        """Status line, content type and date of a response."""
+        head = self._heads.get((status, content_type))
+        if head is None:
+            head = b"HTTP/1.1 %d %b\r\nDate: %b\r\n" % (status, REASONS[status], formatdate(usegmt=True).encode())
+            if content_type:
+                head += b"Content-Type: %b\r\n" % content_type
+            self._heads[status, content_type] = head
+        return head
+
+    def tick(self) -> None:
+        """Move the coarse clock on; with a new second, responses get a new date."""
+        now = self.clock()
+        if int(now) != int(self.coarse_now):
+            self._heads.clear()
+            self.head_ok = self.head(200, JSON)
+        self.coarse_now = now
+
+    def count_problem(self, code: str) -> None:
+        """One more answer was an error."""
+        self.problems[code] = self.problems.get(code, 0) + 1  # bounded: codes come from the error tree

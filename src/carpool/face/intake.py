@@ -1,0 +1,272 @@
+"""The way in, the same for every face: who asks, for which model, one Request for each input, and its admission.
+
+A face translates: bytes of its protocol to the arguments here, outcomes back to bytes. It gives
+
+1. `identify`, before it parses a body, what came with the call; the Caller is then known, or was refused;
+2. `ask` an input that somebody waits for: the waiter is told the outcome, a refusal too;
+3. `ask_all` several of them that belong together: all come in, or none;
+4. `submit` a task, `look` at one, `delete` one;
+5. `cancel` whoever has left.
+"""
+
+import secrets
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import CarpoolError, ClientLeft, UnknownModel
+from carpool.core.outcome import Outcome
+from carpool.core.ports import Admission, Caller, Peer, RequestQueue, TaskBoard
+from carpool.core.request import Request, Waiter
+from carpool.core.task import StoredTask
+
+# How many of the last requests can be asked for at /internal/requests/{id}; a power of two.
+RECENT_KEPT = 8192
+RECENT_MASK = RECENT_KEPT - 1
+# A prefix of this process and a number: unique, and cheaper than drawing randomness for each request.
+_PREFIX = f"req_{secrets.token_hex(6)}-"
+_numbers = count(1)
+
+
+def new_request_id() -> str:
+    """An id for a request whose client gave it none."""
+    return f"{_PREFIX}{next(_numbers)}"
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """What a face must know of a model."""
+
+    name: str
+    body_bytes_max: int
+    # Binary input as the JSON value that the model's protocol has for it.
+    binary_input: Callable[[bytes], bytes]
+    # For protocols that look into inputs before they are admitted: raises Malformed.
+    prepare: Callable[[Request], None] | None = None
+
+
+class IntakeSettings(msgspec.Struct, frozen=True):
+    """What the way in must know of the configuration."""
+
+    default_model: str
+    # Seconds to add to the arrival for a place in the order, by tier.
+    tier_target_s: tuple[float, ...]
+    queue_timeout_s: float
+    total_timeout_s: float
+    task_timeout_s: float
+
+
+class Intake:
+    """Makes requests, and lets them in."""
+
+    def __init__(
+        self,
+        gate: Admission,
+        queue: RequestQueue,
+        tasks: TaskBoard,
+        models: dict[str, ServedModel],
+        settings: IntakeSettings,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._gate = gate
+        self._queue = queue
+        self._tasks = tasks
+        self._models = models
+        self.default_model = models[settings.default_model]
+        self._settings = settings
+        self._clock = clock
+        self._serial = count()
+        # The last requests in a ring, found by scanning it: only a person who looks for one pays.
+        self._recent: list[Request | None] = [None] * RECENT_KEPT
+
+    def identify(self, headers: dict[bytes, bytes], peer: Peer) -> Caller:
+        """Who asks, by what came with the call (names in lower case) and by the other end; raises why not."""
+        return self._gate.identify(headers, peer)
+
+    def model(self, name: str) -> ServedModel:
+        """The model with this name; raises UnknownModel."""
+        model = self._models.get(name)
+        if model is None:
+            raise UnknownModel(f"this gateway serves {', '.join(self._models)}; name one of these, or none")
+        return model
+
+    def ask(
+        self,
+        *,
+        caller: Caller,
+        model: ServedModel,
+        parameters: bytes,
+        value: bytes,
+        request_id: str,
+        waiter: Waiter,
+        ticket: Any = None,
+        client_id: str = "",
+    ) -> Request:
+        """Let a synchronous request in. One that is refused has its outcome, the refusal, when this returns.
+
+        `parameters` are canonical JSON, or b""; `ticket` is the waiter's own. Raises Malformed if the model's protocol
+        cannot carry the input: then nobody waits.
+        """
+        settings, tier, now = self._settings, caller.tier, self._clock()
+        request = Request(
+            request_id,
+            model.name,
+            parameters,
+            value,
+            len(value) + len(parameters),
+            tier,
+            now,
+            now + settings.tier_target_s[tier],
+            settings.queue_timeout_s,
+            now + settings.total_timeout_s,
+            waiter,
+            ticket,
+            owner=caller.owner,
+            client_id=client_id,
+        )
+        if model.prepare is not None:
+            model.prepare(request)
+        self._recent[next(self._serial) & RECENT_MASK] = request
+        refusal = self._gate.admit(request)
+        if refusal is not None:
+            request.settle(refusal, now)  # and the ring must not keep inputs of those who were refused
+        return request
+
+    def ask_all(
+        self,
+        *,
+        caller: Caller,
+        model: ServedModel,
+        parameters: bytes,
+        values: Sequence[bytes],
+        request_id: str,
+        answer: Callable[[Sequence[Outcome]], None],
+    ) -> "Group":
+        """Let several inputs of one call in, or none of them; `answer` is told all outcomes, in their order.
+
+        The first that is refused, or fails, ends the others: `answer` is then told that error alone.
+        """
+        group = Group(self, answer, len(values))
+        for number, value in enumerate(values):
+            try:
+                request = self.ask(
+                    caller=caller,
+                    model=model,
+                    parameters=parameters,
+                    value=value,
+                    request_id=f"{request_id}.{number}",
+                    waiter=group,
+                    ticket=number,
+                )
+            except CarpoolError:
+                group.leave()
+                raise
+            if group.is_over:
+                break
+            group.requests.append(request)
+        return group
+
+    def submit(
+        self,
+        *,
+        caller: Caller,
+        model: ServedModel,
+        parameters: bytes,
+        value: bytes,
+        client_id: str = "",
+        accepted: Callable[[Request, CarpoolError | None], None],
+    ) -> None:
+        """Let a task in: `accepted(request, None)` once it is safe, or `accepted(request, error)`."""
+        settings, tier, now = self._settings, caller.tier, self._clock()
+        request = Request(
+            id=secrets.token_hex(16),  # unguessable: knowing the id is what lets a client read the result
+            model=model.name,
+            parameters=parameters,
+            input=value,
+            size=len(value) + len(parameters),
+            tier=tier,
+            arrived=now,
+            place=now + settings.tier_target_s[tier],
+            queue_timeout_s=settings.task_timeout_s,
+            deadline=now + settings.task_timeout_s,
+            waiter=NOBODY,
+            is_task=True,
+            owner=caller.owner,
+            client_id=client_id,
+        )
+        if model.prepare is not None:
+            model.prepare(request)
+        self._recent[next(self._serial) & RECENT_MASK] = request
+        self._gate.admit_task(request, lambda error: accepted(request, error))
+
+    def look(
+        self,
+        *,
+        caller: Caller,
+        task_id: str,
+        wait_s: float,
+        forget: bool,
+        answer: Callable[[StoredTask | CarpoolError], bool | None],
+    ) -> object:
+        """Answer with a task's state, now or when it has an outcome within `wait_s`; returns a ticket for `leave`."""
+        return self._tasks.look(caller, task_id, wait_s, forget, answer)
+
+    def leave(self, ticket: object) -> None:
+        """Whoever called `look` does not wait any more."""
+        self._tasks.leave(ticket)
+
+    def delete(self, *, caller: Caller, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
+        """Cancel, discard or forget a task."""
+        self._tasks.delete(caller, task_id, done)
+
+    def cancel(self, request: Request) -> None:
+        """Whoever waited for a synchronous request has left."""
+        self._queue.cancel(request)
+
+    def find_recent(self, request_id: str) -> Request | None:
+        """One of the last requests, by its id."""
+        return next((r for r in self._recent if r is not None and r.id == request_id), None)
+
+
+class Group:
+    """Requests of one call: it waits for all of their outcomes, or for the first error."""
+
+    def __init__(self, intake: Intake, answer: Callable[[Sequence[Outcome]], None], size: int) -> None:
+        self._intake = intake
+        self._answer = answer
+        self._outcomes: list[Outcome | None] = [None] * size
+        self._missing = size
+        self.requests: list[Request] = []
+        # Answered, or left.
+        self.is_over = False
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """Take the outcome of one of them."""
+        if self.is_over:
+            return
+        if isinstance(outcome, CarpoolError):
+            self.leave()
+            if not isinstance(outcome, ClientLeft):
+                self._answer([outcome])
+            return
+        self._outcomes[request.ticket] = outcome
+        self._missing -= 1
+        if not self._missing:
+            self.is_over = True
+            self._answer([each for each in self._outcomes if each is not None])
+
+    def leave(self) -> None:
+        """Nobody waits for any of them any more."""
+        self.is_over = True
+        for request in self.requests:
+            self._intake.cancel(request)  # does nothing to those that have an outcome
+
+
+class _Nobody:
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """Whoever keeps tasks puts itself in this place."""
+
+
+NOBODY = _Nobody()

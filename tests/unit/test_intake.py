@@ -1,0 +1,155 @@
+"""The way in (`face/intake.py`): one request, several that belong together, tasks."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from carpool.admission.gate import Gate
+from carpool.broker.journal import Journal
+from carpool.broker.memory import MemoryBroker
+from carpool.broker.tasks import Tasks
+from carpool.core.errors import CarpoolError, InputRefused, Malformed, QueueFull, UnknownModel
+from carpool.core.outcome import Outcome, Output
+from carpool.core.request import DONE, Request
+from carpool.face.intake import RECENT_KEPT, Intake, IntakeSettings, ServedModel
+from carpool.testing import ANYBODY, FakeClock, Witness, make_output
+
+
+class Up:
+    """An upstream that is well."""
+
+    is_down = is_shut_to_some = False
+
+    def is_shut_to(self, owner: str) -> bool:
+        return False
+
+    def retry_after_s(self) -> int:
+        return 1
+
+
+def prepare(request: Request) -> None:
+    if request.input == b'"odd"':
+        raise Malformed("odd")
+
+
+class House:
+    """An intake over an embedded broker with room for four requests; the upstream is whoever calls `answer`."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.clock = FakeClock()
+        self.broker = MemoryBroker(waiting_max=4, bytes_max=1000, lanes_max=9, tiers=1, clock=self.clock)
+        self.broker.when_work_arrives("m", lambda lane: None)
+        tasks = Tasks(self.broker, journal, clock=self.clock)
+        gate = Gate(self.broker, tasks, {"m": Up()}, lowest_tier=0)
+        self.model = ServedModel("m", 1000, lambda data: data, prepare)
+        settings = IntakeSettings("m", (0.5,), 2.0, 4.0, 600.0)
+        self.intake = Intake(gate, self.broker, tasks, {"m": self.model}, settings, self.clock)
+        self.witness = Witness()
+        self.told: list[Sequence[Outcome]] = []
+
+    def ask(self, value: bytes = b'"x"', name: str = "r1") -> Request:
+        return self.intake.ask(
+            caller=ANYBODY,
+            model=self.model,
+            parameters=b"",
+            value=value,
+            request_id=name,
+            waiter=self.witness,
+            client_id="c1",
+        )
+
+    def ask_all(self, *values: bytes) -> None:
+        self.group = self.intake.ask_all(
+            caller=ANYBODY, model=self.model, parameters=b"", values=values, request_id="r", answer=self.told.append
+        )
+
+    def take(self) -> list[Request]:
+        return [request for lane in self.broker.lanes("m") for request in self.broker.take(lane, 64, self.clock())]
+
+
+@pytest.fixture
+async def house() -> House:
+    journal = Journal.open(
+        None, asyncio.get_running_loop(), result_ttl_s=60.0, dead_letter_ttl_s=60.0, stored_bytes_max=10_000
+    )
+    return House(journal)
+
+
+async def test_a_request_has_what_its_caller_and_the_settings_say(house: House) -> None:
+    request = house.ask()
+    now = house.clock()
+    assert (request.owner, request.tier, request.client_id) == (ANYBODY.owner, ANYBODY.tier, "c1")
+    assert (request.arrived, request.place, request.deadline) == (now, now + 0.5, now + 4.0)
+    assert house.intake.find_recent("r1") is request
+
+
+async def test_a_refusal_is_the_outcome(house: House) -> None:
+    for number in range(4):
+        house.ask(name=f"r{number}")
+    refused = house.ask(name="too much")
+    assert refused.phase == DONE and refused.input == b""
+    assert isinstance(house.witness.outcome(refused), QueueFull)
+
+
+async def test_nobody_waits_for_what_the_protocol_cannot_carry(house: House) -> None:
+    with pytest.raises(Malformed):
+        house.ask(b'"odd"')
+    assert house.broker.held == 0
+
+
+async def test_an_unknown_model_is_named(house: House) -> None:
+    with pytest.raises(UnknownModel, match="serves m"):
+        house.intake.model("other")
+
+
+async def test_the_last_requests_are_kept_and_no_more(house: House) -> None:
+    for number in range(RECENT_KEPT + 1):
+        house.intake.cancel(house.ask(name=f"r{number}"))
+    assert house.intake.find_recent("r0") is None
+    assert house.intake.find_recent("r1") is not None
+
+
+# Several requests of one call
+
+
+async def test_a_group_is_told_all_outcomes_in_order(house: House) -> None:
+    house.ask_all(b'"a"', b'"b"', b'"c"')
+    for request in reversed(house.take()):
+        assert house.told == []
+        house.broker.settle(request, make_output(request.input))
+    ((first, second, third),) = house.told
+    assert [each.value for each in (first, second, third) if isinstance(each, Output)] == [b'"a"', b'"b"', b'"c"']
+
+
+async def test_a_group_comes_in_whole_or_not_at_all(house: House) -> None:
+    house.ask_all(*[b'"x"'] * 5)
+    ((refusal,),) = house.told
+    assert isinstance(refusal, QueueFull)
+    assert house.broker.held == 0
+
+
+async def test_a_group_with_an_input_that_cannot_be_carried_does_not_come_in(house: House) -> None:
+    with pytest.raises(Malformed):
+        house.ask_all(b'"x"', b'"odd"')
+    assert house.broker.held == 0
+    assert house.told == []
+
+
+async def test_the_first_error_ends_a_group(house: House) -> None:
+    house.ask_all(b'"a"', b'"b"', b'"c"')
+    first, second, third = house.take()
+    house.broker.settle(first, make_output(b"1"))
+    error: CarpoolError = InputRefused("no")
+    house.broker.settle(second, error)
+    assert house.told == [[error]]
+    assert third.phase == DONE and house.broker.held == 0
+    house.broker.settle(third, make_output(b"3"))
+    assert len(house.told) == 1
+
+
+async def test_a_group_that_is_left_is_told_nothing(house: House) -> None:
+    house.ask_all(b'"a"', b'"b"')
+    house.group.leave()
+    assert house.told == [] and house.broker.held == 0
+    assert house.take() == []
