@@ -576,7 +576,7 @@ class DistributedProcess(Process):
 
 def waiting_in_redis(feed: BatcherSide, service: ModelService) -> int:
     """How many of a model wait in Redis: those that it told of, and those that have come since, at the usual rate."""
-    return round(feed.unread() + service.rate * feed.unread_s())
+    return round(feed.unread(service.name) + service.rate * feed.unread_s())
 
 
 def company_comes(feed: BatcherSide, service: ModelService) -> bool:

@@ -15,6 +15,7 @@ import pytest
 from carpool.broker.redis.batcher import feed as feed_module
 from carpool.broker.redis.batcher.feed import LOOKS_A_LEASE
 from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX
+from carpool.broker.redis.batcher.shards import HEADS_KNOWN_MAX
 from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
 from carpool.broker.redis.formats import ENTRY_FORMAT, decode_header, decode_value, encode_header
 from carpool.broker.redis.gateway.tasks import RedisTasks
@@ -171,7 +172,7 @@ class TestBells:
         await until(lambda: batcher.nodes.kept == 1)
         assert (batcher.nodes.runs["take"] == 1) == (question == "take")
         gateway.submit("r")
-        await until(lambda: len(view.rung) == 1)
+        await until(lambda: len(view.rung or ()) == 1)
         batcher.nodes.let_replies_come()
         await batcher.until_staged(1)
 
@@ -192,6 +193,20 @@ class TestBells:
             await until_quiet(batcher)
             assert batcher.nodes.runs["take"] == 0, "a bell says where to read"
             assert questions(batcher) - before == 2
+
+    async def test_many_streams_that_it_had_no_slot_for(self, halves: Halves) -> None:
+        """Every bell was remembered until a slot was free; what is not remembered must be found all the same."""
+        gateway, batcher = await halves.gateway(lanes_max=10_000), await halves.batcher(largest=1)
+        await until_quiet(batcher)
+        batcher.model.free = 0
+        lanes = 3 * HEADS_KNOWN_MAX
+        for number in range(lanes):
+            gateway.submit(f"r{number}", parameters=b'{"t":%d}' % number)
+        await until(lambda: batcher.nodes.bells == lanes)
+        assert batcher.feed.unread("m") == HEADS_KNOWN_MAX
+        batcher.model.free = lanes
+        batcher.feed.ring()
+        await batcher.until_staged(lanes)
 
     @pytest.mark.usefixtures("only_bells")
     async def test_what_came_before_it_listened(self, own_halves: Halves) -> None:

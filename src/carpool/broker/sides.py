@@ -66,8 +66,8 @@ class BatcherSide(Protocol):
         """Stop all timers."""
         ...
 
-    def unread(self) -> int:
-        """Requests that wait for a batcher, as far as is known here."""
+    def unread(self, model: str) -> int:
+        """Requests of a model that wait for a batcher, as far as is known here."""
         ...
 
     def unread_s(self) -> float:

@@ -453,13 +453,13 @@ def reading(understand: Callable[[Any], Found], done: Done[Found]) -> Callable[[
 
 def read_view(reply: Any, models: Sequence[str]) -> View:
     """From `view_of` in common.lua."""
-    now_ms, unread, *heads = reply
+    now_ms, *heads = reply
     found = [
         Head(bytes(flat[at]), model, float(flat[at + 1]), int(flat[at + 2]))
         for model, flat in zip(models, heads, strict=True)
         for at in range(0, len(flat), 3)
     ]
-    return View(int(now_ms), max(int(unread), 0), sorted(found, key=lambda head: (head.place, head.field)))
+    return View(int(now_ms), sorted(found, key=lambda head: (head.place, head.field)))
 
 
 def read_taken(reply: Any, budgets: Sequence[Budget | Claim], step: int) -> Taken:

@@ -25,8 +25,6 @@ class View(NamedTuple):
 
     # On Redis's clock.
     now_ms: int
-    # Of all models.
-    unread: int
     # Of the models that were asked for: the best streams of each, by their places.
     heads: list[Head]
 

@@ -181,9 +181,9 @@ class Feed:
             bell.close()
         self._sweeper.close()
 
-    def unread(self) -> int:
-        """Entries that wait in Redis, as far as is known here."""
-        return sum(view.unread for view in self._views)
+    def unread(self, model: str) -> int:
+        """Entries of a model that wait in Redis, as far as is known here."""
+        return sum(view.unread(model) for view in self._views)
 
     def unread_s(self) -> float:
         """How many seconds ago Redis last told how many wait there. While all slots are busy, nobody asks."""
@@ -215,7 +215,6 @@ class Feed:
             self._clients_left(view, message[2])
             return
         elif (head := head_of(message[2])) is not None and head.model in self._models:
-            view.rung[head.field] = head
             view.heard(head)
         self.ring()
 
@@ -365,12 +364,12 @@ class Feed:
 
         for number, streams in reads.items():
             view = self._views[number]
-            view.rung.clear()
+            view.asked()
             self._steps.read(view.shard, self._consumer, self._model_names, streams, partial(came, view))
 
     def _take(self, view: ShardView, budgets: Sequence[Budget]) -> None:
         self._is_asking = True
-        view.rung.clear()
+        view.asked()
 
         def took(taken: Taken | RedisFailure) -> None:
             self._digest(view, taken)
@@ -399,7 +398,7 @@ class Feed:
         asked_for_suspects = random.choice(views)
         batches_max = BATCHES_A_CLAIM_MAX if len(views) == 1 else 1
         for view in views:
-            view.rung.clear()
+            view.asked()
             claims = [
                 Claim(
                     each.model,
@@ -428,10 +427,10 @@ class Feed:
         """Learn from an answer, and stage what it brought. Whatever that is, the next question is asked."""
         try:
             if isinstance(taken, RedisFailure):
-                view.heads, view.barren_until = None, self._clock() + ASK_AGAIN_S
+                view.failed(self._clock() + ASK_AGAIN_S)
                 return
             if taken.view is None:
-                view.heads, view.barren_until = None, self._clock() + ASK_AGAIN_S
+                view.failed(self._clock() + ASK_AGAIN_S)
             else:
                 view.told(taken.view)
                 self._told_at = self._clock()
@@ -496,7 +495,7 @@ class Feed:
             nonlocal left
             left -= 1
             if isinstance(found, RedisFailure):
-                view.heads, view.barren_until = None, self._clock() + ASK_AGAIN_S
+                view.failed(self._clock() + ASK_AGAIN_S)
             else:
                 view.barren_until = 0.0
                 view.told(found)
@@ -514,7 +513,7 @@ class Feed:
                     self._claims_due.append(view)
 
         for view in views:
-            view.rung.clear()
+            view.asked()
             if for_leases:  # before the view, whose answer asks the next question
                 self._steps.has_lapsed(view.shard, self._lease_ms, partial(lapsed, view))
             self._steps.look_at(view.shard, self._model_names, partial(told, view))

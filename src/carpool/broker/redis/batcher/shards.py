@@ -9,6 +9,8 @@ from carpool.broker.redis.terms import Budget, Head, View
 
 # One question goes to so many shards at most.
 SHARDS_A_QUESTION_MAX = 8
+# So many streams of a model are known in a shard: more than a question brings, and enough for any free slots.
+HEADS_KNOWN_MAX = 64
 
 
 class ShardView(msgspec.Struct, eq=False):
@@ -17,26 +19,36 @@ class ShardView(msgspec.Struct, eq=False):
     shard: Shard
     # Streams with entries to take, by their places; None if that must be asked.
     heads: list[Head] | None = None
-    # Entries of all models that nobody took, as Redis told last.
-    unread: int = 0
     # It failed: not asked again before this, or before a bell.
     barren_until: float = 0.0
-    # What bells have told since the last question, by stream.
-    rung: dict[bytes, Head] = msgspec.field(default_factory=dict)
+    # What bells have told since the question that is out, by stream; None while none is out.
+    rung: dict[bytes, Head] | None = None
+
+    def asked(self) -> None:
+        """A question goes out. Bells may be here before its answer, which is older than they are."""
+        self.rung = {}
 
     def told(self, view: View) -> None:
-        """Redis has said what is there. Bells may be here before the answer to a question that was answered earlier."""
-        self.heads, self.unread = view.heads, view.unread
-        for head in self.rung.values():
-            self.heard(head)
+        """Redis has said what is there."""
+        self.heads = view.heads
+        rung, self.rung = self.rung or {}, None
+        for head in rung.values():
+            self._add(head)
+
+    def failed(self, barren_until: float) -> None:
+        """Redis has not said what is there."""
+        self.heads, self.rung, self.barren_until = None, None, barren_until
 
     def heard(self, head: Head) -> None:
         """A bell rang for a stream that had nothing to take."""
         self.barren_until = 0.0
-        if self.heads is not None and all(head.field != known.field for known in self.heads):
-            self.unread += head.unread
-            self.heads.append(head)
-            self.heads.sort(key=lambda known: (known.place, known.field))
+        if self.rung is not None:
+            self.rung[head.field] = head
+        self._add(head)
+
+    def unread(self, model: str) -> int:
+        """Entries of a model that nobody took, in the streams that are known."""
+        return sum(head.unread for head in self.heads or () if head.model == model)
 
     def usable(self, budgets: Sequence[Budget]) -> list[Head]:
         """The streams of which something may be taken."""
@@ -47,6 +59,17 @@ class ShardView(msgspec.Struct, eq=False):
             model = budgets[0].model
             return [head for head in heads if head.model == model]
         return [head for head in heads if any(budget.allows(head) for budget in budgets)]
+
+    def _add(self, head: Head) -> None:
+        if self.heads is None or any(head.field == known.field for known in self.heads):
+            return
+        self.heads.append(head)
+        self.heads.sort(key=lambda known: (known.place, known.field))
+        # A batcher without a free slot asks nothing, and hears every bell. The answer to its next question tells of
+        # those that are dropped here.
+        of_model = [known for known in self.heads if known.model == head.model]
+        if len(of_model) > HEADS_KNOWN_MAX:
+            self.heads.remove(of_model[-1])
 
 
 # Shards with something to take, and what that is.

@@ -236,11 +236,11 @@ local function drop_idle(number, now)
   end
 end
 
--- What a batcher must know of a shard: now, entries nobody took, then for each model the best streams with such
--- entries: field, place and how many.
+-- What a batcher must know of a shard: now, then for each model the best streams with entries nobody took: field, place
+-- and how many.
 local HEADS_MAX = 32
 local function view_of(models, now)
-  local view = { now, count_of('unread') }
+  local view = { now }
   for _, model in ipairs(models) do
     local found = redis.call('ZRANGE', heads_of(model), 0, HEADS_MAX - 1, 'WITHSCORES')
     local heads = {}
