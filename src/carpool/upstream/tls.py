@@ -15,9 +15,8 @@ import stat
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-import msgspec
-
 from carpool.core.clock import Clock, monotonic
+from carpool.core.names import TlsFiles
 
 if TYPE_CHECKING:  # slow to import, and the commands that only read the configuration mostly do without
     import ssl
@@ -41,14 +40,9 @@ class Pems(NamedTuple):
     cert: bytes | None
 
 
-class UpstreamSecurity(msgspec.Struct, frozen=True):
+class UpstreamSecurity(TlsFiles, frozen=True):
     """The files that protect the calls to the endpoints of one model; each is optional."""
 
-    # PEM: the authorities whose certificates are accepted, in place of the system's.
-    ca: str = ""
-    # PEM: the certificate chain that Carpool shows, and its key; both or none.
-    cert: str = ""
-    key: str = ""
     # Sent as `Authorization: Bearer …`.
     token_file: str = ""
     # Names of further headers, each with the file that holds its value.
@@ -56,15 +50,7 @@ class UpstreamSecurity(msgspec.Struct, frozen=True):
 
     def ssl_context(self) -> "ssl.SSLContext":
         """Read the certificates; raises OSError (of which ssl.SSLError is one) or ValueError."""
-        import ssl
-
-        context = ssl.create_default_context(cafile=self.ca or None)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
-        if self.cert:
-            # An encrypted key would otherwise be asked for on the terminal.
-            context.load_cert_chain(self.cert, self.key, password=lambda: b"")
-        return context
+        return make_context(self)
 
     def pems(self) -> Pems:
         """Read the certificates as they are, and see that they can be used; raises OSError or ValueError."""
@@ -147,6 +133,19 @@ class Reread(Generic[Made]):
         before = self._contents
         self._contents = [_content(path) for path in self._paths]
         return self._contents != before
+
+
+def make_context(files: TlsFiles) -> "ssl.SSLContext":
+    """Read the certificates; raises OSError (of which ssl.SSLError is one) or ValueError."""
+    import ssl
+
+    context = ssl.create_default_context(cafile=files.ca or None)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    if files.cert:
+        # An encrypted key would otherwise be asked for on the terminal.
+        context.load_cert_chain(files.cert, files.key, password=lambda: b"")
+    return context
 
 
 def read_token(path: str) -> str:

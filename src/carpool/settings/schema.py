@@ -4,12 +4,14 @@ Precedence: flags over `CARPOOL_<SECTION>_<KEY>` environment over `carpool.toml`
 Unknown keys are errors. `docs/configuration.md` is generated from this file by `make docs`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from carpool.batching.policy import PolicyName
 from carpool.core.dead_letter import SynchronousKept
+from carpool.core.names import ProtocolName
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
@@ -21,10 +23,6 @@ Seconds = Annotated[float, Meta(gt=0, le=365 * 86400)]
 FieldName = Annotated[str, Meta(min_length=1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 BodyBytes = Annotated[int, Meta(ge=1, le=64 * MIB)]
-# Keep in step with `upstream.codecs.ProtocolName`; settings import no stage.
-ProtocolName = Literal[
-    "json", "kserve_v1", "kserve_v2", "kserve_v2_grpc", "openai_embeddings", "openai_completions", "tei_embed"
-]
 DatatypeName = Literal[
     "", "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64",
     "FP16", "BF16", "FP32", "FP64", "BYTES",
@@ -37,6 +35,9 @@ IS_URL = {"url": True}
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A table of the configuration file; unknown keys are errors."""
+
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 class GatewaySettings(Section, frozen=True):
@@ -119,9 +120,7 @@ class BatchingSettings(Section, frozen=True):
         Annotated[float, Meta(ge=0, le=100)],
         Meta(description="longest wait for company while a slot is free"),
     ] = 50.0
-    policy: Annotated[
-        Literal["adaptive", "fixed", "pid"], Meta(description="how to decide between sending and waiting")
-    ] = "adaptive"
+    policy: Annotated[PolicyName, Meta(description="how to decide between sending and waiting")] = "adaptive"
     busy_share: Annotated[
         Share, Meta(description="`adaptive`: share of the slots it may keep busy for the sake of latency")
     ] = 0.75
