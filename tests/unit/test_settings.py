@@ -296,7 +296,9 @@ class TestTls:
 
     def test_a_file_that_is_no_key(self, pair: dict[str, str]) -> None:
         text = refusal(pair | {"gateway.tls_key": pair["gateway.tls_cert"]})
-        assert "gateway.tls_cert (flag --tls-cert) and gateway.tls_key must be a PEM certificate" in text
+        assert (
+            "gateway.tls_cert (flag --tls-cert) and gateway.tls_key (flag --tls-key) must be a PEM certificate" in text
+        )
 
 
 class TestUpstreamSecurity:

@@ -8,7 +8,7 @@ from functools import partial
 from carpool.admission.owners import parse_network
 from carpool.core.names import Role, TlsFiles
 from carpool.settings.endpoints import GRPC_ENDPOINTS, PLAIN_ENDPOINTS
-from carpool.settings.errors import ConfigError, shown
+from carpool.settings.errors import ConfigError, faults_at, shown
 from carpool.settings.resolution import (
     HEADER_NAME,
     Where,
@@ -21,7 +21,7 @@ from carpool.settings.resolution import (
     tls_files,
 )
 from carpool.settings.schema import BrokerSettings, GatewaySettings, ModelSettings, Settings, UpstreamSettings
-from carpool.upstream.tls import UpstreamSecurity, make_context, read_file, read_header_value, read_token
+from carpool.upstream.tls import UpstreamSecurity, read_file, read_header_value, read_token
 
 _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _TOKEN = re.compile(r"[\x21-\x7e]+")
@@ -89,19 +89,9 @@ def _check_gateway(gateway: GatewaySettings, where: Where) -> None:
     if admin_port(gateway) > 65535:
         raise ConfigError(f"{where('gateway.port')} leaves no port after it: give gateway.admin_port too")
     _check_proxies(gateway.trusted_proxies, where("gateway.trusted_proxies"))
-    _check_pair(gateway.tls_cert, gateway.tls_key, lambda name: where(f"gateway.{name}"))
-    if not gateway.tls_cert:
-        return
-    import ssl  # here, because it is slow to import and few configurations need it
-
-    try:
-        # An encrypted key would otherwise be asked for on the terminal.
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(gateway.tls_cert, gateway.tls_key, password=lambda: b"")
-    except (ssl.SSLError, ValueError):
-        raise ConfigError(
-            f"{where('gateway.tls_cert')} and gateway.tls_key must be a PEM certificate and its plain key"
-        ) from None
+    files = TlsFiles("", gateway.tls_cert, gateway.tls_key)
+    _check_files(files, lambda key: where(f"gateway.{key}"))
+    _check_context(files, lambda key: where(f"gateway.{key}"))
 
 
 def _is_loopback(host: str) -> bool:
@@ -139,17 +129,13 @@ def _check_broker(broker: BrokerSettings, where: Where) -> None:
     def at(key: str) -> str:
         return where(f"broker.{key}")
 
-    try:
-        if broker.password_file:
+    if broker.password_file:
+        with faults_at(at("password_file")):
             read_password(broker.password_file)
-    except ConfigError as error:
-        raise ConfigError(f"{at('password_file')} {error}") from None
     files = tls_files(broker)
     _check_files(files, at)
-    try:
+    with faults_at(at("url")):
         broker_address(broker)
-    except ConfigError as error:
-        raise ConfigError(f"{at('url')} {error}") from None
     _check_context(files, at)
 
 
@@ -176,21 +162,20 @@ def _check_models(settings: Settings, where: Where) -> None:
     for model, own in [(shared, nothing), *models]:
         at = partial(_place, where, model.name, own)
         _check_load(model.upstream, at)
-        most = model.batching.in_flight_bytes_max
-        if model.batching.batch_bytes_max > most:
-            place = where(path_of(model.name, own, "batch_bytes_max", "batching"))
-            raise ConfigError(f"{place} must not be above batching.in_flight_bytes_max ({most})")
+        if model.batching.batch_bytes_max > (most := model.batching.in_flight_bytes_max):
+            says = f"must not be above batching.in_flight_bytes_max ({most})"
+            raise ConfigError(f"{at('batch_bytes_max', 'batching')} {says}")
         if model is shared or model.security != shared.security:
             _check_security(model.security, at)
         _check_tls_is_used(own, model.upstream.endpoints, at)
-    for model, own in models or [(shared, nothing)]:
-        _check_schemes(model.upstream, partial(_place, where, model.name, own))
-    every = [url for model in [shared, *(model for model, _ in models)] for url in model.upstream.endpoints]
-    _check_tls_is_used(settings.upstream, every, partial(_place, where, "", nothing))
+        if model is not shared or not models:
+            _check_schemes(model.upstream, at)
+    every = [*shared.upstream.endpoints, *(url for model, _ in models for url in model.upstream.endpoints)]
+    _check_tls_is_used(settings.upstream, every, lambda key: where(f"upstream.{key}"))
 
 
-def _place(where: Where, name: str, own: ModelSettings, key: str) -> str:
-    return where(path_of(name, own, key))
+def _place(where: Where, name: str, own: ModelSettings, key: str, section: str = "upstream") -> str:
+    return where(path_of(name, own, key, section))
 
 
 def _check_load(upstream: UpstreamSettings, at: Where) -> None:
@@ -237,26 +222,17 @@ def _check_security(security: UpstreamSecurity, at: Where) -> None:
 
 
 def _check_files(files: TlsFiles, at: Where) -> None:
-    _check_pair(files.cert, files.key, at)
-    _check_readable(files.ca, at("tls_ca"))
-
-
-def _check_pair(cert: str, key: str, at: Where) -> None:
-    """A certificate and its key: both or none, and files that can be read."""
-    if bool(cert) != bool(key):
-        present, absent = ("tls_cert", "tls_key") if cert else ("tls_key", "tls_cert")
+    """A certificate and its key: both or none. Each file can be read."""
+    if bool(files.cert) != bool(files.key):
+        present, absent = ("tls_cert", "tls_key") if files.cert else ("tls_key", "tls_cert")
         place = at(present)
         raise ConfigError(f"{place} needs {place.partition(' ')[0].removesuffix(present)}{absent} beside it")
-    _check_readable(cert, at("tls_cert"))
-    _check_readable(key, at("tls_key"))
-
-
-def _check_readable(path: str, where: str) -> None:
-    try:
-        if path:
-            read_file(path)
-    except OSError as error:
-        raise ConfigError(f"{where} cannot be read: {shown(path)}: {error.strerror}") from None
+    for key, path in (("tls_ca", files.ca), ("tls_cert", files.cert), ("tls_key", files.key)):
+        try:
+            if path:
+                read_file(path)
+        except OSError as error:
+            raise ConfigError(f"{at(key)} cannot be read: {shown(path)}: {error.strerror}") from None
 
 
 def _check_context(files: TlsFiles, at: Where) -> None:
@@ -264,10 +240,10 @@ def _check_context(files: TlsFiles, at: Where) -> None:
     says = f"{at('tls_ca')} must be a PEM file with certificates"
     try:
         if files.ca:
-            make_context(TlsFiles(files.ca))
+            UpstreamSecurity(files.ca).ssl_context()
         says = f"{at('tls_cert')} and {at('tls_key')} must be a PEM certificate and its plain key"
         if files.cert:
-            make_context(files)
+            UpstreamSecurity(files.ca, files.cert, files.key).ssl_context()
     except (OSError, ValueError):
         raise ConfigError(says) from None
 

@@ -35,7 +35,7 @@ def dump_toml(settings: Settings) -> str:
 
 
 def _dump_key(key: Key, value: Any) -> list[str]:
-    if key.secret:
+    if key.is_secret:
         line = f'# {key.name} = "***"' if value else f'# {key.name} = ""'
         return [f"# {key.description}; set it with {key.variable}", line]
     if key.is_url:

@@ -2,7 +2,8 @@
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _USER_INFO = re.compile(r"//\S*@")
@@ -11,6 +12,15 @@ _QUERY = re.compile(r"\?[^\s'\",\]]+")
 
 class ConfigError(Exception):
     """The configuration cannot be used; the text is one line for the person who wrote it."""
+
+
+@contextmanager
+def faults_at(place: str) -> Iterator[None]:
+    """Begin the text of a ConfigError with the place of the setting."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{place} {error}") from None
 
 
 def unknown(kind: str, name: str, source: str, known: Iterable[str]) -> ConfigError:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import msgspec
 from msgspec import NODEFAULT, Meta
 
-from carpool.settings.schema import Section, Settings
+from carpool.settings.schema import Section, Settings, doc
 
 # The settings that `carpool serve`, `gateway`, `batcher` and `config` take as flags too.
 FLAGS = {
@@ -39,7 +39,7 @@ class Key(NamedTuple):
     hint: Any
     default: Any
     description: str
-    secret: bool
+    is_secret: bool
     # It holds URLs, which may have secrets in them.
     is_url: bool
 
@@ -58,18 +58,10 @@ def section_keys(section: type[Section], prefix: str) -> list[Key]:
     """The keys of one section in the order of schema.py; `prefix` is the section's path with its dot."""
     keys = []
     for field in msgspec.structs.fields(section):
-        metas = [meta for meta in get_args(field.type)[1:] if isinstance(meta, Meta)]
+        metas = (meta for meta in get_args(field.type)[1:] if isinstance(meta, Meta) and meta.description)
+        meta = next(metas, doc(""))
         default = field.default_factory() if field.default_factory is not NODEFAULT else field.default
-        keys.append(
-            Key(
-                path=prefix + field.name,
-                hint=field.type,
-                default=default,
-                description=next((meta.description for meta in metas if meta.description), ""),
-                secret=any((meta.extra or {}).get("secret", False) for meta in metas),
-                is_url=any((meta.extra or {}).get("url", False) for meta in metas),
-            )
-        )
+        keys.append(Key(prefix + field.name, field.type, default, meta.description or "", **(meta.extra or {})))
     return keys
 
 
@@ -109,13 +101,7 @@ def describe(hint: Any) -> str:
     if origin is Literal:
         *first, last = (f'"{choice}"' for choice in get_args(hint))
         return f"{', '.join(first)} or {last}"
-    words = {
-        str: "text",
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        list: "a list of texts",
-    }
+    words = {str: "text", bool: "true or false", int: "a whole number", float: "a number", list: "a list of texts"}
     return words[origin or hint]
 
 

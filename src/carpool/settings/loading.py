@@ -46,16 +46,10 @@ def load_settings(flags: Mapping[str, Any], *, environ: Mapping[str, str], file:
     for layer in (_from_file(tables, file_name), _from_environment(environ), _from_flags(flags)):
         given.update(layer)
 
-    sections: dict[str, dict[str, _Given]] = {name: {} for name in SECTIONS}
-    root: dict[str, Any] = {}
-    for path, value in given.items():
-        section, _, name = path.rpartition(".")
-        if section:
-            sections[section][name] = value
-        else:
-            root[name] = _convert(KEYS[path], value)
+    values = {path: _convert(KEYS[path], value) for path, value in given.items()}
+    root: dict[str, Any] = {path: value for path, value in values.items() if "." not in path}
     for name, cls in SECTIONS.items():
-        root[name] = _build(cls, f"{name}.", sections[name])
+        root[name] = cls(**{key: values[f"{name}.{key}"] for key in cls.__struct_fields__ if f"{name}.{key}" in values})
     if tiers is not None:
         root["tiers"] = _build_tiers(tiers, file_name)
     root["models"] = _build_models(models, file_name)
@@ -137,22 +131,17 @@ def _from_flags(flags: Mapping[str, Any]) -> dict[str, _Given]:
     return given
 
 
-def _build(cls: type[SectionT], prefix: str, given: Mapping[str, _Given]) -> SectionT:
-    keys = {key.name: key for key in section_keys(cls, prefix)}
-    return cls(**{name: _convert(keys[name], value) for name, value in given.items()})
-
-
 def _build_listed(cls: type[SectionT], path: str, value: Any, file_name: str) -> SectionT:
     """An entry of `tiers` or `models`, whose keys nobody has checked yet."""
     table = _table(value, path, file_name)
-    keys = section_keys(cls, f"{path}.")
+    keys = {key.name: key for key in section_keys(cls, f"{path}.")}
     for name in table:
-        if name not in {key.name for key in keys}:
-            raise unknown("key", f"{path}.{name}", file_name, [key.path for key in keys])
-    for key in keys:
+        if name not in keys:
+            raise unknown("key", f"{path}.{name}", file_name, [key.path for key in keys.values()])
+    for key in keys.values():
         if key.default is NODEFAULT and key.name not in table:
             raise ConfigError(f"{key.path} ({file_name}) is missing: it must be {describe(key.hint)}")
-    return _build(cls, f"{path}.", {name: _Given(v, file_name, False) for name, v in table.items()})
+    return cls(**{name: _convert(keys[name], _Given(v, file_name, False)) for name, v in table.items()})
 
 
 def _build_tiers(value: Any, file_name: str) -> tuple[TierSettings, ...]:
@@ -186,7 +175,7 @@ def _convert(key: Key, given: _Given) -> Any:
     try:
         value = msgspec.convert(given.value, key.hint, strict=not given.is_text)
     except msgspec.ValidationError:
-        but = "" if key.secret or key.path == "broker.url" else f", not {shown(given.value)}"
+        but = "" if key.is_secret or key.path == "broker.url" else f", not {shown(given.value)}"
         raise ConfigError(f"{key.path} ({given.source}) must be {describe(key.hint)}{but}") from None
     for text in value if isinstance(value, list) else [value]:
         # Besides being of no use, such text could neither be printed on one line nor dumped as TOML.

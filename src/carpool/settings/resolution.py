@@ -12,7 +12,7 @@ import msgspec
 
 from carpool.core.names import TlsFiles
 from carpool.settings.endpoints import expand_endpoints
-from carpool.settings.errors import ConfigError
+from carpool.settings.errors import ConfigError, faults_at
 from carpool.settings.schema import (
     BatchingSettings,
     BrokerSettings,
@@ -33,19 +33,9 @@ Where = Callable[[str], str]
 HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 # Carpool writes these itself, or they would change where the call begins and ends.
 _OWN_HEADERS = {
-    "accept-encoding",
-    "connection",
-    "content-encoding",
-    "content-length",
-    "content-type",
-    "expect",
-    "host",
-    "keep-alive",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-}
+    "accept-encoding", "connection", "content-encoding", "content-length", "content-type", "expect", "host",
+    "keep-alive", "te", "trailer", "transfer-encoding", "upgrade",
+}  # fmt: skip
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,13 +61,10 @@ def resolve(settings: Settings, name: str, own: ModelSettings, where: Where = st
     upstream = _overlaid(settings.upstream, own)
     if own.tls_cert is not None or own.tls_key is not None:  # a certificate and its key stay together
         upstream = msgspec.structs.replace(upstream, tls_cert=own.tls_cert or "", tls_key=own.tls_key or "")
-    key = "endpoints"
-    try:
+    with faults_at(where(path_of(name, own, "endpoints"))):
         upstream = msgspec.structs.replace(upstream, endpoints=expand_endpoints(upstream.endpoints))
-        key = "header_files"
+    with faults_at(where(path_of(name, own, "header_files"))):
         header_files = _parse_header_files(upstream.header_files)
-    except ConfigError as error:
-        raise ConfigError(f"{where(path_of(name, own, key))} {error}") from None
     return Model(
         name=name,
         upstream=upstream,

@@ -50,7 +50,15 @@ class UpstreamSecurity(TlsFiles, frozen=True):
 
     def ssl_context(self) -> "ssl.SSLContext":
         """Read the certificates; raises OSError (of which ssl.SSLError is one) or ValueError."""
-        return make_context(self)
+        import ssl
+
+        context = ssl.create_default_context(cafile=self.ca or None)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        if self.cert:
+            # An encrypted key would otherwise be asked for on the terminal.
+            context.load_cert_chain(self.cert, self.key, password=lambda: b"")
+        return context
 
     def pems(self) -> Pems:
         """Read the certificates as they are, and see that they can be used; raises OSError or ValueError."""
@@ -133,19 +141,6 @@ class Reread(Generic[Made]):
         before = self._contents
         self._contents = [_content(path) for path in self._paths]
         return self._contents != before
-
-
-def make_context(files: TlsFiles) -> "ssl.SSLContext":
-    """Read the certificates; raises OSError (of which ssl.SSLError is one) or ValueError."""
-    import ssl
-
-    context = ssl.create_default_context(cafile=files.ca or None)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
-    if files.cert:
-        # An encrypted key would otherwise be asked for on the terminal.
-        context.load_cert_chain(files.cert, files.key, password=lambda: b"")
-    return context
 
 
 def read_token(path: str) -> str:
