@@ -15,12 +15,12 @@ from typing import Any
 
 import carpool.app
 import carpool.service
-from carpool.config import load_settings
 from carpool.core.clock import monotonic
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.ports import LaneQueue
 from carpool.core.request import Request
 from carpool.core.tally import SECONDS_BOUNDS, Histogram
+from carpool.settings import load_settings
 from carpool.upstream.endpoint import Endpoint
 from carpool.upstream.pool import Pool
 

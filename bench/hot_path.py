@@ -15,9 +15,9 @@ from time import process_time
 import uvloop
 
 from carpool.app import spare_the_collector
-from carpool.config import load_settings
 from carpool.embedded import Gateway
 from carpool.face.http.connection import Connection
+from carpool.settings import load_settings
 
 BODY = b'{"input":"' + b"x" * 2000 + b'","client_id":"c1"}'
 REQUEST = (

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from carpool.batching.policy import Idle, Plan, Policy, PolicyName, Send, View, WaitUntil, make_policy
 from carpool.batching.rate import ArrivalRate
-from carpool.settings import BatchingSettings
+from carpool.settings.schema import BatchingSettings
 
 SETTINGS = BatchingSettings()
 MAX_WAIT_S = SETTINGS.max_wait_ms / 1000

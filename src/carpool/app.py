@@ -13,7 +13,7 @@ import uvloop
 
 from carpool.broker.journal_records import JournalLocked, JournalUnusable
 from carpool.composition import Process
-from carpool.config import Role
+from carpool.core.names import Role
 from carpool.settings import Settings
 from carpool.telemetry.logs import configure_logging
 

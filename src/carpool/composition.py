@@ -19,10 +19,11 @@ from carpool.face.http.openapi import admin_openapi
 from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
 from carpool.face.intake import IntakeSettings
-from carpool.service import ModelFace, ModelService, named_models
-from carpool.settings import Settings
+from carpool.service import ModelFace, ModelService
+from carpool.settings import Model, Settings, admin_port, models_of
 from carpool.telemetry.metrics import Exposition, Value
 from carpool.upstream.client import make_session
+from carpool.upstream.fleet import Endpoints
 from carpool.upstream.offenders import Offenders
 
 logger = logging.getLogger("carpool")
@@ -43,6 +44,7 @@ class Process:
 
     def __init__(self, settings: Settings, listening: socket.socket | None = None) -> None:
         self.settings = settings
+        self.named = models_of(settings)
         # The socket that this process shares with others, if it does.
         self.listening = listening
         self.draining = False
@@ -73,22 +75,29 @@ class Process:
         raise NotImplementedError
 
     def reload(self, load: Callable[[], Settings]) -> None:
-        """Read the configuration again: endpoints, slots and upstream timeouts change now, the rest does not."""
+        """Read the configuration again: endpoints, slots and upstream timeouts change now, the rest does not.
+
+        All that may fail is done for every model first: a fault of one changes none.
+        """
         if self.draining:
             return
-        came = gone = 0
+        prepared: list[tuple[ModelService, Model, Endpoints]] = []
         try:
             settings = load()
-            named = named_models(settings)
+            named = models_of(settings)
             for service in self.services:
                 if service.name in named:
-                    more, fewer = service.change(named[service.name], settings, self.session)
-                    came, gone = came + more, gone + fewer
+                    model = named[service.name]
+                    prepared.append((service, model, service.prepare_change(model, self.session)))
         except Exception as fault:  # whatever it is, this process goes on
+            for service, _, endpoints in prepared:
+                service.fleet.give_up(endpoints)
             logger.error("the configuration was not changed: %s", " ".join(str(fault).split()))
             return
+        changed = [service.change(model, endpoints) for service, model, endpoints in prepared]
         for section in changed_for_the_next_start(self.settings, settings):
             logger.warning("a change of %s takes effect at the next start", section)
+        came, gone = sum(each[0] for each in changed), sum(each[1] for each in changed)
         logger.info("read the configuration again", extra={"fields": {"endpoints_added": came, "endpoints_gone": gone}})
 
     async def close(self) -> None:
@@ -131,8 +140,7 @@ class Process:
         )
         admin = HttpServer(routes, HttpLimits(body_bytes_max=1024, connections_max=256))
         self._opened.push_async_callback(self._close_server, admin)
-        wanted = gateway.admin_port if gateway.admin_port is not None else (gateway.port + 1 if gateway.port else 0)
-        self.admin_port = await admin.start(gateway.admin_host, wanted)
+        self.admin_port = await admin.start(gateway.admin_host, admin_port(gateway))
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Let something run beside."""

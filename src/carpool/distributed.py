@@ -40,17 +40,17 @@ from carpool.broker.redis.keys import Keys, line_name
 from carpool.broker.redis.steps import Steps
 from carpool.broker.sides import BatcherSide, Mode
 from carpool.composition import Process, face_settings, http_limits, intake_settings
-from carpool.config import ConfigError, Role, broker_address, require_upstream
 from carpool.core.clock import monotonic
 from carpool.core.errors import CarpoolError, Draining
+from carpool.core.names import Role
 from carpool.core.request import QUEUED, Request, RequestState, state_of
 from carpool.face.http.admin import FoundRequest
 from carpool.face.http.gateway import GatewayRoutes
 from carpool.face.http.openapi import gateway_openapi
 from carpool.face.http.server import HttpServer
 from carpool.face.intake import Intake
-from carpool.service import ModelFace, ModelService, named_models
-from carpool.settings import Settings
+from carpool.service import ModelFace, ModelService
+from carpool.settings import ConfigError, Settings, broker_address, models_of
 from carpool.telemetry.metrics import Value
 
 logger = logging.getLogger("carpool")
@@ -113,7 +113,7 @@ class DistributedProcess(Process):
         """Plug the stages together, from the back to the front, and listen."""
         settings = self.settings
         broker, gateway = settings.broker, settings.gateway
-        named = named_models(settings)
+        named = self.named
         self.targets = tuple(tier.target_ms / 1000 for tier in settings.tiers)
         self.keys = Keys(broker.namespace, broker.shards)
         if broker.persistence == "forbidden":
@@ -134,9 +134,9 @@ class DistributedProcess(Process):
             bounds=self.letter_bounds,
             kept=settings.dead_letters.synchronous,
         )
-        if has_upstream(settings):  # a gateway may have none
+        if all(model.upstream.endpoints for model in named.values()):  # a gateway may have none
             self._make_models()
-        faces: Sequence[ModelFace] = self.services or [ModelFace(name, own, settings) for name, own in named.items()]
+        faces: Sequence[ModelFace] = self.services or [ModelFace(model) for model in named.values()]
         if self.is_batcher:
             self._make_feed()
         self.tasks = self._make_tasks()
@@ -149,7 +149,7 @@ class DistributedProcess(Process):
             self.nodes,
             self.keys,
             name=self.name,
-            role="both" if self.role == "serve" else self.role,
+            role=self.role,
             describe=self.heartbeat,
             changed=self._fleet_changed,
             heard=self._heard_of_offenders,
@@ -273,8 +273,8 @@ class DistributedProcess(Process):
         # A gateway's endpoints are the batchers' too: while Redis is gone, the gateways share them.
         sharers = None if self.is_batcher else self._gateways_last_seen
         self.services = [
-            ModelService(name, own, settings, self.session, self.local, self.dead_letters, self.offenders, sharers)
-            for name, own in named_models(settings).items()
+            ModelService(model, self.session, self.local, self.dead_letters, self.offenders, sharers)
+            for model in self.named.values()
         ]
 
     def _make_feed(self) -> None:
@@ -584,20 +584,11 @@ def company_comes(feed: BatcherSide, service: ModelService) -> bool:
     return service.dispatcher.isolation.running > 0 and waiting_in_redis(feed, service) > 0
 
 
-def has_upstream(settings: Settings) -> bool:
-    """Whether every model has an endpoint to call."""
-    try:
-        require_upstream(settings)
-    except ConfigError:
-        return False
-    return True
-
-
 def task_shards(settings: Settings) -> int:
     """How many shards take tasks: so few that the part of each has room for some of the largest."""
-    bodies = [own.body_bytes_max or settings.gateway.body_bytes_max for own in named_models(settings).values()]
+    largest = max(model.body_bytes_max for model in models_of(settings).values())
     bytes_max = min(settings.broker.bytes_max, settings.tasks.stored_bytes_max)
-    return min(max(bytes_max // (LARGEST_TASKS_A_SHARD * max(bodies)), 1), settings.broker.shards)
+    return min(max(bytes_max // (LARGEST_TASKS_A_SHARD * largest), 1), settings.broker.shards)
 
 
 def line_offsets_ms(settings: Settings) -> dict[bytes, int]:

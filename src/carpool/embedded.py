@@ -19,7 +19,7 @@ from carpool.face.http.gateway import GatewayRoutes
 from carpool.face.http.openapi import gateway_openapi
 from carpool.face.http.server import HttpServer
 from carpool.face.intake import Intake
-from carpool.service import ModelService, named_models
+from carpool.service import ModelService
 from carpool.telemetry.metrics import Value
 
 logger = logging.getLogger("carpool")
@@ -50,11 +50,9 @@ class Gateway(Process):
             task_patience_s=settings.tasks.patience_ms / 1000,
             offenders=offenders,
         )
-        named = named_models(settings)
         dead_letters = DeadLetterBox(self.journal, settings.dead_letters.synchronous)
         self.services = [
-            ModelService(name, own, settings, self.session, self.broker, dead_letters, offenders)
-            for name, own in named.items()
+            ModelService(model, self.session, self.broker, dead_letters, offenders) for model in self.named.values()
         ]
         self.start_fleets()
         self.tasks = Tasks(self.broker, self.journal, prepare=self._prepare, waiting_max=settings.tasks.waiting_max)
@@ -66,7 +64,8 @@ class Gateway(Process):
             trusted_proxies=gateway.trusted_proxies,
         )
         targets = tuple(tier.target_ms / 1000 for tier in settings.tiers)
-        restored = self.tasks.restore(frozenset(named), lambda tier, now: now + targets[min(tier, len(targets) - 1)])
+        named = frozenset(self.named)
+        restored = self.tasks.restore(named, lambda tier, now: now + targets[min(tier, len(targets) - 1)])
         self.intake = Intake(
             self.gate,
             self.broker,
@@ -77,7 +76,7 @@ class Gateway(Process):
         routes = GatewayRoutes(
             self.intake,
             face_settings(settings),
-            gateway_openapi(list(named), settings.model, settings.tasks.wait_ms_max),
+            gateway_openapi(list(self.named), settings.model, settings.tasks.wait_ms_max),
         )
         self.start_timers()
         await self.listen_for_clients(HttpServer(routes.router, http_limits(settings, self.services)))
@@ -85,7 +84,7 @@ class Gateway(Process):
             DeadLetterDesk(
                 self.journal,
                 self.tasks,
-                frozenset(named),
+                named,
                 tier_target_s=targets,
                 task_timeout_s=settings.tasks.timeout_s,
             )
@@ -101,7 +100,7 @@ class Gateway(Process):
             self.port,
             gateway.admin_host,
             self.admin_port,
-            extra={"fields": {"models": list(named), "slots": self.slots_total(), "restored_tasks": restored}},
+            extra={"fields": {"models": list(self.named), "slots": self.slots_total(), "restored_tasks": restored}},
         )
 
     async def drain(self) -> None:

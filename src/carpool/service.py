@@ -10,20 +10,19 @@ from carpool.admission.gate import upstream_down
 from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import make_policy
 from carpool.broker.memory import MemoryBroker
-from carpool.config import expand_endpoints, upstream_security
 from carpool.core.clock import monotonic
 from carpool.core.errors import CarpoolError, QueueFull
 from carpool.core.ports import DeadLetters, Slots
 from carpool.core.request import Request
 from carpool.face.intake import ServedModel
-from carpool.settings import ModelSettings, Settings
+from carpool.settings import Model
 from carpool.telemetry.metrics import ENDPOINT_STATES, Numbers
 from carpool.upstream.breaker import Breaker
 from carpool.upstream.client import HttpEndpoint
 from carpool.upstream.codecs import Codec, make_codec
 from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.endpoint import AttemptFailedError, Endpoint
-from carpool.upstream.fleet import Address, Fleet, MakeEndpoint
+from carpool.upstream.fleet import Address, Endpoints, Fleet, MakeEndpoint
 from carpool.upstream.grpc_endpoint import GrpcEndpoint
 from carpool.upstream.health import HasPages, HealthWatch, LoadSource
 from carpool.upstream.load import LoadLimit
@@ -48,20 +47,20 @@ APART_BATCHES_MAX = 2
 class ModelFace:
     """One model as the face sees it: its limits, and what its protocol wants to know of inputs."""
 
-    def __init__(self, name: str, own: ModelSettings, settings: Settings) -> None:
-        upstream = settings.upstream
-        self.name = name
-        self.body_bytes_max = own.body_bytes_max or settings.gateway.body_bytes_max
+    def __init__(self, model: Model) -> None:
+        upstream = model.upstream
+        self.name = model.name
+        self.body_bytes_max = model.body_bytes_max
         self.codec = make_codec(
-            own.protocol or upstream.protocol,
+            upstream.protocol,
             inputs_field=upstream.inputs_field,
             outputs_field=upstream.outputs_field,
             parameters_field=upstream.parameters_field,
-            model_version=own.model_version if own.model_version is not None else upstream.model_version,
-            tensor_name=own.tensor_name if own.tensor_name is not None else upstream.tensor_name,
-            tensor_datatype=own.tensor_datatype if own.tensor_datatype is not None else upstream.tensor_datatype,
-            tensor_shape=own.tensor_shape if own.tensor_shape is not None else upstream.tensor_shape,
-            tensor_binary=own.tensor_binary if own.tensor_binary is not None else upstream.tensor_binary,
+            model_version=upstream.model_version,
+            tensor_name=upstream.tensor_name,
+            tensor_datatype=upstream.tensor_datatype,
+            tensor_shape=upstream.tensor_shape,
+            tensor_binary=upstream.tensor_binary,
         )
 
     def prepare(self, request: Request) -> None:
@@ -113,20 +112,18 @@ class ModelService(ModelFace):
 
     def __init__(
         self,
-        name: str,
-        own: ModelSettings,
-        settings: Settings,
+        model: Model,
         session: aiohttp.ClientSession,
         broker: MemoryBroker,
         dead_letters: DeadLetters,
         offenders: Offenders,
         sharers: Callable[[], int] | None = None,
     ) -> None:
-        super().__init__(name, own, settings)
-        upstream = settings.upstream
+        super().__init__(model)
+        upstream, batching = model.upstream, model.batching
         # The longest that one attempt takes.
-        self.timeout_s = own.timeout_s or upstream.timeout_s
-        self.fleet = make_fleet(own, settings, session, self.codec.health_path(name))
+        self.timeout_s = upstream.timeout_s
+        self.fleet = make_fleet(model, session, self.codec.health_path(model.name))
         self.pool = self.fleet.pool
         self.dispatcher = UpstreamDispatcher(
             self.pool,
@@ -135,7 +132,7 @@ class ModelService(ModelFace):
             timeout_s=self.timeout_s,
             attempts=upstream.attempts,
             backoff_s=upstream.backoff_ms / 1000,
-            model=name,
+            model=model.name,
             dead_letters=dead_letters,
             offenders=offenders,
             max_batch=self.largest_batch,
@@ -147,16 +144,15 @@ class ModelService(ModelFace):
         self.waiting_elsewhere: Callable[[], int] = lambda: 0
         self.pool.others_wait = lambda: self._others_waiting() > 0
         self._slots: Slots = self.pool if sharers is None else SharedSlots(self.pool, sharers)
-        batching = settings.batching
         self.loop = BatchLoop(
-            name,
+            model.name,
             broker,
             self._slots,
             self.dispatcher,
             make_policy(batching.policy, busy_share=batching.busy_share, fill_target=batching.fill_target),
-            max_batch=own.max_batch or batching.max_batch,
+            max_batch=batching.max_batch,
             max_wait_s=batching.max_wait_ms / 1000,
-            batch_bytes_max=own.batch_bytes_max or batching.batch_bytes_max,
+            batch_bytes_max=batching.batch_bytes_max,
             in_flight_bytes_max=batching.in_flight_bytes_max,
         )
         self._broker = broker
@@ -218,12 +214,15 @@ class ModelService(ModelFace):
                 )
         return None
 
-    def change(self, own: ModelSettings, settings: Settings, session: aiohttp.ClientSession) -> tuple[int, int]:
+    def prepare_change(self, model: Model, session: aiohttp.ClientSession) -> Endpoints:
+        """The endpoints for `change`. Whatever may fail fails here."""
+        return self.fleet.prepare(addresses(model), endpoint_maker(model, session))
+
+    def change(self, model: Model, prepared: Endpoints) -> tuple[int, int]:
         """Use other endpoints, slots and timeouts from now on; returns how many endpoints came and go."""
-        changed = self.fleet.change_to(addresses(own, settings), endpoint_maker(own, settings, session))
-        self.timeout_s = own.timeout_s or settings.upstream.timeout_s
+        self.timeout_s = model.upstream.timeout_s
         self.dispatcher.change_timeout(self.timeout_s)
-        return changed
+        return self.fleet.change_to(prepared)
 
     async def ask_limits(self) -> None:
         """Ask the endpoints how many inputs they take at once, where the protocol has a page for that."""
@@ -310,48 +309,32 @@ class ModelService(ModelFace):
         }
 
 
-def named_models(settings: Settings) -> dict[str, ModelSettings]:
-    """Every model by name; where none is configured, the one that stands for all."""
-    return settings.models or {settings.model: ModelSettings()}
-
-
-def addresses(own: ModelSettings, settings: Settings) -> list[Address]:
+def addresses(model: Model) -> list[Address]:
     """Where the endpoints of a model are."""
-    upstream = settings.upstream
-    urls = expand_endpoints(own.endpoints if own.endpoints is not None else upstream.endpoints)
-    return [Address(url, own.slots or upstream.slots) for url in urls]
+    return [Address(url, model.upstream.slots) for url in model.upstream.endpoints]
 
 
-def endpoint_maker(own: ModelSettings, settings: Settings, session: aiohttp.ClientSession) -> MakeEndpoint:
-    """What makes the endpoints of a model."""
-    upstream = settings.upstream
-    security = upstream_security(upstream, own)
-    credentials = Credentials(security)
-    is_grpc = (own.protocol or upstream.protocol) == "kserve_v2_grpc"
-    load_header = own.load_header if own.load_header is not None else upstream.load_header
+def endpoint_maker(model: Model, session: aiohttp.ClientSession) -> MakeEndpoint:
+    """What makes the endpoints of a model; raises OSError or ValueError if files that protect them cannot be used."""
+    upstream = model.upstream
+    credentials = Credentials(model.security)
+    credentials.headers()
+    if any(url.startswith(("https:", "grpcs:")) for url in upstream.endpoints):
+        credentials.ssl_context()
 
     def make_endpoint(address: Address) -> Endpoint:
         if address.url.startswith("sim:"):
             return SimulatedEndpoint(address.url, parse_sim_url(address.url))
-        if is_grpc:
-            return GrpcEndpoint(address.url, address.slots, upstream.answer_bytes_max, security)
-        return HttpEndpoint(session, *address, upstream.answer_bytes_max, credentials, load_header)
+        if upstream.protocol == "kserve_v2_grpc":
+            return GrpcEndpoint(address.url, address.slots, upstream.answer_bytes_max, model.security)
+        return HttpEndpoint(session, *address, upstream.answer_bytes_max, credentials, upstream.load_header)
 
     return make_endpoint
 
 
-def make_fleet(
-    own: ModelSettings, settings: Settings, session: aiohttp.ClientSession, health_path: str | None
-) -> Fleet:
+def make_fleet(model: Model, session: aiohttp.ClientSession, health_path: str | None) -> Fleet:
     """The endpoints of a model, their pool and the watch over them."""
-    upstream = settings.upstream
-    ratio = own.load_latency_ratio if own.load_latency_ratio is not None else upstream.load_latency_ratio
-    metrics_url = own.load_metrics_url if own.load_metrics_url is not None else upstream.load_metrics_url
-    source = LoadSource(
-        metrics_url,
-        own.load_metric if own.load_metric is not None else upstream.load_metric,
-        own.load_metric_max or upstream.load_metric_max,
-    )
+    upstream = model.upstream
 
     def make_pool(endpoints: Sequence[Endpoint]) -> Pool:
         pause_s = upstream.breaker_pause_s
@@ -360,12 +343,14 @@ def make_fleet(
             eject_share_max=upstream.eject_share_max,
             isolation_share=upstream.isolation_share,
             make_breaker=lambda: Breaker(upstream.breaker_failures, pause_s, max(pause_s, BREAKER_PAUSE_S_MAX)),
-            make_load=lambda slots: LoadLimit(slots, ratio),
+            make_load=lambda slots: LoadLimit(slots, upstream.load_latency_ratio),
         )
 
     def make_watch(pool: Pool) -> HealthWatch:
-        interval_s = upstream.health_interval_s
-        load_source = source if metrics_url else None
-        return HealthWatch(pool, health_path=health_path, interval_s=interval_s, load_source=load_source)
+        source = LoadSource(upstream.load_metrics_url, upstream.load_metric, upstream.load_metric_max)
+        load_source = source if upstream.load_metrics_url else None
+        return HealthWatch(
+            pool, health_path=health_path, interval_s=upstream.health_interval_s, load_source=load_source
+        )
 
-    return Fleet(addresses(own, settings), endpoint_maker(own, settings, session), make_pool, make_watch)
+    return Fleet(addresses(model), endpoint_maker(model, session), make_pool, make_watch)

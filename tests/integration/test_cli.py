@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from carpool.cli import main
-from carpool.config import FLAGS
 from carpool.settings import Settings
+from carpool.settings.keys import FLAGS
 from carpool.version import __version__
 
 CLEAN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}

@@ -15,7 +15,7 @@ import hiredis
 import pytest
 import uvloop
 
-from carpool.broker.redis.client.address import parse_broker_url
+from carpool.broker.redis.client.address import NO_FILES, parse_broker_url
 from carpool.broker.redis.client.link import (
     TICKS_PER_TIMEOUT,
     Command,
@@ -29,6 +29,7 @@ from carpool.broker.redis.client.link import (
 )
 from carpool.broker.redis.client.nodes import Nodes, Script, parse_redirection
 from carpool.broker.redis.client.topology import SlotRange, parse_slots
+from carpool.core.names import TlsFiles
 from carpool.testing import FakeClock
 from support.processes import PATIENCE_S, last_connections_begin, until
 from support.redis_servers import HOST, RedisServer, free_port, running_redis
@@ -44,8 +45,8 @@ def script_of(source: bytes) -> Script:
 @asynccontextmanager
 async def connected(url: str, *, timeout_s: float = PATIENCE_S, **options: Any) -> AsyncIterator[Nodes]:
     """Connections that are up."""
-    tls = {name: options.pop(name) for name in list(options) if name.startswith("tls_") or name == "password"}
-    nodes = Nodes(parse_broker_url(url, **tls), timeout_s=timeout_s, **options)
+    login = {name: options.pop(name) for name in ("files", "password") if name in options}
+    nodes = Nodes(parse_broker_url(url, **login), timeout_s=timeout_s, **options)
     nodes.start()
     try:
         await until(lambda: nodes.trouble == "")
@@ -394,10 +395,10 @@ def test_a_process_that_was_stopped_itself_does_not_blame_redis(run: Run, tmp_pa
 # Logging in.
 
 
-async def trouble_of(url: str, **files: str) -> str:
+async def trouble_of(url: str, files: TlsFiles = NO_FILES) -> str:
     """Why it cannot be connected."""
     changes: list[None] = []
-    nodes = Nodes(parse_broker_url(url, **files), changed=lambda: changes.append(None))
+    nodes = Nodes(parse_broker_url(url, files=files), changed=lambda: changes.append(None))
     nodes.start()
     await until(lambda: len(changes) >= 2)  # where it is; that it is not up
     trouble = nodes.trouble
@@ -440,12 +441,12 @@ def test_tls(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with running_redis(tmp_path / "redis", *args):
-            async with connected(url, tls_ca=ca, tls_cert=cert, tls_key=key) as nodes:
+            async with connected(url, files=TlsFiles(ca, cert, key)) as nodes:
                 body = b"x" * 3_000_000
                 assert await nodes.ask(0, "ECHO", body) == body
             # An authority that is not known; a server that wants to see a certificate.
             assert "certificate is not accepted" in await trouble_of(url)
-            assert "CERTIFICATE_REQUIRED" in await trouble_of(url, tls_ca=ca)
+            assert "CERTIFICATE_REQUIRED" in await trouble_of(url, files=TlsFiles(ca))
 
     for run in RUNNERS:
         run(main())
@@ -453,7 +454,7 @@ def test_tls(tmp_path: Path) -> None:
 
 async def test_a_file_for_tls_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        Nodes(parse_broker_url("rediss://host", tls_ca=str(tmp_path / "none.pem")))
+        Nodes(parse_broker_url("rediss://host", files=TlsFiles(str(tmp_path / "none.pem"))))
 
 
 # Servers that fail.

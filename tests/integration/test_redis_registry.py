@@ -5,7 +5,7 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -14,6 +14,7 @@ from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.fleet.registry import Registry
 from carpool.broker.redis.fleet.view import fleet_page
 from carpool.broker.redis.keys import Keys
+from carpool.core.names import Role
 from support.processes import until
 from support.redis_servers import RedisCluster, RedisServer, running_redis
 
@@ -56,7 +57,7 @@ def registry(
     nodes: Nodes,
     keys: Keys,
     name: bytes,
-    role: Literal["gateway", "batcher", "both"],
+    role: Role,
     said: dict[str, Any] | None = None,
     **options: Any,
 ) -> Registry:
@@ -74,7 +75,7 @@ async def test_each_sees_the_others(redis_server: RedisServer, keys: Keys) -> No
     async with connected(redis_server.url) as nodes:
         said = description()
         gateway, batcher = registry(nodes, keys, b"g", "gateway"), registry(nodes, keys, b"b", "batcher", said)
-        both = registry(nodes, keys, b"s", "both")
+        both = registry(nodes, keys, b"s", "serve")
         assert not gateway.is_fresh()
         for one in (gateway, batcher, both):
             one.start()
@@ -91,7 +92,7 @@ async def test_each_sees_the_others(redis_server: RedisServer, keys: Keys) -> No
 
 async def test_one_that_leaves_is_gone_at_once(redis_server: RedisServer, keys: Keys) -> None:
     async with connected(redis_server.url) as nodes:
-        watcher, leaver = registry(nodes, keys, b"w", "gateway"), registry(nodes, keys, b"l", "both")
+        watcher, leaver = registry(nodes, keys, b"w", "gateway"), registry(nodes, keys, b"l", "serve")
         watcher.start()
         leaver.start()
         await until(lambda: live(watcher) == (["l", "w"], ["l"]))
@@ -180,7 +181,7 @@ async def test_a_redis_that_is_gone_makes_the_view_old(tmp_path: Path, keys: Key
 
 async def test_on_a_cluster(redis_cluster: RedisCluster, keys: Keys) -> None:
     async with connected(redis_cluster.url) as nodes:
-        one = registry(nodes, keys, b"s", "both")
+        one = registry(nodes, keys, b"s", "serve")
         one.start()
         await until(lambda: live(one) == (["s"], ["s"]))
         await one.leave()

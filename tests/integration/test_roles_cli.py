@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from carpool.cli import main
-from carpool.config import FLAGS, Role
+from carpool.core.names import Role
 from carpool.settings import Settings
+from carpool.settings.keys import FLAGS
 
 CLEAN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
 REDIS = "redis://127.0.0.1:1"

@@ -4,6 +4,7 @@ import pytest
 from rich.pretty import pretty_repr
 
 from carpool.broker.redis.client.address import BadBrokerUrlError, BrokerAddress, parse_broker_url
+from carpool.core.names import TlsFiles
 
 SECRET = "hunter2-canary"
 
@@ -16,10 +17,10 @@ def test_one_server_with_defaults() -> None:
 
 @pytest.mark.parametrize("tail", ["/3", "/3/"])
 def test_one_server_with_everything(tail: str) -> None:
-    address = parse_broker_url(f"rediss://ann:pw@10.0.0.1:7000{tail}", tls_ca="ca", tls_cert="cert", tls_key="key")
+    address = parse_broker_url(f"rediss://ann:pw@10.0.0.1:7000{tail}", files=TlsFiles("ca", "cert", "key"))
     assert address.hosts == (("10.0.0.1", 7000),)
     assert (address.username, address.password, address.db, address.tls) == ("ann", "pw", 3, True)
-    assert (address.tls_ca, address.tls_cert, address.tls_key) == ("ca", "cert", "key")
+    assert address.files == TlsFiles("ca", "cert", "key")
 
 
 def test_a_password_without_a_user() -> None:
@@ -118,13 +119,13 @@ def test_two_passwords_are_one_too_many() -> None:
 
 def test_files_for_tls_without_tls() -> None:
     with pytest.raises(BadBrokerUrlError, match=r"write rediss\+cluster://"):
-        parse_broker_url("redis+cluster://host", tls_ca="ca.pem")
+        parse_broker_url("redis+cluster://host", files=TlsFiles("ca.pem"))
 
 
 @pytest.mark.parametrize(("cert", "key"), [("cert.pem", ""), ("", "key.pem")])
 def test_a_certificate_needs_its_key(cert: str, key: str) -> None:
     with pytest.raises(BadBrokerUrlError, match="belong together"):
-        parse_broker_url("rediss://host", tls_cert=cert, tls_key=key)
+        parse_broker_url("rediss://host", files=TlsFiles("", cert, key))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from carpool.config import KEYS, load_settings, require_upstream
 from carpool.core.errors import all_errors
+from carpool.settings import load_settings, require_upstream
+from carpool.settings.keys import KEYS
 from carpool.tools.docs import PAGES, main
 
 DOCS = Path(__file__).parents[2] / "docs"

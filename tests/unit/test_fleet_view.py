@@ -163,6 +163,16 @@ def test_an_absurd_beat_is_left_out(body: bytes) -> None:
     assert seen.unreadable == 1
 
 
+@pytest.mark.parametrize("role", [b'"both"', b'"serve"', b'"a later word"', b"7"])
+def test_a_word_of_another_version_does_no_harm(role: bytes) -> None:
+    """What a process is follows from where its heartbeat is; a word for it that others may write is passed over."""
+    seen = view(
+        {b"g": value(b'{"status":"ok","role":' + role + b"}")}, {b"b": value(b'{"role":' + role + b',"status":"ok"}')}
+    )
+    assert [member.name for member in (*seen.live_gateways(), *seen.live_batchers())] == ["g", "b"]
+    assert seen.unreadable == 0
+
+
 @pytest.mark.parametrize("stamp", [b"", b"x", b"-5", b"9" * 15, b"9" * 5000])
 def test_an_absurd_stamp_is_left_out(stamp: bytes) -> None:
     seen = view(None, {b"bad": stamp + b' {"status":"ok"}'})

@@ -296,7 +296,7 @@ async def test_endpoints_come_and_go_and_running_calls_finish() -> None:
     fleet.pool.when_slot_frees(lambda: rings.append(None))
     taken = fleet.pool.take()
     assert taken.name == "a"
-    assert fleet.change_to([Address("b", 2), Address("c", 3)], make_endpoint) == (1, 1)
+    assert fleet.change_to(fleet.prepare([Address("b", 2), Address("c", 3)], make_endpoint)) == (1, 1)
     assert fleet.states() == [("b", "healthy"), ("c", "healthy")]
     assert (fleet.pool.free(), fleet.pool.total(), fleet.pool.busy(), len(rings)) == (5, 5, 1, 3)
     assert a.closed == 0
@@ -313,8 +313,8 @@ async def test_endpoints_come_and_go_and_running_calls_finish() -> None:
 async def test_a_change_of_slots_makes_another_endpoint_and_no_change_none() -> None:
     fleet, make_endpoint = make_fleet(FakeClock(), Address("a", 1), Address("b", 2))
     a = paged(fleet)["a"]
-    assert fleet.change_to([Address("b", 2), Address("a", 1)], make_endpoint) == (0, 0)
-    assert fleet.change_to([Address("a", 4), Address("b", 2)], make_endpoint) == (1, 1)
+    assert fleet.change_to(fleet.prepare([Address("b", 2), Address("a", 1)], make_endpoint)) == (0, 0)
+    assert fleet.change_to(fleet.prepare([Address("a", 4), Address("b", 2)], make_endpoint)) == (1, 1)
     assert fleet.describe()["slots"] == fleet.describe()["healthy_slots"] == fleet.pool.free() == 6
     await asyncio.sleep(0)
     assert (a.closed, paged(fleet)["a"].slots) == (1, 4)
@@ -323,7 +323,7 @@ async def test_a_change_of_slots_makes_another_endpoint_and_no_change_none() -> 
 async def test_a_change_that_cannot_be_made_changes_nothing() -> None:
     fleet, make_endpoint = make_fleet(FakeClock(), Address("a", 1))
     with pytest.raises(ValueError, match="bad"):
-        fleet.change_to([Address("c", 1), Address("bad", 1)], make_endpoint)
+        fleet.prepare([Address("c", 1), Address("bad", 1)], make_endpoint)
     assert fleet.states() == [("a", "healthy")]
     assert fleet.pool.free() == 1
 
@@ -333,7 +333,7 @@ async def test_what_a_removed_endpoint_does_is_no_longer_the_pool_s_business(how
     fleet, make_endpoint = make_fleet(FakeClock(), Address("a", 2))
     pool = fleet.pool
     taken = [pool.take(), pool.take()]
-    fleet.change_to([Address("b", 1)], make_endpoint)
+    fleet.change_to(fleet.prepare([Address("b", 1)], make_endpoint))
     for member in taken:
         for _ in range(5):
             getattr(pool, how)(member)
@@ -349,9 +349,9 @@ async def test_a_new_endpoint_ends_an_outage() -> None:
     for _ in range(5):
         pool.went_badly(pool.members[0])
     assert (pool.is_down, pool.free()) == (True, 0)
-    fleet.change_to([Address("a", 1), Address("b", 1)], make_endpoint)
+    fleet.change_to(fleet.prepare([Address("a", 1), Address("b", 1)], make_endpoint))
     assert (pool.is_down, pool.free()) == (False, 1)
-    fleet.change_to([Address("a", 1)], make_endpoint)
+    fleet.change_to(fleet.prepare([Address("a", 1)], make_endpoint))
     assert (pool.is_down, pool.free()) == (True, 0)
     await fleet.close()
 
@@ -361,7 +361,7 @@ async def test_slot_seconds_of_an_endpoint_that_left_still_count() -> None:
     fleet, make_endpoint = make_fleet(clock, Address("a", 1))
     taken = fleet.pool.take()
     clock.advance(2.0)
-    fleet.change_to([Address("b", 1)], make_endpoint)
+    fleet.change_to(fleet.prepare([Address("b", 1)], make_endpoint))
     clock.advance(1.0)
     assert fleet.pool.busy_seconds() == 3.0
     fleet.pool.give_back(taken)

@@ -12,7 +12,8 @@ from carpool.core.errors import CarpoolError, InputRefused, InternalError, Queue
 from carpool.core.outcome import Output
 from carpool.core.request import Request
 from carpool.service import ModelService
-from carpool.settings import BatchingSettings, ModelSettings, Settings, UpstreamSettings
+from carpool.settings import Settings, models_of
+from carpool.settings.schema import BatchingSettings, UpstreamSettings
 from carpool.testing import Answer, Call, FakeUpstream, Witness, echo, inputs_of, make_request
 from carpool.upstream.attempts import Failure
 from carpool.upstream.codecs.base import Refusal
@@ -357,13 +358,15 @@ class ServiceStand:
 
     def __init__(self, session: aiohttp.ClientSession, bytes_max: int = 9999) -> None:
         settings = Settings(
+            model="m",
             upstream=UpstreamSettings(endpoints=["sim:?latency_ms=1&slots=2&refuse=BAD"]),
             batching=BatchingSettings(max_batch=4, batch_bytes_max=bytes_max, in_flight_bytes_max=bytes_max),
         )
         self.witness = Witness()
         self.offenders = Offenders()
         self.broker = MemoryBroker(waiting_max=99, bytes_max=9999, lanes_max=9, tiers=1, offenders=self.offenders)
-        self.service = ModelService("m", ModelSettings(), settings, session, self.broker, NoLetters(), self.offenders)
+        [model] = models_of(settings).values()
+        self.service = ModelService(model, session, self.broker, NoLetters(), self.offenders)
         self.pool = self.service.pool
         self._serial = 0
 

@@ -5,7 +5,8 @@ from typing import Any, get_args
 
 import pytest
 
-from carpool.upstream.codecs import Codec, JsonCodec, ProtocolName, make_codec
+from carpool.core.names import ProtocolName
+from carpool.upstream.codecs import Codec, JsonCodec, make_codec
 from carpool.upstream.codecs.base import Refusal
 from carpool.upstream.codecs.refusals import classify_status, error_message, limit_words
 from carpool.upstream.endpoint import Answer

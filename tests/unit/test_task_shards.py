@@ -3,7 +3,7 @@
 import pytest
 
 from carpool.distributed import task_shards
-from carpool.settings import BrokerSettings, GatewaySettings, ModelSettings, Settings, TaskSettings
+from carpool.settings.schema import BrokerSettings, GatewaySettings, ModelSettings, Settings, TaskSettings
 
 MIB = 2**20
 

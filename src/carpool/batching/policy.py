@@ -46,7 +46,7 @@ from typing import Literal, Protocol
 import msgspec
 
 Reason = Literal["full", "waited", "idle", "expected-none", "drain"]
-PolicyName = Literal["fixed", "adaptive", "pid"]
+PolicyName = Literal["adaptive", "fixed", "pid"]
 
 # Rule 7: a batch costs some 0.3 ms of the gateway's core; one every 4 ms is less than a tenth of it.
 PACE_S_MIN = 0.004

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from carpool.config import broker_address, load_settings, require_broker
-from carpool.settings import Settings
+from carpool.settings import Settings, broker_address, load_settings, require_broker
 
 if TYPE_CHECKING:
     from carpool.broker.redis.fleet.servers import Finding

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import typer
 
-from carpool.config import FLAGS, KEYS, Key, load_settings
-from carpool.settings import Settings
+from carpool.settings import Settings, load_settings
+from carpool.settings.keys import FLAGS, KEYS, Key
 
 _PANELS = {
     "gateway": "Listening",
@@ -65,7 +65,7 @@ class Given(NamedTuple):
 
 
 def with_setting_flags(command: Callable[[LoadSettings], int]) -> Callable[..., int]:
-    """A command whose flags are those of `config.FLAGS`; it gets a function that loads the settings."""
+    """A command whose flags are those of `keys.FLAGS`; it gets a function that loads the settings."""
     return _with_flags(command, lambda given: command(given.load), ())
 
 

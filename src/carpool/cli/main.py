@@ -15,7 +15,7 @@ from carpool.cli.bench import bench
 from carpool.cli.dlq import dlq
 from carpool.cli.doctor import EPILOG, doctor
 from carpool.cli.sim import demo, sim_gpu
-from carpool.config import ConfigError
+from carpool.settings import ConfigError
 from carpool.version import __version__
 
 EXIT_BAD_CONFIGURATION = 2

@@ -5,8 +5,8 @@ import sys
 import typer
 
 from carpool.cli.flags import Given, LoadSettings, with_role_flags, with_setting_flags
-from carpool.config import ConfigError, Role, admin_port, dump_toml, require_for
-from carpool.settings import Settings
+from carpool.core.names import Role
+from carpool.settings import ConfigError, Settings, admin_port, dump_toml, require_for
 
 _ABOUT_SETTINGS = """\
 Every setting is also a key of carpool.toml and an environment variable, such as CARPOOL_GATEWAY_PORT=8080: \
@@ -140,7 +140,7 @@ def _run_processes(role: Role, given: Given, settings: Settings) -> int:
         listener = listen_on(host, port)
     except OSError as failure:
         raise ConfigError(f"cannot serve on {host}:{port}: {failure.strerror or failure}") from None
-    first_admin_port = admin_port(settings)
+    first_admin_port = admin_port(settings.gateway)
 
     def command(number: int) -> list[str]:
         # The endpoints' slots are there once: one process is their batcher, all are gateways.

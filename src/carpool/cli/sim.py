@@ -149,7 +149,7 @@ def _demo(gpu_flags: dict[str, Any], gateway_flags: dict[str, Any], data_dir: Pa
         if gpus.address is None:
             return gpus.process.wait()
         from carpool.app import run
-        from carpool.config import load_settings
+        from carpool.settings import load_settings
 
         settings = load_settings(
             {

@@ -8,7 +8,6 @@ from typing import Any
 
 from msgspec import NODEFAULT
 
-from carpool.config import FLAGS, ROOT_KEYS, SECTIONS, Key, describe, section_keys, summary
 from carpool.core.errors import (
     CarpoolError,
     ClientError,
@@ -17,7 +16,8 @@ from carpool.core.errors import (
     UpstreamError,
     all_errors,
 )
-from carpool.settings import ModelSettings, TierSettings
+from carpool.settings.keys import FLAGS, ROOT_KEYS, SECTIONS, Key, describe, section_keys, summary
+from carpool.settings.schema import ModelSettings, TierSettings
 from carpool.telemetry.metrics import METRICS
 
 _GENERATED = "<!-- Written by `make docs` from {source}; changes made here are lost. -->\n"
@@ -140,7 +140,7 @@ def errors_page() -> str:
 def configuration_page() -> str:
     """docs/configuration.md."""
     parts = [
-        _GENERATED.format(source="src/carpool/settings.py"),
+        _GENERATED.format(source="src/carpool/settings/schema.py"),
         _CONFIGURATION_INTRO.replace("{example}", EXAMPLE),
         "\n## Top level\n\n",
         *_table(_HEADINGS, map(_setting_row, ROOT_KEYS)),

@@ -1,8 +1,9 @@
 """The endpoints of one model as a whole: what operators see of them, and how they change while running."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, NamedTuple
 
 from carpool.core.clock import Clock, monotonic
@@ -19,6 +20,7 @@ class Address(NamedTuple):
 
 
 MakeEndpoint = Callable[[Address], Endpoint]
+Endpoints = Mapping[Address, Endpoint]
 
 
 class Fleet:
@@ -51,19 +53,36 @@ class Fleet:
         self.pool.close()
         await asyncio.gather(*self._closing, *(endpoint.close() for endpoint in self._endpoints.values()))
 
-    def change_to(self, addresses: Sequence[Address], make_endpoint: MakeEndpoint) -> tuple[int, int]:
+    def prepare(self, addresses: Iterable[Address], make_endpoint: MakeEndpoint) -> Endpoints:
+        """What `change_to` takes: the endpoints that stay, and new ones. Whatever may fail fails here."""
+        prepared: dict[Address, Endpoint] = {}
+        try:
+            for address in addresses:
+                prepared[address] = self._endpoints.get(address) or make_endpoint(address)
+        except Exception:
+            self.give_up(prepared)
+            raise
+        return prepared
+
+    def give_up(self, prepared: Endpoints) -> None:
+        """Close what was prepared for a change that is not made."""
+        for address, endpoint in prepared.items():
+            if address not in self._endpoints:
+                self._close(endpoint)
+
+    def change_to(self, prepared: Endpoints) -> tuple[int, int]:
         """Have these endpoints from now on; returns how many came and how many go.
 
         Those that go get no new call; what they have under way is finished.
         """
-        made = {address: make_endpoint(address) for address in addresses if address not in self._endpoints}
-        gone = [address for address in self._endpoints if address not in set(addresses)]
-        for address, endpoint in made.items():
-            self._endpoints[address] = endpoint
+        came = [endpoint for address, endpoint in prepared.items() if address not in self._endpoints]
+        gone = [endpoint for address, endpoint in self._endpoints.items() if address not in prepared]
+        self._endpoints = dict(prepared)
+        for endpoint in came:
             self.pool.add(endpoint)
-        for address in gone:
-            self._remove(self._endpoints.pop(address))
-        return len(made), len(gone)
+        for endpoint in gone:
+            self.pool.remove(endpoint, partial(self._close, endpoint))
+        return len(came), len(gone)
 
     def healthy_slots(self) -> int:
         """Calls that the endpoints that work may have at once."""
@@ -83,10 +102,7 @@ class Fleet:
             "endpoints": [describe_member(member, now, wall) for member in self.pool.members],
         }
 
-    def _remove(self, endpoint: Endpoint) -> None:
-        def close() -> None:
-            task = asyncio.get_running_loop().create_task(endpoint.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-
-        self.pool.remove(endpoint, close)
+    def _close(self, endpoint: Endpoint) -> None:
+        task = asyncio.get_running_loop().create_task(endpoint.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

@@ -15,9 +15,8 @@ import stat
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-import msgspec
-
 from carpool.core.clock import Clock, monotonic
+from carpool.core.names import TlsFiles
 
 if TYPE_CHECKING:  # slow to import, and the commands that only read the configuration mostly do without
     import ssl
@@ -41,14 +40,9 @@ class Pems(NamedTuple):
     cert: bytes | None
 
 
-class UpstreamSecurity(msgspec.Struct, frozen=True):
+class UpstreamSecurity(TlsFiles, frozen=True):
     """The files that protect the calls to the endpoints of one model; each is optional."""
 
-    # PEM: the authorities whose certificates are accepted, in place of the system's.
-    ca: str = ""
-    # PEM: the certificate chain that Carpool shows, and its key; both or none.
-    cert: str = ""
-    key: str = ""
     # Sent as `Authorization: Bearer …`.
     token_file: str = ""
     # Names of further headers, each with the file that holds its value.

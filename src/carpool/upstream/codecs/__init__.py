@@ -1,7 +1,6 @@
 """One file a protocol, behind one Protocol."""
 
-from typing import Literal
-
+from carpool.core.names import ProtocolName
 from carpool.upstream.codecs.base import Codec, ProtocolFaultError
 from carpool.upstream.codecs.json import JsonCodec
 from carpool.upstream.codecs.kserve_v1 import KServeV1Codec
@@ -21,13 +20,8 @@ __all__ = [
     "OpenAiCompletionsCodec",
     "OpenAiEmbeddingsCodec",
     "ProtocolFaultError",
-    "ProtocolName",
     "TeiEmbedCodec",
     "make_codec",
-]
-
-ProtocolName = Literal[
-    "json", "kserve_v1", "kserve_v2", "kserve_v2_grpc", "openai_embeddings", "openai_completions", "tei_embed"
 ]
 
 

@@ -17,12 +17,15 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 
+from carpool.core.names import TlsFiles
+
 URL_CHARS_MAX = 4096
 HOSTS_MAX = 64
 PORT_MAX = 65535
 DB_MAX = 1_000_000
 REDIS_PORT = 6379
 SENTINEL_PORT = 26379
+NO_FILES = TlsFiles()
 
 Kind = Literal["single", "sentinel", "cluster"]
 
@@ -60,10 +63,7 @@ class BrokerAddress(msgspec.Struct, frozen=True, kw_only=True):
     tls: bool = False
     # The name by which Sentinels know the master.
     service: str = ""
-    # Files: the authority that signed Redis's certificate ("": the system's), and this client's certificate and key.
-    tls_ca: str = ""
-    tls_cert: str = ""
-    tls_key: str = ""
+    files: TlsFiles = NO_FILES
 
     def __str__(self) -> str:
         """The URL, with dots where the password is."""
@@ -81,9 +81,7 @@ class BrokerAddress(msgspec.Struct, frozen=True, kw_only=True):
         return [("url", str(self))]
 
 
-def parse_broker_url(
-    url: str, *, password: str | None = None, tls_ca: str = "", tls_cert: str = "", tls_key: str = ""
-) -> BrokerAddress:
+def parse_broker_url(url: str, *, password: str | None = None, files: TlsFiles = NO_FILES) -> BrokerAddress:
     """Read a broker URL; raises BadBrokerUrlError. `password` is one that was kept apart from the URL."""
     if len(url) > URL_CHARS_MAX:
         _bad(f"it is longer than {URL_CHARS_MAX} characters")
@@ -98,7 +96,7 @@ def parse_broker_url(
     username, _, own_password = login.partition(":")
     if own_password and password:
         _bad("there is a password in it and another one beside it: give one of them")
-    _check_tls_files(tls, scheme, tls_ca, tls_cert, tls_key)
+    _check_files(tls, scheme, files)
     service, db = _read_path(kind, path)
     return BrokerAddress(
         kind=kind,
@@ -108,9 +106,7 @@ def parse_broker_url(
         db=db,
         tls=tls,
         service=service,
-        tls_ca=tls_ca,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
+        files=files,
     )
 
 
@@ -118,10 +114,10 @@ def _bad(reason: str) -> NoReturn:
     raise BadBrokerUrlError(f"the broker's URL cannot be used: {reason}")
 
 
-def _check_tls_files(tls: bool, scheme: str, ca: str, cert: str, key: str) -> None:
-    if bool(cert) != bool(key):
+def _check_files(tls: bool, scheme: str, files: TlsFiles) -> None:
+    if bool(files.cert) != bool(files.key):
         _bad("a client's certificate and its key belong together: give both files, or none")
-    if not tls and (ca or cert):
+    if not tls and (files.ca or files.cert):
         _bad(f"there are files for TLS, but {scheme}:// does not use it: write {scheme.replace('redis', 'rediss')}://")
 
 

@@ -75,9 +75,9 @@ def tls_context(address: BrokerAddress) -> ssl.SSLContext | None:
     """How to check Redis's certificate; raises OSError if a file cannot be used."""
     if not address.tls:
         return None
-    context = ssl.create_default_context(cafile=address.tls_ca or None)
-    if address.tls_cert:
-        context.load_cert_chain(address.tls_cert, address.tls_key)
+    context = ssl.create_default_context(cafile=address.files.ca or None)
+    if address.files.cert:
+        context.load_cert_chain(address.files.cert, address.files.key)
     return context
 
 

@@ -163,8 +163,8 @@ def connection_options(address: BrokerAddress, timeout_s: float) -> dict[str, An
     if address.tls:
         options |= {
             "ssl": True,
-            "ssl_ca_certs": address.tls_ca or None,
-            "ssl_certfile": address.tls_cert or None,
-            "ssl_keyfile": address.tls_key or None,
+            "ssl_ca_certs": address.files.ca or None,
+            "ssl_certfile": address.files.cert or None,
+            "ssl_keyfile": address.files.key or None,
         }
     return options

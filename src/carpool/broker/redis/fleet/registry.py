@@ -7,7 +7,7 @@ them, so a process that hangs, or whose machine is cut off, is offline for all o
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.client.nodes import Nodes
@@ -15,10 +15,10 @@ from carpool.broker.redis.fleet.view import BEAT_BYTES_MAX, FleetView, encode_be
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.scripts import HEARTBEAT
 from carpool.core.clock import Clock, monotonic
+from carpool.core.names import Role
 
 logger = logging.getLogger("carpool")
 
-Role = Literal["gateway", "batcher", "both"]
 # One that fell silent is shown as offline for so long.
 KEPT_MS = 60_000
 # Room for the stamp before a heartbeat.
@@ -105,7 +105,7 @@ class Registry:
         self.close()
         slot = self._keys.fleet_slot
         for role, key in (("gateway", self._keys.gateways), ("batcher", self._keys.batchers)):
-            if self._role not in (role, "both"):
+            if self._role not in (role, "serve"):
                 continue
             try:
                 await self._nodes.ask(slot, b"HDEL", key, self._name)

@@ -12,24 +12,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from carpool.config import (
-    ENDPOINTS_MAX,
-    FLAGS,
-    KEYS,
-    VARIABLES,
+from carpool.core.names import Role
+from carpool.settings import (
     ConfigError,
-    Role,
+    Settings,
+    admin_port,
     broker_address,
-    describe,
     dump_toml,
-    expand_endpoints,
     load_settings,
+    models_of,
     require_for,
     require_upstream,
-    section_keys,
-    upstream_security,
 )
-from carpool.settings import DEFAULT_TIERS, ModelSettings, Settings, TierSettings
+from carpool.settings.endpoints import ENDPOINTS_MAX, expand_endpoints
+from carpool.settings.keys import FLAGS, KEYS, VARIABLES, describe, section_keys
+from carpool.settings.schema import DEFAULT_TIERS, BatchingSettings, ModelSettings, TierSettings, UpstreamSettings
 from carpool.upstream.tls import UpstreamSecurity
 
 
@@ -299,7 +296,9 @@ class TestTls:
 
     def test_a_file_that_is_no_key(self, pair: dict[str, str]) -> None:
         text = refusal(pair | {"gateway.tls_key": pair["gateway.tls_cert"]})
-        assert "gateway.tls_cert (flag --tls-cert) and gateway.tls_key must be a PEM certificate" in text
+        assert (
+            "gateway.tls_cert (flag --tls-cert) and gateway.tls_key (flag --tls-key) must be a PEM certificate" in text
+        )
 
 
 class TestUpstreamSecurity:
@@ -322,7 +321,7 @@ class TestUpstreamSecurity:
             toml="[upstream]\nendpoints=['https://a/']\ntls_ca='other.pem'\ntls_cert='one.pem'\ntls_key='one.key'\n"
             "token_file='token'",
         )
-        assert upstream_security(settings.upstream, ModelSettings()) == UpstreamSecurity(
+        assert models_of(settings)["default"].security == UpstreamSecurity(
             ca="other.pem",
             cert="one.pem",
             key="one.key",
@@ -339,7 +338,7 @@ class TestUpstreamSecurity:
             "[models.own]\ntls_cert='other.pem'\ntls_key='other.key'\nheader_files=['X-Key=token']"
         )
         shared = UpstreamSecurity(ca="other.pem", cert="one.pem", key="one.key", token_file="token")
-        found = {name: upstream_security(settings.upstream, own) for name, own in settings.models.items()}
+        found = {name: model.security for name, model in models_of(settings).items()}
         assert found == {
             "same": shared,
             "off": UpstreamSecurity(),
@@ -514,6 +513,63 @@ class TestEndpoints:
         with pytest.raises(ConfigError) as caught:
             require_upstream(load(toml=toml))
         assert part in str(caught.value)
+
+
+class TestModels:
+    def test_without_any_there_is_the_one_that_stands_for_all(self) -> None:
+        settings = load({"upstream.endpoints": ["http://a:1-2/"], "model": "m"})
+        [(name, model)] = models_of(settings).items()
+        assert (name, model.name, model.upstream.endpoints) == ("m", "m", ["http://a:1/", "http://a:2/"])
+        assert model.body_bytes_max == settings.gateway.body_bytes_max
+        assert (model.batching, model.security) == (settings.batching, UpstreamSecurity())
+
+    def test_a_model_s_own_word_goes_first_even_where_it_says_none(self) -> None:
+        toml = """
+            [upstream]
+            endpoints = ["sim:"]
+            tensor_binary = true
+            tensor_name = "x"
+            load_header = "X-Load"
+            load_latency_ratio = 3
+            [models.same]
+            [models.own]
+            endpoints = ["http://a/"]
+            protocol = "kserve_v2"
+            timeout_s = 9
+            tensor_binary = false
+            tensor_name = ""
+            load_header = ""
+            load_latency_ratio = 0
+            max_batch = 3
+            batch_bytes_max = 5
+            body_bytes_max = 7
+        """
+        settings = load(toml=toml)
+        same, own = models_of(settings).values()
+        assert (same.upstream, same.batching) == (settings.upstream, settings.batching)
+        assert own.upstream == msgspec.structs.replace(
+            settings.upstream,
+            endpoints=["http://a/"],
+            protocol="kserve_v2",
+            timeout_s=9,
+            tensor_binary=False,
+            tensor_name="",
+            load_header="",
+            load_latency_ratio=0,
+        )
+        assert own.batching == msgspec.structs.replace(settings.batching, max_batch=3, batch_bytes_max=5)
+        assert own.body_bytes_max == 7
+
+    def test_every_key_of_a_model_is_one_of_a_section(self) -> None:
+        """Else it would be read and have no effect."""
+        fields = set(ModelSettings.__struct_fields__) - {"body_bytes_max"}
+        assert fields <= {*UpstreamSettings.__struct_fields__, *BatchingSettings.__struct_fields__}
+
+    @pytest.mark.parametrize(
+        ("port", "admin", "expected"), [(8000, None, 8001), (0, None, 0), (8000, 9, 9), (8000, 0, 0)]
+    )
+    def test_the_port_for_operators(self, port: int, admin: int | None, expected: int) -> None:
+        assert admin_port(load({"gateway.port": port, "gateway.admin_port": admin}).gateway) == expected
 
 
 class TestLoad:
@@ -751,5 +807,5 @@ class TestCatalogue:
                 msgspec.convert(float("inf"), key.hint)
 
     def test_loading_needs_no_network_library(self) -> None:
-        code = "import sys, carpool.config; sys.exit(bool({'aiohttp', 'uvloop', 'ssl'} & set(sys.modules)))"
+        code = "import sys, carpool.settings; sys.exit(bool({'aiohttp', 'uvloop', 'ssl'} & set(sys.modules)))"
         assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0

@@ -1,0 +1,22 @@
+"""The configuration: what there is to set (`schema.py`), how it is read, and what each model makes of it."""
+
+from carpool.settings.checks import require_broker, require_for, require_upstream
+from carpool.settings.dump import dump_toml
+from carpool.settings.errors import ConfigError
+from carpool.settings.loading import load_settings
+from carpool.settings.resolution import Model, admin_port, broker_address, models_of
+from carpool.settings.schema import Settings
+
+__all__ = [
+    "ConfigError",
+    "Model",
+    "Settings",
+    "admin_port",
+    "broker_address",
+    "dump_toml",
+    "load_settings",
+    "models_of",
+    "require_broker",
+    "require_for",
+    "require_upstream",
+]

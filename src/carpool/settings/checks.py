@@ -1,0 +1,255 @@
+"""What no single key can tell: whether the settings go together, and whether the files that they name can be used."""
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from functools import partial
+
+from carpool.admission.owners import parse_network
+from carpool.core.names import Role, TlsFiles
+from carpool.settings.endpoints import GRPC_ENDPOINTS, PLAIN_ENDPOINTS
+from carpool.settings.errors import ConfigError, faults_at, shown
+from carpool.settings.resolution import (
+    HEADER_NAME,
+    Where,
+    admin_port,
+    broker_address,
+    models_of,
+    path_of,
+    read_password,
+    resolve,
+    tls_files,
+)
+from carpool.settings.schema import BrokerSettings, GatewaySettings, ModelSettings, Settings, UpstreamSettings
+from carpool.upstream.tls import UpstreamSecurity, read_file, read_header_value, read_token
+
+_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+_TOKEN = re.compile(r"[\x21-\x7e]+")
+_METRICS_PAGE = re.compile(r"(?:https?://[^\s/?#@]+|:[0-9]{1,5})?/[^\s#]*")
+
+
+def require_upstream(settings: Settings) -> None:
+    """Raise ConfigError unless every model has an endpoint to call."""
+    for name, model in models_of(settings).items():
+        if model.upstream.endpoints:
+            continue
+        if name in settings.models and settings.models[name].endpoints is not None:
+            raise ConfigError(f"models.{name}.endpoints is empty: name at least one endpoint, or leave it out")
+        raise ConfigError("no upstream: give --upstream URL (or upstream.endpoints), or try `carpool demo`")
+
+
+def require_broker(settings: Settings) -> None:
+    """Raise ConfigError unless there is a Redis to meet at."""
+    if not settings.broker.url:
+        raise ConfigError(
+            "no broker: give --broker redis://HOST:6379 (or broker.url); "
+            "without Redis, `carpool serve` does everything in one process"
+        )
+
+
+def require_for(role: Role, settings: Settings) -> None:
+    """Raise ConfigError unless there is what the role needs. A gateway needs upstreams for direct mode alone."""
+    if role != "serve":
+        require_broker(settings)
+    if role != "gateway":
+        require_upstream(settings)
+
+
+def check_together(settings: Settings, where: Where) -> None:
+    """Raise ConfigError where the settings do not go together, or a file cannot be used."""
+    check_name(settings.model, where("model"))
+    if settings.models and settings.model not in settings.models:
+        raise ConfigError(f"{where('model')} must be one of the configured: {', '.join(settings.models)}")
+    if settings.upstream.inputs_field == settings.upstream.parameters_field:
+        raise ConfigError(f"{where('upstream.parameters_field')} must differ from upstream.inputs_field")
+    if settings.tasks.journal and not settings.tasks.data_dir:
+        raise ConfigError(f"{where('tasks.data_dir')} must name a directory while tasks.journal is true")
+    _check_gateway(settings.gateway, where)
+    _check_broker(settings.broker, where)
+    _check_processes(settings, where)
+    _check_models(settings, where)
+
+
+def check_name(name: str, where: str) -> None:
+    """Raise ConfigError unless a name can stand in keys, metrics and URLs."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{where} must be 1 to 128 letters, digits or . _ : / -, not {shown(name)}")
+
+
+def _check_gateway(gateway: GatewaySettings, where: Where) -> None:
+    if gateway.admin_token and not _TOKEN.fullmatch(gateway.admin_token):
+        raise ConfigError(f"{where('gateway.admin_token')} must be printable ASCII without spaces")
+    if not gateway.admin_token and not _is_loopback(gateway.admin_host):
+        raise ConfigError(
+            f"{where('gateway.admin_host')} is not loopback: that needs gateway.admin_token "
+            "(CARPOOL_GATEWAY_ADMIN_TOKEN), which callers of the admin port must then send"
+        )
+    if gateway.port and gateway.admin_port == gateway.port:
+        raise ConfigError(f"{where('gateway.admin_port')} must differ from gateway.port")
+    if admin_port(gateway) > 65535:
+        raise ConfigError(f"{where('gateway.port')} leaves no port after it: give gateway.admin_port too")
+    _check_proxies(gateway.trusted_proxies, where("gateway.trusted_proxies"))
+    files = TlsFiles("", gateway.tls_cert, gateway.tls_key)
+    _check_files(files, lambda key: where(f"gateway.{key}"))
+    _check_context(files, lambda key: where(f"gateway.{key}"))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_proxies(proxies: list[str], where: str) -> None:
+    for text in proxies:
+        try:
+            network = parse_network(text)
+        except ValueError as fault:
+            hint = ": the address goes on behind the network's bits" if "host bits" in str(fault) else ""
+            raise ConfigError(
+                f"{where} must have addresses or networks like 10.1.2.3 or 10.0.0.0/8, not {shown(text)}{hint}"
+            ) from None
+        if network.prefixlen == 0:
+            raise ConfigError(f"{where} has {shown(text)}: if everybody is a proxy, nobody is a client")
+
+
+def _check_broker(broker: BrokerSettings, where: Where) -> None:
+    """The way to Redis, as far as it can be told without going there."""
+    check_name(broker.namespace, where("broker.namespace"))
+    if not broker.url:
+        for name in ("password_file", "tls_ca", "tls_cert", "tls_key"):
+            if getattr(broker, name):
+                raise ConfigError(f"{where(f'broker.{name}')} is of no use without broker.url")
+        if broker.persistence == "forbidden":
+            says = "is about Redis, and there is no broker.url; tasks.journal = false keeps payloads off the disk"
+            raise ConfigError(f"{where('broker.persistence')} {says}")
+        return
+
+    def at(key: str) -> str:
+        return where(f"broker.{key}")
+
+    if broker.password_file:
+        with faults_at(at("password_file")):
+            read_password(broker.password_file)
+    files = tls_files(broker)
+    _check_files(files, at)
+    with faults_at(at("url")):
+        broker_address(broker)
+    _check_context(files, at)
+
+
+def _check_processes(settings: Settings, where: Where) -> None:
+    """Several processes need a place where they meet, and a range of admin ports."""
+    gateway = settings.gateway
+    if gateway.processes == 1:
+        return
+    if not settings.broker.url:
+        raise ConfigError(f"{where('gateway.processes')} above 1 needs a broker: give --broker URL (or broker.url)")
+    first = admin_port(gateway)
+    last = first + gateway.processes - 1
+    if first and last > 65535:
+        raise ConfigError(f"{where('gateway.processes')} needs as many admin ports from {first} on as there are")
+    if first and first <= gateway.port <= last:
+        raise ConfigError(f"{where('gateway.port')} is one of the admin ports of the processes, {first} to {last}")
+
+
+def _check_models(settings: Settings, where: Where) -> None:
+    """What all models share, and then each with its own word."""
+    nothing = ModelSettings()
+    shared = resolve(settings, settings.model, nothing, where)
+    models = [(resolve(settings, name, own, where), own) for name, own in settings.models.items()]
+    for model, own in [(shared, nothing), *models]:
+        at = partial(_place, where, model.name, own)
+        _check_load(model.upstream, at)
+        if model.batching.batch_bytes_max > (most := model.batching.in_flight_bytes_max):
+            says = f"must not be above batching.in_flight_bytes_max ({most})"
+            raise ConfigError(f"{at('batch_bytes_max', 'batching')} {says}")
+        if model is shared or model.security != shared.security:
+            _check_security(model.security, at)
+        _check_tls_is_used(own, model.upstream.endpoints, at)
+        if model is not shared or not models:
+            _check_schemes(model.upstream, at)
+    every = [*shared.upstream.endpoints, *(url for model, _ in models for url in model.upstream.endpoints)]
+    _check_tls_is_used(settings.upstream, every, lambda key: where(f"upstream.{key}"))
+
+
+def _place(where: Where, name: str, own: ModelSettings, key: str, section: str = "upstream") -> str:
+    return where(path_of(name, own, key, section))
+
+
+def _check_load(upstream: UpstreamSettings, at: Where) -> None:
+    """How the load of endpoints is learned."""
+    if upstream.load_header and not HEADER_NAME.fullmatch(upstream.load_header):
+        raise ConfigError(f"{at('load_header')} must name a header, not {shown(upstream.load_header)}")
+    if upstream.load_metrics_url and not _METRICS_PAGE.fullmatch(upstream.load_metrics_url):
+        raise ConfigError(
+            f"{at('load_metrics_url')} must look like /metrics, :8002/metrics or http://host:8002/metrics, "
+            f"not {shown(upstream.load_metrics_url)}"
+        )
+    if 0 < upstream.load_latency_ratio <= 1:
+        raise ConfigError(f"{at('load_latency_ratio')} must be 0 or over 1")
+    if bool(upstream.load_metrics_url) != bool(upstream.load_metric):
+        names = ("load_metrics_url", "load_metric")
+        present, absent = names if upstream.load_metrics_url else reversed(names)
+        raise ConfigError(f"{at(present)} needs {absent} beside it")
+
+
+def _check_schemes(upstream: UpstreamSettings, at: Where) -> None:
+    """A `grpc://` endpoint is for the protocol that speaks it."""
+    for url in upstream.endpoints:
+        if url.startswith(GRPC_ENDPOINTS) and upstream.protocol != "kserve_v2_grpc":
+            needs = f"that needs protocol kserve_v2_grpc, not {upstream.protocol}"
+            raise ConfigError(f"{at('endpoints')} has {shown(url)}: {needs}")
+
+
+def _check_security(security: UpstreamSecurity, at: Where) -> None:
+    """Read every file once, so that a fault shows now and not with the first batch."""
+    _check_files(security, at)
+    _check_context(security, at)
+    # What stands in place of a path may be the secret itself: it is not shown.
+    says = f"{at('token_file')} must be the path of a file with a token"
+    try:
+        if security.token_file:
+            read_token(security.token_file)
+        for name, path in security.header_files:
+            says = f"{at('header_files')}: no value for {name}"
+            read_header_value(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{says}: {error.strerror if isinstance(error, OSError) else error}") from None
+    if security.token_file and any(name.lower() == "authorization" for name, _ in security.header_files):
+        raise ConfigError(f"{at('header_files')} sets Authorization, and so does {at('token_file')}")
+
+
+def _check_files(files: TlsFiles, at: Where) -> None:
+    """A certificate and its key: both or none. Each file can be read."""
+    if bool(files.cert) != bool(files.key):
+        present, absent = ("tls_cert", "tls_key") if files.cert else ("tls_key", "tls_cert")
+        place = at(present)
+        raise ConfigError(f"{place} needs {place.partition(' ')[0].removesuffix(present)}{absent} beside it")
+    for key, path in (("tls_ca", files.ca), ("tls_cert", files.cert), ("tls_key", files.key)):
+        try:
+            if path:
+                read_file(path)
+        except OSError as error:
+            raise ConfigError(f"{at(key)} cannot be read: {shown(path)}: {error.strerror}") from None
+
+
+def _check_context(files: TlsFiles, at: Where) -> None:
+    """Whether the files hold what they should."""
+    says = f"{at('tls_ca')} must be a PEM file with certificates"
+    try:
+        if files.ca:
+            UpstreamSecurity(files.ca).ssl_context()
+        says = f"{at('tls_cert')} and {at('tls_key')} must be a PEM certificate and its plain key"
+        if files.cert:
+            UpstreamSecurity(files.ca, files.cert, files.key).ssl_context()
+    except (OSError, ValueError):
+        raise ConfigError(says) from None
+
+
+def _check_tls_is_used(section: UpstreamSettings | ModelSettings, endpoints: Iterable[str], at: Where) -> None:
+    """Whoever sets certificates wants TLS: a plain `http://` must not pass unnoticed."""
+    key = "tls_ca" if section.tls_ca else "tls_cert" if section.tls_cert else None
+    if key and endpoints and all(url.startswith(PLAIN_ENDPOINTS) for url in endpoints):
+        raise ConfigError(f"{at(key)} is of no use: no endpoint starts with https:// or grpcs://")

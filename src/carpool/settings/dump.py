@@ -1,0 +1,70 @@
+"""The configuration in effect as TOML that loads back. What may be secret is left out."""
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+from carpool.settings.keys import ROOT_KEYS, SECTIONS, Key, section_keys, summary
+from carpool.settings.schema import ModelSettings, Settings, TierSettings
+
+_BARE_TOML_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def dump_toml(settings: Settings) -> str:
+    """The whole configuration as commented TOML that loads back to the same settings, secrets left out."""
+    lines: list[str] = []
+    for key in ROOT_KEYS:
+        lines += _dump_key(key, getattr(settings, key.name))
+    for name, cls in SECTIONS.items():
+        lines += ["", f"# {summary(cls)}", f"[{name}]"]
+        for key in section_keys(cls, f"{name}."):
+            lines += _dump_key(key, getattr(getattr(settings, name), key.name))
+    lines += ["", f"# {summary(TierSettings)}"]
+    for tier in settings.tiers:
+        lines += ["[[tiers]]", *(f"{k} = {_toml(v)}" for k, v in msgspec.structs.asdict(tier).items())]
+    lines += ["", f"# {summary(ModelSettings)}"]
+    for name, model in settings.models.items():
+        lines.append(f"[models.{name if _BARE_TOML_KEY.fullmatch(name) else _toml(name)}]")
+        for key in section_keys(ModelSettings, f"models.{name}."):
+            value = getattr(model, key.name)
+            if value is not None:
+                lines += _dump_url(key, value) if key.is_url else [f"{key.name} = {_toml(value)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _dump_key(key: Key, value: Any) -> list[str]:
+    if key.is_secret:
+        line = f'# {key.name} = "***"' if value else f'# {key.name} = ""'
+        return [f"# {key.description}; set it with {key.variable}", line]
+    if key.is_url:
+        return [f"# {key.description}", *_dump_url(key, value)]
+    return [f"# {key.description}", f"# {key.name} =" if value is None else f"{key.name} = {_toml(value)}"]
+
+
+def _dump_url(key: Key, value: Any) -> list[str]:
+    """One URL or several; a comment if something had to be left out, for then it would not load back."""
+    hidden = [_without_secrets(url) for url in value] if isinstance(value, list) else _without_secrets(value)
+    if hidden == value:
+        return [f"{key.name} = {_toml(value)}"]
+    return ["# (*** stands for what may be secret)", f"# {key.name} = {_toml(hidden)}"]
+
+
+def _without_secrets(url: str) -> str:
+    """A valid URL without its password and its query string."""
+    if url.startswith("sim:"):
+        return url
+    start = ""
+    if url.startswith("redis"):
+        scheme, _, rest = url.partition("://")
+        user_info, at, url = rest.rpartition("@")
+        user, colon, _ = user_info.partition(":")
+        start = f"{scheme}://" + (f"{user}:***@" if colon else "***@" if at else "")
+    address, _, query = url.partition("?")
+    return start + address + ("?***" if query else "")
+
+
+def _toml(value: Any) -> str:
+    # JSON writes text, numbers, booleans and lists of these as TOML does; control characters never get here.
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,43 @@
+"""What is wrong with a configuration, in one line that shows no secret."""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_USER_INFO = re.compile(r"//\S*@")
+_QUERY = re.compile(r"\?[^\s'\",\]]+")
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the text is one line for the person who wrote it."""
+
+
+@contextmanager
+def faults_at(place: str) -> Iterator[None]:
+    """Begin the text of a ConfigError with the place of the setting."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{place} {error}") from None
+
+
+def unknown(kind: str, name: str, source: str, known: Iterable[str]) -> ConfigError:
+    """The error for a name that does not exist, with the one that was probably meant."""
+    known = list(known)
+    # First the same key in another section (`gateway.port` for `port`), then what is spelled alike.
+    key = name.removeprefix("CARPOOL_").rpartition(".")[2]
+    same_key = [other for other in known if other == key or other.endswith((f".{key}", f"_{key}"))]
+    near = same_key or difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "docs/configuration.md lists them"
+    written = name if name.isprintable() else ascii(name)
+    return ConfigError(f"{written[:100]} ({source}) is not a known {kind}; {hint}")
+
+
+def shown(value: Any) -> str:
+    """A value for an error text: on one line, not long, without a password or a query string in a URL."""
+    text = _USER_INFO.sub("//***@", ascii(value))
+    if not (isinstance(value, str) and value.startswith("sim:")):
+        text = _QUERY.sub("?***", text)
+    return text if len(text) <= 100 else text[:97] + "..."

@@ -1,0 +1,116 @@
+"""The settings one by one, as the loader, the flags, the dump and the docs see them."""
+
+import types
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import msgspec
+from msgspec import NODEFAULT, Meta
+
+from carpool.settings.schema import Section, Settings, doc
+
+# The settings that `carpool serve`, `gateway`, `batcher` and `config` take as flags too.
+FLAGS = {
+    "gateway.host": "--host",
+    "gateway.port": "--port",
+    "gateway.admin_host": "--admin-host",
+    "gateway.admin_port": "--admin-port",
+    "gateway.tls_cert": "--tls-cert",
+    "gateway.tls_key": "--tls-key",
+    "gateway.processes": "--processes",
+    "broker.url": "--broker",
+    "upstream.endpoints": "--upstream",
+    "model": "--model",
+    "upstream.protocol": "--protocol",
+    "upstream.slots": "--slots",
+    "batching.max_batch": "--max-batch",
+    "batching.max_wait_ms": "--max-wait-ms",
+    "batching.policy": "--policy",
+    "tasks.data_dir": "--data-dir",
+    "tasks.journal": "--journal/--no-journal",
+    "log.level": "--log-level",
+    "log.format": "--log-format",
+}
+
+
+class Key(NamedTuple):
+    """One setting."""
+
+    path: str
+    hint: Any
+    default: Any
+    description: str
+    is_secret: bool
+    # It holds URLs, which may have secrets in them.
+    is_url: bool
+
+    @property
+    def name(self) -> str:
+        """The key inside its section."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that sets it."""
+        return "CARPOOL_" + self.path.replace(".", "_").upper()
+
+
+def section_keys(section: type[Section], prefix: str) -> list[Key]:
+    """The keys of one section in the order of schema.py; `prefix` is the section's path with its dot."""
+    keys = []
+    for field in msgspec.structs.fields(section):
+        metas = (meta for meta in get_args(field.type)[1:] if isinstance(meta, Meta) and meta.description)
+        meta = next(metas, doc(""))
+        default = field.default_factory() if field.default_factory is not NODEFAULT else field.default
+        keys.append(Key(prefix + field.name, field.type, default, meta.description or "", **(meta.extra or {})))
+    return keys
+
+
+# The tables of the file whose keys are fixed; `tiers` and `models` grow, and come from the file only.
+SECTIONS: dict[str, type[Section]] = {
+    field.name: field.type
+    for field in msgspec.structs.fields(Settings)
+    if isinstance(field.type, type) and issubclass(field.type, Section)
+}
+ROOT_KEYS = [key for key in section_keys(Settings, "") if key.name == "model"]
+KEYS: dict[str, Key] = {
+    key.path: key for key in [*ROOT_KEYS, *(k for name, cls in SECTIONS.items() for k in section_keys(cls, f"{name}."))]
+}
+VARIABLES: dict[str, Key] = {key.variable: key for key in KEYS.values()}
+
+
+def summary(section: type[Section]) -> str:
+    """What a section is for, in one line."""
+    return (section.__doc__ or "").strip().splitlines()[0]
+
+
+def describe(hint: Any) -> str:
+    """What a value of this type may be, in words."""
+    if get_origin(hint) is Annotated:
+        base, *metas = get_args(hint)
+        limits = {
+            name: value
+            for meta in metas
+            if isinstance(meta, Meta)
+            for name in ("ge", "gt", "le", "min_length")
+            if (value := getattr(meta, name)) is not None
+        }
+        return describe(base) + _describe_limits(limits)
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return describe(next(arg for arg in get_args(hint) if arg is not type(None)))
+    if origin is Literal:
+        *first, last = (f'"{choice}"' for choice in get_args(hint))
+        return f"{', '.join(first)} or {last}"
+    words = {str: "text", bool: "true or false", int: "a whole number", float: "a number", list: "a list of texts"}
+    return words[origin or hint]
+
+
+def _describe_limits(limits: dict[str, Any]) -> str:
+    if "min_length" in limits:
+        return " that is not empty"
+    low, high = limits.get("ge"), limits.get("le")
+    if low is not None:
+        return f" from {low} to {high}" if high is not None else f" of at least {low}"
+    if "gt" in limits:
+        return f" above {limits['gt']}" + (f" and at most {high}" if high is not None else "")
+    return ""

@@ -1,0 +1,184 @@
+"""Loading the settings: flags over environment over `carpool.toml` over defaults.
+
+1. Every fault is a `ConfigError` of one line: the key, where its value came from, and what is allowed.
+2. What is not known is refused, with the nearest known name: a typing error must not pass for a default.
+3. A secret's value is never shown, neither in an error nor in `dump_toml`; nor is a URL's password or query string.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_origin
+
+import msgspec
+from msgspec import NODEFAULT
+
+from carpool.settings.checks import check_name, check_together
+from carpool.settings.errors import ConfigError, shown, unknown
+from carpool.settings.keys import FLAGS, KEYS, SECTIONS, VARIABLES, Key, describe, section_keys
+from carpool.settings.schema import ModelSettings, SectionT, Settings, TierSettings
+
+DEFAULT_FILE = Path("carpool.toml")
+FILE_VARIABLE = "CARPOOL_CONFIG"
+FILE_BYTES_MAX = 1024 * 1024
+
+# Kubernetes puts such variables into every container beside a Service called `carpool` or `carpool-…`.
+_KUBERNETES_NAME = re.compile(
+    r"CARPOOL(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+_KUBERNETES_PORT = re.compile(r"(tcp|udp|sctp)://")
+
+
+class _Given(NamedTuple):
+    """A value as it was written, and where."""
+
+    value: Any
+    source: str
+    is_text: bool  # from a flag or a variable: numbers come as text
+
+
+def load_settings(flags: Mapping[str, Any], *, environ: Mapping[str, str], file: Path | None) -> Settings:
+    """The settings in effect; raises ConfigError. See `models_of` for what each model has."""
+    tables, file_name = _read_file(environ, file)
+    tiers, models = tables.pop("tiers", None), tables.pop("models", {})
+    given: dict[str, _Given] = {}
+    for layer in (_from_file(tables, file_name), _from_environment(environ), _from_flags(flags)):
+        given.update(layer)
+
+    values = {path: _convert(KEYS[path], value) for path, value in given.items()}
+    root: dict[str, Any] = {path: value for path, value in values.items() if "." not in path}
+    for name, cls in SECTIONS.items():
+        root[name] = cls(**{key: values[f"{name}.{key}"] for key in cls.__struct_fields__ if f"{name}.{key}" in values})
+    if tiers is not None:
+        root["tiers"] = _build_tiers(tiers, file_name)
+    root["models"] = _build_models(models, file_name)
+
+    if root["models"] and "model" not in root:
+        root["model"] = next(iter(root["models"]))  # the first one is meant when a client names none
+    settings = Settings(**root)
+
+    def where(path: str) -> str:
+        source = file_name if path.startswith("models.") else given[path].source if path in given else ""
+        return f"{path} ({source})" if source else path
+
+    check_together(settings, where)
+    return settings
+
+
+def _read_file(environ: Mapping[str, str], file: Path | None) -> tuple[dict[str, Any], str]:
+    named = file or (Path(environ[FILE_VARIABLE]) if environ.get(FILE_VARIABLE) else None)
+    path = named or DEFAULT_FILE
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(FILE_BYTES_MAX + 1)
+    except FileNotFoundError:
+        if named is None:
+            return {}, str(path)
+        raise ConfigError(f"{path}: there is no such configuration file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: the configuration file cannot be read: {error.strerror}") from None
+    if len(content) > FILE_BYTES_MAX:
+        raise ConfigError(f"{path}: the configuration file is over {FILE_BYTES_MAX} bytes")
+    try:
+        return tomllib.loads(content.decode()), str(path)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _from_file(tables: Mapping[str, Any], file_name: str) -> dict[str, _Given]:
+    given = {}
+    for name, value in tables.items():
+        if name in SECTIONS:
+            table = _table(value, name, file_name)
+            given.update({f"{name}.{key}": _Given(v, file_name, False) for key, v in table.items()})
+        else:
+            given[name] = _Given(value, file_name, False)
+    for path in given:
+        if path not in KEYS:
+            raise unknown("key", path, file_name, [*KEYS, "tiers", "models", *SECTIONS])
+    return given
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
+    given = {}
+    for variable, text in sorted(environ.items()):
+        if not variable.startswith("CARPOOL_") or variable == FILE_VARIABLE:
+            continue
+        if _KUBERNETES_NAME.fullmatch(variable):
+            continue
+        if variable.endswith("_PORT") and _KUBERNETES_PORT.match(text):
+            continue
+        key = VARIABLES.get(variable)
+        if key is None:
+            if variable.startswith(("CARPOOL_TIERS", "CARPOOL_MODELS")):
+                raise ConfigError(f"{variable} (environment): `tiers` and `models` are set in the file only")
+            raise unknown("variable", variable, "environment", [*VARIABLES, FILE_VARIABLE])
+        is_list = get_origin(get_args(key.hint)[0]) is list
+        value = [item.strip() for item in text.split(",") if item.strip()] if is_list else text
+        given[key.path] = _Given(value, f"environment {variable}", True)
+    return given
+
+
+def _from_flags(flags: Mapping[str, Any]) -> dict[str, _Given]:
+    given = {}
+    for path, value in flags.items():
+        if path not in KEYS:
+            raise unknown("key", path, "flag", KEYS)
+        if value is not None:
+            flag = FLAGS.get(path, "").rpartition("/")[2]
+            given[path] = _Given(value, f"flag {flag}".rstrip(), True)
+    return given
+
+
+def _build_listed(cls: type[SectionT], path: str, value: Any, file_name: str) -> SectionT:
+    """An entry of `tiers` or `models`, whose keys nobody has checked yet."""
+    table = _table(value, path, file_name)
+    keys = {key.name: key for key in section_keys(cls, f"{path}.")}
+    for name in table:
+        if name not in keys:
+            raise unknown("key", f"{path}.{name}", file_name, [key.path for key in keys.values()])
+    for key in keys.values():
+        if key.default is NODEFAULT and key.name not in table:
+            raise ConfigError(f"{key.path} ({file_name}) is missing: it must be {describe(key.hint)}")
+    return cls(**{name: _convert(keys[name], _Given(v, file_name, False)) for name, v in table.items()})
+
+
+def _build_tiers(value: Any, file_name: str) -> tuple[TierSettings, ...]:
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"tiers ({file_name}) must be at least one [[tiers]] table")
+    tiers = tuple(_build_listed(TierSettings, f"tiers[{i}]", item, file_name) for i, item in enumerate(value))
+    seen: set[str] = set()
+    for i, tier in enumerate(tiers):
+        check_name(tier.name, f"tiers[{i}].name ({file_name})")
+        if tier.name in seen:
+            raise ConfigError(f"tiers[{i}].name ({file_name}): there are two tiers called {tier.name}")
+        seen.add(tier.name)
+    return tiers
+
+
+def _build_models(value: Any, file_name: str) -> dict[str, ModelSettings]:
+    models = {}
+    for name, table in _table(value, "models", file_name).items():
+        check_name(name, f"models.{shown(name)} ({file_name})")
+        models[name] = _build_listed(ModelSettings, f"models.{name}", table, file_name)
+    return models
+
+
+def _table(value: Any, path: str, file_name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} ({file_name}) must be a table, not {shown(value)}")
+    return value
+
+
+def _convert(key: Key, given: _Given) -> Any:
+    try:
+        value = msgspec.convert(given.value, key.hint, strict=not given.is_text)
+    except msgspec.ValidationError:
+        but = "" if key.is_secret or key.path == "broker.url" else f", not {shown(given.value)}"
+        raise ConfigError(f"{key.path} ({given.source}) must be {describe(key.hint)}{but}") from None
+    for text in value if isinstance(value, list) else [value]:
+        # Besides being of no use, such text could neither be printed on one line nor dumped as TOML.
+        if isinstance(text, str) and not text.isprintable():
+            raise ConfigError(f"{key.path} ({given.source}) must be text without control characters")
+    return value
