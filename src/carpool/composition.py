@@ -14,13 +14,14 @@ import msgspec
 from carpool.core.clock import monotonic
 from carpool.core.ports import DeadLetterDesk
 from carpool.face.http.admin import AdminRoutes, FoundRequest
+from carpool.face.http.admin_guard import AdminGuard
 from carpool.face.http.gateway import HttpFaceSettings
 from carpool.face.http.openapi import admin_openapi
 from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
 from carpool.face.intake import IntakeSettings
 from carpool.service import ModelFace, ModelService
-from carpool.settings import Model, Settings, admin_port, models_of
+from carpool.settings import Model, Settings, admin_port, is_loopback, models_of
 from carpool.telemetry.metrics import Exposition, Value
 from carpool.upstream.client import make_session
 from carpool.upstream.fleet import Endpoints
@@ -129,7 +130,9 @@ class Process:
         """Serve the admin port."""
         gateway = self.settings.gateway
         routes = AdminRoutes(
-            token=gateway.admin_token,
+            guard=AdminGuard(
+                token=gateway.admin_token, hosts=gateway.admin_hosts, is_loopback=is_loopback(gateway.admin_host)
+            ),
             health=self.health,
             ready=self.check_ready,
             fleet=self.fleet,

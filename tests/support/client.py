@@ -49,7 +49,7 @@ class Connection:
 
     def send(self, method: str, target: str, body: bytes = b"", headers: str = "") -> None:
         """Send one request; `headers` are further lines, each with its line end."""
-        head = f"{method} {target} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
+        head = f"{method} {target} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
         self.send_part(head.encode() + body)
 
     def send_part(self, data: bytes) -> None:

@@ -158,7 +158,7 @@ class Peer:
 
 def request_bytes(method: str, target: str, body: bytes = b"", *headers: str) -> bytes:
     """One request as a client would send it."""
-    lines = [f"{method} {target} HTTP/1.1", "Host: test", *headers]
+    lines = [f"{method} {target} HTTP/1.1", "Host: 127.0.0.1", *headers]
     if body:
         lines.append(f"Content-Length: {len(body)}")
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body

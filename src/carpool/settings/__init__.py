@@ -4,7 +4,7 @@ from carpool.settings.checks import require_broker, require_for, require_upstrea
 from carpool.settings.dump import dump_toml
 from carpool.settings.errors import ConfigError
 from carpool.settings.loading import load_settings
-from carpool.settings.resolution import Model, admin_port, broker_address, models_of
+from carpool.settings.resolution import Model, admin_port, broker_address, is_loopback, models_of
 from carpool.settings.schema import Settings
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "admin_port",
     "broker_address",
     "dump_toml",
+    "is_loopback",
     "load_settings",
     "models_of",
     "require_broker",

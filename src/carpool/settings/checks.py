@@ -1,6 +1,5 @@
 """What no single key can tell: whether the settings go together, and whether the files that they name can be used."""
 
-import ipaddress
 import re
 from collections.abc import Iterable
 from functools import partial
@@ -14,6 +13,7 @@ from carpool.settings.resolution import (
     Where,
     admin_port,
     broker_address,
+    is_loopback,
     models_of,
     path_of,
     read_password,
@@ -79,7 +79,7 @@ def check_name(name: str, where: str) -> None:
 def _check_gateway(gateway: GatewaySettings, where: Where) -> None:
     if gateway.admin_token and not _TOKEN.fullmatch(gateway.admin_token):
         raise ConfigError(f"{where('gateway.admin_token')} must be printable ASCII without spaces")
-    if not gateway.admin_token and not _is_loopback(gateway.admin_host):
+    if not gateway.admin_token and not is_loopback(gateway.admin_host):
         raise ConfigError(
             f"{where('gateway.admin_host')} is not loopback: that needs gateway.admin_token "
             "(CARPOOL_GATEWAY_ADMIN_TOKEN), which callers of the admin port must then send"
@@ -92,13 +92,6 @@ def _check_gateway(gateway: GatewaySettings, where: Where) -> None:
     files = TlsFiles("", gateway.tls_cert, gateway.tls_key)
     _check_files(files, lambda key: where(f"gateway.{key}"))
     _check_context(files, lambda key: where(f"gateway.{key}"))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _check_proxies(proxies: list[str], where: str) -> None:

@@ -6,6 +6,7 @@ may leave a setting out.
 
 import re
 from collections.abc import Callable
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -84,6 +85,14 @@ def path_of(name: str, own: ModelSettings, key: str, section: str = "upstream") 
 def tls_files(broker: BrokerSettings) -> TlsFiles:
     """The files that protect the way to Redis."""
     return TlsFiles(broker.tls_ca, broker.tls_cert, broker.tls_key)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs on this machine reach what listens there."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def admin_port(gateway: GatewaySettings) -> int:

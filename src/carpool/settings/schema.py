@@ -56,6 +56,13 @@ class GatewaySettings(Section, frozen=True):
     admin_token: Annotated[
         str, doc("service token that the admin port asks for (`Authorization: Bearer …`); secret", secret=True)
     ] = ""
+    admin_hosts: Annotated[
+        list[str],
+        doc(
+            "names by which the admin port is reached, beside `localhost` and addresses: a `Host` with another name "
+            "gets 403, so that no web page can reach it through a browser"
+        ),
+    ] = []
     default_mode: Annotated[
         Literal["sync", "async"], doc("what `POST /v1/inference` does when the client does not say")
     ] = "sync"

@@ -1,14 +1,14 @@
 """The routes for operators, on the admin port."""
 
-import hmac
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from carpool.core.errors import CarpoolError, NotFound, Unauthorized
+from carpool.core.errors import CarpoolError, NotFound
 from carpool.core.ports import DeadLetterDesk
 from carpool.core.request import RequestState
+from carpool.face.http.admin_guard import AdminGuard
 from carpool.face.http.dead_letters import DeadLetterRoutes
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.problem import respond_problem
@@ -25,7 +25,7 @@ class AdminRoutes:
     def __init__(
         self,
         *,
-        token: str,
+        guard: AdminGuard,
         health: Callable[[], dict[str, Any]],
         ready: Callable[[Callable[[str | None], None]], None],
         fleet: Callable[[], dict[str, Any]],
@@ -34,8 +34,7 @@ class AdminRoutes:
         dead_letters: DeadLetterDesk,
         openapi: bytes,
     ) -> None:
-        # b"" where none is needed: the port is then bound to loopback.
-        self._credential = b"Bearer " + token.encode() if token else b""
+        self._guard = guard
         self._health = health
         self._ready = ready
         self._fleet = fleet
@@ -53,11 +52,9 @@ class AdminRoutes:
 
     def __call__(self, exchange: Exchange) -> None:
         """Serve one exchange of an operator."""
-        given = exchange.headers.get(b"authorization", b"")
-        if self._credential and not hmac.compare_digest(given, self._credential):
-            respond_problem(
-                exchange, Unauthorized("the admin port needs the header `Authorization: Bearer <admin_token>`")
-            )
+        refusal = self._guard.refusal(exchange.method, exchange.headers)
+        if refusal is not None:
+            respond_problem(exchange, refusal)
         else:
             self._router(exchange)
 

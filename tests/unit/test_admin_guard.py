@@ -1,0 +1,67 @@
+"""Whom the admin port answers (rules at the top of `face/http/admin_guard.py`)."""
+
+import pytest
+
+from carpool.core.errors import Forbidden, Unauthorized
+from carpool.face.http.admin_guard import AdminGuard, name_in
+
+LOCAL = AdminGuard()
+NAMED = AdminGuard(hosts=["Carpool.internal."])
+OPEN = AdminGuard(token="secret", is_loopback=False)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8001", "127.9.9.9", "localhost", "LocalHost:8001", "[::1]:8001", "[::1]"])
+def test_loopback_is_known(host: str) -> None:
+    assert LOCAL.refusal(b"GET", {b"host": host.encode()}) is None
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:8001", "localhost.evil.example", "10.0.0.1", "127.0.0.1.evil.example", "", "["],
+)
+def test_other_names_are_not(host: str) -> None:
+    assert isinstance(LOCAL.refusal(b"GET", {b"host": host.encode()}), Forbidden)
+
+
+def test_a_configured_name_is_known() -> None:
+    assert NAMED.refusal(b"GET", {b"host": b"carpool.INTERNAL:8001"}) is None
+    assert NAMED.refusal(b"GET", {b"host": b"carpool.internal."}) is None
+    assert isinstance(NAMED.refusal(b"GET", {b"host": b"x.carpool.internal"}), Forbidden)
+
+
+def test_beyond_loopback_an_address_will_do_but_no_name() -> None:
+    credential = {b"authorization": b"Bearer secret"}
+    assert OPEN.refusal(b"GET", {b"host": b"10.1.2.3:8001"} | credential) is None
+    assert OPEN.refusal(b"GET", {b"host": b"[fd00::1]:8001"} | credential) is None
+    assert isinstance(OPEN.refusal(b"GET", {b"host": b"evil.example"} | credential), Forbidden)
+
+
+def test_without_host_it_is_no_browser() -> None:
+    assert LOCAL.refusal(b"POST", {}) is None
+
+
+@pytest.mark.parametrize("method", [b"POST", b"DELETE", b"PUT", b"PATCH"])
+@pytest.mark.parametrize("origin", [b"https://evil.example", b"null", b"http://localhost:3000", b"127.0.0.1:8001", b""])
+def test_another_site_changes_nothing(method: bytes, origin: bytes) -> None:
+    headers = {b"host": b"127.0.0.1:8001", b"origin": origin}
+    assert isinstance(LOCAL.refusal(method, headers), Forbidden)
+
+
+def test_another_site_may_look_where_browsers_let_it_not_read() -> None:
+    assert LOCAL.refusal(b"GET", {b"host": b"127.0.0.1:8001", b"origin": b"https://evil.example"}) is None
+
+
+def test_its_own_page_may_change_things() -> None:
+    assert LOCAL.refusal(b"POST", {b"host": b"127.0.0.1:8001", b"origin": b"http://127.0.0.1:8001"}) is None
+    headers = {b"host": b"127.0.0.1:8001", b"origin": b"https://carpool.internal"}
+    assert NAMED.refusal(b"DELETE", headers) is None
+
+
+def test_the_token_is_wanted_after_that() -> None:
+    assert isinstance(OPEN.refusal(b"GET", {b"host": b"10.1.2.3"}), Unauthorized)
+    assert isinstance(OPEN.refusal(b"GET", {b"host": b"10.1.2.3", b"authorization": b"Bearer wrong"}), Unauthorized)
+
+
+def test_names() -> None:
+    assert name_in(b" Example.ORG.:80 ") == "example.org"
+    assert name_in(b"[::1]:80") == "::1"
