@@ -1,35 +1,39 @@
-"""The batching policies on virtual time: the production classes, one lane, simulated slots.
+"""The batching policies on virtual time: production's broker, loop, dispatcher and pool, one lane, a simulated GPU.
 
     .venv/bin/python bench/policy.py [--quick] [--seed N]
 
-Every policy meets the same arrivals. The lane is planned again by the rules of the batching loop: when requests
-arrive (once for all of one event-loop turn), when a slot frees, and when a `WaitUntil` has passed. Exit 1 if a
-criterion fails.
+Every policy meets the same arrivals. Nothing is measured but waits for a slot: virtual time passes while somebody
+waits, not while something is computed. The same seed gives the same tables. Exit 1 if a criterion fails.
 """
 
 import argparse
-import heapq
+import asyncio
 import random
 import sys
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
 from rich.console import Console
 from rich.table import Table
 
-from carpool.batching.policy import Idle, Plan, Policy, PolicyName, Send, View, WaitUntil, make_policy
-from carpool.batching.rate import ArrivalRate
-from carpool.settings.schema import BatchingSettings
+from carpool.batching.loop import BatchLoop
+from carpool.batching.policy import Idle, Plan, Policy, PolicyName, Send, View, make_policy
+from carpool.broker.memory import MemoryBroker
+from carpool.core.outcome import Outcome, Output
+from carpool.core.request import Request
+from carpool.settings.schema import BatchingSettings, UpstreamSettings
+from carpool.upstream.codecs import JsonCodec
+from carpool.upstream.dispatch import UpstreamDispatcher
+from carpool.upstream.pool import Pool
+from carpool.upstream.simulated import SimulatedEndpoint, SimulationSettings
+from carpool.virtual_time import VirtualClock
 
+MODEL = "m"
 SETTINGS = BatchingSettings()
-MAX_WAIT_S = SETTINGS.max_wait_ms / 1000
+UPSTREAM = UpstreamSettings()
 # Requests that arrive within one turn of the event loop are seen together.
 TURN_S = 0.0001
-# What the batching loop assumes of the upstream before the first batch has ended, and how it learns.
-SERVICE_PRIOR_S = 0.2
-SERVICE_WEIGHT = 0.1
 
 RATES = (50, 500, 2_000, 5_000, 8_000, 9_500)
 QUIET_RATE_MAX = 2_000
@@ -62,7 +66,6 @@ class Scenario:
 class Result:
     waits_ms: list[float] = field(default_factory=list)
     batches: int = 0
-    busy_s: float = 0.0
     sent_in_time: int = 0
     busy_share: float = 0.0
 
@@ -92,70 +95,97 @@ def draw_arrivals(scenario: Scenario, rng: random.Random) -> list[float]:
 
 
 class Simulation:
-    """One lane and its slots, driven by one policy."""
+    """One lane through production's broker, loop, dispatcher and pool, to a simulated GPU; driven by one policy."""
 
     def __init__(self, policy: Policy, scenario: Scenario, arrivals: Sequence[float], seed: int) -> None:
         self.policy = policy
         self.scenario = scenario
-        self.arrivals = arrivals
+        self.clock = VirtualClock()
+        start = self.clock()
+        self.arrivals = [start + at for at in arrivals]
+        self.seconds = arrivals[-1]
         self.rng = random.Random(seed)
         self.result = Result()
-        self.rate = ArrivalRate()
-        self.service_s: float | None = None
-        self.waiting: deque[float] = deque()
         self.arrived = 0
-        self.running: list[tuple[float, float]] = []  # (ends, took)
-        self.timer = inf
 
     def run(self) -> Result:
-        arrivals, running, waiting = self.arrivals, self.running, self.waiting
-        while self.arrived < len(arrivals) or waiting:
-            arrival = arrivals[self.arrived] if self.arrived < len(arrivals) else inf
-            now = min(arrival, running[0][0] if running else inf, self.timer)
-            if arrival <= now:
-                turn_ends = arrival + TURN_S
-                while self.arrived < len(arrivals) and arrivals[self.arrived] <= turn_ends:
-                    now = arrivals[self.arrived]
-                    waiting.append(now)
-                    self.arrived += 1
-            while running and running[0][0] <= now:
-                took = heapq.heappop(running)[1]
-                known = self.service_s
-                self.service_s = took if known is None else known + SERVICE_WEIGHT * (took - known)
-            self.plan(now)
+        self.clock.run(self._run())
         self.result.waits_ms.sort()
-        self.result.busy_share = self.result.busy_s / (self.scenario.slots * arrivals[-1])
         return self.result
 
-    def plan(self, now: float) -> None:
-        self.timer = inf
-        slots = self.scenario.slots
-        rate = self.rate.update(self.arrived, now)
-        service_s = SERVICE_PRIOR_S if self.service_s is None else self.service_s
-        while self.waiting:
-            free = slots - len(self.running)
-            oldest, count = self.waiting[0], len(self.waiting)
-            view = View(count, oldest, rate, free, slots, service_s, SETTINGS.max_batch, MAX_WAIT_S)
-            plan = self.policy.plan(view, now)
-            if isinstance(plan, Send):
-                self.send(plan.count, now)
-                continue
-            if isinstance(plan, WaitUntil):
-                self.timer = plan.at
-            return
+    async def _run(self) -> None:
+        loop, clock, scenario = asyncio.get_running_loop(), self.clock, self.scenario
 
-    def send(self, count: int, now: float) -> None:
-        result, last_arrival = self.result, self.arrivals[-1]
-        for _ in range(count):
-            result.waits_ms.append((now - self.waiting.popleft()) * 1000)
-        self.policy.sent(count, SETTINGS.max_batch)
-        jitter = self.scenario.jitter
-        took = self.scenario.service_s * (1.0 + self.rng.uniform(-jitter, jitter))
-        heapq.heappush(self.running, (now + took, took))
-        result.batches += 1
-        result.busy_s += max(0.0, min(took, last_arrival - now))
-        if now <= last_arrival:
-            result.sent_in_time += count
+        def call_later(seconds: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+            drawn = 1.0 + self.rng.uniform(-scenario.jitter, scenario.jitter)
+            return loop.call_later(seconds * drawn, callback)
+
+        gpu = SimulationSettings(
+            latency_ms=scenario.service_s * 1000, slots=scenario.slots, max_batch=SETTINGS.max_batch
+        )
+        self.broker = MemoryBroker(
+            waiting_max=len(self.arrivals), bytes_max=len(self.arrivals), lanes_max=1, tiers=1, clock=clock
+        )
+        self.pool = Pool([SimulatedEndpoint("sim:", gpu, call_later, clock)], clock, random_share=self.rng.random)
+        self.pool.others_wait = lambda: self.broker.others_wait(MODEL)
+        dispatcher = UpstreamDispatcher(
+            self.pool,
+            JsonCodec(),
+            self.broker,
+            timeout_s=UPSTREAM.timeout_s,
+            attempts=UPSTREAM.attempts,
+            backoff_s=UPSTREAM.backoff_ms / 1000,
+            model=MODEL,
+            max_batch=lambda: SETTINGS.max_batch,
+            others_waiting=lambda: self.broker.most_waiting(MODEL),
+            all_waiting=lambda: self.broker.all_waiting(MODEL),
+            clock=clock,
+            random_share=self.rng.random,
+        )
+        batching = BatchLoop(
+            MODEL,
+            self.broker,
+            self.pool,
+            dispatcher,
+            self.policy,
+            max_batch=SETTINGS.max_batch,
+            max_wait_s=SETTINGS.max_wait_ms / 1000,
+            clock=clock,
+        )
+        self.all_settled = asyncio.Event()
+        self._await_next_turn()
+        await self.all_settled.wait()
+        await dispatcher.finish(UPSTREAM.timeout_s)
+        self.pool.close()
+        self.result.batches = sum(batching.batches.values())
+
+    def _await_next_turn(self) -> None:
+        """Have the requests of the next turn arrive together, when the last of them does."""
+        arrivals, end = self.arrivals, self.arrived
+        turn_ends = arrivals[end] + TURN_S
+        while end < len(arrivals) and arrivals[end] <= turn_ends:
+            end += 1
+        asyncio.get_running_loop().call_at(arrivals[end - 1], self._arrive, end)
+
+    def _arrive(self, end: int) -> None:
+        for number in range(self.arrived, end):
+            at = self.arrivals[number]
+            refusal = self.broker.submit(Request(str(number), MODEL, b"", b"1", 1, 0, at, at, inf, inf, self))
+            assert refusal is None, refusal
+        self.arrived = end
+        if end < len(self.arrivals):
+            self._await_next_turn()
+        else:
+            self.result.busy_share = self.pool.busy_seconds() / (self.scenario.slots * self.seconds)
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """Note how long a request waited for its slot."""
+        assert isinstance(outcome, Output), outcome
+        result = self.result
+        result.waits_ms.append((request.taken - request.arrived) * 1000)
+        result.sent_in_time += request.taken <= self.arrivals[-1]
+        if len(result.waits_ms) == len(self.arrivals):
+            self.all_settled.set()
 
 
 def run_all(scenario: Scenario, seed: int) -> dict[str, Result]:

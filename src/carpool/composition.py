@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from carpool.core.clock import monotonic
+from carpool.core.clock import Clock, monotonic
 from carpool.core.ports import DeadLetterDesk
+from carpool.core.timers import Every
 from carpool.face.http.admin import AdminRoutes, FoundRequest
 from carpool.face.http.admin_guard import AdminGuard
 from carpool.face.http.gateway import HttpFaceSettings
@@ -43,9 +44,10 @@ TRIED_AT_ONCE = 16
 class Process:
     """One process of Carpool. What it shows to operators is also telemetry.metrics.View."""
 
-    def __init__(self, settings: Settings, listening: socket.socket | None = None) -> None:
+    def __init__(self, settings: Settings, listening: socket.socket | None = None, clock: Clock = monotonic) -> None:
         self.settings = settings
         self.named = models_of(settings)
+        self.clock = clock
         # The socket that this process shares with others, if it does.
         self.listening = listening
         self.draining = False
@@ -57,7 +59,6 @@ class Process:
         self.session = make_session()
         # Owners whose inputs keep being refused.
         self.offenders = Offenders()
-        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._background: set[asyncio.Task[None]] = set()
         # How to give up what has been opened so far.
         self._opened = AsyncExitStack()
@@ -115,9 +116,14 @@ class Process:
 
     def start_timers(self) -> None:
         """Look at deadlines and rates from now on."""
-        self._opened.callback(self._stop_timers)
-        self._expire()
-        self._measure()
+        self.do_every(EXPIRY_TICK_S, self.expire)
+        self.do_every(RATE_TICK_S, self._measure)
+
+    def do_every(self, seconds: float, work: Callable[[], None]) -> None:
+        """Do something now and from now on, until this process gives up what it opened."""
+        every = Every(seconds, work)
+        self._opened.callback(every.stop)
+        every.start_now()
 
     async def listen_for_clients(self, server: HttpServer) -> None:
         """Serve clients."""
@@ -141,7 +147,7 @@ class Process:
             dead_letters=dead_letters,
             openapi=admin_openapi(),
         )
-        admin = HttpServer(routes, HttpLimits(body_bytes_max=1024, connections_max=256))
+        admin = HttpServer(routes, HttpLimits(body_bytes_max=1024, connections_max=256), self.clock)
         self._opened.push_async_callback(self._close_server, admin)
         self.admin_port = await admin.start(gateway.admin_host, admin_port(gateway))
 
@@ -165,11 +171,11 @@ class Process:
             await asyncio.sleep(self.settings.gateway.drain_grace_s)
             self.server.stop_listening()
 
-    async def answer_the_rest(self, now: float) -> None:
+    async def answer_the_rest(self) -> None:
         """Wait until what was received is answered."""
         if self.server is not None:
             patience_s = self.settings.gateway.receive_timeout_s + self.settings.broker.total_timeout_s
-            await self.server.finish(now + patience_s)
+            await self.server.finish(self.clock() + patience_s)
 
     # What operators see; also telemetry.metrics.View
 
@@ -221,24 +227,15 @@ class Process:
         finally:
             answer(reason)
 
-    def _stop_timers(self) -> None:
-        for timer in self._timers.values():
-            timer.cancel()
-
     async def _close_server(self, server: HttpServer) -> None:
         server.stop_listening()
         await server.finish(0.0)
 
-    def _expire(self) -> None:
-        self._timers["expire"] = asyncio.get_running_loop().call_later(EXPIRY_TICK_S, self._expire)
-        self.expire()
-
     def _measure(self) -> None:
-        self._timers["measure"] = asyncio.get_running_loop().call_later(RATE_TICK_S, self._measure)
         for service in self.services:
             service.measure(RATE_TICK_S)
         waiting = self.services[0].owners_apart() if self.services and self.offenders else frozenset()
-        self.offenders.look(monotonic(), waiting)
+        self.offenders.look(self.clock(), waiting)
 
 
 def changed_for_the_next_start(old: Settings, new: Settings) -> list[str]:

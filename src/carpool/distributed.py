@@ -40,7 +40,7 @@ from carpool.broker.redis.keys import Keys, line_name
 from carpool.broker.redis.steps import Steps
 from carpool.broker.sides import BatcherSide, Mode
 from carpool.composition import Process, face_settings, http_limits, intake_settings
-from carpool.core.clock import monotonic
+from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, Draining
 from carpool.core.names import Role
 from carpool.core.request import QUEUED, Request, RequestState, state_of
@@ -92,8 +92,10 @@ class FleetAvailability:
 class DistributedProcess(Process):
     """A gateway, a batcher, or both."""
 
-    def __init__(self, settings: Settings, role: Role, listening: socket.socket | None = None) -> None:
-        super().__init__(settings, listening)
+    def __init__(
+        self, settings: Settings, role: Role, listening: socket.socket | None = None, clock: Clock = monotonic
+    ) -> None:
+        super().__init__(settings, listening, clock)
         self.role = role
         self.is_gateway, self.is_batcher = role != "batcher", role != "gateway"
         # Unique: what belongs to a process that is gone must not reach another one.
@@ -105,7 +107,7 @@ class DistributedProcess(Process):
         self.local: MemoryBroker | None = None
         # Where Redis must not write to a disk.
         self.disks: PersistenceWatch | None = None
-        self._batchers_seen = monotonic()
+        self._batchers_seen = self.clock()
         self._rate = 0.0
         self._arrivals_then = 0
 
@@ -128,6 +130,7 @@ class DistributedProcess(Process):
             ttl_ms=round(settings.tasks.dead_letter_ttl_s * 1000),
             is_memory_short=lambda: self.memory.is_short,
             memory_bytes_max=lambda: self.memory.letter_bytes_max(broker.shards),
+            clock=self.clock,
         )
         self.dead_letters = RedisDeadLetterBox(
             self.steps,
@@ -153,6 +156,7 @@ class DistributedProcess(Process):
             describe=self.heartbeat,
             changed=self._fleet_changed,
             heard=self._heard_of_offenders,
+            clock=self.clock,
         )
         self.start_fleets()
         self.start_timers()
@@ -162,7 +166,7 @@ class DistributedProcess(Process):
         self._opened.callback(self.depth.close)
         self.registry.start()
         self._opened.callback(self.registry.close)
-        self._watch()
+        self.do_every(WATCH_S, self._fleet_changed)
         await self._wait_for_redis()
         if self.feed is not None:
             self.feed.start()
@@ -175,9 +179,10 @@ class DistributedProcess(Process):
             tier_target_s=self.targets,
             task_timeout_s=settings.tasks.timeout_s,
             prepare=lambda request: by_name[request.model].prepare(request),
+            clock=self.clock,
         )
         self.desk = desk
-        self._refresh()
+        self.do_every(REFRESH_S, lambda: self.in_background(self._refresh_numbers()))
         if self.is_gateway:
             assert self.queue is not None
             self.gate = Gate(
@@ -193,13 +198,14 @@ class DistributedProcess(Process):
                 self.tasks,
                 {face.name: face.served() for face in faces},
                 intake_settings(settings, self.targets),
+                clock=self.clock,
             )
             routes = GatewayRoutes(
                 self.intake,
                 face_settings(settings),
                 gateway_openapi(list(named), settings.model, settings.tasks.wait_ms_max),
             )
-            await self.listen_for_clients(HttpServer(routes.router, http_limits(settings, faces)))
+            await self.listen_for_clients(HttpServer(routes.router, http_limits(settings, faces), self.clock))
         await self.listen_for_operators(desk)
         for service in self.services:
             self.in_background(service.ask_limits())
@@ -218,7 +224,7 @@ class DistributedProcess(Process):
         if self.tasks is not None:
             self.tasks.drain()
         if self.is_gateway:
-            await self.answer_the_rest(monotonic())  # by this process's batches, or by others'
+            await self.answer_the_rest()  # by this process's batches, or by others'
             self.gate.closed = True
         if self.feed is not None:
             self.feed.drain()
@@ -235,7 +241,7 @@ class DistributedProcess(Process):
 
     def expire(self) -> None:
         """Look at the deadlines."""
-        now = monotonic()
+        now = self.clock()
         if self.queue is not None:
             self.queue.expire(now)
         if self.local is not None:
@@ -269,11 +275,12 @@ class DistributedProcess(Process):
             strict_order=settings.broker.order == "strict",
             task_patience_s=settings.tasks.patience_ms / 1000,
             offenders=self.offenders,
+            clock=self.clock,
         )
         # A gateway's endpoints are the batchers' too: while Redis is gone, the gateways share them.
         sharers = None if self.is_batcher else self._gateways_last_seen
         self.services = [
-            ModelService(model, self.session, self.local, self.dead_letters, self.offenders, sharers)
+            ModelService(model, self.session, self.local, self.dead_letters, self.offenders, sharers, clock=self.clock)
             for model in self.named.values()
         ]
 
@@ -287,7 +294,7 @@ class DistributedProcess(Process):
             buried=self.dead_letters.count,
         )
         self.replies = ReplyWriter(
-            self.steps, results, self.name, outcomes=self.local.outcomes, waited=self.local.waited
+            self.steps, results, self.name, self.clock, outcomes=self.local.outcomes, waited=self.local.waited
         )
         self.feed = Feed(
             self.steps,
@@ -301,6 +308,7 @@ class DistributedProcess(Process):
             lease_ms=settings.broker.lease_ms,
             deliveries_max=settings.broker.deliveries_max,
             letter_bounds=self.letter_bounds,
+            clock=self.clock,
         )
         for service in self.services:
             service.pool.when_slot_frees(self.feed.ring)
@@ -324,6 +332,7 @@ class DistributedProcess(Process):
             replicas_timeout_ms=broker.replicas_timeout_ms,
             durable_nodes=self._connect(broker.replicas_timeout_ms) if broker.replicas else None,
             is_memory_full=lambda: self.memory.is_full,
+            clock=self.clock,
         )
         result_ttl_ms = round(self.settings.tasks.result_ttl_s * 1000)
         return RedisTasks(self.steps, self.name, intake, removals, result_ttl_ms, count=self._count_outcome)
@@ -344,13 +353,14 @@ class DistributedProcess(Process):
             task_finished=self.tasks.finished,
             looked_for=self._looked_for,
             mode_changed=lambda mode: self._fleet_changed(),
+            clock=self.clock,
         )
         self._opened.callback(self.queue.close)
 
     async def _wait_for_redis(self) -> None:
         """Give Redis a moment, so that the first clients find it; then go on without it."""
-        give_up_at = monotonic() + START_TIMEOUT_S
-        while not self._is_connected() and monotonic() < give_up_at:  # noqa: ASYNC110 - once, at the start or the end of a process
+        give_up_at = self.clock() + START_TIMEOUT_S
+        while not self._is_connected() and self.clock() < give_up_at:  # noqa: ASYNC110 - once, at the start or the end of a process
             await asyncio.sleep(0.01)
         if not self._is_connected():
             logger.warning("Redis cannot be reached; it is tried again and again: %s", self.nodes.trouble)
@@ -362,8 +372,8 @@ class DistributedProcess(Process):
 
     async def _send_what_is_staged(self) -> None:
         """Slots are free for it: that takes a moment."""
-        give_up_at = monotonic() + self.settings.broker.total_timeout_s
-        while self.local is not None and self.local.depth and monotonic() < give_up_at:  # noqa: ASYNC110 - once, at the start or the end of a process
+        give_up_at = self.clock() + self.settings.broker.total_timeout_s
+        while self.local is not None and self.local.depth and self.clock() < give_up_at:  # noqa: ASYNC110 - once, at the start or the end of a process
             await asyncio.sleep(0.005)
         if self.local is not None:
             for request in self.local.waiting_requests():
@@ -380,7 +390,7 @@ class DistributedProcess(Process):
     def _fleet_changed(self) -> None:
         """See whether anybody could serve a request."""
         view = self.registry.view
-        now = monotonic()
+        now = self.clock()
         if view.live_batchers() or not self.registry.is_fresh():
             self._batchers_seen = now
         is_direct = self.queue is not None and self.queue.mode != "redis"
@@ -408,18 +418,10 @@ class DistributedProcess(Process):
     def _heard_of_offenders(self, view: FleetView) -> None:
         """What one batcher has found out about an owner, all of them act upon."""
         found = [(service.name, owner) for service in self.services for owner in view.offenders(service.name)]
-        self.offenders.told(found, monotonic())
-
-    def _watch(self) -> None:
-        self._timers["watch"] = asyncio.get_running_loop().call_later(WATCH_S, self._watch)
-        self._fleet_changed()
-
-    def _refresh(self) -> None:
-        """Numbers for operators that cost a little more."""
-        self._timers["refresh"] = asyncio.get_running_loop().call_later(REFRESH_S, self._refresh)
-        self.in_background(self._refresh_numbers())
+        self.offenders.told(found, self.clock())
 
     async def _refresh_numbers(self) -> None:
+        """Numbers for operators that cost a little more."""
         try:
             await self.desk.refresh()
         except CarpoolError:
@@ -509,7 +511,7 @@ class DistributedProcess(Process):
         return None if request is not None and request.is_task and request.phase == QUEUED else request
 
     def _tell_own(self, request: Request, answer: FoundRequest) -> None:
-        state = state_of(request, monotonic())
+        state = state_of(request, self.clock())
         if self.queue is not None and (place := self.queue.place_of(request)) is not None:
             self.states.of_entry(*place, state, answer)
         else:

@@ -12,7 +12,6 @@ from carpool.broker.journal import Journal
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.tasks import Tasks
 from carpool.composition import Process, face_settings, http_limits, intake_settings
-from carpool.core.clock import monotonic
 from carpool.core.request import Request, state_of
 from carpool.face.http.admin import FoundRequest
 from carpool.face.http.gateway import GatewayRoutes
@@ -38,6 +37,7 @@ class Gateway(Process):
             result_ttl_s=settings.tasks.result_ttl_s,
             dead_letter_ttl_s=settings.tasks.dead_letter_ttl_s,
             stored_bytes_max=settings.tasks.stored_bytes_max,
+            clock=self.clock,
         )
         self._opened.push_async_callback(self.journal.close)
         offenders = self.offenders
@@ -49,13 +49,21 @@ class Gateway(Process):
             strict_order=settings.broker.order == "strict",
             task_patience_s=settings.tasks.patience_ms / 1000,
             offenders=offenders,
+            clock=self.clock,
         )
-        dead_letters = DeadLetterBox(self.journal, settings.dead_letters.synchronous)
+        dead_letters = DeadLetterBox(self.journal, settings.dead_letters.synchronous, self.clock)
         self.services = [
-            ModelService(model, self.session, self.broker, dead_letters, offenders) for model in self.named.values()
+            ModelService(model, self.session, self.broker, dead_letters, offenders, clock=self.clock)
+            for model in self.named.values()
         ]
         self.start_fleets()
-        self.tasks = Tasks(self.broker, self.journal, prepare=self._prepare, waiting_max=settings.tasks.waiting_max)
+        self.tasks = Tasks(
+            self.broker,
+            self.journal,
+            prepare=self._prepare,
+            waiting_max=settings.tasks.waiting_max,
+            clock=self.clock,
+        )
         self.gate = Gate(
             self.broker,
             self.tasks,
@@ -72,6 +80,7 @@ class Gateway(Process):
             self.tasks,
             {service.name: service.served() for service in self.services},
             intake_settings(settings, targets),
+            clock=self.clock,
         )
         routes = GatewayRoutes(
             self.intake,
@@ -79,7 +88,7 @@ class Gateway(Process):
             gateway_openapi(list(self.named), settings.model, settings.tasks.wait_ms_max),
         )
         self.start_timers()
-        await self.listen_for_clients(HttpServer(routes.router, http_limits(settings, self.services)))
+        await self.listen_for_clients(HttpServer(routes.router, http_limits(settings, self.services), self.clock))
         await self.listen_for_operators(
             DeadLetterDesk(
                 self.journal,
@@ -87,6 +96,7 @@ class Gateway(Process):
                 named,
                 tier_target_s=targets,
                 task_timeout_s=settings.tasks.timeout_s,
+                clock=self.clock,
             )
         )
         self.tasks.send_restored()
@@ -110,7 +120,7 @@ class Gateway(Process):
         self.tasks.drain()  # waiting tasks stay in the journal
         for service in self.services:
             service.loop.drain()  # company will not come
-        await self.answer_the_rest(monotonic())
+        await self.answer_the_rest()
         self.gate.closed = True
         await self.finish_batches()  # of tasks
         await self.close()
@@ -118,7 +128,7 @@ class Gateway(Process):
 
     def expire(self) -> None:
         """Look at the deadlines."""
-        self.broker.expire(monotonic())
+        self.broker.expire(self.clock())
 
     def _prepare(self, request: Request) -> None:
         for service in self.services:
@@ -151,7 +161,7 @@ class Gateway(Process):
         if recent is None:
             self.tasks.state(request_id, answer)
         else:
-            answer(state_of(recent, monotonic()))
+            answer(state_of(recent, self.clock()))
 
     def numbers(self) -> dict[str, Value]:
         """What `/metrics` shows of this process as a whole."""

@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar, cast, overload
 from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import PolicyName, make_policy
 from carpool.broker.memory import MemoryBroker
-from carpool.core.clock import monotonic
+from carpool.core.clock import Clock, monotonic
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.ports import LaneQueue
 from carpool.core.request import DONE, Request
@@ -88,7 +88,10 @@ class FunctionCalls:
     Whatever the function raises ends its batch and no other: every caller of it is told, and the slot is free again.
     """
 
-    def __init__(self, predict: Predict[Any, Any], concurrency: int, threads: ThreadPoolExecutor | None) -> None:
+    def __init__(
+        self, predict: Predict[Any, Any], concurrency: int, threads: ThreadPoolExecutor | None, clock: Clock = monotonic
+    ) -> None:
+        self._clock = clock
         self._predict = predict
         self._total = self._free = concurrency
         # Of a plain function; those that were given are not ours to end.
@@ -138,7 +141,7 @@ class FunctionCalls:
             self._own_threads.shutdown(wait=False)
 
     async def _call(self, batch: list[Request], ended: Callable[[float], None]) -> None:
-        task, started = asyncio.current_task(), monotonic()
+        task, started = asyncio.current_task(), self._clock()
         assert task is not None
         try:
             results = await self._results([request.input for request in batch])
@@ -157,7 +160,7 @@ class FunctionCalls:
         """Free the slot and tell the callers; how long the call took."""
         assert self.outcomes is not None
         self._free += 1
-        seconds = monotonic() - started
+        seconds = self._clock() - started
         facts = CallFacts(len(batch), seconds)
         try:
             self.outcomes.settle_batch(batch, [Output(result, facts) for result in results])
@@ -213,6 +216,7 @@ class Batcher(Generic[Item, Result]):
         concurrency: int = 1,
         policy: PolicyName = "adaptive",
         waiting_max: int = 100_000,
+        clock: Clock = monotonic,
     ) -> None:
         if max_batch_size < 1 or concurrency < 1 or waiting_max < 1:
             raise ValueError("max_batch_size, concurrency and waiting_max must be at least 1")
@@ -224,6 +228,7 @@ class Batcher(Generic[Item, Result]):
         self.concurrency = concurrency
         self._policy = make_policy(policy, busy_share=0.75, fill_target=0.8)
         self._waiting_max = waiting_max
+        self._clock = clock
         self._numbers = count(1)
         self._broker: MemoryBroker | None = None
         self._calls: FunctionCalls | None = None
@@ -246,8 +251,10 @@ class Batcher(Generic[Item, Result]):
 
     def start(self, threads: ThreadPoolExecutor | None = None) -> None:
         """Begin, on the running event loop; a plain function runs in these threads, or in some of its own."""
-        self._broker = MemoryBroker(waiting_max=self._waiting_max, bytes_max=self._waiting_max, lanes_max=1, tiers=1)
-        self._calls = FunctionCalls(self._function, self.concurrency, threads)
+        self._broker = MemoryBroker(
+            waiting_max=self._waiting_max, bytes_max=self._waiting_max, lanes_max=1, tiers=1, clock=self._clock
+        )
+        self._calls = FunctionCalls(self._function, self.concurrency, threads, self._clock)
         self._calls.outcomes = self._broker
         self._loop = BatchLoop(
             MODEL,
@@ -257,6 +264,7 @@ class Batcher(Generic[Item, Result]):
             self._policy,
             max_batch=self._max_batch_size,
             max_wait_s=self._max_wait_ms / 1000,
+            clock=self._clock,
         )
 
     async def close(self) -> None:
@@ -276,7 +284,7 @@ class Batcher(Generic[Item, Result]):
         """The function's result for one item. Cancelling this takes the item out of the queue."""
         if self._broker is None or self._closed:
             raise RuntimeError("the Batcher is not open; use it inside `async with Batcher(...) as b:`")
-        now = monotonic()
+        now = self._clock()
         outcome: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         request = Request(
             id=str(next(self._numbers)),

@@ -1,6 +1,7 @@
 """One model: its endpoints, its codec, and the loop that sends its batches, plugged together."""
 
 import logging
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from carpool.admission.gate import upstream_down
 from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import make_policy
 from carpool.broker.memory import MemoryBroker
-from carpool.core.clock import monotonic
+from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, QueueFull
 from carpool.core.ports import DeadLetters, Slots
 from carpool.core.request import Request
@@ -118,12 +119,15 @@ class ModelService(ModelFace):
         dead_letters: DeadLetters,
         offenders: Offenders,
         sharers: Callable[[], int] | None = None,
+        clock: Clock = monotonic,
+        random_share: Callable[[], float] = random.random,
     ) -> None:
         super().__init__(model)
+        self._clock = clock
         upstream, batching = model.upstream, model.batching
         # The longest that one attempt takes.
         self.timeout_s = upstream.timeout_s
-        self.fleet = make_fleet(model, session, self.codec.health_path(model.name))
+        self.fleet = make_fleet(model, session, self.codec.health_path(model.name), clock, random_share)
         self.pool = self.fleet.pool
         self.dispatcher = UpstreamDispatcher(
             self.pool,
@@ -139,6 +143,8 @@ class ModelService(ModelFace):
             others_waiting=self._others_waiting,
             all_waiting=self._all_waiting,
             when_limit_is_learned=self._limit_is_learned,
+            clock=clock,
+            random_share=random_share,
         )
         # Requests of this model that wait where this process takes them from (Redis), as far as it knows.
         self.waiting_elsewhere: Callable[[], int] = lambda: 0
@@ -154,6 +160,7 @@ class ModelService(ModelFace):
             max_wait_s=batching.max_wait_ms / 1000,
             batch_bytes_max=batching.batch_bytes_max,
             in_flight_bytes_max=batching.in_flight_bytes_max,
+            clock=clock,
         )
         self._broker = broker
         self.riders_apart = offenders
@@ -216,7 +223,7 @@ class ModelService(ModelFace):
 
     def prepare_change(self, model: Model, session: aiohttp.ClientSession) -> Endpoints:
         """The endpoints for `change`. Whatever may fail fails here."""
-        return self.fleet.prepare(addresses(model), endpoint_maker(model, session))
+        return self.fleet.prepare(addresses(model), endpoint_maker(model, session, self._clock))
 
     def change(self, model: Model, prepared: Endpoints) -> tuple[int, int]:
         """Use other endpoints, slots and timeouts from now on; returns how many endpoints came and go."""
@@ -237,7 +244,7 @@ class ModelService(ModelFace):
             except AttemptFailedError:
                 continue  # then the first answer that speaks of a limit will teach it
             limit = self.codec.batch_max_from_info(answer.body) if answer.status == 200 else None
-            if limit is not None and member.batch_limit.said(limit, self.loop.max_batch, monotonic()):
+            if limit is not None and member.batch_limit.said(limit, self.loop.max_batch, self._clock()):
                 self.pool.has_batch_limits = True
                 self._limit_is_learned(member)
 
@@ -314,25 +321,31 @@ def addresses(model: Model) -> list[Address]:
     return [Address(url, model.upstream.slots) for url in model.upstream.endpoints]
 
 
-def endpoint_maker(model: Model, session: aiohttp.ClientSession) -> MakeEndpoint:
+def endpoint_maker(model: Model, session: aiohttp.ClientSession, clock: Clock) -> MakeEndpoint:
     """What makes the endpoints of a model; raises OSError or ValueError if files that protect them cannot be used."""
     upstream = model.upstream
-    credentials = Credentials(model.security)
+    credentials = Credentials(model.security, clock)
     credentials.headers()
     if any(url.startswith(("https:", "grpcs:")) for url in upstream.endpoints):
         credentials.ssl_context()
 
     def make_endpoint(address: Address) -> Endpoint:
         if address.url.startswith("sim:"):
-            return SimulatedEndpoint(address.url, parse_sim_url(address.url))
+            return SimulatedEndpoint(address.url, parse_sim_url(address.url), clock=clock)
         if upstream.protocol == "kserve_v2_grpc":
-            return GrpcEndpoint(address.url, address.slots, upstream.answer_bytes_max, model.security)
+            return GrpcEndpoint(address.url, address.slots, upstream.answer_bytes_max, model.security, clock)
         return HttpEndpoint(session, *address, upstream.answer_bytes_max, credentials, upstream.load_header)
 
     return make_endpoint
 
 
-def make_fleet(model: Model, session: aiohttp.ClientSession, health_path: str | None) -> Fleet:
+def make_fleet(
+    model: Model,
+    session: aiohttp.ClientSession,
+    health_path: str | None,
+    clock: Clock,
+    random_share: Callable[[], float],
+) -> Fleet:
     """The endpoints of a model, their pool and the watch over them."""
     upstream = model.upstream
 
@@ -340,17 +353,24 @@ def make_fleet(model: Model, session: aiohttp.ClientSession, health_path: str | 
         pause_s = upstream.breaker_pause_s
         return Pool(
             endpoints,
+            clock,
             eject_share_max=upstream.eject_share_max,
             isolation_share=upstream.isolation_share,
             make_breaker=lambda: Breaker(upstream.breaker_failures, pause_s, max(pause_s, BREAKER_PAUSE_S_MAX)),
             make_load=lambda slots: LoadLimit(slots, upstream.load_latency_ratio),
+            random_share=random_share,
         )
 
     def make_watch(pool: Pool) -> HealthWatch:
         source = LoadSource(upstream.load_metrics_url, upstream.load_metric, upstream.load_metric_max)
         load_source = source if upstream.load_metrics_url else None
         return HealthWatch(
-            pool, health_path=health_path, interval_s=upstream.health_interval_s, load_source=load_source
+            pool,
+            health_path=health_path,
+            interval_s=upstream.health_interval_s,
+            load_source=load_source,
+            clock=clock,
+            random_share=random_share,
         )
 
-    return Fleet(addresses(model), endpoint_maker(model, session), make_pool, make_watch)
+    return Fleet(addresses(model), endpoint_maker(model, session, clock), make_pool, make_watch, clock)

@@ -8,10 +8,9 @@ assert [call.inputs for call in gpu.calls] == [[b'"a"'], [b'"a"']]
 """
 
 import asyncio
-import selectors
 from collections import deque
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -19,6 +18,7 @@ from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.ports import Caller
 from carpool.core.request import Request, Waiter
 from carpool.upstream.endpoint import Answer, AttemptFailedError, Call, ConnectionWasDeadError, DoubtfulAnswerError
+from carpool.virtual_time import VirtualClock
 
 __all__ = [
     "ANYBODY",
@@ -40,54 +40,10 @@ __all__ = [
 # A caller without a credential.
 ANYBODY = Caller("192.0.2.1", 0)
 
-Result = TypeVar("Result")
+# The clock of virtual time, as a test sees it.
+FakeClock = VirtualClock
 # What a call meets: an answer, an exception to raise, or a function that makes the answer.
 Reaction = Answer | Exception | Callable[[Call], Answer]
-
-
-class FakeClock:
-    """A monotonic clock that stands still until it is told to move, or until something waits under `run`."""
-
-    def __init__(self, now: float = 1000.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        """The time now, in seconds."""
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        """Let time pass; it never goes back."""
-        if seconds < 0:
-            raise ValueError("a monotonic clock does not go back")
-        self.now += seconds
-
-    def run(self, main: Coroutine[Any, Any, Result]) -> Result:
-        """Run `main` in virtual time: where the event loop would sleep, this clock jumps. No I/O, no threads."""
-        with asyncio.Runner(loop_factory=lambda: _VirtualLoop(self)) as runner:
-            return runner.run(main)
-
-
-class _VirtualLoop(asyncio.SelectorEventLoop):
-    def __init__(self, clock: FakeClock) -> None:
-        super().__init__(_JumpingSelector(clock))
-        self._clock = clock
-
-    def time(self) -> float:
-        return self._clock.now
-
-
-class _JumpingSelector(selectors.SelectSelector):
-    def __init__(self, clock: FakeClock) -> None:
-        super().__init__()
-        self._clock = clock
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = super().select(0)
-        if not ready:
-            if timeout is None:
-                raise RuntimeError("everything waits and no timer is set: this would hang for ever")
-            self._clock.advance(max(timeout, 0.0))
-        return ready
 
 
 class _Body(msgspec.Struct):

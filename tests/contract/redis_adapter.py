@@ -151,7 +151,7 @@ class LaneFeed(Feed):
 
     @property
     def is_quiet(self) -> bool:
-        return not (self._is_asking or self._rung)
+        return not (self._is_asking or self.turn.is_due)
 
 
 class Refusals:
@@ -360,7 +360,7 @@ class RedisBroker:
                 await asyncio.sleep(0)
 
     def _is_quiet(self) -> bool:
-        if self._nodes.outstanding or self.queue._is_flush_due or self._replies._is_flush_due:
+        if self._nodes.outstanding or self.queue.flush.is_due or self._replies.flush.is_due:
             return False
         written = self._nodes.written.get(self._stream, b"0-0")
         return self._feed.is_quiet and entry_key(self.queue.replies._last_seen) >= entry_key(written)

@@ -766,4 +766,4 @@ def questions(batcher: Batcher) -> int:
 async def until_quiet(batcher: Batcher) -> None:
     """Until it has heard that nothing is there, and asks nothing."""
     feed = batcher.feed
-    await until(lambda: not feed._is_asking and not feed._rung and all(view.heads == [] for view in feed._views))
+    await until(lambda: not feed._is_asking and not feed.turn.is_due and all(view.heads == [] for view in feed._views))

@@ -68,7 +68,8 @@ class BatchLoop:
         self._dispatcher = dispatcher
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        # True while a run is due in this turn of the event loop.
+        # True while a run is due in this turn of the event loop. No `OncePerTurn`: `arrived` is called for each
+        # request, and a batch that is full runs at once.
         self._rung = False
         # True during a run. One may cause an arrival (somebody is told, and sends his next request): that must not
         # start another run inside it, which would take its slot.

@@ -260,5 +260,5 @@ class Tasks:
 
 
 def latency_ms(task: StoredTask) -> float:
-    """From the submission of a finished task to its result."""
-    return round((task.timestamp_wall - task.submitted_wall) * 1000, 2)
+    """From the submission of a finished task to its result, as the wall clock has it: that may have been set back."""
+    return round(max(0.0, task.timestamp_wall - task.submitted_wall) * 1000, 2)

@@ -8,3 +8,7 @@ Clock = Callable[[], float]
 # perf_counter is CLOCK_MONOTONIC here: it does not jump with the wall clock. uvloop's own loop.time() has
 # millisecond steps and stands still within one turn of the loop, too coarse for latencies.
 monotonic: Clock = perf_counter
+
+# A timer that comes so much later than it was set for: this process stood still (SIGSTOP, a suspended machine).
+# Timers come before what lies in the sockets then: that something is late is no fault of others.
+STOOD_STILL_S = 1.0

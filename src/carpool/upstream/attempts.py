@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 from secrets import token_hex
 from typing import NamedTuple
 
-from carpool.core.clock import Clock, monotonic
+from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
 from carpool.core.errors import CarpoolError, DeadlineExceeded, UpstreamFailed, UpstreamProtocolFault, UpstreamRefused
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.ports import Outcomes
@@ -256,8 +256,14 @@ class Attempts:
         return None
 
     def _call_failed(self, members: list[Request], member: Member, timeout_s: float, started: float) -> None:
-        """No answer came: the fault of the endpoint, unless its clients gave it less time than calls take."""
+        """No answer came: the fault of the endpoint, unless its clients gave it less time than calls take.
+
+        Nor is it while this process stood still.
+        """
         now = self._clock()
+        if now > started + timeout_s + STOOD_STILL_S:
+            self._pool.says_nothing(member)  # its answer may have come, and nobody was there to read it
+            return
         is_short = timeout_s < min(self.timeout_s, CUT_SHORT * self.service_s)
         if not is_short or now < started + timeout_s - TIMER_EARLY_S:
             self._pool.went_badly(member)

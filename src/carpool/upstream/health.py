@@ -12,12 +12,14 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from math import inf
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
 from carpool.core.clock import Clock, monotonic
+from carpool.core.timers import repeat
 from carpool.upstream.breaker import Breaker
 from carpool.upstream.endpoint import Answer, AttemptFailedError, Endpoint
 from carpool.upstream.load import metric_value
@@ -84,8 +86,8 @@ class HealthWatch:
         """Begin to probe and to read loads."""
         loop = asyncio.get_running_loop()
         self._running = [
-            loop.create_task(self._repeat(self.probe_quiet_ones, self._interval_s)),
-            loop.create_task(self._repeat(self.adjust_limits, LOAD_INTERVAL_S)),
+            loop.create_task(repeat(partial(self._pause_s, self._interval_s), self.probe_quiet_ones)),
+            loop.create_task(repeat(partial(self._pause_s, LOAD_INTERVAL_S), self.adjust_limits)),
         ]
         if self._health_path is not None:
             self._pool.ask_health = self._ask
@@ -114,14 +116,9 @@ class HealthWatch:
             if limit != member.limit:
                 self._pool.set_limit(member, limit)
 
-    async def _repeat(self, action: Callable[[], Awaitable[None]], interval_s: float) -> None:
-        while True:
-            try:
-                await action()
-            except Exception:
-                logger.exception("watching the endpoints failed; it goes on")
-            # Jitter, so that many gateways do not ask together.
-            await asyncio.sleep(interval_s * (0.75 + self._random_share() / 2))
+    def _pause_s(self, interval_s: float) -> float:
+        """With jitter, so that many gateways do not ask together."""
+        return interval_s * (0.75 + self._random_share() / 2)
 
     async def _for_each(self, action: Callable[[Member], Awaitable[None]], members: Sequence[Member]) -> None:
         async def one(member: Member) -> None:

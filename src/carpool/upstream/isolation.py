@@ -24,6 +24,7 @@ from carpool.core.clock import Clock
 from carpool.core.errors import CarpoolError, DeadlineExceeded, Draining, InputRefused, InternalError, Unresolved
 from carpool.core.ports import Returns
 from carpool.core.request import DONE, RUNNING, Request
+from carpool.core.timers import Every
 from carpool.upstream.attempts import Attempts, Failure
 from carpool.upstream.case import Case
 from carpool.upstream.offenders import OFFENDS_FROM, CommonOwner, Offenders
@@ -107,7 +108,8 @@ class Isolation:
         self._cases: dict[Case, None] = {}
         # The event loop holds its tasks only weakly.
         self._steps: set[asyncio.Task[None]] = set()
-        self._timer: asyncio.TimerHandle | None = None
+        # Runs while a search is under way, or there are offenders.
+        self._looks = Every(LOOK_S, self._look)
         # Set while no search is under way.
         self._serial = 0
         self._is_idle = asyncio.Event()
@@ -194,8 +196,7 @@ class Isolation:
 
     def look_soon(self) -> None:
         """Look at slots, deadlines and the account a little later, and again while that may change something."""
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+        self._looks.start()
 
     def _begin(self, case: Case) -> None:
         self._cases[case] = None
@@ -204,18 +205,17 @@ class Isolation:
         self.look_soon()
 
     def _look(self) -> None:
-        self._timer = None
         for case in list(self._cases):
             self._look_at(case)
         self._start_steps()
         if self._offenders and self._pool.free_apart() > 0:
             self._pool.ring()  # batches of offenders may have waited for this
-        if self._cases:
-            self.look_soon()
-        else:
+        if not self._cases:
             self._is_idle.set()
-            if self._offenders:
-                self.look_soon()
+        if self._cases or self._offenders:
+            self._looks.start()
+        else:
+            self._looks.stop()
 
     def _look_at(self, case: Case) -> None:
         """Tell those for whom it is too late, and end what is over."""

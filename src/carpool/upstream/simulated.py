@@ -367,10 +367,16 @@ class SimulatedGpu:
 class SimulatedEndpoint:
     """The upstream address `sim:`: a simulated GPU in this process, without sockets."""
 
-    def __init__(self, name: str, settings: SimulationSettings) -> None:
+    def __init__(
+        self,
+        name: str,
+        settings: SimulationSettings,
+        call_later: CallLater = call_later_on_this_loop,
+        clock: Clock = monotonic,
+    ) -> None:
         self.name = name
         self.slots = settings.slots
-        self.gpu = SimulatedGpu(settings)
+        self.gpu = SimulatedGpu(settings, call_later=call_later, clock=clock)
 
     async def post(self, call: Call, timeout_s: float) -> Answer:
         """Answer one call; raises AttemptFailedError on a reset or past `timeout_s`."""

@@ -3,11 +3,10 @@
 Only a hint: a gateway that is not told looks by itself within a second. So nothing is tried again.
 """
 
-import asyncio
-
 from carpool.broker.redis.client.link import ignore
 from carpool.broker.redis.formats import REPLY_FORMAT, Reply, encode_reply
 from carpool.broker.redis.steps import Steps
+from carpool.core.timers import OncePerTurn
 
 TASKS_A_NOTICE_MAX = 1000
 
@@ -19,15 +18,15 @@ class Notices:
         self._steps = steps
         # By gateway.
         self._leaving: dict[bytes, list[str]] = {}
+        self._flush = OncePerTurn(self._send)
 
     def tell(self, gateways: bytes, task_id: str) -> None:
         """Tell the gateways, whose names are separated by spaces, that there is news of a task."""
         for gateway in gateways.split():
-            if not self._leaving:
-                asyncio.get_running_loop().call_soon(self._flush)
             self._leaving.setdefault(gateway, []).append(task_id)
+            self._flush.ring()
 
-    def _flush(self) -> None:
+    def _send(self) -> None:
         leaving, self._leaving = self._leaving, {}
         for gateway, task_ids in leaving.items():
             for start in range(0, len(task_ids), TASKS_A_NOTICE_MAX):

@@ -10,7 +10,8 @@ import termios
 from collections.abc import Callable
 from typing import Any, cast
 
-from carpool.core.clock import Clock, monotonic
+from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
+from carpool.core.timers import Every
 from carpool.face.http.connection import Connection
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.state import HttpLimits, HttpState
@@ -40,7 +41,7 @@ class HttpServer:
         self._to_sweep: list[Connection] = []
         self._swept_at_once = 0
         self._unread_seen = 0
-        self._tick_timer: asyncio.TimerHandle | None = None
+        self._ticks = Every(TICK_S, self._tick)
 
     @property
     def connections(self) -> set[Connection]:
@@ -64,7 +65,7 @@ class HttpServer:
                 listener.listen(BACKLOG)
                 listener.setblocking(False)
                 loop.add_reader(listener, self._accept, listener, ACCEPTED_AT_ONCE)
-        self._tick()
+        self._ticks.start_now()
         bound: int = self._listeners[0].getsockname()[1]
         return bound
 
@@ -126,14 +127,12 @@ class HttpServer:
         for connection in list(self.connections):
             if connection.transport is not None:
                 connection.transport.abort()
-        if self._tick_timer is not None:
-            self._tick_timer.cancel()
+        self._ticks.stop()
         await asyncio.sleep(0)  # let connection_lost run
 
     def _tick(self) -> None:
-        # First of all, so that a defect below does not end the sweeps for good.
-        self._tick_timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-        self.state.tick()
+        if self.state.tick() > STOOD_STILL_S:
+            return  # what clients sent and read meanwhile is seen first
         if not self._to_sweep:
             self._to_sweep = list(self.connections)
             # Fixed for the round: if it fell with the connections, those at the end of the list would wait.

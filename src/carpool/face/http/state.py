@@ -66,13 +66,14 @@ class HttpState:
             self._heads[status, content_type] = head
         return head
 
-    def tick(self) -> None:
-        """Move the coarse clock on; with a new second, responses get a new date."""
-        now = self.clock()
-        if int(now) != int(self.coarse_now):
+    def tick(self) -> float:
+        """Move the coarse clock on, by so many seconds; with a new second, responses get a new date."""
+        now, before = self.clock(), self.coarse_now
+        if int(now) != int(before):
             self._heads.clear()
             self.head_ok = self.head(200, JSON)
         self.coarse_now = now
+        return now - before
 
     def count_problem(self, code: str) -> None:
         """One more answer was an error."""

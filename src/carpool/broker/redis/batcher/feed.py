@@ -14,7 +14,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from carpool.broker.redis.terms import Budget, Claim, Head, View
 from carpool.broker.sides import FedModel, SuspectLetters
 from carpool.core.clock import Clock, monotonic
 from carpool.core.request import QUEUED, Request
+from carpool.core.timers import Every, OncePerTurn
 
 logger = logging.getLogger("carpool.broker")
 
@@ -112,7 +113,7 @@ class Feed:
         self._landed_since = 0.0
         # True while a question is out; its answer asks the next one.
         self._is_asking = False
-        self._rung = False
+        self.turn = OncePerTurn(self._run)
         # All shards are to be looked at.
         self._is_look_due = True
         # When Redis last told how many wait there, and when there was last no slot to ask for.
@@ -129,7 +130,8 @@ class Feed:
         self._claim_terms = (deliveries_max, COMPANY_MAX)
         replies.when_emptied = self._emptied
         self._next_shard = 0
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._repeated = [Every(self._look_every_s, self._look_at_all), Every(self._renew_every_s, self._leases.renew)]
+        self._landing: asyncio.TimerHandle | None = None
         self._bells: list[Reader] = []
         # While true, nothing more is taken.
         self.draining = False
@@ -150,16 +152,14 @@ class Feed:
             listen = partial(self._listen, views)
             slot = views[0].shard.slot
             self._bells.append(self._nodes.reader(slot, connected=listen, received=self._bell, lost=_nothing))
-        self._every("look", self._look_every_s, self._look_at_all)
-        self._every("renew", self._renew_every_s, self._leases.renew)
+        for every in self._repeated:
+            every.start()
         self._sweeper.start()
         self.ring()
 
     def ring(self) -> None:
         """Something changed (a slot is free, a bell rang): see at the end of this turn what can be taken."""
-        if not self._rung:
-            self._rung = True
-            self._loop.call_soon(self._run)
+        self.turn.ring()
 
     def drain(self) -> None:
         """Take nothing more. What is staged is sent, what runs finishes."""
@@ -175,8 +175,10 @@ class Feed:
     def close(self) -> None:
         """Stop all timers and bells."""
         self.draining = True
-        for timer in self._timers.values():
-            timer.cancel()
+        for every in self._repeated:
+            every.stop()
+        if self._landing is not None:
+            self._landing.cancel()
         for bell in self._bells:
             bell.close()
         self._sweeper.close()
@@ -232,13 +234,6 @@ class Feed:
             elif len(self._left_early) < LEFT_EARLY_MAX:  # bells are on another connection, and may be quicker
                 self._left_early[view.shard.number, field, entry_id] = self._clock()
 
-    def _every(self, name: str, seconds: float, act: Callable[[], None]) -> None:
-        def again() -> None:
-            self._timers[name] = self._loop.call_later(seconds, again)
-            act()
-
-        self._timers[name] = self._loop.call_later(seconds, again)
-
     def _look_at_all(self) -> None:
         self._is_look_due = True
         now = self._clock()
@@ -267,7 +262,6 @@ class Feed:
     # Taking.
 
     def _run(self) -> None:
-        self._rung = False
         self._ask_next()
         if not self._is_asking:
             self._land()
@@ -455,8 +449,9 @@ class Feed:
 
     def _land(self) -> None:
         """Let what was taken be sent."""
-        if timer := self._timers.pop("land", None):
-            timer.cancel()
+        if self._landing is not None:
+            self._landing.cancel()
+            self._landing = None
         landed, self._landed = self._landed, []
         for request in landed:
             self._broker.enqueue(request)
@@ -562,7 +557,7 @@ class Feed:
         if fault is None:
             if not self._landed:
                 self._landed_since = now
-                self._timers["land"] = self._loop.call_later(COMPANY_S_MAX, self._land)
+                self._landing = self._loop.call_later(COMPANY_S_MAX, self._land)
             self._landed.append(request)
         else:
             self._broker.settle(request, fault)

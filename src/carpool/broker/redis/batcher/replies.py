@@ -27,6 +27,7 @@ from carpool.core.outcome import CallFacts, Outcome
 from carpool.core.problem import problem_json
 from carpool.core.request import Request
 from carpool.core.tally import SECONDS_BOUNDS, Histogram
+from carpool.core.timers import OncePerTurn
 
 logger = logging.getLogger("carpool.broker")
 
@@ -76,7 +77,7 @@ class ReplyWriter:
         # By number of the shard: entries to forget, entries to give to others.
         self._finished: defaultdict[int, list[Lease]] = defaultdict(list)
         self._released: defaultdict[int, list[Lease]] = defaultdict(list)
-        self._is_flush_due = False
+        self.flush = OncePerTurn(self._flush)
         # What is to be done when the node of a slot is back.
         self._for_later: list[tuple[int, Callable[[], None]]] = []
         # Outcomes that Redis has not confirmed yet.
@@ -126,13 +127,13 @@ class ReplyWriter:
         """Let another batcher have an entry that was not sent."""
         lease.haul.open.pop(lease.entry_id, None)
         self._released[lease.haul.shard.number].append(lease)
-        self._flush_soon()
+        self.flush.ring()
 
     def forget(self, lease: Lease) -> None:
         """An entry needs no outcome."""
         self.unconfirmed += 1
         self._finished[lease.haul.shard.number].append(lease)
-        self._flush_soon()
+        self.flush.ring()
 
     async def finish(self, timeout_s: float) -> bool:
         """Wait until Redis has confirmed everything; false if that did not come in time."""
@@ -146,16 +147,10 @@ class ReplyWriter:
         if full is not None:
             self._send(gateway, full)
         outbox = self._outboxes[gateway] = Outbox()
-        self._flush_soon()
+        self.flush.ring()
         return outbox
 
-    def _flush_soon(self) -> None:
-        if not self._is_flush_due:
-            self._is_flush_due = True
-            self._loop.call_soon(self._flush)
-
     def _flush(self) -> None:
-        self._is_flush_due = False
         outboxes, self._outboxes = self._outboxes, {}
         for gateway, outbox in outboxes.items():
             self._send(gateway, outbox)
@@ -195,7 +190,7 @@ class ReplyWriter:
             return
         for lease in leases:
             self._finished[lease.haul.shard.number].append(lease)
-        self._flush_soon()
+        self.flush.ring()
 
     def _acknowledge(self, shard: Shard, leases: list[Lease]) -> None:
         self._steps.forget_entries(shard, by_stream(leases), partial(self._acknowledged, shard, leases))

@@ -10,6 +10,7 @@ from carpool.broker.redis.formats import LATE
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.steps import Steps, Swept
 from carpool.core.problem import problem_json
+from carpool.core.timers import Every
 
 EVERY_S = 5.0
 # Between the parts of a sweep: a shard with thousands of lanes must not be held up by it.
@@ -29,17 +30,19 @@ class Sweeper:
         # Is told the code of outcomes that tasks have from here, and how many.
         self._count = count
         self._letter_bounds = letter_bounds
-        # By shard, for its next part; None for the next sweep.
-        self._timers: dict[int | None, asyncio.TimerHandle] = {}
+        self._sweeps = Every(EVERY_S, self.sweep_all)
+        # By shard, for its next part.
+        self._timers: dict[int, asyncio.TimerHandle] = {}
         self._is_closed = False
 
     def start(self) -> None:
         """Sweep from now on."""
-        self._timers[None] = asyncio.get_running_loop().call_later(EVERY_S, self._sweep_again)
+        self._sweeps.start()
 
     def close(self) -> None:
         """Sweep no more."""
         self._is_closed = True
+        self._sweeps.stop()
         for timer in self._timers.values():
             timer.cancel()
 
@@ -47,10 +50,6 @@ class Sweeper:
         """Tidy up every shard."""
         for shard in self._steps.keys.shards:
             self._sweep(shard, 0)
-
-    def _sweep_again(self) -> None:
-        self.start()
-        self.sweep_all()
 
     def _sweep(self, shard: Shard, cursor: int) -> None:
         """A part of a shard; the next one follows."""

@@ -22,6 +22,7 @@ from typing import Any, cast
 from hiredis import ProtocolError, Reader, pack_command
 
 from carpool.broker.redis.client.address import BrokerAddress
+from carpool.core.timers import Every
 
 OnReply = Callable[[Any], None]
 Command = tuple[bytes | int | str, ...]
@@ -145,6 +146,7 @@ class Link(asyncio.Protocol):
         self._reader = Reader(replyError=Refused, notEnoughData=_NOTHING)
         self._reader.setmaxbuf(READ_BUFFER_BYTES)
         self._transport: asyncio.Transport | None = None
+        # While it is empty no flush is due: commands are too many for a call of `OncePerTurn.ring` each.
         self._outgoing: list[bytes] = []
         self._outgoing_bytes = 0
         self._is_paused = False
@@ -296,7 +298,7 @@ class CommandLink(Link):
         super().__init__(greeting, received=ignore, lost=lost, pending_bytes_max=pending_bytes_max)
         # Gets error replies in place of the caller, whom it must see to.
         self._refused = refused
-        self._tick_s = timeout_s / TICKS_PER_TIMEOUT
+        self._ticks = Every(timeout_s / TICKS_PER_TIMEOUT, self._tick)
         # Commands without a reply, oldest first; the last ones of them may not be written yet.
         self._pending: deque[Entry] = deque()
         self._pending_bytes = 0
@@ -310,7 +312,6 @@ class CommandLink(Link):
         self._late_ticks = 0
         self._silent_ticks = 0
         self._is_retiring = False
-        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def pending(self) -> int:
@@ -358,7 +359,7 @@ class CommandLink(Link):
             self._end("the connection was given up")
 
     def _opened(self) -> None:
-        self._timer = self._loop.call_later(self._tick_s, self._tick)
+        self._ticks.start()
 
     def _deliver(self) -> None:
         gets, pending = self._reader.gets, self._pending
@@ -406,13 +407,11 @@ class CommandLink(Link):
             self._idle_ticks = 0
             self.request(ignore, (b"PING",))
         self._answered_at_tick = self._answered
-        self._timer = self._loop.call_later(self._tick_s, self._tick)
 
     def _end(self, reason: str) -> None:
         if self._is_over:
             return
-        if self._timer is not None:
-            self._timer.cancel()
+        self._ticks.stop()
         # The owner hears of it first, so that a caller who sends again is not sent here.
         super()._end(reason)
         lost, not_sent = Lost(reason), NotSent(reason)

@@ -28,6 +28,7 @@ from carpool.broker.redis.client.link import (
 )
 from carpool.broker.redis.client.node import NOWHERE, Connector, HostPort, Node, Pause, Reader, ask_and_request
 from carpool.broker.redis.client.topology import NODES_MAX, SlotRange, UnknownTopologyError, topology_of
+from carpool.core.timers import OncePerTurn
 
 __all__ = ["Link", "Lost", "Nodes", "NotSent", "OnReply", "Reader", "RedisFailure", "Refused"]
 
@@ -78,7 +79,7 @@ class Nodes:
         # The texts of scripts that were run, by their names in Redis.
         self._sources: dict[bytes, bytes] = {}
         self._look_again = asyncio.Event()
-        self._is_change_due = False
+        self._change = OncePerTurn(self._tell_change)
         self._is_closed = False
         self._unknown = "not connected yet"
         self._watch: asyncio.Task[None] | None = None
@@ -210,9 +211,8 @@ class Nodes:
         """A node came up or went down, or still is not up."""
         if is_trouble:
             self._look_again.set()
-        if not self._is_change_due and not self._is_closed:
-            self._is_change_due = True
-            asyncio.get_running_loop().call_soon(self._tell_change)
+        if not self._is_closed:
+            self._change.ring()
 
     def refused(self, node: Node, link: CommandLink, entry: Entry, refusal: Refused) -> None:
         """See to the caller of a command that got an error."""
@@ -302,7 +302,6 @@ class Nodes:
         return node
 
     def _tell_change(self) -> None:
-        self._is_change_due = False
         if not self._is_closed:
             self._changed()
 

@@ -1,11 +1,11 @@
 """How much waits and is kept in Redis: asked once a second, one small command a shard."""
 
-import asyncio
 from functools import partial
 from typing import Any
 
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.keys import Keys, Shard
+from carpool.core.timers import Every
 
 INTERVAL_S = 1.0
 COUNTS = (b"unread", b"input_bytes", b"result_bytes", b"letter_bytes")
@@ -18,18 +18,19 @@ class DepthWatch:
         self._nodes = nodes
         self._keys = keys
         self._counts = [[0] * len(COUNTS) for _ in keys.shards]
-        self._timer: asyncio.TimerHandle | None = None
+        self._every = Every(INTERVAL_S, self._ask)
 
     def start(self) -> None:
         """Ask now, and from now on."""
-        self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self.start)
-        for shard in self._keys.shards:
-            self._nodes.send(shard.slot, partial(self._told, shard), b"HMGET", shard.counts, *COUNTS)
+        self._every.start_now()
 
     def close(self) -> None:
         """Ask no more."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._every.stop()
+
+    def _ask(self) -> None:
+        for shard in self._keys.shards:
+            self._nodes.send(shard.slot, partial(self._told, shard), b"HMGET", shard.counts, *COUNTS)
 
     def unread(self) -> int:
         """Entries that nobody took yet."""

@@ -3,10 +3,10 @@
 At its `maxmemory` Redis refuses writes, results among them; so the door closes at a share of it.
 """
 
-import asyncio
 from typing import Any
 
 from carpool.broker.redis.client.nodes import Nodes
+from carpool.core.timers import Every
 
 SHARE_MAX = 0.8
 # Before that dead letters make room.
@@ -23,14 +23,13 @@ class MemoryWatch:
         # Counts where the server has no limit of its own; 0: there is none.
         self._memory_max = memory_max
         self._share = share
-        self._interval_s = interval_s
+        self._every = Every(interval_s, self._look)
         # Of the fullest primary: used memory by what it may use; 0.0 where nothing limits it.
         self.fraction = 0.0
         # Bytes in use, over all primaries.
         self.used_bytes = 0
         # Bytes that they may use, together; 0 where nothing limits one of them.
         self.limit_bytes = 0
-        self._timer: asyncio.TimerHandle | None = None
         self._round = _Round(0)
 
     def __repr__(self) -> str:
@@ -52,7 +51,13 @@ class MemoryWatch:
 
     def start(self) -> None:
         """Look now, and again after each interval."""
-        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self.start)
+        self._every.start_now()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._every.stop()
+
+    def _look(self) -> None:
         if self._round.missing:
             return  # replies have a time limit: they are near
         slots = self._nodes.primaries()
@@ -75,11 +80,6 @@ class MemoryWatch:
 
         for slot in slots:
             self._nodes.send(slot, told, b"INFO", b"memory")
-
-    def close(self) -> None:
-        """Look no more."""
-        if self._timer is not None:
-            self._timer.cancel()
 
 
 class _Round:

@@ -17,6 +17,7 @@ from carpool.broker.redis.fleet.servers import (
     node_facts,
     reason_of,
 )
+from carpool.core.timers import repeat
 
 logger = logging.getLogger("carpool.broker")
 
@@ -48,22 +49,20 @@ class PersistenceWatch:
             self._task.cancel()
 
     async def _keep_looking(self) -> None:
-        while True:
-            await asyncio.sleep(self._interval_s)
-            try:
-                findings = await find_disks(self._inspection)
-            except Exception:  # to stop looking would be worse
-                logger.exception("Redis could not be asked whether it writes to a disk")
-                continue
-            disks = [finding for finding in findings if finding.check == "persistence"]
-            if not disks and findings:
-                continue  # it does not answer: what was known stays
-            if (found := sentence(disks)) != self.found:
-                self.found = found
-                if found:
-                    logger.error("payloads may reach a disk: %s", found)
-                else:
-                    logger.warning("Redis writes to no disk any more")
+        await asyncio.sleep(self._interval_s)  # `faults` has just looked
+        await repeat(lambda: self._interval_s, self._look)
+
+    async def _look(self) -> None:
+        findings = await find_disks(self._inspection)
+        disks = [finding for finding in findings if finding.check == "persistence"]
+        if not disks and findings:
+            return  # it does not answer: what was known stays
+        if (found := sentence(disks)) != self.found:
+            self.found = found
+            if found:
+                logger.error("payloads may reach a disk: %s", found)
+            else:
+                logger.warning("Redis writes to no disk any more")
 
 
 def sentence(findings: Sequence[Finding]) -> str:

@@ -4,7 +4,6 @@ One script call writes this process's heartbeat, forgets those long silent and r
 them, so a process that hangs, or whose machine is cut off, is offline for all others once its stamp is old.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.scripts import HEARTBEAT
 from carpool.core.clock import Clock, monotonic
 from carpool.core.names import Role
+from carpool.core.timers import Every
 
 logger = logging.getLogger("carpool")
 
@@ -60,7 +60,7 @@ class Registry:
         # The last that Redis told. Empty and long out of date before the first time.
         self.view = FleetView(float("-inf"), stale_s, (), (), 0)
         self.failures = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._every = Every(interval_s, self._beat)
         self._is_asking = False
         # Something was to be said while an answer was out.
         self._again = False
@@ -80,25 +80,8 @@ class Registry:
 
     def beat(self) -> None:
         """Say it at once; for changes that others should see before the next time."""
-        if self._left:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self.beat)
-        if self._is_asking:
-            self._again = True  # the answer, or word that none comes, is near: replies have a time limit
-            return
-        self._again = False
-        as_gateway, as_batcher = self._beats()
-        self._is_asking = True
-        keys = self._keys
-        self._nodes.run(
-            HEARTBEAT,
-            keys.fleet_slot,
-            [keys.gateways, keys.batchers],
-            [self._name, as_gateway, as_batcher, b"", KEPT_MS, VALUE_BYTES_MAX],
-            self._heard,
-        )
+        if not self._left:
+            self._every.start_now()
 
     async def leave(self) -> None:
         """Be gone for the others at once. If Redis does not answer, they find out by the silence."""
@@ -116,8 +99,23 @@ class Registry:
     def close(self) -> None:
         """Fall silent."""
         self._left = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._every.stop()
+
+    def _beat(self) -> None:
+        if self._is_asking:
+            self._again = True  # the answer, or word that none comes, is near: replies have a time limit
+            return
+        self._again = False
+        as_gateway, as_batcher = self._beats()
+        self._is_asking = True
+        keys = self._keys
+        self._nodes.run(
+            HEARTBEAT,
+            keys.fleet_slot,
+            [keys.gateways, keys.batchers],
+            [self._name, as_gateway, as_batcher, b"", KEPT_MS, VALUE_BYTES_MAX],
+            self._heard,
+        )
 
     def _beats(self) -> tuple[bytes, bytes]:
         """The heartbeat as a gateway and as a batcher; empty for what this process is not."""
@@ -136,7 +134,7 @@ class Registry:
             view = read_view(reply, seen_at=self._clock(), stale_s=self._stale_s)
         except (RedisFailure, ValueError):
             self.failures += 1
-            self._try_again_soon()
+            self._every.next_in(min(RETRY_S, self._interval_s))
             return
         if self._again:
             self.beat()
@@ -144,9 +142,3 @@ class Registry:
         self._heard_view(view)
         if before.outline() != view.outline():
             self._changed()
-
-    def _try_again_soon(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        pause_s = min(RETRY_S, self._interval_s)
-        self._timer = asyncio.get_running_loop().call_later(pause_s, self.beat)

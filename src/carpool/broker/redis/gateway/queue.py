@@ -9,7 +9,6 @@
 4. Whoever leaves, or runs out of time, has its entry deleted if no batcher took it yet.
 """
 
-import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -45,6 +44,7 @@ from carpool.core.errors import (
 )
 from carpool.core.outcome import Outcome
 from carpool.core.request import DONE, QUEUED, Request
+from carpool.core.timers import OncePerTurn
 
 logger = logging.getLogger("carpool.broker")
 
@@ -131,13 +131,12 @@ class RedisQueue:
         self._leaving: list[Group] = []
         self._cancelled: defaultdict[int, list[tuple[bytes, bytes, Request | None]]] = defaultdict(list)
         self._strays: list[tuple[Shard, bytes, bytes]] = []
-        self._is_flush_due = False
+        self.flush = OncePerTurn(self._flush)
         self._next_shard = 0
         self._up: list[Shard] = []
         # Entries in each shard, and lanes that count against the bound, as Redis told last; full until it has.
         self._held_in = [self._shard_max] * len(keys.shards)
         self._lanes_in = [0] * len(keys.shards)
-        self._loop = asyncio.get_running_loop()
         # For metrics.
         self.sent_again = 0
         self.replies = ReplyReader(nodes, keys, name, came=self.reply_came, changed=self.nodes_changed)
@@ -249,16 +248,10 @@ class RedisQueue:
             group = self._groups[key] = Group(stream_of(request, self._offsets_ms), header_of(request, self._name), [])
         if not group.requests:
             self._leaving.append(group)
-            self._flush_soon()
+            self.flush.ring()
         group.requests.append(request)
 
-    def _flush_soon(self) -> None:
-        if not self._is_flush_due:
-            self._is_flush_due = True
-            self._loop.call_soon(self._flush)
-
     def _flush(self) -> None:
-        self._is_flush_due = False
         leaving, self._leaving = self._leaving, []
         parts: list[tuple[Group, list[Request]]] = []
         for group in leaving:
@@ -365,7 +358,7 @@ class RedisQueue:
             for request, entry_id in zip(parcel.requests, parcel.entry_ids, strict=False):
                 if request.held_by is not parcel and isinstance(entry_id, bytes):
                     self._cancelled[parcel.shard.number].append((parcel.field, entry_id, None))
-            self._flush_soon()
+            self.flush.ring()
 
     def _not_queued(self, waiting: list[Request], failure: RedisFailure) -> None:
         if isinstance(failure, Refused) and failure.code in REFUSALS:
@@ -434,7 +427,7 @@ class RedisQueue:
                 self.parking.end(request, queue_timeout(request))
             return
         self._cancelled[parcel.shard.number].append((parcel.field, entry_id, request if is_timeout else None))
-        self._flush_soon()
+        self.flush.ring()
 
     def _delete(self, shard: Shard, entries: list[tuple[bytes, bytes, Request | None]]) -> None:
         # One whose time in the queue is over still waits, if a batcher took it.
@@ -461,7 +454,7 @@ class RedisQueue:
                 self._cancelled[shard.number].append((field, entry_id, None))
             else:
                 self._strays.append(stray)
-        self._flush_soon()
+        self.flush.ring()
 
 
 def piles_of(parts: Iterable[tuple[Group, list[Request]]]) -> Iterable[Pile]:

@@ -4,7 +4,6 @@ It survives a lost connection, unlike pub/sub: what came meanwhile is read when 
 away. The stream expires a while after its gateway has gone; batchers never create it, so none is left.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ from carpool.broker.redis.client.link import Link, RedisFailure, Refused, ignore
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.formats import Reply, UnknownFormatError, decode_reply
 from carpool.broker.redis.keys import Keys
+from carpool.core.timers import Every
 
 logger = logging.getLogger("carpool.broker")
 
@@ -46,14 +46,13 @@ class ReplyReader:
         self._last_seen = b"0-0"
         self._read_since_trim = 0
         self._link: Link | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._reader = nodes.reader(self.slot, connected=self._connected, received=self._received, lost=self._lost)
-        self._renew()
+        self._every = Every(RENEW_EVERY_S, self._renew)
+        self._every.start_now()
 
     def close(self) -> None:
         """Stop reading; the stream expires by itself, but need not wait for that."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._every.stop()
         self._reader.close()
         self.is_up = False
         self._nodes.send(self.slot, ignore, b"DEL", self._stream)
@@ -118,7 +117,6 @@ class ReplyReader:
         self._nodes.send(self.slot, ignore, b"XTRIM", self._stream, b"MINID", self._last_seen)
 
     def _renew(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(RENEW_EVERY_S, self._renew)
         self._nodes.send(self.slot, self._renewed, b"EXPIRE", self._stream, EXPIRE_S)
         if self._read_since_trim:
             self._trim()

@@ -10,7 +10,6 @@
    replicas: where this step is not known, the letter is still there.
 """
 
-import asyncio
 import logging
 import random
 from collections import defaultdict
@@ -29,6 +28,7 @@ from carpool.broker.redis.steps import Queued, Steps, Unreadable
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import BrokerDown, CarpoolError, InternalError
 from carpool.core.request import QUEUED, Request
+from carpool.core.timers import OncePerTurn
 
 logger = logging.getLogger("carpool.broker")
 
@@ -98,7 +98,7 @@ class TaskIntake:
         self._clock = clock
         self._collected: list[Request] = []
         self._collected_bytes = 0
-        self._is_flush_due = False
+        self._flush = OncePerTurn(self._send_collected)
         self._is_confirming = False
 
     def submit(self, request: Request, accepted: Accepted, letter_id: int | None = None) -> None:
@@ -119,12 +119,10 @@ class TaskIntake:
             self._flush_soon()
 
     def _flush_soon(self) -> None:
-        if not self._is_flush_due and not self._is_confirming:
-            self._is_flush_due = True
-            asyncio.get_running_loop().call_soon(self._flush)
+        if not self._is_confirming:
+            self._flush.ring()
 
-    def _flush(self) -> None:
-        self._is_flush_due = False
+    def _send_collected(self) -> None:
         requests: list[Request] = []
         size = 0
         for request in self._collected[:TASKS_A_FLUSH_MAX]:

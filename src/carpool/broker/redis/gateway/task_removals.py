@@ -1,12 +1,12 @@
 """Removing tasks: those that somebody deletes, and those of which nobody knows whether Redis has them."""
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 
 from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.notices import Notices
 from carpool.broker.redis.steps import Removed, Steps
+from carpool.core.timers import Every
 
 # Redis may still have the submission of a lost connection to read when it is first asked to remove the task.
 ATTEMPTS = 3
@@ -22,7 +22,8 @@ class TaskRemovals:
         self._notices = Notices(steps)
         # How often more a task that Redis did not know is asked for.
         self._doubtful: dict[str, int] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        # Runs while there are some.
+        self._tries = Every(RETRY_S, self._try)
 
     def remove(
         self,
@@ -51,23 +52,19 @@ class TaskRemovals:
         """Its submitter was told that it is not accepted, but Redis may have it: keep trying to remove it."""
         if len(self._doubtful) < DOUBTFUL_MAX:  # beyond, work is done that nobody asks for
             self._doubtful[task_id] = ATTEMPTS
-            if self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._try)
+            self._tries.start()
 
     def close(self) -> None:
         """Give up."""
         self._doubtful.clear()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._tries.stop()
 
     def _try(self) -> None:
-        self._timer = None
         for task_id in self._doubtful:
             if self._steps.nodes.is_up(self._steps.keys.shard_of_task(task_id).slot):
                 self.remove(task_id, partial(self._tried, task_id))
-        if self._doubtful:
-            self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._try)
+        if not self._doubtful:
+            self._tries.stop()
 
     def _tried(self, task_id: str, found: bool | RedisFailure) -> None:
         if isinstance(found, RedisFailure) or task_id not in self._doubtful:

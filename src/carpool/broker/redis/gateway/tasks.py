@@ -8,7 +8,6 @@
 4. A gateway keeps nothing about tasks but those who wait.
 """
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 
@@ -25,6 +24,7 @@ from carpool.core.ports import Caller
 from carpool.core.problem import problem_json
 from carpool.core.request import Request
 from carpool.core.task import StoredTask
+from carpool.core.timers import Every
 
 LOOK_AGAIN_S = 1.0
 Found = StoredTask | RedisFailure | None
@@ -50,7 +50,8 @@ class RedisTasks:
         # Is told the codes of outcomes that tasks have from here: those that are deleted, and those whose time is over.
         self._count = count
         self._polls = Polls(self._read)
-        self._timer: asyncio.TimerHandle | None = None
+        # Runs while somebody waits.
+        self._looks = Every(LOOK_AGAIN_S, self._look_again)
         # While true, nobody is kept waiting.
         self.draining = False
 
@@ -79,8 +80,7 @@ class RedisTasks:
             # Before it is looked at: the notice may be here before the answer.
             self._polls.wait(poll, wait_s)
             self._look(task_id, partial(self._first_look, poll))
-            if self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._look_again)
+            self._looks.start()
         return poll
 
     def leave(self, poll: Poll) -> None:
@@ -131,9 +131,7 @@ class RedisTasks:
     def close(self) -> None:
         """Stop the timers; whoever still waits is not answered."""
         self._removals.close()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._looks.stop()
         self._polls.take_all()
 
     # Looking.
@@ -170,11 +168,10 @@ class RedisTasks:
             self._answer(poll, found)
 
     def _look_again(self) -> None:
-        self._timer = None
         for task_id in self._polls:
             self._look(task_id, partial(self._next_look, task_id))
-        if self._polls:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._look_again)
+        if not self._polls:
+            self._looks.stop()
 
     def _read(self, poll: Poll) -> None:
         """Answer with what Redis has now."""

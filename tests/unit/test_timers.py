@@ -1,0 +1,173 @@
+"""Work that comes again and again, and work that is done once a turn."""
+
+import asyncio
+import logging
+
+import pytest
+
+from carpool.core.timers import Every, OncePerTurn, repeat
+from carpool.testing import FakeClock
+
+
+class Work:
+    """Notes when it was done; fails when it is told to."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.clock = clock
+        self.start = clock()
+        self.done_at: list[float] = []
+        self.is_broken = False
+
+    def __call__(self) -> None:
+        self.done_at.append(round(self.clock() - self.start, 6))
+        if self.is_broken:
+            raise ValueError("broken")
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def work(clock: FakeClock) -> Work:
+    return Work(clock)
+
+
+def test_every_begins_after_an_interval_or_at_once(clock: FakeClock, work: Work) -> None:
+    async def main() -> None:
+        every = Every(0.5, work)
+        every.start()
+        await asyncio.sleep(1.2)
+        every.start_now()  # in place of the time that would have come at 1.5
+        await asyncio.sleep(0.6)
+        every.stop()
+        await asyncio.sleep(5.0)
+
+    clock.run(main())
+    assert work.done_at == [0.5, 1.0, 1.2, 1.7]
+
+
+def test_to_start_again_changes_nothing(clock: FakeClock, work: Work) -> None:
+    async def main() -> None:
+        every = Every(0.5, work)
+        every.start()
+        await asyncio.sleep(0.3)
+        every.start()
+        await asyncio.sleep(0.3)
+        every.stop()
+
+    clock.run(main())
+    assert work.done_at == [0.5]
+
+
+def test_the_next_time_may_come_sooner(clock: FakeClock, work: Work) -> None:
+    async def main() -> None:
+        every = Every(0.5, work)
+        every.start()
+        every.next_in(0.1)
+        await asyncio.sleep(0.7)
+        every.stop()
+
+    clock.run(main())
+    assert work.done_at == [0.1, 0.6]
+
+
+def test_a_defect_is_logged_and_does_not_end_it(clock: FakeClock, work: Work, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        every = Every(0.5, work)
+        work.is_broken = True
+        every.start_now()
+        await asyncio.sleep(1.1)
+        every.stop()
+
+    with caplog.at_level(logging.ERROR):
+        clock.run(main())
+    assert work.done_at == [0.0, 0.5, 1.0]
+    assert len(caplog.records) == 3
+
+
+def test_the_work_may_stop_itself(clock: FakeClock) -> None:
+    times = []
+
+    def work() -> None:
+        times.append(clock())
+        every.stop()
+
+    every = Every(0.5, work)
+
+    async def main() -> None:
+        every.start()
+        await asyncio.sleep(5.0)
+        every.start()
+        await asyncio.sleep(5.0)
+
+    clock.run(main())
+    assert times == [1000.5, 1005.5]
+
+
+def test_what_was_missed_is_not_made_up_for(clock: FakeClock, work: Work) -> None:
+    async def main() -> None:
+        every = Every(0.5, work)
+        every.start()
+        await asyncio.sleep(0.6)
+        clock.advance(30.0)
+        await asyncio.sleep(0.6)
+        every.stop()
+
+    clock.run(main())
+    assert work.done_at == [0.5, 30.6, 31.1]
+
+
+def test_once_per_turn_is_once_per_turn(clock: FakeClock) -> None:
+    order: list[str] = []
+
+    async def main() -> None:
+        bell = OncePerTurn(lambda: order.append("work"))
+        for _ in range(3):
+            bell.ring()
+        order.append(f"due: {bell.is_due}")
+        await asyncio.sleep(0)
+        order.append(f"due: {bell.is_due}")
+        bell.ring()
+        await asyncio.sleep(0.1)
+
+    clock.run(main())
+    assert order == ["due: True", "work", "due: False", "work"]
+
+
+def test_what_the_work_itself_asks_for_comes_in_the_next_turn(clock: FakeClock) -> None:
+    rounds: list[int] = []
+
+    async def main() -> None:
+        def work() -> None:
+            rounds.append(len(rounds))
+            if len(rounds) < 3:
+                bell.ring()
+
+        bell = OncePerTurn(work)
+        bell.ring()
+        await asyncio.sleep(0.1)
+
+    clock.run(main())
+    assert rounds == [0, 1, 2]
+
+
+def test_repeat_waits_for_its_work_and_survives_it(
+    clock: FakeClock, work: Work, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async def slow() -> None:
+            await asyncio.sleep(1.0)
+            work()
+
+        work.is_broken = True
+        task = asyncio.get_running_loop().create_task(repeat(lambda: 0.5, slow))
+        await asyncio.sleep(3.0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    with caplog.at_level(logging.ERROR):
+        clock.run(main())
+    assert work.done_at == [1.0, 2.5]
+    assert len(caplog.records) == 2
