@@ -10,20 +10,27 @@ clock.run(main())        # hours in there cost only what is done in them
 2. Time stands still while something runs, and passes between two turns of the loop only, up to the next timer. What a
    computation costs is not part of the model; `clock.advance` inside a callback lets it cost something, and is what a
    process sees that was stopped and goes on.
-3. Timers run in the order of their times; those of one time in an order that is the same in each run.
+3. Timers run in the order of their times, those of one time in the order in which they were set.
 4. No sockets, no threads, no signals. If everything waits and no timer is set, the run ends with RuntimeError in place
    of a hang.
 
-A turn makes no system call: about a million timers or callbacks a second.
+A turn makes no system call, so what a run costs is what is done in it.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn, TypeVar
+from contextvars import Context
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 __all__ = ["VirtualClock", "VirtualLoop"]
 
 Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
+# Fewer cancelled timers than this are not worth a look.
+CANCELLED_KEPT = 1000
 
 
 class VirtualClock:
@@ -49,38 +56,70 @@ class VirtualClock:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """The event loop of asyncio without its selector."""
+    """The event loop of asyncio with a heap of timers in place of a selector."""
+
+    # Of BaseEventLoop: what is due in the next turn, and whether that is the last one.
+    _ready: deque[asyncio.Handle]
+    _stopping: bool
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
         self.clock = clock
-        # What `BaseEventLoop` asks for events, and how long that may take at most.
-        self._selector = _Jump(clock)
+        # By time, and those of one time in the order in which they were set; cancelled ones too, up to a half.
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._number = count()
+        self._cancelled = 0
 
     def time(self) -> float:
         """The time of the clock."""
         return self.clock.now
 
+    def call_later(
+        self, delay: float, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Call back when so many seconds have passed."""
+        return self.call_at(self.clock.now + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Call back when it is that late."""
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heappush(self._timers, (when, next(self._number), timer))
+        return timer
+
     def run_in_executor(self, executor: object, func: Callable[..., Any], *args: object) -> NoReturn:
         """Refuse: nobody could say when, in virtual time, a thread has ended."""
         raise RuntimeError("virtual time has no threads")
 
-    def _process_events(self, event_list: list[Any]) -> None:
-        """There are none."""
+    def close(self) -> None:
+        """Forget all that is set."""
+        super().close()
+        self._timers.clear()
+
+    def _run_once(self) -> None:
+        """One turn, for `run_forever`: what is due, or if nothing is, the next timer."""
+        ready, timers, clock = self._ready, self._timers, self.clock
+        while timers and timers[0][2].cancelled():
+            heappop(timers)
+        if not ready and not self._stopping:
+            if not timers:
+                raise RuntimeError("everything waits and no timer is set: this would hang for ever")
+            clock.now = max(clock.now, timers[0][0])
+        while timers and timers[0][0] <= clock.now:
+            ready.append(heappop(timers)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Drop them when there are many: a timeout is set for long, and as a rule cancelled soon."""
+        self._cancelled += 1
+        if self._cancelled > CANCELLED_KEPT and 2 * self._cancelled > len(self._timers):
+            self._timers[:] = [timer for timer in self._timers if not timer[2].cancelled() and timer[2] is not handle]
+            heapify(self._timers)
+            self._cancelled = 0
 
     def _write_to_self(self) -> None:
         """There is nobody to wake: the loop never sleeps."""
-
-
-class _Jump:
-    """In place of a selector: to wait is to move the clock."""
-
-    def __init__(self, clock: VirtualClock) -> None:
-        self._clock = clock
-
-    def select(self, timeout: float | None) -> tuple[()]:
-        if timeout is None:
-            raise RuntimeError("everything waits and no timer is set: this would hang for ever")
-        if timeout > 0:
-            self._clock.now += timeout
-        return ()

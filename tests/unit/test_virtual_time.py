@@ -42,6 +42,22 @@ def test_timers_run_in_the_order_of_their_times() -> None:
     assert seen == [(0.1, "a"), (0.2, "b"), (0.3, "c")]
 
 
+def test_many_timers_that_were_cancelled_leave_the_others_in_order() -> None:
+    clock = VirtualClock(0.0)
+    seen: list[int] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        timers = [loop.call_at(float(number % 7), seen.append, number) for number in range(20_000)]
+        for number, timer in enumerate(timers):
+            if number % 100:
+                timer.cancel()
+        await asyncio.sleep(10.0)
+
+    clock.run(main())
+    assert seen == sorted(range(0, 20_000, 100), key=lambda number: (number % 7, number))
+
+
 def test_time_stands_still_while_something_runs() -> None:
     clock = VirtualClock()
 
