@@ -1,0 +1,266 @@
+"""Time that jumps: the wall clock is set by an hour, or the whole process stands still for half a minute (C4).
+
+Only the monotonic clock decides what is sent and what is over. A process that stood still finds every timer due at
+once, before it has read what came meanwhile: what is late then is nobody else's fault.
+"""
+
+import ast
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import carpool
+from carpool.broker.journal import Journal
+from carpool.broker.memory import MemoryBroker
+from carpool.broker.tasks import Tasks
+from carpool.core.errors import CarpoolError
+from carpool.core.outcome import Output
+from carpool.core.request import Request, RequestState
+from carpool.core.task import StoredTask
+from carpool.core.timers import Every
+from carpool.testing import FakeClock, FakeUpstream, Witness, make_output, make_request
+from support.processes import PATIENCE_S, until
+from support.virtual_gateway import Stand
+
+ROOT = Path(carpool.__file__).parent
+STOP_S = 30.0
+HOUR_S = 3600.0
+SLOTS, MAX_BATCH = 8, 4
+# The modules that may read the wall clock: for what people read, and to compare it with that of Redis.
+WALL_CLOCK = {
+    "broker/dead_letters.py",
+    "broker/journal.py",
+    "broker/redis/fleet/servers.py",
+    "broker/tasks.py",
+    "face/http/state.py",
+    "upstream/fleet.py",
+}
+
+
+class StoppedGateway(Stand):
+    """A gateway with its look at the deadlines, which can be stopped and goes on."""
+
+    def run_with_deadlines(self, main: Callable[[], Any]) -> None:
+        async def with_deadlines() -> None:
+            every = Every(0.01, lambda: self.broker.expire(self.clock()))
+            every.start()
+            try:
+                await main()
+            finally:
+                every.stop()
+
+        self.run(with_deadlines)
+
+    async def stop(self) -> None:
+        """SIGSTOP, and SIGCONT after a while: between two turns of the event loop."""
+        self.clock.advance(STOP_S)
+        await asyncio.sleep(0)
+
+    def codes(self, requests: list[Request]) -> set[str]:
+        """How these ended; fails for one that was told twice, or not at all."""
+        return {"none" if self.witness.outcome(request) is None else request.result_code for request in requests}
+
+    @property
+    def breakers(self) -> list[str]:
+        return [member.breaker.state for member in self.pool.members]
+
+
+@pytest.mark.parametrize("endpoints", [1, 4])
+def test_a_stop_blames_no_endpoint_and_ends_only_what_is_over(endpoints: int) -> None:
+    gpus = [FakeUpstream(f"gpu-{number}", slots=SLOTS // endpoints) for number in range(endpoints)]
+    stand = StoppedGateway(*gpus, max_batch=MAX_BATCH)
+
+    async def main() -> None:
+        for gpu in gpus:
+            gpu.hold()
+        tasks = [stand.send(b"task", "a", is_task=True) for _ in range(SLOTS // 2 * MAX_BATCH)]
+        running = [stand.send(b"runs", "a") for _ in range(SLOTS // 2 * MAX_BATCH)]
+        await asyncio.sleep(0.1)
+        assert sum(gpu.in_flight for gpu in gpus) == SLOTS
+        waiting = [stand.send(b"waits", "a") for _ in range(100)]
+        patient = [stand.send(b"waits", "a", is_task=True) for _ in range(100)]
+        await asyncio.sleep(0.1)
+        assert stand.codes(waiting + patient + tasks + running) == {"none"}
+        await stand.stop()
+        for gpu in gpus:
+            gpu.release()
+        await asyncio.sleep(0.01)
+        # As many calls as are enough for a breaker ended late, through no fault of the endpoints: the door is open.
+        assert set(stand.breakers) == {"closed"}
+        assert isinstance(await stand.answer(b"new", "a"), Output)
+        await asyncio.sleep(2.0)
+        # Their clients waited for longer than they wanted to; nobody was told twice.
+        assert stand.codes(running) == {"deadline-exceeded"}
+        assert stand.codes(waiting) <= {"deadline-exceeded", "queue-timeout"}
+        # The others are not over, and the stop cost them an attempt at most.
+        assert stand.codes(tasks + patient) == {"ok"}
+
+    stand.run_with_deadlines(main)
+
+
+def test_an_endpoint_that_hangs_is_still_blamed() -> None:
+    """The other side of it: a call that ends when its time is over, and not long after, is the endpoint's fault."""
+    gpu = FakeUpstream(slots=SLOTS)
+    stand = StoppedGateway(gpu, max_batch=1)
+
+    async def main() -> None:
+        gpu.hold()
+        for _ in range(SLOTS):
+            stand.send(b"runs", "a", is_task=True)
+        await asyncio.sleep(3.1)
+        assert stand.breakers == ["open"]
+        gpu.release()
+
+    stand.run_with_deadlines(main)
+
+
+def test_a_stop_makes_no_dispatch_early_or_late() -> None:
+    gpu = FakeUpstream(slots=SLOTS)
+    stand = StoppedGateway(gpu, max_batch=MAX_BATCH)
+
+    async def main() -> None:
+        waits_for_company = stand.send(b"alone", "a", is_task=True)
+        await asyncio.sleep(0)
+        await stand.stop()
+        after = stand.clock()
+        await asyncio.sleep(0.001)
+        # Its wait for company was over long ago: it leaves in the first turn.
+        assert waits_for_company.taken == after
+        # Who comes now waits for company as ever: the time of the stop is not counted for it.
+        new = stand.send(b"new", "a", is_task=True)
+        await asyncio.sleep(0.004)
+        assert new.taken == 0.0
+        await asyncio.sleep(0.01)
+        assert 0.005 <= new.taken - new.arrived < 0.008
+
+    stand.run_with_deadlines(main)
+
+
+class WallClock:
+    """`time.time`, which somebody sets."""
+
+    def __init__(self) -> None:
+        self._read = time.time
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return self._read() + self.ahead_s
+
+
+@pytest.fixture
+def wall(monkeypatch: pytest.MonkeyPatch) -> WallClock:
+    wall = WallClock()
+    monkeypatch.setattr(time, "time", wall)
+    return wall
+
+
+@pytest.mark.parametrize("step_s", [HOUR_S, -HOUR_S])
+def test_a_step_of_the_wall_clock_changes_no_dispatch(wall: WallClock, step_s: float) -> None:
+    def run(step_s: float) -> list[tuple[float, float, str]]:
+        gpu = FakeUpstream(slots=1)
+        stand = StoppedGateway(gpu, max_batch=MAX_BATCH)
+        requests: list[Request] = []
+
+        async def main() -> None:
+            gpu.hold()
+            for number in range(60):
+                requests.append(stand.send(b"x", "a", is_task=number % 2 == 0))
+                await asyncio.sleep(0.045)
+                wall.ahead_s += step_s * (number == 20)
+            gpu.release()
+            await asyncio.sleep(10.0)
+
+        stand.run_with_deadlines(main)
+        assert "none" not in stand.codes(requests)
+        return [(request.taken, request.ended, request.result_code) for request in requests]
+
+    unstepped = run(0.0)
+    assert {code for _, _, code in unstepped} == {"ok", "queue-timeout"}
+    assert run(step_s) == unstepped
+
+
+class Office:
+    """Tasks over a real journal."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.broker = MemoryBroker(waiting_max=100, bytes_max=1000, lanes_max=1, tiers=1, clock=self.clock)
+        self.broker.when_work_arrives("m", lambda lane: None)
+        self.journal = Journal.open(
+            None,
+            asyncio.get_running_loop(),
+            result_ttl_s=600.0,
+            dead_letter_ttl_s=600.0,
+            stored_bytes_max=10_000,
+            clock=self.clock,
+        )
+        self.tasks = Tasks(self.broker, self.journal, clock=self.clock)
+
+    async def finish_task(self, name: str, wall: WallClock, step_s: float) -> None:
+        """Accept a task, set the wall clock, and give the task its result."""
+        request = make_request(name, Witness(), now=self.clock(), is_task=True, total_timeout_s=600.0)
+        assert await self._told(lambda done: self.tasks.submit(request, done)) is None
+        wall.ahead_s += step_s
+        results = self.journal.results
+        self.broker.settle(request, make_output(b'"out"'))
+        await until(lambda: self.journal.results > results and "live=0" in repr(self.tasks))
+
+    async def look(self, name: str) -> StoredTask | CarpoolError:
+        found: StoredTask | CarpoolError = await self._told(lambda done: self.tasks.look(name, 0.0, False, done))
+        return found
+
+    async def state(self, name: str) -> RequestState:
+        state: RequestState = await self._told(lambda done: self.tasks.state(name, done))
+        return state
+
+    async def _told(self, call: Callable[[Callable[[Any], None]], object]) -> Any:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        call(answer.set_result)  # a second call raises
+        return await asyncio.wait_for(answer, PATIENCE_S)
+
+
+@pytest.fixture
+async def office() -> AsyncIterator[Office]:
+    office = Office()
+    yield office
+    await office.journal.close()
+
+
+@pytest.mark.parametrize("step_s", [HOUR_S, -HOUR_S])
+async def test_results_are_kept_for_their_time_whatever_the_wall_clock_says(
+    office: Office, wall: WallClock, step_s: float
+) -> None:
+    await office.finish_task("t1", wall, step_s)
+    wall.ahead_s += step_s
+    office.clock.advance(590.0)
+    found = await office.look("t1")
+    assert isinstance(found, StoredTask)
+    assert found.status == "SUCCESS"
+    assert (await office.state("t1")).latency_ms >= 0.0
+    office.clock.advance(11.0)
+    assert isinstance(await office.look("t1"), CarpoolError)
+
+
+def reads_wall_clock(path: Path) -> bool:
+    """Whether a module has `time.time`, `datetime.now` or `formatdate`, which is the wall clock as text."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Attribute(value=ast.Name(id="time"), attr="time" | "time_ns"):
+                return True
+            case ast.Attribute(value=ast.Name(id="datetime"), attr="now" | "utcnow"):
+                return True
+            case ast.Name(id="formatdate"):
+                return True
+            case ast.ImportFrom(module="time", names=names) if any(n.name in ("time", "time_ns") for n in names):
+                return True
+    return False
+
+
+def test_the_wall_clock_is_read_for_people_only() -> None:
+    stages = ("admission", "batching", "broker", "core", "face", "upstream")
+    found = {str(path.relative_to(ROOT)) for stage in stages for path in (ROOT / stage).rglob("*.py")}
+    assert {name for name in found if reads_wall_clock(ROOT / name)} == WALL_CLOCK
