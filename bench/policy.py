@@ -11,8 +11,10 @@ import asyncio
 import random
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import cast
 
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +32,7 @@ from carpool.upstream.simulated import SimulatedEndpoint, SimulationSettings
 from carpool.virtual_time import VirtualClock
 
 MODEL = "m"
+POLICIES = ("fixed", "eager", "adaptive", "pid")
 SETTINGS = BatchingSettings()
 UPSTREAM = UpstreamSettings()
 # Requests that arrive within one turn of the event loop are seen together.
@@ -188,15 +191,20 @@ class Simulation:
             self.all_settled.set()
 
 
-def run_all(scenario: Scenario, seed: int) -> dict[str, Result]:
-    """Run every policy on the same arrivals and the same draws of service time."""
+def run_one(name: str, scenario: Scenario, seed: int) -> Result:
+    """Run one policy; all of them meet the same arrivals and the same draws of service time."""
     arrivals = draw_arrivals(scenario, random.Random(seed))
-    names: tuple[PolicyName, ...] = ("fixed", "adaptive", "pid")
-    policies: dict[str, Policy] = {
-        name: make_policy(name, busy_share=SETTINGS.busy_share, fill_target=SETTINGS.fill_target) for name in names
-    }
-    policies["eager"] = Eager()
-    return {name: Simulation(policy, scenario, arrivals, seed).run() for name, policy in policies.items()}
+    policy: Policy = Eager()
+    if name != "eager":
+        known = cast(PolicyName, name)
+        policy = make_policy(known, busy_share=SETTINGS.busy_share, fill_target=SETTINGS.fill_target)
+    return Simulation(policy, scenario, arrivals, seed).run()
+
+
+def run_all(workers: Executor, scenario: Scenario, seed: int) -> dict[str, Result]:
+    """Run every policy, on all cores."""
+    results = workers.map(run_one, POLICIES, [scenario] * len(POLICIES), [seed] * len(POLICIES))
+    return dict(zip(POLICIES, results, strict=True))
 
 
 def steady(seconds: float, jitter: float) -> list[Scenario]:
@@ -234,7 +242,7 @@ def verdicts(rate: int, results: dict[str, Result]) -> list[tuple[str, bool]]:
 
 
 def new_table(title: str) -> Table:
-    columns = ("", "fixed", "eager", "adaptive", "pid")
+    columns = ("", *POLICIES)
     table = Table(*columns, title=title, title_justify="left", min_width=110)
     for column in table.columns[1:]:
         column.no_wrap = True
@@ -242,7 +250,34 @@ def new_table(title: str) -> Table:
 
 
 def row(scenario: Scenario, results: dict[str, Result]) -> list[str]:
-    return [scenario.name, *(results[name].cell() for name in ("fixed", "eager", "adaptive", "pid"))]
+    return [scenario.name, *(results[name].cell() for name in POLICIES)]
+
+
+def show_judged(console: Console, workers: Executor, seconds: float, seed: int) -> int:
+    """The steady rates; returns how many criteria fail."""
+    failed = 0
+    for jitter in (0.0, 0.2):
+        service = "200 ms" + (f" +- {jitter:.0%}" if jitter else "")
+        table = new_table(f"One lane, 32 slots of {service}, Poisson arrivals, {seconds:.0f} s")
+        table.add_column("adaptive against fixed")
+        for rate, scenario in zip(RATES, steady(seconds, jitter), strict=True):
+            results = run_all(workers, scenario, seed)
+            checks = verdicts(rate, results)
+            failed += sum(not holds for _, holds in checks)
+            shown = ", ".join(text if holds else f"[bold red]FAILS: {text}[/]" for text, holds in checks)
+            table.add_row(*row(scenario, results), shown)
+        console.print(table)
+    return failed
+
+
+def show_others(console: Console, workers: Executor, seconds: float, seed: int) -> None:
+    """What a steady rate does not show."""
+    table = new_table("Changing load and other pools (not judged)")
+    scenarios = harder(seconds)
+    scenarios.append(replace(scenarios[0], name="spike, service time +- 20%", jitter=0.2))
+    for scenario in scenarios:
+        table.add_row(*row(scenario, run_all(workers, scenario, seed)))
+    console.print(table)
 
 
 def main() -> int:
@@ -254,25 +289,9 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print("Cells: wait p50 / p99 in ms, mean batch, busy share of the slots.\n")
 
-    failed = 0
-    for jitter in (0.0, 0.2):
-        service = "200 ms" + (f" +- {jitter:.0%}" if jitter else "")
-        table = new_table(f"One lane, 32 slots of {service}, Poisson arrivals, {seconds:.0f} s")
-        table.add_column("adaptive against fixed")
-        for rate, scenario in zip(RATES, steady(seconds, jitter), strict=True):
-            results = run_all(scenario, options.seed)
-            checks = verdicts(rate, results)
-            failed += sum(not holds for _, holds in checks)
-            shown = ", ".join(text if holds else f"[bold red]FAILS: {text}[/]" for text, holds in checks)
-            table.add_row(*row(scenario, results), shown)
-        console.print(table)
-
-    table = new_table("Changing load and other pools (not judged)")
-    for scenario in harder(seconds / 2):
-        table.add_row(*row(scenario, run_all(scenario, options.seed)))
-    jittered = replace(harder(seconds / 2)[0], name="spike, service time +- 20%", jitter=0.2)
-    table.add_row(*row(jittered, run_all(jittered, options.seed)))
-    console.print(table)
+    with ProcessPoolExecutor() as workers:
+        failed = show_judged(console, workers, seconds, options.seed)
+        show_others(console, workers, seconds / 2, options.seed)
     if failed:
         console.print(f"[bold red]{failed} criteria fail[/]")
     else:
