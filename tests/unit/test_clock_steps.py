@@ -22,7 +22,7 @@ from carpool.core.outcome import Output
 from carpool.core.request import Request, RequestState
 from carpool.core.task import StoredTask
 from carpool.core.timers import Every
-from carpool.testing import FakeClock, FakeUpstream, Witness, make_output, make_request
+from carpool.testing import ANYBODY, FakeClock, FakeUpstream, Witness, make_output, make_request
 from support.processes import PATIENCE_S, until
 from support.virtual_gateway import Stand
 
@@ -210,7 +210,9 @@ class Office:
         await until(lambda: self.journal.results > results and "live=0" in repr(self.tasks))
 
     async def look(self, name: str) -> StoredTask | CarpoolError:
-        found: StoredTask | CarpoolError = await self._told(lambda done: self.tasks.look(name, 0.0, False, done))
+        found: StoredTask | CarpoolError = await self._told(
+            lambda done: self.tasks.look(ANYBODY, name, 0.0, False, done)
+        )
         return found
 
     async def state(self, name: str) -> RequestState:
