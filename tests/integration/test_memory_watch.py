@@ -57,24 +57,45 @@ async def test_without_a_limit_it_is_never_full(redis_server: RedisServer) -> No
         assert (watch.fraction, watch.is_full, watch.letter_bytes_max(shards=1)) == (0.0, False, None)
 
 
-async def test_a_primary_that_does_not_answer_makes_no_bound_smaller() -> None:
-    asked: list[Callable[[Any], None]] = []
+class SomePrimaries:
+    """Those that a test answers for."""
 
-    class TwoPrimaries:
-        def primaries(self) -> list[int]:
-            return [0, 1]
+    def __init__(self, slots: list[int]) -> None:
+        self.slots = slots
+        self.asked: list[Callable[[Any], None]] = []
 
-        def send(self, slot: int, told: Callable[[Any], None], *command: bytes) -> None:
-            asked.append(told)
+    def primaries(self) -> list[int]:
+        return self.slots
 
-    watch = MemoryWatch(cast(Nodes, TwoPrimaries()), interval_s=1000.0)
-    info = b"used_memory:1000\r\nmaxmemory:30000\r\n"
-    for replies in ((info, info), (info, Lost("it hangs"))):
+    def send(self, slot: int, told: Callable[[Any], None], *command: bytes) -> None:
+        self.asked.append(told)
+
+    def look(self, watch: MemoryWatch, *replies: object) -> None:
+        """A round, and what each of them says."""
         watch.start()
         for reply in replies:
-            asked.pop(0)(reply)
+            self.asked.pop(0)(reply)
         watch.close()
-        assert watch.letter_bytes_max(shards=3) == 10_000
+
+
+def said(used: int) -> bytes:
+    return b"used_memory:%d\r\nmaxmemory:100\r\n" % used
+
+
+async def test_a_primary_that_does_not_answer_makes_nothing_less() -> None:
+    """The others had room, so a full one was forgotten when it hung, and new requests were let in."""
+    primaries = SomePrimaries([0, 1])
+    watch = MemoryWatch(cast(Nodes, primaries), interval_s=1000.0)
+    primaries.look(watch, said(95), said(10))
+    for used in (10, 20):
+        primaries.look(watch, Lost("it hangs"), said(used))
+        assert (watch.fraction, watch.used_bytes, watch.is_full) == (0.95, 95 + used, True)
+        assert watch.letter_bytes_max(shards=10) == 10
+    primaries.slots = [5, 1]  # another has its place, and was not heard of yet
+    primaries.look(watch, Lost("it comes"), said(20))
+    assert (watch.is_full, watch.letter_bytes_max(shards=10)) == (True, 10)
+    primaries.look(watch, said(30), said(20))
+    assert (watch.fraction, watch.used_bytes) == (0.3, 50)
 
 
 async def test_what_was_known_stays_while_redis_is_gone(tmp_path: Path) -> None:

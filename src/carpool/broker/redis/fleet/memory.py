@@ -3,6 +3,7 @@
 At its `maxmemory` Redis refuses writes, results among them; so the door closes at a share of it.
 """
 
+from functools import partial
 from typing import Any
 
 from carpool.broker.redis.client.nodes import Nodes
@@ -30,7 +31,10 @@ class MemoryWatch:
         self.used_bytes = 0
         # Bytes that they may use, together; 0 where nothing limits one of them.
         self.limit_bytes = 0
-        self._round = _Round(0)
+        # Primaries that have not answered in this round.
+        self._missing = 0
+        # By primary: bytes in use, and those that it may use (0: no limit), as it last said.
+        self._facts: dict[int, tuple[int, int]] = {}
 
     def __repr__(self) -> str:
         return f"<MemoryWatch {self.fraction:.0%} of the memory, {self.used_bytes} bytes>"
@@ -58,41 +62,31 @@ class MemoryWatch:
         self._every.stop()
 
     def _look(self) -> None:
-        if self._round.missing:
+        if self._missing:
             return  # replies have a time limit: they are near
         slots = self._nodes.primaries()
-        current = self._round = _Round(len(slots))
-
-        def told(reply: Any) -> None:
-            current.missing -= 1
-            facts = memory_facts(reply) if isinstance(reply, bytes) else None
-            if facts is not None:
-                used, limit = facts
-                current.used_bytes += used
-                limit = limit or self._memory_max
-                current.fraction = max(current.fraction, memory_fraction(used, limit))
-                current.limits.append(limit)
-            # Where none answered, what was known stays.
-            if not current.missing and current.limits:
-                self.fraction, self.used_bytes = current.fraction, current.used_bytes
-                if len(current.limits) == len(slots):  # a part of them would make it smaller than it is
-                    self.limit_bytes = sum(current.limits) if all(current.limits) else 0
-
+        self._missing = len(slots)
+        self._facts = {slot: self._facts[slot] for slot in slots if slot in self._facts}
         for slot in slots:
-            self._nodes.send(slot, told, b"INFO", b"memory")
+            self._nodes.send(slot, partial(self._told, slot, len(slots)), b"INFO", b"memory")
 
-
-class _Round:
-    """One look at every primary."""
-
-    __slots__ = ("fraction", "limits", "missing", "used_bytes")
-
-    def __init__(self, missing: int) -> None:
-        self.missing = missing
-        # Of those that answered; 0: none.
-        self.limits: list[int] = []
-        self.fraction = 0.0
-        self.used_bytes = 0
+    def _told(self, slot: int, primaries: int, reply: Any) -> None:
+        self._missing -= 1
+        facts = memory_facts(reply) if isinstance(reply, bytes) else None
+        if facts is not None:
+            used, limit = facts
+            self._facts[slot] = (used, limit or self._memory_max)
+        # One that does not answer is as full as it was. Where one never did, nothing becomes less.
+        if self._missing or not self._facts:
+            return
+        fraction = max(memory_fraction(*facts) for facts in self._facts.values())
+        used_bytes = sum(used for used, _ in self._facts.values())
+        if len(self._facts) == primaries:
+            limits = [limit for _, limit in self._facts.values()]
+            self.fraction, self.used_bytes = fraction, used_bytes
+            self.limit_bytes = sum(limits) if all(limits) else 0
+        else:
+            self.fraction, self.used_bytes = max(self.fraction, fraction), max(self.used_bytes, used_bytes)
 
 
 def memory_facts(info: bytes) -> tuple[int, int] | None:
