@@ -23,6 +23,7 @@ from carpool.core.errors import (
     BrokerMemoryFull,
     CarpoolError,
     InputRefused,
+    InternalError,
     QueueFull,
     UnknownTask,
     UpstreamFailed,
@@ -134,6 +135,23 @@ async def test_tasks_of_many_owners_lanes_and_tiers_keep_what_is_theirs(office: 
         assert (entry.record.owner, entry.input) == (kind[0], json.dumps(str(kind)).encode())
         assert (entry.header.tier, entry.header.parameters) == kind[1:]
         assert (await look(tasks, task_id)).owner == kind[0]
+
+
+@pytest.mark.parametrize("replicas", [0, -1])
+async def test_one_that_cannot_be_queued_refuses_itself_alone(
+    office: Office, redis_server: RedisServer, replicas: int
+) -> None:
+    """The others of its turn were refused too, and ran all the same."""
+    durable = await connected(redis_server.url) if replicas else None
+    tasks = office.gateway(replicas=replicas, durable_nodes=durable)
+    odd = office.request(parameters=b'{"p":1}')
+    odd.number = -1  # does not fit into a record
+    requests = [office.request(), odd, office.request(parameters=b'{"p":2}')]
+    answers = await asyncio.gather(*(told(partial(tasks.submit, request)) for request in requests))
+    assert [type(answer) for answer in answers] == [type(None), InternalError, type(None)]
+    assert sorted(taken.task_id for taken in await office.take()) == sorted([requests[0].id, requests[2].id])
+    if durable is not None:
+        await durable.close()
 
 
 async def test_more_tasks_than_one_flush_takes(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:

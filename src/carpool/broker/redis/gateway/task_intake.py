@@ -48,6 +48,8 @@ class Submission(msgspec.Struct, eq=False):
     accepted: Accepted
     # The dead letter that becomes this task; empty for none.
     letter: bytes
+    # Redis will answer.
+    is_sent: bool = False
 
 
 class Flush(msgspec.Struct, eq=False):
@@ -137,13 +139,7 @@ class TaskIntake:
             for request in requests:
                 self._refuse(request, out_of_reach())
         else:
-            try:
-                self._send_all(shard, requests)
-            except Exception:  # somebody waits for a 202
-                logger.exception("tasks could not be queued")
-                for request in requests:
-                    if request.ticket is not None:
-                        self._refuse(request, InternalError("the task could not be queued"))
+            self._send_all(shard, requests)
         if self._collected:
             self._flush_soon()
 
@@ -164,7 +160,13 @@ class TaskIntake:
             lines[request.model, request.parameters, request.lane, request.tier].append(request)
         flush = Flush([]) if self._replicas else None
         for line in lines.values():
-            self._send(shard, line, flush)
+            try:
+                self._send(shard, line, flush)
+            except Exception:  # somebody waits for a 202
+                logger.exception("tasks could not be queued")
+                for request in line:
+                    if not request.ticket.is_sent:  # those that are on their way have an answer of their own
+                        self._refuse(request, InternalError("the task could not be queued"))
         if flush is not None:
             self._is_confirming = True
             confirmed = partial(self._confirmed, flush)
@@ -191,6 +193,8 @@ class TaskIntake:
                 letter=first.ticket.letter,
                 eval_on=None if flush is None else self._durable_nodes,
             )
+            for request in part:
+                request.ticket.is_sent = True
 
     def _queued(self, requests: list[Request], flush: Flush | None, queued: Queued | RedisFailure) -> None:
         """Redis has answered a submission."""
