@@ -14,10 +14,11 @@ import pytest
 
 from carpool.broker.redis.batcher import feed as feed_module
 from carpool.broker.redis.batcher.feed import LOOKS_A_LEASE
+from carpool.broker.redis.batcher.leases import Leases
 from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX
 from carpool.broker.redis.batcher.shards import HEADS_KNOWN_MAX
 from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
-from carpool.broker.redis.formats import ENTRY_FORMAT, decode_header, decode_value, encode_header
+from carpool.broker.redis.formats import ENTRY_FORMAT, Header, decode_header, decode_value, encode_header, encode_record
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.steps import Steps
 from carpool.broker.redis.terms import Head
@@ -34,7 +35,7 @@ from carpool.core.errors import (
 from carpool.core.outcome import Output
 from carpool.testing import ANYBODY, FakeClock, Witness, make_request
 from support.processes import PATIENCE_S, until
-from support.redis_halves import LINE_OFFSETS_MS, NEVER_MS, Batcher, Halves, open_halves, until_seen
+from support.redis_halves import LINE_OFFSETS_MS, NEVER_MS, Batcher, Gateway, Halves, open_halves, until_seen
 from support.redis_servers import RedisServer, running_redis
 from support.redis_shard import value_of_format_2
 from support.redis_tasks import letter_bounds, task_board, told
@@ -667,6 +668,96 @@ class TestLeases:
         await batcher.until_confirmed()
         assert {await look(tasks, name) for name in names} == {"SUCCESS"}
         tasks.close()
+
+
+class TestOrphansInAllShards:
+    """What a dead batcher had lies in all shards."""
+
+    @pytest.fixture
+    async def halves(self, redis_server: RedisServer) -> AsyncIterator[Halves]:
+        async with open_halves(redis_server, shards=16) as halves:
+            yield halves
+
+    async def orphans(self, halves: Halves, gateway: Gateway, a_shard: int, deliveries: int = 1) -> None:
+        """So many in each shard."""
+        dead = await halves.batcher(b"dead", started=False, free=100)
+        for turn in range(16):
+            gateway.submit(*(f"{turn}-{number}" for number in range(a_shard)))
+            await halves.until_entries(a_shard * (turn + 1))
+        dead.feed.ring()
+        await dead.until_staged(16 * a_shard)
+        dead.feed.close()
+        for entry in await halves.entries():
+            await halves.let_lapse(entry, deliveries)
+
+    async def test_a_slot_is_spent_once(self, halves: Halves) -> None:
+        """Each of eight shards was asked for what one slot can send; others with free slots got nothing."""
+        await self.orphans(halves, await halves.gateway(), 1)
+        for number in range(1, 17):
+            batcher = await halves.batcher(b"b%d" % number, started=False, free=1, largest=1)
+            batcher.feed._look_at_all()
+            await batcher.until_staged(1)
+            await batcher.feed.finish_asking(PATIENCE_S)
+            assert batcher.feed.claimed == 1
+
+    async def test_they_ride_together_in_one_slot(self, halves: Halves) -> None:
+        await self.orphans(halves, await halves.gateway(), 3)
+        batcher = await halves.batcher(started=False, free=1, largest=64)
+        batcher.feed._look_at_all()
+        await batcher.until_staged(48)
+        assert [lane.waiting for lane in batcher.broker.lanes("m")] == [48]
+
+    async def test_shards_take_turns(self, halves: Halves) -> None:
+        """Those that were asked last had more, and were asked first again, while others waited."""
+        await self.orphans(halves, gateway := await halves.gateway(), 2)
+        batcher = await halves.batcher(started=False, free=1, largest=1)
+        batcher.feed._look_at_all()
+        for _ in range(16):
+            batcher.feed.ring()
+            await batcher.until_staged(1)
+            batcher.answer(batcher.start_batch())
+        told = await gateway.until_told(16)
+        assert {name.partition("-")[0] for name in told} == {str(turn) for turn in range(16)}
+
+    async def test_a_suspect_does_not_wait_for_what_nobody_here_can_claim(self, halves: Halves) -> None:
+        """One of eight shards was asked for suspects, whether it had any or not."""
+        field, header = b"ff:t0", encode_header(Header(ENTRY_FORMAT, b"", "other", b"", b"", 0, True, 0))
+        for shard in halves.keys.shards:  # leases of a model that is not served here
+            await halves.client.xgroup_create(shard.stream(field), "batchers", id="0", mkstream=True)
+            await halves.client.xadd(shard.stream(field), {header: encode_record(0, "t", "", NEVER_MS)}, id="1-1")
+            await halves.client.xreadgroup("batchers", "dead", {shard.stream(field): ">"})
+            await halves.client.xclaim(shard.stream(field), "batchers", "dead", 0, ["1-1"], idle=2 * NEVER_MS)
+            await halves.client.hset(shard.lanes, field, "0 - other")
+            await halves.client.zadd(shard.prefix + b"leased", {field: 0})
+        gateway, batcher = await halves.gateway(), await halves.batcher(started=False)
+        for name in ("a", "b", "c", "d"):
+            gateway.submit(name)
+            batcher.feed._look_at_all()
+            await batcher.until_staged(1)
+            (entry,) = [entry for entry in await halves.entries() if entry.request_id == name]
+            await halves.let_lapse(entry, deliveries=3)
+            other = await halves.batcher(b"after-" + name.encode(), started=False)
+            other.feed._look_at_all()  # once; there is no timer
+            await other.until_staged(1)
+            other.answer(other.start_batch())
+            await other.until_confirmed()
+            batcher.start_batch()
+
+    async def test_an_answer_that_cannot_be_dealt_with_is_not_the_last(
+        self, halves: Halves, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The batcher never asked again."""
+        await self.orphans(halves, await halves.gateway(), 1)
+        batcher = await halves.batcher(started=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(Leases, "open_ids", lambda *_: 1 / 0)
+            batcher.feed._look_at_all()
+            await until(lambda: batcher.nodes.runs["claim"] >= 16)
+            await batcher.nodes.ask(0, b"PING")
+        for entry in await halves.entries():
+            await halves.let_lapse(entry, 1)
+        batcher.feed._look_at_all()
+        await batcher.until_staged(16)
 
 
 class TestWhoLeaves:

@@ -328,8 +328,8 @@ class TestClaim:
         shard.let_lapse(first, deliveries=2)
         shard.let_lapse(alone, deliveries=4)
         for models in (("m", "other"), ("other", "m")):
-            of_models = [part for model in models for part in (model, 4, 64, 2)]
-            _, *streams = shard.run(CLAIM, "b2", shard.now or "", LEASE_MS, 6, 64, *of_models)
+            of_models = [part for model in models for part in (model, 4, 64, 2, 0)]
+            _, _, _, *streams = shard.run(CLAIM, "b2", shard.now or "", LEASE_MS, 6, 64, *of_models)
             assert streams[::3] == [b"a:s0"]  # it was there first
             shard.let_lapse(first, deliveries=2)
 
@@ -343,6 +343,22 @@ class TestClaim:
         shard.let_lapse(old, deliveries=4)
         assert shard.claim(PLENTY, deliveries_max=6, suspects=1) == []  # it has to be alone
         assert [entry.deliveries for entry in shard.claim(PLENTY, deliveries_max=6)] == [5]
+
+    def test_what_is_left_is_told(self, shard: ShardBench) -> None:
+        def left(budget: Budget, suspects: int) -> tuple[int, bool, bool]:
+            claimed = shard.claim(budget, deliveries_max=6, suspects=suspects)
+            return len(claimed), shard.has_more, shard.has_suspects
+
+        shard.submit("a:s0", 6)
+        suspect, *others = shard.take(PLENTY)
+        shard.let_lapse(*others)
+        assert left(Budget(1, 2), 0) == (2, True, False)
+        shard.let_lapse(suspect, deliveries=2)
+        assert left(Budget(0), 2) == (0, True, True)
+        assert left(Budget(0, 4, {"a 2": 1}), 2) == (1, True, True)  # a batch of their like has room
+        assert left(Budget(0, 4, {"a 1": 4, "b 2": 4}), 2) == (0, True, True)
+        assert left(PLENTY, 0) == (2, False, True)
+        assert left(PLENTY, 2) == (1, False, False)
 
     def test_lines_of_a_lane_share_a_batch(self, shard: ShardBench) -> None:
         for field in ("a:s0", "a:s1", "b:s0"):

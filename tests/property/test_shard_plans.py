@@ -3,9 +3,18 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carpool.broker.redis.batcher.shards import ShardView, is_scarce, plan_reads
+from carpool.broker.redis.batcher.shards import (
+    ShardView,
+    is_due_again,
+    is_scarce,
+    plan_claims,
+    plan_reads,
+    shards_for_claims,
+)
+from carpool.broker.redis.batcher.suspects import ANY, NONE
 from carpool.broker.redis.keys import Keys
-from carpool.broker.redis.terms import Budget, Head
+from carpool.broker.redis.steps import Stream, Taken
+from carpool.broker.redis.terms import Budget, Head, View
 
 SHARDS = Keys().shards
 MODELS = ("m", "n")
@@ -35,7 +44,8 @@ def budgets(draw: st.DrawFn) -> list[Budget]:
         largest = draw(st.integers(1, 16))
         lanes = [lane for lane, its_model in LANES.items() if its_model == model]
         rooms = draw(st.dictionaries(st.sampled_from(lanes), st.integers(1, max(1, largest - 1)), max_size=2))
-        found.append(Budget(model, draw(st.integers(0, 4)), largest, rooms))
+        again = draw(st.dictionaries(st.sampled_from([b"a 2", b"b 2"]), st.integers(1, 15), max_size=2))
+        found.append(Budget(model, draw(st.integers(0, 4)), largest, rooms, again))
     return found
 
 
@@ -73,3 +83,35 @@ def test_what_is_read_can_be_used(views: list[list[Head]], budgets: list[Budget]
         if len(found) > 1:  # all of them, or none: else somebody could be passed over
             read = dict(streams)
             assert all(read[head.field] >= head.unread for head in found)
+
+
+@given(budgets=budgets(), due=st.integers(1, 16))
+def test_what_is_claimed_over_all_shards_can_be_used(budgets: list[Budget], due: int) -> None:
+    welcome = {budget.model: ANY for budget in budgets}
+    shards = min(shards_for_claims(budgets), due)
+    assert shards > 0 or not any(budget.batches or budget.again for budget in budgets)
+    plan = plan_claims(budgets, shards, welcome)
+    for claims in plan[:1]:  # the first one has a part of everything, so whoever waits comes in turn
+        assert all(claim.batches > 0 for claim, budget in zip(claims, budgets, strict=True) if budget.batches)
+    for position, budget in enumerate(budgets):
+        of_model = [claims[position] for claims in plan]
+        assert {claim.model for claim in of_model} <= {budget.model}
+        assert sum(claim.batches for claim in of_model) <= budget.batches
+        for key, room in budget.again.items():
+            assert sum(claim.again.get(key, 0) for claim in of_model) in (0 if not shards else room, room)
+        assert all(claim.suspects == NONE for claim in of_model[1:])
+
+
+@given(budgets=budgets(), asked=st.integers(1, 8), more=st.sets(st.sampled_from(MODELS)))
+def test_a_shard_that_gave_nothing_of_its_part_is_not_asked_again(
+    budgets: list[Budget], asked: int, more: set[str]
+) -> None:
+    welcome = {budget.model: ANY for budget in budgets}
+    taken = Taken([], View(0, []), frozenset(more), frozenset(more))
+    first, *others = plan_claims(budgets, asked, welcome)
+    assert not is_due_again(first, budgets, welcome, taken)
+    for claims in others:  # but one that had no part of what it has
+        has_turn = any(budget.model in more and budget.batches for budget in budgets)
+        assert is_due_again(claims, budgets, welcome, taken) == has_turn
+    gave = taken._replace(streams=[Stream(b"a:s0", [], [])])
+    assert is_due_again(first, budgets, welcome, gave) == bool(more)

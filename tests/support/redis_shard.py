@@ -84,6 +84,9 @@ class ShardBench:
         # By the last sweep.
         self.letters_dropped = 0
         self.tasks_ended = 0
+        # After the last claim, whether more could be had with more room, and whether suspects were left.
+        self.has_more = False
+        self.has_suspects = False
         self._numbers = count()
 
     def close(self) -> None:
@@ -187,8 +190,10 @@ class ShardBench:
         suspects: int = 2,
     ) -> list[Entry]:
         """Entries whose lease is over. Where nothing else is said, none of them is a suspect for long."""
-        of_model = (model, budget.batches, budget.largest, suspects)
-        _, *streams = self.run(CLAIM, consumer, self._now(), lease_ms, deliveries_max, 64, *of_model)
+        of_model: list[str | bytes | int] = [model, budget.batches, budget.largest, suspects, len(budget.rooms)]
+        of_model += [part for pair in budget.rooms.items() for part in pair]
+        _, more, left, *streams = self.run(CLAIM, consumer, self._now(), lease_ms, deliveries_max, 64, *of_model)
+        self.has_more, self.has_suspects = bool(more), bool(left)
         return [
             Entry(field.decode(), entry_id.decode(), value, delivery)
             for field, entries, deliveries in zip(streams[::3], streams[1::3], streams[2::3], strict=True)

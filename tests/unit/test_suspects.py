@@ -1,7 +1,7 @@
 """Who rides with whom after batchers have died."""
 
 from carpool.broker.redis.batcher.leases import Haul
-from carpool.broker.redis.batcher.suspects import ANY, NONE, WITH_COMPANY, Suspects, company_of
+from carpool.broker.redis.batcher.suspects import ANY, NONE, WITH_COMPANY, Suspects, again_of, company_of
 from carpool.broker.redis.keys import Keys
 from carpool.testing import Witness, make_request
 
@@ -37,3 +37,10 @@ def test_after_one_death_nobody_is_a_suspect() -> None:
     suspects.add("m", haul(), 2)
     suspects.add("m", haul(), 7)  # that one only needs an answer
     assert suspects.welcome("m") == ANY
+
+
+def test_the_lane_of_those_that_came_again_tells_what_it_was() -> None:
+    assert again_of(b'{"p":1}\0\0again2') == (b'{"p":1}', 2)
+    assert again_of(b"\0shape\0again3") == (b"\0shape", 3)
+    assert again_of(b'{"p":1}') is None
+    assert again_of(b'{"p":1}\0\0again1700000000000-0') is None  # alone

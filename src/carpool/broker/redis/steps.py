@@ -64,6 +64,9 @@ class Taken(NamedTuple):
     streams: list[Stream]
     # None: what was read is ours, but nothing else is known, not even the time.
     view: View | None
+    # By a claim: models of which more could be had with more room, and those of which suspects are left.
+    more: frozenset[str] = frozenset()
+    suspects: frozenset[str] = frozenset()
 
 
 class Queued(NamedTuple):
@@ -283,7 +286,7 @@ class Steps:
     ) -> None:
         """Take the best that free slots can use, in whole batches."""
         arguments = (consumer, self._now_ms(), *lines, b"", *budget_arguments(budgets))
-        self._run(TAKE, shard, arguments, reading(lambda reply: read_taken(reply, budgets, 2), done))
+        self._run(TAKE, shard, arguments, reading(lambda reply: read_taken(reply, budgets), done))
 
     def has_lapsed(self, shard: Shard, lease_ms: int, done: Done[bool]) -> None:
         """Whether a lease is over."""
@@ -301,8 +304,9 @@ class Steps:
         """Take entries whose leases are over. `terms`: most deliveries, most of a company that is not small."""
         arguments: list[Argument] = [consumer, self._now_ms(), lease_ms, *terms]
         for claim in claims:
-            arguments += (claim.model, claim.batches, claim.largest, claim.suspects)
-        self._run(CLAIM, shard, arguments, reading(lambda reply: read_taken(reply, claims, 3), done))
+            arguments += (claim.model, claim.batches, claim.largest, claim.suspects, len(claim.again))
+            arguments += [part for room in claim.again.items() for part in room]
+        self._run(CLAIM, shard, arguments, reading(lambda reply: read_claimed(reply, claims), done))
 
     def uncount(self, shard: Shard, field: bytes, consumer: bytes, entry_id: bytes, deliveries: int) -> None:
         """An entry that this batcher has keeps its lease, and has been delivered so often."""
@@ -462,11 +466,20 @@ def read_view(reply: Any, models: Sequence[str]) -> View:
     return View(int(now_ms), sorted(found, key=lambda head: (head.place, head.field)))
 
 
-def read_taken(reply: Any, budgets: Sequence[Budget | Claim], step: int) -> Taken:
-    """A view, and behind it the parts of each stream."""
+def read_taken(reply: Any, budgets: Sequence[Budget]) -> Taken:
+    """From take.lua: a view, and behind it the parts of each stream."""
     view, *parts = reply
-    streams = [Stream(*parts[at : at + step]) for at in range(0, len(parts), step)]
+    streams = [Stream(*parts[at : at + 2]) for at in range(0, len(parts), 2)]
     return Taken(streams, read_view(view, [budget.model for budget in budgets]))
+
+
+def read_claimed(reply: Any, claims: Sequence[Claim]) -> Taken:
+    """From claim.lua: a view, what is left, and behind it the parts of each stream."""
+    view, more, suspects, *parts = reply
+    streams = [Stream(*parts[at : at + 3]) for at in range(0, len(parts), 3)]
+    models = [claim.model for claim in claims]
+    names = [frozenset(model.decode() for model in left) for left in (more, suspects)]
+    return Taken(streams, read_view(view, models), *names)
 
 
 def read_queued(reply: Any) -> Queued:

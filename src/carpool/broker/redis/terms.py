@@ -52,6 +52,8 @@ class Claim(msgspec.Struct):
     batches: int
     largest: int
     suspects: int
+    # As in a budget.
+    again: dict[bytes, int] = {}
 
 
 class Budget(msgspec.Struct):
@@ -61,6 +63,8 @@ class Budget(msgspec.Struct):
     batches: int
     largest: int
     rooms: dict[bytes, int]
+    # Room in those begun of entries that came again, by lane and delivery.
+    again: dict[bytes, int] = {}
 
     def allows(self, head: Head) -> bool:
         """Whether something of this stream may be taken."""

@@ -6,7 +6,7 @@ from math import inf
 
 from carpool.broker.redis.batcher.leases import Haul, Lease
 from carpool.broker.redis.batcher.replies import ReplyWriter
-from carpool.broker.redis.batcher.suspects import DELIVERIES_MAX, company_of
+from carpool.broker.redis.batcher.suspects import AGAIN, DELIVERIES_MAX, company_of
 from carpool.broker.redis.formats import Header, NewerFormatError, decode_header, decode_value
 from carpool.broker.sides import FedModel, SuspectLetters
 from carpool.core.errors import CarpoolError, DeadlineExceeded, QueueTimeout, UpstreamFailed
@@ -72,7 +72,7 @@ class Unpacker:
         fault = self._fault_of(request, header, now, delivery)
         if delivery > 1:  # it rides with others like it, and at the end alone
             is_alone = company_of(delivery, self._deliveries_max) == 1
-            request.lane += b"\0again" + (entry_id if is_alone else b"%d" % delivery)
+            request.lane += AGAIN + (entry_id if is_alone else b"%d" % delivery)
         return request, fault
 
     def _understand(self, head: bytes) -> Header | None:

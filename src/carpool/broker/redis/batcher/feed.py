@@ -13,8 +13,7 @@
 
 import asyncio
 import logging
-import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,8 +21,26 @@ from carpool.broker.memory import MemoryBroker
 from carpool.broker.redis.batcher.entries import Unpacker
 from carpool.broker.redis.batcher.leases import NO_HEADER, Haul, Lease, Leases
 from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX, ReplyWriter
-from carpool.broker.redis.batcher.shards import Reads, ShardView, is_scarce, plan_reads
-from carpool.broker.redis.batcher.suspects import COMPANY_MAX, DELIVERIES_MAX, NONE, Suspects, pairs_of, some_stream
+from carpool.broker.redis.batcher.shards import (
+    Reads,
+    ShardView,
+    is_due_again,
+    is_scarce,
+    plan_claims,
+    plan_reads,
+    shards_for_claims,
+)
+from carpool.broker.redis.batcher.suspects import (
+    AGAIN,
+    COMPANY_MAX,
+    DELIVERIES_MAX,
+    NONE,
+    Suspects,
+    again_of,
+    company_of,
+    pairs_of,
+    some_stream,
+)
 from carpool.broker.redis.batcher.sweeper import Sweeper
 from carpool.broker.redis.client.link import Link, RedisFailure
 from carpool.broker.redis.client.node import Reader
@@ -51,9 +68,6 @@ STUCK_AGAIN_S = 10.0
 LANE_NAMES_KEPT_MAX = 4096
 # Weight of the last size in the mean.
 SIZE_WEIGHT = 0.3
-# Others wait while entries of the dead are fetched.
-BATCHES_A_CLAIM_MAX = 4
-SHARDS_A_CLAIM_MAX = 8
 # How a message begins that tells of clients who left.
 LEFT = b"left "
 LEFT_EARLY_S, LEFT_EARLY_MAX = 5.0, 10_000
@@ -118,7 +132,7 @@ class Feed:
         self._is_look_due = True
         # When Redis last told how many wait there, and when there was last no slot to ask for.
         self._told_at = self._busy_at = clock()
-        # Shards with leases that were over at the last look, and those whose claims are due, the next one last.
+        # Shards with leases that were over at the last look, and those whose claims are due, in turn.
         self._lapsed: list[ShardView] = []
         self._claims_due: list[ShardView] = []
         self._is_claims_turn = False
@@ -127,7 +141,7 @@ class Feed:
         # Models without a free slot that had requests staged when leases were last looked at.
         self._stuck: set[str] = set()
         self._suspects = Suspects(deliveries_max)
-        self._claim_terms = (deliveries_max, COMPANY_MAX)
+        self._deliveries_max = deliveries_max
         replies.when_emptied = self._emptied
         self._next_shard = 0
         self._repeated = [Every(self._look_every_s, self._look_at_all), Every(self._renew_every_s, self._leases.renew)]
@@ -283,13 +297,8 @@ class Feed:
         offers = [(view, heads) for view in asked if (heads := view.usable(budgets))]
         # Claims and takes in turn: neither may hold up the other.
         self._is_claims_turn = not self._is_claims_turn
-        if self._claims_due and (self._is_claims_turn or not (unknown or offers)):
-            due = self._claims_due[-SHARDS_A_CLAIM_MAX:]
-            del self._claims_due[-SHARDS_A_CLAIM_MAX:]
-            if views := [view for view in due if self._nodes.is_up(view.shard.slot)]:
-                self._claim(views, budgets)
-            else:
-                self.ring()
+        if (self._is_claims_turn or not (unknown or offers)) and (views := self._next_to_claim(budgets)):
+            self._claim(views, budgets)
             return
         if unknown:
             self._look_at(unknown)
@@ -318,13 +327,18 @@ class Feed:
             fitting = model.largest_batch_bytes() / self._mean_bytes[name]
             largest = max(int(min(model.largest_batch(), fitting)), 1)
             rooms: dict[bytes, int] = {}
+            again: dict[bytes, int] = {}
             for key, waiting in self._staged(name).items():
                 free -= -(-waiting // largest)
                 room = -waiting % largest
-                if room:
+                if not room:
+                    continue
+                if AGAIN not in key:
                     rooms[self._lane_name(name, key)] = room
-            if free > 0 or (free == 0 and rooms):
-                budgets.append(Budget(name, free, largest, rooms))
+                elif (found := again_of(key)) and company_of(found[1], self._deliveries_max) == COMPANY_MAX:
+                    again[b"%b %d" % (self._lane_name(name, found[0]), found[1])] = room
+            if free > 0 or (free == 0 and (rooms or again)):
+                budgets.append(Budget(name, free, largest, rooms, again))
         return budgets
 
     def _staged(self, model: str) -> dict[bytes, int]:
@@ -373,37 +387,43 @@ class Feed:
 
     def _claim(self, views: Sequence[ShardView], budgets: Sequence[Budget]) -> None:
         """Take over from batchers that died. What one of them had is spread over the shards and rides together here: so
-        several are asked at once, each for little; and one of them for suspects.
+        several are asked at once, each for a part of the room; and one of them for suspects.
         """
         self._is_asking = True
         unanswered = len(views)
+        for_all, terms = self._for_all(budgets), (self._deliveries_max, COMPANY_MAX)
+        welcome = {each.model: self._suspects.welcome(each.model) for each in for_all}
+        welcomed = {model for model, which in welcome.items() if which != NONE}
+        views = sorted(views, key=lambda view: not view.suspects & welcomed)
 
-        def claimed(view: ShardView, taken: Taken | RedisFailure) -> None:
+        def claimed(view: ShardView, claims: Sequence[Claim], taken: Taken | RedisFailure) -> None:
             nonlocal unanswered
             unanswered -= 1
             if isinstance(taken, Taken):
-                if taken.streams and view not in self._claims_due:
-                    self._claims_due.append(view)  # there may be more
-                taken = Taken(self._without_own(view.shard, taken.streams), taken.view)
+                view.suspects = taken.suspects
+                if is_due_again(claims, for_all, welcome, taken):
+                    self._claim_later(view)
             self._digest(view, taken)
             if not unanswered:
                 self._answered()
 
-        asked_for_suspects = random.choice(views)
-        batches_max = BATCHES_A_CLAIM_MAX if len(views) == 1 else 1
-        for view in views:
+        for view, claims in zip(views, plan_claims(for_all, len(views), welcome), strict=True):
             view.asked()
-            claims = [
-                Claim(
-                    each.model,
-                    min(each.batches, batches_max),
-                    each.largest,
-                    self._suspects.welcome(each.model) if view is asked_for_suspects else NONE,
-                )
-                for each in self._for_all(budgets)
-            ]
-            done = partial(claimed, view)
-            self._steps.claim(view.shard, self._consumer, self._lease_ms, self._claim_terms, claims, done)
+            done = partial(claimed, view, claims)
+            self._steps.claim(view.shard, self._consumer, self._lease_ms, terms, claims, done)
+
+    def _next_to_claim(self, budgets: Sequence[Budget]) -> list[ShardView]:
+        """The shards whose turn it is; the others stay."""
+        number = shards_for_claims(budgets)
+        if not number or not self._claims_due:
+            return []
+        due = [view for view in self._claims_due if self._nodes.is_up(view.shard.slot)]
+        self._claims_due = due[number:]
+        return due[:number]
+
+    def _claim_later(self, view: ShardView) -> None:
+        if view not in self._claims_due:
+            self._claims_due.append(view)
 
     def _for_all(self, budgets: Sequence[Budget]) -> list[Budget]:
         """With the models for which nothing may be taken: what waits of them is to be known, too."""
@@ -428,7 +448,7 @@ class Feed:
             else:
                 view.told(taken.view)
                 self._told_at = self._clock()
-            for stream in taken.streams:
+            for stream in self._without_own(view.shard, taken.streams):
                 if taken.view is None or self.draining:  # their time is not known: to others, or at the next claim
                     self._release(view.shard, stream.field, stream.entries)
                 else:
@@ -445,6 +465,8 @@ class Feed:
         budgets = [budget for budget in self._budgets() if budget.model in models]
         if len(budgets) < len(models) or any(budget.batches > 0 for budget in budgets):
             return False
+        if self._claims_due and any(budget.again for budget in budgets):
+            return True
         return any(view.usable(budgets) and self._nodes.is_up(view.shard.slot) for view in self._views)
 
     def _land(self) -> None:
@@ -468,6 +490,9 @@ class Feed:
         """
         kept: list[Stream] = []
         for stream in streams:
+            if stream.deliveries is None:  # read for the first time
+                kept.append(stream)
+                continue
             own, pairs = self._leases.open_ids(shard, stream.field), pairs_of(stream)
             for entry, delivery in pairs:
                 if entry[0] in own:
@@ -478,7 +503,8 @@ class Feed:
     def _emptied(self, haul: Haul) -> None:
         """All entries of a haul are done with: if they were suspects, the next ones may come."""
         if self._suspects.have_left(haul):
-            self._claims_due += [view for view in self._lapsed if view not in self._claims_due]
+            for view in self._lapsed:
+                self._claim_later(view)
             self.ring()
 
     def _look_at(self, views: Sequence[ShardView], *, for_leases: bool = False) -> None:
@@ -504,8 +530,7 @@ class Feed:
                 self._lapsed.remove(view)
             if is_over is True:
                 self._lapsed.append(view)
-                if view not in self._claims_due:
-                    self._claims_due.append(view)
+                self._claim_later(view)
 
         for view in views:
             view.asked()

@@ -1,16 +1,20 @@
 """What a batcher knows of the shards, and how it asks them for what its free slots can use. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from carpool.broker.redis.batcher.suspects import NONE
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.terms import Budget, Head, View
+from carpool.broker.redis.steps import Taken
+from carpool.broker.redis.terms import Budget, Claim, Head, View
 
 # One question goes to so many shards at most.
 SHARDS_A_QUESTION_MAX = 8
 # So many streams of a model are known in a shard: more than a question brings, and enough for any free slots.
 HEADS_KNOWN_MAX = 64
+# One shard gives no more at once.
+BATCHES_A_CLAIM_MAX = 4
 
 
 class ShardView(msgspec.Struct, eq=False):
@@ -23,6 +27,8 @@ class ShardView(msgspec.Struct, eq=False):
     barren_until: float = 0.0
     # What bells have told since the question that is out, by stream; None while none is out.
     rung: dict[bytes, Head] | None = None
+    # Models with suspects that were left at the last claim.
+    suspects: frozenset[str] = frozenset()
 
     def asked(self) -> None:
         """A question goes out. Bells may be here before its answer, which is older than they are."""
@@ -113,6 +119,52 @@ class Room:
 
 
 Reads = dict[int, list[tuple[bytes, int]]]
+
+
+def shards_for_claims(budgets: Sequence[Budget]) -> int:
+    """How many shards can be asked at once for what dead batchers had, so that all together bring no more than fits."""
+    rooms = [budget.batches + sum(budget.again.values()) for budget in budgets]
+    return min(max(rooms, default=0), SHARDS_A_QUESTION_MAX)
+
+
+def plan_claims(budgets: Sequence[Budget], shards: int, welcome: Mapping[str, int]) -> list[list[Claim]]:
+    """What to ask each of some shards for. `welcome`: by model, which suspects may come; the first alone is asked."""
+    # Others wait while entries of the dead are fetched: many batches at once are for one shard.
+    batches_max = BATCHES_A_CLAIM_MAX if shards == 1 else 1
+    return [
+        [
+            Claim(
+                budget.model,
+                min(_part_of(budget.batches, position, shards), batches_max),
+                budget.largest,
+                NONE if position else welcome[budget.model],
+                {key: part for key, room in budget.again.items() if (part := _part_of(room, position, shards))},
+            )
+            for budget in budgets
+        ]
+        for position in range(shards)
+    ]
+
+
+def is_due_again(claims: Sequence[Claim], budgets: Sequence[Budget], welcome: Mapping[str, int], taken: Taken) -> bool:
+    """Whether a shard that was asked for these has more, for which there is still room or may be soon. One that had
+    its part of everything, and gave nothing, has not.
+    """
+    if taken.streams:
+        return bool(taken.more or taken.suspects)
+    return any(
+        budget.batches > 0
+        and (
+            (claim.model in taken.more and not claim.batches)
+            or (claim.model in taken.suspects and welcome[claim.model] != NONE and claim.suspects == NONE)
+        )
+        for claim, budget in zip(claims, budgets, strict=True)
+    )
+
+
+def _part_of(number: int, position: int, shards: int) -> int:
+    """The first ones have more."""
+    return number // shards + (position < number % shards)
 
 
 def is_scarce(offers: Offers, budgets: Sequence[Budget]) -> bool:

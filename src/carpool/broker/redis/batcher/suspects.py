@@ -15,6 +15,8 @@ from carpool.broker.redis.steps import Entry, Stream
 DELIVERIES_MAX = 6
 # In so large a company nobody is a suspect.
 COMPANY_MAX = 64
+# How the lanes of those end that came again: this, and how often they were delivered.
+AGAIN = b"\0again"
 # Which suspects of a model may come.
 NONE, WITH_COMPANY, ANY = 0, 1, 2
 
@@ -51,6 +53,12 @@ class Suspects:
 def company_of(delivery: int, deliveries_max: int) -> int:
     """With how many others like it an entry may be sent that was delivered so often, itself included."""
     return COMPANY_MAX if delivery < 2 else min(int(4 ** max(0, deliveries_max - 1 - delivery)), COMPANY_MAX)
+
+
+def again_of(lane_key: bytes) -> tuple[bytes, int] | None:
+    """The lane of those that came again, as it was, and their deliveries; None for others, and for one alone."""
+    before, mark, delivery = lane_key.rpartition(AGAIN)
+    return (before.removesuffix(b"\0"), int(delivery)) if mark and delivery.isdigit() else None
 
 
 def pairs_of(stream: Stream) -> list[tuple[Entry, int]]:

@@ -1,31 +1,45 @@
 -- Give a batcher entries whose leases are over: of a model with a free slot, as many as that can use. What may be the
 -- reason that batchers die comes in small company, if it may come at all: see suspects.py.
 -- ARGV: consumer, now, ms after which a lease is over, most deliveries, most of a company that is not small, then for
---       each model: name, new batches, largest batch, suspects: 0 none, 1 only those with company, 2 any
--- Returns: what a batcher must know of the shard, then for each stream: field, entries, their delivery counts
+--       each model: name, new batches, largest batch, suspects: 0 none, 1 only those with company, 2 any; number of
+--       batches that are begun, of each: lane and delivery count, room
+-- Returns: what a batcher must know of the shard, the models of which more could be claimed with more room, those of
+--          which suspects are left, then for each stream: field, entries, their delivery counts
 local STREAMS_MAX, LEASES_AT_ONCE, LEASES_MAX, GIVEN_UP_MAX = 256, 128, 4096, 16
 local consumer, now, lease_ms = ARGV[1], clock(ARGV[2]), ARGV[3]
 local deliveries_max, company_max = tonumber(ARGV[4]), tonumber(ARGV[5])
--- The view comes first; what is claimed follows it.
-local names, models, rooms, answer = {}, {}, {}, { false }
-for at = 6, #ARGV, 4 do
+-- The view and what is left come first; what is claimed follows them.
+local names, models, rooms, answer = {}, {}, {}, { false, {}, {} }
+local at = 6
+while ARGV[at] do
   names[#names + 1] = ARGV[at]
   models[ARGV[at]] =
     { batches = tonumber(ARGV[at + 1]), max = tonumber(ARGV[at + 2]), suspects = tonumber(ARGV[at + 3]) }
+  local begun = tonumber(ARGV[at + 4])
+  at = at + 5
+  for _ = 1, begun do
+    rooms[ARGV[at]] = tonumber(ARGV[at + 1])
+    at = at + 2
+  end
 end
 local leases_seen, given_up, companies, alone = 0, 0, 0, false
 
--- Whether an entry that is delivered so often by now may come.
-local function has_seat(facts, delivery)
+-- With how many of its like an entry may come that is delivered so often by now; 0 if it only needs an answer.
+local function company_of(delivery)
+  if delivery > deliveries_max then
+    return 0
+  end
+  return delivery < 2 and company_max or math.min(4 ^ math.max(deliveries_max - 1 - delivery, 0), company_max)
+end
+
+-- Whether it may come.
+local function has_seat(facts, delivery, company)
   local model = facts.model
-  if delivery > deliveries_max then -- it only needs an answer
+  if company == 0 then
     given_up = given_up + 1
     return given_up <= GIVEN_UP_MAX
   end
-  local key, company = lane_of(facts.field) .. ' ' .. delivery, company_max
-  if delivery > 1 then
-    company = math.min(4 ^ math.max(deliveries_max - 1 - delivery, 0), company_max)
-  end
+  local key = lane_of(facts.field) .. ' ' .. delivery
   if company < company_max then
     -- Those of one model are together, or wait; whoever has to be alone is so in the whole batcher.
     local is_mine = model.company == key
@@ -53,9 +67,15 @@ local function claim(facts)
     local leases = redis.pcall('XPENDING', stream, GROUP, 'IDLE', lease_ms, from, '+', LEASES_AT_ONCE)
     for _, lease in ipairs(leases.err and {} or leases) do -- id, consumer, idle ms, deliveries
       from = '(' .. lease[1]
-      if has_seat(facts, lease[4] + 1) then
+      local delivery = lease[4] + 1
+      local company = company_of(delivery)
+      if has_seat(facts, delivery, company) then
         ids[#ids + 1] = lease[1]
-        deliveries[lease[1]] = lease[4] + 1
+        deliveries[lease[1]] = delivery
+      elseif company > 0 and company < company_max then
+        facts.model.has_suspects = true
+      else
+        facts.model.has_more = true
       end
     end
     leases_seen = leases_seen + #leases
@@ -92,6 +112,16 @@ end)
 for _, facts in ipairs(found) do
   if leases_seen < LEASES_MAX then
     claim(facts)
+  end
+end
+-- What was not looked at may be anything.
+local is_unknown = leases_seen >= LEASES_MAX or redis.call('ZCARD', LEASED) > STREAMS_MAX
+for _, name in ipairs(names) do
+  if models[name].has_more or is_unknown then
+    table.insert(answer[2], name)
+  end
+  if models[name].has_suspects then
+    table.insert(answer[3], name)
   end
 end
 answer[1] = view_of(names, now)
