@@ -253,7 +253,6 @@ class TestBells:
             return await number_of_letters() == 2 * len(halves.keys.shards)
 
         await until_seen(are_there)
-        batcher.feed._sweeper.sweep_all()  # counts them
         is_short = True
         batcher.feed._sweeper.sweep_all()
         await until(lambda: bounds.dropped == len(halves.keys.shards))
@@ -275,6 +274,45 @@ class TestBells:
         await until_seen(is_mended)
         batcher.feed.ring()
         await batcher.until_staged(2)
+
+
+class TestSweeps:
+    @pytest.fixture
+    async def halves(self, redis_server: RedisServer) -> AsyncIterator[Halves]:
+        async with open_halves(redis_server, shards=4) as halves:
+            yield halves
+
+    async def test_shards_are_swept_one_after_the_other(self, halves: Halves) -> None:
+        """All went in one pipeline, and Redis did nothing else meanwhile."""
+        batcher = await halves.batcher(started=False)
+        batcher.nodes.keep_replies()
+        batcher.feed._sweeper.sweep_all()
+        await until(lambda: batcher.nodes.kept == 1)
+        assert await batcher.nodes.ask(0, b"PING") == b"PONG"
+        assert batcher.nodes.runs["sweep"] == 1
+        batcher.feed._sweeper.sweep_all()  # the last one is not over
+        batcher.nodes.let_replies_come()
+        await until(lambda: batcher.nodes.runs["sweep"] == 8)
+        await asyncio.sleep(0.05)
+        assert batcher.nodes.runs["sweep"] == 8
+
+    async def test_what_one_part_leaves_is_done_soon(self, halves: Halves) -> None:
+        """The rest waited for the next sweep, 64 at a time."""
+        batcher = await halves.batcher(started=False)
+        field, number = b"ff:t0", 300
+        header = encode_header(Header(ENTRY_FORMAT, b"", "other", b"", b"", 0, True, 0))
+        streams = [shard.stream(field) for shard in halves.keys.shards]
+        for shard, stream in zip(halves.keys.shards, streams, strict=True):
+            for position in range(number):
+                value = encode_record(0, f"t{position}", "", 1000)
+                await halves.client.xadd(stream, {header: value}, id=f"1000-{position + 1}")
+            await halves.client.hset(shard.lanes, field, "0 - other")
+
+        async def are_ended() -> bool:
+            return not sum([await halves.client.xlen(stream) for stream in streams])
+
+        batcher.feed._sweeper.sweep_all()  # once; there is no timer
+        await until_seen(are_ended)
 
 
 class TestWithoutMemory:

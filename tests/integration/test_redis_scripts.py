@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import redis
 
+from carpool.broker.redis.formats import encode_record
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.scripts import CLAIM
 from support.gateway import eventually
@@ -479,6 +480,88 @@ class TestEnds:
         assert shard.counts() == shard.true_counts()
         assert shard.true_bytes()["input_bytes"] == 0
         assert (shard.sweep(), shard.tasks_ended) == ((0, 0), 0)
+
+    def test_late_ones_are_ended_behind_others(self, shard: ShardBench) -> None:
+        """A sweep looked at the first entry of a stream: one that lived longer, or was strange, hid the others."""
+
+        def short(task: str, owner: str, content: bytes) -> bytes:
+            return encode_record(0, task, owner, 1000) + content
+
+        shard.submit("a:t0", tasks=["long"])
+        shard.submit("b:t0", [b"garbage"])
+        shard.submit("c:t0", tasks=["old"], value_of=lambda task, owner, _: value_of_format_2(0, task, owner, b"x"))
+        for field in ("a:t0", "b:t0", "c:t0"):
+            shard.submit(field, 3, tasks=[f"{field}{number}" for number in range(3)], value_of=short)
+        shard.now = START_MS + 5000
+        shard.submit("a:t0", tasks=["later"], value_of=short)
+        shard.now = START_MS + 11_000
+        assert (shard.sweep(), shard.tasks_ended) == ((4, 4), 9)
+        assert shard.counts() == shard.true_counts()
+        shard.now = START_MS + 16_000  # it was not looked at before: it was young
+        assert (shard.sweep(), shard.tasks_ended) == ((3, 3), 1)
+        shard.now = START_MS + 611_000  # and one that was
+        assert (shard.sweep(), shard.tasks_ended) == ((2, 2), 1)
+
+    def test_one_that_is_late_again_after_it_was_looked_at(self, shard: ShardBench) -> None:
+        lives = iter([60_000, 1000, 30_000, 90_000])
+        shard.submit(
+            "a:t0",
+            4,
+            tasks=["a", "b", "c", "d"],
+            value_of=lambda task, owner, _: encode_record(0, task, owner, next(lives)),
+        )
+        left = []
+        for seconds in (11, 39, 40, 70, 100):
+            shard.now = START_MS + seconds * 1000
+            shard.sweep()
+            left.append(len(shard.ids("a:t0")))
+        assert left == [3, 3, 2, 1, 0]
+
+    @pytest.mark.parametrize(("lanes", "each", "size"), [(1, 400, 1), (8, 50, 1), (1, 12, 500_000)])
+    def test_no_part_of_a_sweep_ends_many(self, shard: ShardBench, lanes: int, each: int, size: int) -> None:
+        """All that was late was ended in one call, and everybody else waited for seconds."""
+        for lane in range(lanes):
+            values, names = [b"x" * size] * each, [f"t{lane}-{number}" for number in range(each)]
+            shard.submit(f"{lane:02x}:t0", values, tasks=names)
+        shard.now = START_MS + 611_000
+        ended, rounds = 0, 0
+        while ended < lanes * each:
+            shard.sweep()
+            rounds += 1
+            ended += shard.tasks_ended
+            assert max(number for number, _ in shard.sweeps) <= (72 if size == 1 else 8)
+            assert any(is_more for _, is_more in shard.sweeps) or ended == lanes * each
+        assert rounds <= 10
+        assert shard.counts() == shard.true_counts() == {"held": 0, "unread": 0}
+        shard.sweep()
+        assert not any(is_more for _, is_more in shard.sweeps)
+
+    def test_a_sweep_looks_at_some_streams_at_a_time(self, shard: ShardBench) -> None:
+        """A small hash of streams comes whole, however few are asked for."""
+        for lane in range(200):
+            shard.submit(f"{lane:04x}:s0", lanes_max=1000)
+        shard.client.hset(shard.shard.counts, mapping={"held": 3, "unread": 999})
+        shard.client.hset(shard.shard.prefix + b"openers", "ff", "bob")
+        assert shard.sweep() == (200, 200)
+        assert 5 <= len(shard.sweeps) <= 20
+        assert shard.counts() == shard.true_counts()
+        assert shard.client.hlen(shard.shard.prefix + b"openers") == 200  # also where it takes many parts
+
+    @pytest.mark.parametrize("damage", ["bytes", "type", "id", "counts"])
+    def test_a_damaged_task_does_not_stop_the_sweep(self, shard: ShardBench, damage: str) -> None:
+        """The script failed each time that it came to it."""
+        shard.submit("a:t0", 2, tasks=["%1", "t2"] if damage == "id" else ["t1", "t2"])
+        task = shard.shard.task("t1")
+        if damage == "bytes":
+            shard.client.hset(task, "b", "many")
+        elif damage == "type":
+            shard.client.delete(task)
+            shard.client.set(task, "something else")
+        elif damage == "counts":
+            shard.client.hset(shard.shard.counts, mapping={"input_bytes:99999999999999": "many", "held": "1.5"})
+        shard.now = START_MS + 611_000
+        assert (shard.sweep(), shard.tasks_ended) == ((0, 0), 1 if damage == "type" else 2)
+        assert shard.counts() == {"held": 0, "unread": 0}
 
     def test_a_sweep_forgets_lanes_that_do_not_wait(self, shard: ShardBench) -> None:
         """An older Carpool counted them in another way."""

@@ -84,6 +84,8 @@ class ShardBench:
         # By the last sweep.
         self.letters_dropped = 0
         self.tasks_ended = 0
+        # Of each part: how many tasks it ended, and whether more is due.
+        self.sweeps: list[tuple[int, bool]] = []
         # After the last claim, whether more could be had with more room, and whether suspects were left.
         self.has_more = False
         self.has_suspects = False
@@ -264,8 +266,12 @@ class ShardBench:
         """Held and unread entries after a sweep."""
         letters = (*_letter_bounds(**bounds), letters_kept_ms, counted_ms)
         about: list[str | bytes | int] = [consumer_gone_ms, *letters, "late: @", 60_000]
-        cursor, held, unread, self.letters_dropped, self.tasks_ended = self.run(SWEEP, 0, self._now(), *about)
-        assert cursor == 0
+        cursor, self.letters_dropped, self.tasks_ended, self.sweeps = b"0", 0, 0, []
+        while cursor:
+            cursor, held, unread, dropped, ended, is_more = self.run(SWEEP, cursor, self._now(), *about)
+            self.letters_dropped += dropped
+            self.tasks_ended += ended
+            self.sweeps.append((ended, bool(is_more)))
         return held, unread
 
     # What is true.

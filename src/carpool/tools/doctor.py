@@ -203,7 +203,7 @@ class Doctor:
 
     async def _count_again(self, deployment: Deployment) -> str:
         for shard in self._keys.shards:
-            server, cursor = served(deployment, shard.slot), 0
+            server, cursor = served(deployment, shard.slot), b"0"
             for _ in range(PARTS_OF_A_SWEEP_MAX):
                 letters = (NO_BOUND, NO_BOUND, 0, NEVER_MS, 0)  # none is dropped; all are counted
                 arguments = (cursor, b"", NEVER_MS, *letters)

@@ -103,14 +103,16 @@ class Added(NamedTuple):
 class Swept(NamedTuple):
     """What a part of a sweep left."""
 
-    # 0 after the last part.
-    cursor: int
+    # Where the next part begins; empty after the last one.
+    cursor: bytes
     held: int
     unread: int
     # Before their time.
     letters_dropped: int
     # Because their time was over.
     tasks_ended: int
+    # More is due than this part did: the shard is to be swept again soon.
+    is_more: int
 
 
 class TaskResult(NamedTuple):
@@ -336,17 +338,17 @@ class Steps:
     def sweep(
         self,
         shard: Shard,
-        cursor: int,
+        cursor: bytes,
         consumer_gone_ms: int,
         letters: Sequence[int],
         late: tuple[bytes, int],
         done: Done[Swept],
     ) -> None:
-        """Tidy up a part of a shard. `letters`: their bounds, ms until they go, and until they are counted; `late`: the
+        """Tidy up a part of a shard. `letters`: their bounds, ms until they go, and until all is counted; `late`: the
         result of tasks whose time is over, with @ for the id, and ms that it is kept.
         """
         arguments: list[Argument] = [cursor, self._now_ms(), consumer_gone_ms, *letters, *late]
-        self._run(SWEEP, shard, arguments, reading(lambda reply: Swept(*map(int, reply)), done))
+        self._run(SWEEP, shard, arguments, reading(lambda reply: Swept(bytes(reply[0]), *map(int, reply[1:])), done))
 
     # Outcomes.
 

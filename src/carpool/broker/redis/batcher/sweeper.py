@@ -13,10 +13,13 @@ from carpool.core.problem import problem_json
 from carpool.core.timers import Every
 
 EVERY_S = 5.0
-# Between the parts of a sweep: a shard with thousands of lanes must not be held up by it.
-PAUSE_S = 0.02
+# Others use Redis too: after each part it is left alone for so many times as long as that took, but at least so long. A
+# Redis that many batchers sweep takes longer, and is left alone for longer.
+PAUSE_S_MIN = 0.005
+PAUSES_A_PART = 4
 CONSUMER_GONE_MS = 600_000
-COUNT_LETTERS_EVERY_MS = 600_000
+COUNT_ALL_EVERY_MS = 600_000
+BEGINNING = b"0"
 
 
 class Sweeper:
@@ -31,8 +34,13 @@ class Sweeper:
         self._count = count
         self._letter_bounds = letter_bounds
         self._sweeps = Every(EVERY_S, self.sweep_all)
-        # By shard, for its next part.
-        self._timers: dict[int, asyncio.TimerHandle] = {}
+        # Shards that are to be swept, in turn, and where to go on; those of which more is due than was done.
+        self._due: dict[Shard, bytes] = {}
+        self._unfinished: set[Shard] = set()
+        # A part is under way, or its pause.
+        self._is_busy = False
+        self._sent_at = 0.0
+        self._pause: asyncio.TimerHandle | None = None
         self._is_closed = False
 
     def start(self) -> None:
@@ -43,24 +51,45 @@ class Sweeper:
         """Sweep no more."""
         self._is_closed = True
         self._sweeps.stop()
-        for timer in self._timers.values():
-            timer.cancel()
+        if self._pause is not None:
+            self._pause.cancel()
 
     def sweep_all(self) -> None:
-        """Tidy up every shard."""
+        """Tidy up every shard, one part after the other."""
         for shard in self._steps.keys.shards:
-            self._sweep(shard, 0)
+            self._due.setdefault(shard, BEGINNING)
+        self._sweep_next()
 
-    def _sweep(self, shard: Shard, cursor: int) -> None:
-        """A part of a shard; the next one follows."""
-        letters = (*self._letter_bounds.arguments(), self._letter_bounds.ttl_ms, COUNT_LETTERS_EVERY_MS)
+    def _sweep_next(self) -> None:
+        """A part of the shard whose turn it is."""
+        if self._is_busy or not self._due:
+            return
+        self._is_busy = True
+        self._sent_at = asyncio.get_running_loop().time()
+        shard, cursor = next(iter(self._due.items()))
+        letters = (*self._letter_bounds.arguments(), self._letter_bounds.ttl_ms, COUNT_ALL_EVERY_MS)
         self._steps.sweep(shard, cursor, CONSUMER_GONE_MS, letters, self._late, partial(self._swept, shard))
 
     def _swept(self, shard: Shard, result: Swept | RedisFailure) -> None:
-        if isinstance(result, Swept):
-            self._letter_bounds.note_dropped(result.letters_dropped)
-            if result.tasks_ended:
-                self._count(LATE.code, result.tasks_ended)
-            if result.cursor and not self._is_closed:
-                again = asyncio.get_running_loop().call_later(PAUSE_S, self._sweep, shard, result.cursor)
-                self._timers[shard.number] = again
+        took_s = asyncio.get_running_loop().time() - self._sent_at
+        if not self._is_closed:
+            pause_s = max(PAUSE_S_MIN, PAUSES_A_PART * took_s)
+            self._pause = asyncio.get_running_loop().call_later(pause_s, self._rested)
+        del self._due[shard]
+        if isinstance(result, RedisFailure):  # until the next sweep
+            self._unfinished.discard(shard)
+            return
+        self._letter_bounds.note_dropped(result.letters_dropped)
+        if result.tasks_ended:
+            self._count(LATE.code, result.tasks_ended)
+        if result.is_more:
+            self._unfinished.add(shard)
+        if result.cursor:
+            self._due[shard] = result.cursor
+        elif shard in self._unfinished:
+            self._unfinished.remove(shard)
+            self._due[shard] = BEGINNING
+
+    def _rested(self) -> None:
+        self._is_busy = False
+        self._sweep_next()

@@ -18,10 +18,10 @@ local function count_bytes(part, bytes)
   redis.call('HINCRBY', COUNTS, string.match(part, '^[^:]+'), bytes)
 end
 
--- `field` is what the task has; nothing if an older Carpool wrote it, which counts nowhere.
+-- `field` is what the task has; nothing if an older Carpool wrote it, or somebody else did: that counts nowhere.
 local function uncount_bytes(field)
-  if field then
-    local size, part = string.match(field, '^(%d+) (.+)$')
+  local size, part = string.match(field or '', '^(%d+) (%l+_bytes:%d+)$')
+  if size then
     count_bytes(part, -size)
   end
 end

@@ -81,9 +81,14 @@ local function length_of(stream)
 end
 
 -- The id of the first entry that nobody took; nil if there is none. Nothing comes after the last id that there is.
+-- An entry comes whole: `carried_bytes` is what that was.
+local carried_bytes = 0
 local function head_of(stream, last_delivered)
   local first = redis.pcall('XRANGE', stream, '(' .. last_delivered, '+', 'COUNT', 1)
-  return first[1] and first[1][1]
+  if first[1] then
+    carried_bytes = carried_bytes + #(first[1][2][2] or '')
+    return first[1][1]
+  end
 end
 
 -- Batchers that found nothing sleep until the bell; those that found something come back by themselves. It says where
@@ -217,7 +222,7 @@ local function drop_if_idle(field, now)
     end
     redis.call('DEL', stream)
     redis.call('HDEL', LANES, field)
-    redis.call('HDEL', SIZES, 'h' .. field, 'u' .. field)
+    redis.call('HDEL', SIZES, 'h' .. field, 'u' .. field, 's' .. field)
     redis.call('ZREM', LEASED, field)
   end
   redis.call('ZREM', IDLE, field)

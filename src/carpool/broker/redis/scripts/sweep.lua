@@ -1,13 +1,18 @@
--- Keep a shard tidy, a part of its streams at a time: drop those that are empty and consumers that left, count again,
--- forget old dead letters, end what no batcher ends because none serves its model any more.
--- ARGV: where to go on (0: at the beginning), now, ms after which an idle consumer is gone, most dead letters, most bytes
---       of them, 1 if memory is short, ms that they are kept, ms after which their bytes are counted again, the result of a
+-- Keep a shard tidy, a part of it at a time: drop streams that are empty and consumers that left, count again, forget old
+-- dead letters, end what no batcher ends because none serves its model any more. Everybody else waits for a call, so none
+-- does more than a few ms of work.
+-- ARGV: where to go on ('0': at the beginning), now, ms after which an idle consumer is gone, most dead letters, most bytes
+--       of them, 1 if memory is short, ms that they are kept, ms after which all is counted again, the result of a
 --       task whose time is over, with @ for its id, ms that this is kept (without
 --       these two, none is ended)
--- Returns: where to go on (0: that was the last part), entries held, unread ones, how many letters were dropped before
---          their time, how many tasks were ended
-local STREAMS_AT_ONCE, DROPPED_AT_ONCE = 64, 256
-local now = clock(ARGV[2])
+-- Returns: where to go on ('': that was the last part), entries held, unread ones, how many letters were dropped before
+--          their time, how many tasks were ended, 1 if more is due than this part did
+-- Work is counted in units of about 10 microseconds.
+local WORK_MAX, STREAM_WORK, ENDED_WORK, LOOKED_WORK, BYTES_A_UNIT = 256, 6, 4, 0.5, 8192
+local STREAMS_AT_ONCE, DROPPED_AT_ONCE, LETTERS_AT_ONCE, COUNTED_ALWAYS_MAX = 64, 32, 256, 1024
+local END = 'end'
+local now, work, is_more, late_tasks, dropped = clock(ARGV[2]), 0, 0, 0, 0
+
 -- All but the letters is found out again, so what somebody put in its place may go.
 local function heal(key, kind)
   local found = redis.pcall('TYPE', key)
@@ -15,89 +20,156 @@ local function heal(key, kind)
     redis.call('DEL', key)
   end
 end
-if ARGV[1] == '0' then
-  for _, key in ipairs({ COUNTS, LANES, SIZES, OPENERS, OPENED, LINES, LETTER_BODIES }) do
-    heal(key, 'hash')
-  end
-  for _, key in ipairs({ LEASED, IDLE, LETTERS }) do
-    heal(key, 'zset')
+
+-- The same for what is not a whole number.
+local function heal_numbers(key)
+  local known = redis.call('HGETALL', key)
+  for i = 1, #known, 2 do
+    if not string.match(known[i + 1], '^%-?%d+$') then
+      redis.call('HDEL', key, known[i])
+    end
   end
 end
-write_also_without_memory(COUNTS)
-local healed, late_tasks, waiting = {}, 0, {}
 
--- End the oldest entries of a stream, while their time has long been over. One at a time: each is carried whole. Returns
--- how many.
-local LATE_AT_ONCE, GRACE_MS = 64, 10000
+local function spend(units)
+  work = work + units
+end
+
+-- End the entries of a stream whose time has long been over. Any may be: the first ones may live longer, or nobody can
+-- tell. Each is looked at once, and all of them again when the time of one of them is over: `sizes` has the last one
+-- that was looked at, when the first of these is over, and whether that was the last one old enough.
+local ENTRIES_AT_ONCE, GRACE_MS, LOOK_AGAIN_MS = 8, 10000, 600000
 local function end_late(field)
-  for number = 0, LATE_AT_ONCE - 1 do
-    local entry = redis.call('XRANGE', stream_of(field), '-', '+', 'COUNT', 1)[1]
-    local over_at, id
-    if entry then
-      over_at, id = life_of(entry)
-    end
-    if not over_at or over_at + GRACE_MS > now then
-      return number
-    end
-    local state = redis.call('HMGET', task_of(id), 's', 'e', 'b')
-    if state[1] == 'P' and state[2] == entry[1] then
-      keep_result(task_of(id), state[3], 'F', (string.gsub(ARGV[9], '@', id)), now, tonumber(ARGV[10]))
-      late_tasks = late_tasks + 1
-    end
-    forget_entry(field, entry[1], now)
+  local stream, state = stream_of(field), redis.call('HGET', SIZES, 's' .. field)
+  local seen, over_first, is_whole = string.match(state or '', '^(%d+%-%d+) (%d+) ([01])$')
+  over_first = tonumber(over_first)
+  if not seen or (is_whole == '1' and over_first + GRACE_MS <= now) then
+    seen, over_first = '0-0', now + LOOK_AGAIN_MS
   end
-  return LATE_AT_ONCE
+  local until_ms, ended, found = string.format('%.0f', now - GRACE_MS), {}, nil
+  repeat
+    found = redis.pcall('XRANGE', stream, '(' .. seen, until_ms, 'COUNT', ENTRIES_AT_ONCE)
+    for _, entry in ipairs(found.err and {} or found) do
+      seen = entry[1]
+      spend(LOOKED_WORK + #(entry[2][2] or '') / BYTES_A_UNIT)
+      local over_at, id = life_of(entry)
+      if over_at and over_at + GRACE_MS <= now then
+        local task = task_of(id)
+        local facts = redis.pcall('HMGET', task, 's', 'e', 'b')
+        if facts[1] == 'P' and facts[2] == seen then
+          local result = string.gsub(ARGV[9], '@', function()
+            return id
+          end)
+          -- A part of the bytes whose time has come counts no more, and goes at the end.
+          local gone_at = tonumber(string.match(facts[3] or '', ':(%d+)$'))
+          local counted = gone_at and gone_at > now and facts[3]
+          keep_result(task, counted, 'F', result, now, tonumber(ARGV[10]))
+          late_tasks = late_tasks + 1
+        end
+        ended[#ended + 1] = seen
+        spend(ENDED_WORK)
+      elseif over_at then
+        over_first = math.min(over_first, over_at)
+      end
+    end
+  until #found < ENTRIES_AT_ONCE or work >= WORK_MAX
+  if #ended > 0 then
+    redis.call('XACK', stream, GROUP, unpack(ended))
+    redis.call('XDEL', stream, unpack(ended))
+  end
+  is_whole = #found < ENTRIES_AT_ONCE
+  if seen ~= '0-0' then
+    local text = string.format('%s %.0f %d', seen, over_first, is_whole and 1 or 0)
+    if text ~= state then
+      redis.call('HSET', SIZES, 's' .. field, text)
+    end
+  end
+  -- Others first; the rest in the next round, which comes soon.
+  if not is_whole or over_first + GRACE_MS <= now then
+    is_more = 1
+  end
 end
 
--- Whether a stream has entries that came so long ago that their time may be over.
-local function has_old_ones(field, left, place)
-  local offset = about(field) or 0
-  local leases = redis.pcall('XPENDING', stream_of(field), GROUP)
-  local leased_at = not leases.err and leases[2] and ms_of(leases[2]) or now
-  return math.min(leased_at, left > 0 and place - offset or now) < now - GRACE_MS
-end
-
-local found = redis.call('HSCAN', LANES, ARGV[1], 'COUNT', STREAMS_AT_ONCE)
-local held, unread = 0, 0
-for i = 1, #found[2], 2 do
-  local field = found[2][i]
-  local _, bound, model = read_about(found[2][i + 1])
-  if not healed[model] then
-    healed[model] = true
-    heal(heads_of(model), 'zset')
+local function sweep_stream(field)
+  local before = carried_bytes
+  if ARGV[9] then
+    end_late(field)
   end
-  local left, place = look_again(field)
-  if ARGV[9] and has_old_ones(field, left, place) and end_late(field) > 0 then
-    left = look_again(field)
-  end
-  unread = unread + left
-  if bound and left > 0 then
-    waiting[#waiting + 1] = field
-  end
-  held = held + length_of(stream_of(field))
+  look_again(field)
   ended(field, now)
   local consumers = redis.pcall('XINFO', 'CONSUMERS', stream_of(field), GROUP)
   for _, consumer in ipairs(consumers.err and {} or consumers) do
     -- name, <name>, pending, <number>, idle, <ms>; deleting one that has entries pending would lose them
+    spend(0.1)
     if consumer[4] > 0 then
       leased(field)
     elseif consumer[6] > tonumber(ARGV[3]) then
       redis.call('XGROUP', 'DELCONSUMER', stream_of(field), GROUP, consumer[2])
     end
   end
+  spend(STREAM_WORK + (carried_bytes - before) / BYTES_A_UNIT)
 end
-if ARGV[1] == '0' and found[1] == '0' then -- all of them at one moment: that is the truth
+
+-- Some streams. Returns where to go on: with the next part of `lanes`, or in the same one behind a stream. A small hash
+-- comes whole, however few are asked for.
+local function sweep_streams(cursor)
+  local part, position, last = string.match(cursor, '^(%d+) (%d+) (.*)$')
+  local found = redis.call('HSCAN', LANES, part or cursor, 'COUNT', STREAMS_AT_ONCE)
+  local fields, healed, at = found[2], {}, 1
+  if part then
+    at = tonumber(position)
+    for i = 1, #fields, 2 do -- some before it may be gone
+      if fields[i] == last then
+        at = i + 2
+      end
+    end
+  end
+  while at <= #fields do
+    local field = fields[at]
+    local _, _, model = read_about(fields[at + 1])
+    if not healed[model] then
+      healed[model] = true
+      heal(heads_of(model), 'zset')
+    end
+    sweep_stream(field)
+    at = at + 2
+    if work >= WORK_MAX and at <= #fields then
+      return string.format('%s %d %s', part or cursor, at, field)
+    end
+  end
+  return found[1] == '0' and END or found[1]
+end
+
+-- What all streams have together, at one moment, by what was just found out of each: entries, and the lanes that count.
+-- An older Carpool, or somebody else, may have changed that.
+local function count_streams()
+  local sizes, lanes = facts_of(redis.call('HGETALL', SIZES)), redis.call('HGETALL', LANES)
+  local held, unread, waiting, is_known = 0, 0, {}, {}
+  for i = 1, #lanes, 2 do
+    local field = lanes[i]
+    local _, bound = read_about(lanes[i + 1])
+    local left = tonumber(sizes['u' .. field] or '0') or 0
+    is_known[field] = true
+    held, unread = held + (tonumber(sizes['h' .. field] or '0') or 0), unread + left
+    if bound and left > 0 then
+      waiting[#waiting + 1] = field
+    end
+  end
   redis.call('HSET', COUNTS, 'held', held, 'unread', unread)
-  -- So are the lanes that count, if an older Carpool, or somebody else, has changed them.
-  local lanes, owners = {}, facts_of(redis.call('HGETALL', OPENERS))
+  for name in pairs(sizes) do
+    if name ~= 'looks' and not is_known[string.sub(name, 2)] then
+      redis.call('HDEL', SIZES, name)
+    end
+  end
+  local is_waiting, owners = {}, facts_of(redis.call('HGETALL', OPENERS))
   local known = redis.call('HLEN', LINES) - redis.call('HLEN', OPENERS)
   for _, field in ipairs(waiting) do
-    lanes[lane_of(field)] = true
+    is_waiting[lane_of(field)] = true
     known = known - redis.call('HEXISTS', LINES, field)
   end
   local is_stale = known ~= 0
   for lane in pairs(owners) do
-    is_stale = is_stale or not lanes[lane]
+    is_stale = is_stale or not is_waiting[lane]
   end
   if is_stale then
     redis.call('DEL', OPENERS, OPENED, LINES)
@@ -106,32 +178,70 @@ if ARGV[1] == '0' and found[1] == '0' then -- all of them at one moment: that is
     end
   end
 end
-drop_idle(DROPPED_AT_ONCE, now)
-local bytes = { input_bytes = 0, result_bytes = 0 }
-local known = redis.call('HGETALL', COUNTS)
-for i = 1, #known, 2 do
-  local total, gone_at = string.match(known[i], '^(%l+_bytes):(%d+)$')
-  if total and tonumber(gone_at) <= now then
-    redis.call('HDEL', COUNTS, known[i])
-  elseif total then
-    bytes[total] = bytes[total] + math.max(tonumber(known[i + 1]), 0)
-  end
-end
-redis.call('HSET', COUNTS, 'input_bytes', bytes.input_bytes, 'result_bytes', bytes.result_bytes)
 
-local too_old = (now - tonumber(ARGV[7])) * 16
-local old = redis.call('ZRANGEBYSCORE', LETTERS, '-inf', too_old, 'LIMIT', 0, REMOVED_AT_ONCE)
-remove_letters(old)
-if math.abs(now - count_of('letters_counted')) >= tonumber(ARGV[8]) then
-  local letter_bytes = 0
-  for _, id in ipairs(redis.call('ZRANGE', LETTERS, 0, -1)) do
-    letter_bytes = letter_bytes + redis.call('HSTRLEN', LETTER_BODIES, id)
+-- Whether something that takes long is due, which is written down.
+local function is_due(name)
+  if math.abs(now - count_of(name)) < tonumber(ARGV[8]) then
+    return false
   end
-  redis.call('HSET', COUNTS, 'letter_bytes', letter_bytes, 'letters_counted', now)
+  redis.call('HSET', COUNTS, name, now)
+  return true
 end
-local letter_bytes_max = tonumber(ARGV[5])
-if ARGV[6] == '1' then -- half of them now, half of the rest at the next sweep
-  letter_bytes_max = math.min(letter_bytes_max, math.floor(count_of('letter_bytes') / 2))
+
+local function sweep_counts()
+  if redis.call('HLEN', LANES) <= COUNTED_ALWAYS_MAX or is_due('streams_counted') then
+    count_streams()
+  end
+  local bytes = { input_bytes = 0, result_bytes = 0 }
+  local known = redis.call('HGETALL', COUNTS)
+  for i = 1, #known, 2 do
+    local total, gone_at = string.match(known[i], '^(%l+_bytes):(%d+)$')
+    if total and tonumber(gone_at) <= now then
+      redis.call('HDEL', COUNTS, known[i])
+    elseif bytes[total] then
+      bytes[total] = bytes[total] + math.max(tonumber(known[i + 1]), 0)
+    end
+  end
+  redis.call('HSET', COUNTS, 'input_bytes', bytes.input_bytes, 'result_bytes', bytes.result_bytes)
 end
-local dropped = evict(tonumber(ARGV[4]), letter_bytes_max)
-return { tonumber(found[1]), count_of('held'), count_of('unread'), dropped, late_tasks }
+
+local function sweep_letters()
+  local too_old = (now - tonumber(ARGV[7])) * 16
+  local old = redis.call('ZRANGEBYSCORE', LETTERS, '-inf', too_old, 'LIMIT', 0, LETTERS_AT_ONCE)
+  remove_letters(old)
+  if #old == LETTERS_AT_ONCE then
+    is_more = 1
+  end
+  if is_due('letters_counted') then
+    local letter_bytes = 0
+    for _, id in ipairs(redis.call('ZRANGE', LETTERS, 0, -1)) do
+      letter_bytes = letter_bytes + redis.call('HSTRLEN', LETTER_BODIES, id)
+    end
+    redis.call('HSET', COUNTS, 'letter_bytes', letter_bytes)
+  end
+  local letter_bytes_max = tonumber(ARGV[5])
+  if ARGV[6] == '1' then -- half of them now, half of the rest at the next sweep
+    letter_bytes_max = math.min(letter_bytes_max, math.floor(count_of('letter_bytes') / 2))
+  end
+  dropped = evict(tonumber(ARGV[4]), letter_bytes_max)
+end
+
+if ARGV[1] == '0' then
+  for _, key in ipairs({ COUNTS, LANES, SIZES, OPENERS, OPENED, LINES, LETTER_BODIES }) do
+    heal(key, 'hash')
+  end
+  for _, key in ipairs({ LEASED, IDLE, LETTERS }) do
+    heal(key, 'zset')
+  end
+  heal_numbers(COUNTS)
+end
+write_also_without_memory(COUNTS)
+local next_part = ''
+if ARGV[1] == END then
+  sweep_counts()
+  sweep_letters()
+else
+  next_part = sweep_streams(ARGV[1])
+end
+drop_idle(DROPPED_AT_ONCE, now)
+return { next_part, count_of('held'), count_of('unread'), dropped, late_tasks, is_more }
