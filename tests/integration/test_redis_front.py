@@ -3,6 +3,7 @@ to keep, clients that leave meanwhile. Each test is a defect that once was there
 """
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 from carpool.broker.redis.formats import REPLY_FORMAT, CallRecord, Reply, encode_reply
 from carpool.broker.redis.gateway.queue import STREAMS_A_CALL_MAX
-from carpool.core.errors import BrokerDown, QueueFull
+from carpool.core.clock import monotonic
+from carpool.core.errors import BrokerDown, DeadlineExceeded, InternalError, QueueFull
 from carpool.core.outcome import Output
 from support.processes import until
 from support.redis_halves import Gateway, Halves, open_halves
@@ -97,6 +99,24 @@ class TestConnections:
         await gateway.until_mode("direct")
         gateway.nodes.let_replies_come()
         await own_halves.until_entries(0)
+
+    async def test_what_was_taken_in_time_is_not_late_when_it_is_handed_on(self, own_halves: Halves) -> None:
+        """It had waited longer for its outcome than it may for a slot: it was told that no slot was free."""
+        gateway, batcher = await own_halves.gateway(with_upstream=True), await own_halves.batcher()
+        (request,) = gateway.submit("r", queue_timeout_s=0.05)
+        await batcher.until_staged(1)
+        await asyncio.sleep(0.06)
+        gateway.queue.expire(monotonic())
+        await until(lambda: gateway.nodes.runs["cancel"] == 1)
+        await gateway.nodes.ask(0, b"PING")  # by now the gateway has heard that a batcher has it
+        own_halves.server.kill()
+        await gateway.until_mode("direct")
+        local = gateway.local
+        assert local is not None
+        local.expire(monotonic())
+        assert (gateway.outcomes(), local.depth) == ({}, 1)
+        local.expire(request.deadline)
+        assert isinstance(gateway.outcomes()["r"], DeadlineExceeded)
 
     async def test_a_client_that_leaves_while_its_shard_is_away(self, own_halves: Halves) -> None:
         gateway = await own_halves.gateway()
@@ -203,6 +223,17 @@ class TestQueueing:
         gateway.submit(*NAMES)
         told = await gateway.until_told(len(NAMES))
         assert all(isinstance(outcome, BrokerDown) for outcome in told.values())
+        await halves.until_entries(0)
+
+    async def test_a_defect_leaves_no_entries(self, halves: Halves, caplog: pytest.LogCaptureFixture) -> None:
+        """What had been sent before it stayed in the queue, and was done for nobody."""
+        gateway = await halves.gateway(waiting_max=3)  # so near the bound each stream has a step of its own
+        with caplog.at_level(logging.CRITICAL, "carpool.broker"):
+            gateway.submit("is sent", tier=0)
+            gateway.submit("\ud800 cannot be", tier=1)
+            told = await gateway.until_told(2)
+        assert {type(outcome) for outcome in told.values()} == {InternalError}
+        await until(lambda: gateway.nodes.runs["cancel"] == 1)
         await halves.until_entries(0)
 
     async def test_plain_commands_again_after_an_overload(self, halves: Halves) -> None:

@@ -106,7 +106,7 @@ class WatchedNodes(Nodes):
 
 
 class SlotsModel:
-    """A model with as many free slots as a test says (carpool.broker.redis.batcher.feed.FedModel)."""
+    """A model with as many free slots as a test says (carpool.broker.sides.FedModel)."""
 
     def __init__(self, free: int, largest: int) -> None:
         self.name = MODEL
@@ -134,9 +134,11 @@ class SlotsModel:
 class Gateway:
     """Where clients wait."""
 
-    def __init__(self, nodes: WatchedNodes, queue: RedisQueue) -> None:
+    def __init__(self, nodes: WatchedNodes, queue: RedisQueue, local: MemoryBroker | None) -> None:
         self.nodes = nodes
         self.queue = queue
+        # What it does without Redis goes here.
+        self.local = local
         self.witness = Witness()
 
     def request(self, name: str, **options: Any) -> Request:
@@ -255,7 +257,7 @@ class Halves:
         # As after the first requests in every shard, which go by a script: nothing was there.
         queue._held_in = [0] * len(self.keys.shards)
         self._opened.callback(queue.close)
-        gateway = Gateway(nodes, queue)
+        gateway = Gateway(nodes, queue, local)
         await gateway.until_mode("redis")
         return gateway
 

@@ -267,7 +267,7 @@ class RedisQueue:
             except Exception:  # a defect must not cost others of this turn their place
                 logger.exception("requests could not be queued")
                 for request in self.parking.still_here(request for _, requests in pile for request in requests):
-                    self.parking.end(request, InternalError("the request could not be queued"))
+                    self.settle(request, InternalError("the request could not be queued"))
         if self._cancelled:
             cancelled, self._cancelled = self._cancelled, defaultdict(list)
             for number, entries in cancelled.items():
@@ -405,11 +405,14 @@ class RedisQueue:
         assert self._local is not None
         self.parking.remove(request)
         request.number = 0
+        now = self._clock()
+        if request.arrived + request.queue_timeout_s <= now:
+            request.taken = now  # a batcher took it in time: what it waits for is its outcome
         refusal = self._local.reserve(request)
         if refusal is None:
             self._local.enqueue(request)
         else:
-            request.settle(refusal, self._clock())
+            request.settle(refusal, now)
             self.parking.count(refusal.code)
 
     # Out of Redis.
