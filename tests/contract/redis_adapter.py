@@ -61,9 +61,9 @@ class CountingNodes(Nodes):
         self.outstanding += 1
         super().send(slot, partial(self._replied, on_reply, command), *command)
 
-    def send_all(self, slot: int, on_reply: OnReply, packed: list[bytes]) -> None:
+    def send_all(self, slot: int, on_reply: OnReply, packed: list[bytes], size: int) -> None:
         self.outstanding += len(packed)
-        super().send_all(slot, partial(self._replied, on_reply, ()), packed)
+        super().send_all(slot, partial(self._replied, on_reply, ()), packed, size)
 
     def run(
         self,

@@ -14,10 +14,10 @@ import pytest
 from carpool.broker.redis.formats import REPLY_FORMAT, CallRecord, Reply, encode_reply
 from carpool.broker.redis.gateway.queue import STREAMS_A_CALL_MAX
 from carpool.core.clock import monotonic
-from carpool.core.errors import BrokerDown, DeadlineExceeded, InternalError, QueueFull
+from carpool.core.errors import BrokerDown, BrokerMemoryFull, DeadlineExceeded, InternalError, QueueFull
 from carpool.core.outcome import Output
 from support.processes import until
-from support.redis_halves import Gateway, Halves, open_halves
+from support.redis_halves import Gateway, Halves, open_halves, until_seen
 from support.redis_servers import RedisServer, running_redis
 
 NAMES = [f"r{number}" for number in range(20)]
@@ -235,6 +235,40 @@ class TestQueueing:
         assert {type(outcome) for outcome in told.values()} == {InternalError}
         await until(lambda: gateway.nodes.runs["cancel"] == 1)
         await halves.until_entries(0)
+
+    @pytest.mark.parametrize("pending_bytes_max", range(50_000, 400_000, 50_000))
+    async def test_what_there_is_no_room_for_is_refused_as_a_whole(
+        self, halves: Halves, pending_bytes_max: int
+    ) -> None:
+        """Entries that never came were counted, others came and were never withdrawn, and all were tried again in every
+        turn.
+        """
+        gateway = await halves.gateway(pending_bytes_max=pending_bytes_max)
+        for tier in range(3):
+            names = (f"r{tier}-{number}" for number in range(100))
+            gateway.submit(*names, tier=tier, value=b'"' + 1000 * b"x" + b'"')
+
+        async def are_all_somewhere() -> bool:
+            return await halves.number_of_entries() + len(gateway.outcomes()) >= 300
+
+        await until_seen(are_all_somewhere)
+        refused, entries = gateway.outcomes(), await halves.number_of_entries()
+        assert {type(outcome) for outcome in refused.values()} <= {QueueFull}
+        assert (entries + len(refused), await halves.counted_entries()) == (300, entries)
+        assert gateway.queue.sent_again == 0
+        batcher = await halves.batcher()
+        batcher.serve()
+        await gateway.until_told(300)
+
+    async def test_what_redis_refuses_does_not_count(self, own_halves: Halves) -> None:
+        """The script behind the plain commands counted what had been refused before it."""
+        gateway = await own_halves.gateway()
+        await own_halves.fill_memory()
+        gateway.submit("a", "b")
+        told = await gateway.until_told(2)
+        assert {type(outcome) for outcome in told.values()} == {BrokerMemoryFull}
+        await gateway.nodes.ask(0, b"PING")  # what followed is done
+        assert await own_halves.counted_entries() == 0
 
     async def test_plain_commands_again_after_an_overload(self, halves: Halves) -> None:
         """What the last plain command had told was believed for ever: from then on all went by the slow script."""

@@ -23,6 +23,7 @@ from carpool.broker.redis.client.link import (
     Entry,
     Link,
     Lost,
+    NoRoom,
     NotSent,
     RedisFailure,
     Refused,
@@ -189,7 +190,7 @@ async def test_pending_bytes_are_bounded_and_freed_by_replies() -> None:
     for _ in range(3):
         one.request(b"ECHO", b"x" * 400)
     await asyncio.sleep(0)
-    assert [type(reply) for reply in one.replies] == [NotSent]
+    assert [type(reply) for reply in one.replies] == [NoRoom]
     one.link.data_received(b":1\r\n:2\r\n")
     one.request(b"ECHO", b"x" * 400)
     await asyncio.sleep(0)
@@ -342,7 +343,7 @@ async def test_too_much_at_once_is_not_sent(redis_server: RedisServer) -> None:
     async with connected(redis_server.url, pending_bytes_max=100_000) as nodes:
         answers = await answers_of(nodes, 0, [(b"ECHO", b"x" * 9_000)] * 20)
         kinds = [type(answer) for answer in answers]
-        assert kinds == [bytes] * 11 + [NotSent] * 9
+        assert kinds == [bytes] * 11 + [NoRoom] * 9
         assert await answers_of(nodes, 0, [(b"ECHO", b"y")]) == [b"y"]
 
 

@@ -54,8 +54,8 @@ NEVER_MS = 600_000
 class WatchedNodes(Nodes):
     """Knows which scripts were run and which bells were heard, and can keep replies of scripts back."""
 
-    def __init__(self, url: str, changed: Callable[[], None], timeout_s: float) -> None:
-        super().__init__(parse_broker_url(url), changed=changed, timeout_s=timeout_s)
+    def __init__(self, url: str, changed: Callable[[], None], timeout_s: float, **options: Any) -> None:
+        super().__init__(parse_broker_url(url), changed=changed, timeout_s=timeout_s, **options)
         # By name: how often each script was run.
         self.runs: Counter[str] = Counter()
         # Bells that were heard.
@@ -240,7 +240,9 @@ class Halves:
         # Batchers that hear the bells.
         self._listeners = 0
 
-    async def gateway(self, name: bytes = b"g1", *, with_upstream: bool = False, **options: Any) -> Gateway:
+    async def gateway(
+        self, name: bytes = b"g1", *, with_upstream: bool = False, pending_bytes_max: int = 10**8, **options: Any
+    ) -> Gateway:
         """One that is connected; with an upstream of its own it can do without Redis."""
         queues: list[RedisQueue] = []
 
@@ -248,7 +250,7 @@ class Halves:
             for queue in queues:
                 queue.nodes_changed()
 
-        nodes = self._connect(changed)
+        nodes = self._connect(changed, pending_bytes_max=pending_bytes_max)
         settings: dict[str, Any] = {"waiting_max": 100_000, "bytes_max": 10**9, "lanes_max": 64, **options}
         local = local_broker() if with_upstream else None
         settings |= {"line_offsets_ms": LINE_OFFSETS_MS}
@@ -300,6 +302,10 @@ class Halves:
     async def number_of_entries(self) -> int:
         return len(await self.entries())
 
+    async def counted_entries(self) -> int:
+        """As the scripts count them."""
+        return sum([int(await self.client.hget(shard.counts, "held") or 0) for shard in self.keys.shards])
+
     async def until_entries(self, number: int) -> None:
         """Wait until so many are in the queue."""
 
@@ -331,8 +337,8 @@ class Halves:
         if names:
             await self.client.unlink(*names)
 
-    def _connect(self, changed: Callable[[], None]) -> WatchedNodes:
-        nodes = WatchedNodes(self.server.url, changed, self.timeout_s)
+    def _connect(self, changed: Callable[[], None], **options: Any) -> WatchedNodes:
+        nodes = WatchedNodes(self.server.url, changed, self.timeout_s, **options)
         self._opened.push_async_callback(nodes.close)
         nodes.start()
         return nodes

@@ -4,11 +4,12 @@ Which keys, node and clock a step needs, and what its reply looks like, is known
 sends, `done` is called once: a reply that cannot be understood is a failure like others (`Unreadable`).
 """
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from carpool.broker.redis.client.link import RedisFailure, ignore, pack_beginning, pack_rest
+from carpool.broker.redis.client.link import NoRoom, RedisFailure, ignore, pack_beginning, pack_rest
 from carpool.broker.redis.client.nodes import Nodes, Script
 from carpool.broker.redis.formats import FAILED, PENDING, SUCCESS
 from carpool.broker.redis.keys import GROUP, Keys, Shard
@@ -44,6 +45,8 @@ Argument = bytes | int | str
 Done = Callable[[Found | RedisFailure], None]
 # An entry's id and its fields, as Redis sends them. Nobody says what they contain.
 Entry = Sequence[Any]
+# More than the script behind additions ever takes on the wire.
+ARRIVED_BYTES_MAX = 64 * 1024
 
 
 class Unreadable(RedisFailure):
@@ -181,24 +184,36 @@ class Steps:
         """
         now = self._now_ms()
         entry_id = now + b"-*" if now else b"*"
-        replies: list[list[Any]] = []
+        commands: list[tuple[list[bytes], int]] = []
         arguments: list[Argument] = [now]
         for stream, header, owner, values in additions:
             beginning = pack_beginning(b"XADD", shard.stream(stream.field), entry_id, header)
+            packed = [pack_rest(beginning, *value) for value in values]
+            commands.append((packed, sum(map(len, packed))))
+            arguments += (stream.field, stream.about, len(values), owner)
+        # All of it or nothing: entries that no script tells of are not found, and it must count none that never came.
+        if not self.nodes.has_room(shard.slot, sum(size for _, size in commands) + ARRIVED_BYTES_MAX):
+            no_room = NoRoom("too much waits for Redis")
+            nothing = Added([[no_room] * len(packed) for packed, _ in commands], 0, 0, no_room)
+            asyncio.get_running_loop().call_soon(done, nothing)
+            return
+        replies: list[list[Any]] = []
+        for packed, size in commands:
             came: list[Any] = []
             replies.append(came)
-            self.nodes.send_all(shard.slot, came.append, [pack_rest(beginning, *value) for value in values])
-            arguments += (stream.field, stream.about, len(values), owner)
+            self.nodes.send_all(shard.slot, came.append, packed, size)
 
         def arrived(reply: Any) -> None:
             known = read(reply, lambda reply: (int(reply[0]), int(reply[1])))
             failure = known if isinstance(known, RedisFailure) else None
             held, lanes = (0, 0) if isinstance(known, RedisFailure) else known
-            for addition, came in zip(additions, replies, strict=True):
-                came += [Unreadable("no reply came")] * (len(addition.values) - len(came))
             done(Added(replies, held, lanes, failure))
 
         self._run(ARRIVED, shard, arguments, arrived)
+
+    def count_again(self, shard: Shard, fields: Iterable[bytes]) -> None:
+        """Of what was to be added to these streams some was refused: see what is there."""
+        self._run(LEVEL, shard, (self._now_ms(), 0, *(part for field in fields for part in (field, 0))), ignore)
 
     def submit(
         self,

@@ -58,6 +58,10 @@ class NotSent(RedisFailure):
     """The command was certainly not executed."""
 
 
+class NoRoom(NotSent):
+    """So much waits for the replies of a server that nothing more is sent to it."""
+
+
 class Lost(RedisFailure):
     """The connection broke or timed out before the reply: the command may have been executed."""
 
@@ -318,13 +322,16 @@ class CommandLink(Link):
         """Commands without a reply."""
         return len(self._pending)
 
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes more may wait for their replies."""
+        return self._pending_bytes + size <= self._bytes_max
+
     def request(self, on_reply: OnReply, command: Command, hops: int = 0, asking: bool = False) -> None:
         """Send a command and call back with its reply, never before this returned."""
         packed = _pack(command)
         size = len(packed)
-        if self._pending_bytes + size > self._bytes_max or not self.is_open:
-            reason = "too much waits for Redis" if self.is_open else "the connection to Redis is closed"
-            self._loop.call_soon(on_reply, NotSent(reason))
+        if not self.has_room(size) or not self.is_open:
+            self._loop.call_soon(on_reply, self._not_sent())
             return
         self._pending_bytes += size
         outgoing = self._outgoing
@@ -333,16 +340,17 @@ class CommandLink(Link):
         outgoing.append(packed)
         self._pending.append((on_reply, command, size, hops, asking))
 
-    def request_all(self, on_reply: OnReply, packed: list[bytes]) -> None:
-        """Send many commands that are packed already, and call back with the reply of each, in their order.
+    def request_all(self, on_reply: OnReply, packed: list[bytes], size: int) -> None:
+        """Send many commands that are packed already, and call back with the reply of each, in their order. `size`: of
+        all of them.
 
         One entry stands for all, so that a command costs no call of its own. They cannot be redirected: whoever gets
         MOVED or ASK has to send again.
         """
-        share = sum(map(len, packed)) // len(packed)
+        share = size // len(packed)
         size = share * len(packed)
-        if self._pending_bytes + size > self._bytes_max or not self.is_open:
-            failure = NotSent("too much waits for Redis" if self.is_open else "the connection to Redis is closed")
+        if not self.has_room(size) or not self.is_open:
+            failure = self._not_sent()
             for _ in packed:
                 self._loop.call_soon(on_reply, failure)
             return
@@ -357,6 +365,9 @@ class CommandLink(Link):
         self._is_retiring = True
         if not self._pending:
             self._end("the connection was given up")
+
+    def _not_sent(self) -> NotSent:
+        return NoRoom("too much waits for Redis") if self.is_open else NotSent("the connection to Redis is closed")
 
     def _opened(self) -> None:
         self._ticks.start()

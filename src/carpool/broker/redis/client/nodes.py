@@ -123,14 +123,21 @@ class Nodes:
         else:
             link.request(on_reply, command)
 
-    def send_all(self, slot: int, on_reply: OnReply, packed: list[bytes]) -> None:
-        """Send many packed commands (link.pack_rest); `on_reply` gets the reply of each, in their order."""
+    def has_room(self, slot: int, size: int) -> bool:
+        """Whether a command of so many bytes, if it is not sent, is so for another reason than `NoRoom`."""
+        link = self._by_slot[slot].link
+        return link is None or link.has_room(size)
+
+    def send_all(self, slot: int, on_reply: OnReply, packed: list[bytes], size: int) -> None:
+        """Send many packed commands (link.pack_rest), of so many bytes together; `on_reply` gets the reply of each, in
+        their order.
+        """
         link = self._by_slot[slot].link
         if link is None:
             for _ in packed:
                 self._not_sent(on_reply)
         else:
-            link.request_all(on_reply, packed)
+            link.request_all(on_reply, packed, size)
 
     def run(
         self,

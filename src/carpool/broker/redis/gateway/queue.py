@@ -19,13 +19,13 @@ import msgspec
 
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.parking import Parking
-from carpool.broker.redis.client.link import RedisFailure, Refused
+from carpool.broker.redis.client.link import NoRoom, RedisFailure, Refused
 from carpool.broker.redis.formats import (
     Reply,
     make_error,
 )
 from carpool.broker.redis.gateway.entries import ENTRIES_A_CALL_MAX, header_of, parts_of, stream_of, values_of
-from carpool.broker.redis.gateway.refusals import REFUSALS
+from carpool.broker.redis.gateway.refusals import REFUSALS, error_of
 from carpool.broker.redis.gateway.replies import ReplyReader
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.steps import Added, Addition, Queued, Steps
@@ -318,15 +318,23 @@ class RedisQueue:
 
     def _added(self, shard: Shard, parcels: list[Parcel], added: Added) -> None:
         """The plain commands and the script behind them have their replies."""
+        for parcel, entry_ids in zip(parcels, added.entry_ids, strict=True):
+            parcel.entry_ids = entry_ids
+        refused = [
+            parcel for parcel in parcels if not all(isinstance(entry_id, bytes) for entry_id in parcel.entry_ids)
+        ]
         # Where slots are moving, the next ones go by the script: it is redirected, plain commands are not.
         is_moving = any(
-            isinstance(entry_id, Refused) and entry_id.code in MOVING for ids in added.entry_ids for entry_id in ids
+            isinstance(entry_id, Refused) and entry_id.code in MOVING
+            for parcel in refused
+            for entry_id in parcel.entry_ids
         )
         if added.failure is None or is_moving:
             self._held_in[shard.number] = self._shard_max if is_moving else added.held
             self._lanes_in[shard.number] = added.lanes
-        for parcel, entry_ids in zip(parcels, added.entry_ids, strict=True):
-            parcel.entry_ids = entry_ids
+        if refused and added.failure is None:  # the script has counted them
+            self._steps.count_again(shard, [parcel.field for parcel in refused])
+        for parcel in parcels:
             self._parcel_added(parcel, added.failure)
 
     def _parcel_added(self, parcel: Parcel, failure: RedisFailure | None) -> None:
@@ -361,9 +369,9 @@ class RedisQueue:
             self.flush.ring()
 
     def _not_queued(self, waiting: list[Request], failure: RedisFailure) -> None:
-        if isinstance(failure, Refused) and failure.code in REFUSALS:
+        if isinstance(failure, NoRoom) or (isinstance(failure, Refused) and failure.code in REFUSALS):
             for request in waiting:
-                self.parking.end(request, REFUSALS[failure.code]())
+                self.parking.end(request, error_of(failure))
         elif not isinstance(failure, Refused) or failure.code in MOVING:
             self._send_again(waiting)
         else:  # LOADING, CLUSTERDOWN, …: nothing was queued, and the nodes are looked at again

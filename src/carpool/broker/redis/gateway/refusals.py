@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from carpool.broker.journal_records import store_full
 from carpool.broker.journal_writer import no_such_letter
-from carpool.broker.redis.client.link import Lost, RedisFailure, Refused
+from carpool.broker.redis.client.link import Lost, NoRoom, RedisFailure, Refused
 from carpool.core.errors import BrokerDown, BrokerMemoryFull, CarpoolError, QueueFull
 
 # What the script, or Redis itself, refuses.
@@ -27,6 +27,8 @@ def error_of(failure: RedisFailure) -> CarpoolError:
     """What a submitter is told."""
     if isinstance(failure, Lost):
         return BrokerDown("Redis was lost: the task may or may not have been accepted; try again", retry_after_s=1)
+    if isinstance(failure, NoRoom):
+        return REFUSALS["QUEUEFULL"]()
     if not isinstance(failure, Refused):
         return out_of_reach()
     if failure.code == "NOLETTER":
