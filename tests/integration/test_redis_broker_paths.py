@@ -219,6 +219,16 @@ async def test_a_client_that_leaves_has_its_entry_deleted(workshop: Workshop) ->
     assert "leaves" not in workshop.gpu.seen
 
 
+async def test_a_task_outlives_a_client_that_leaves_at_once(workshop: Workshop) -> None:
+    async with workshop.busy_gpu():
+        leaver = await Connection.open(workshop.other.port)
+        leaver.send("POST", "/v1/inference", inference_body("submitted"), ASYNC)
+        await leaver.close()  # before it is told the task's id
+        await until(lambda: workshop.holds(2, 1))
+    await until(lambda: workshop.holds(0, 0))
+    assert "submitted" in workshop.gpu.seen
+
+
 async def test_deadlines(workshop: Workshop) -> None:
     fleet, queue_s, total_s = workshop.fleet, 1.0, 4.0
     hasty = await fleet.add("gateway", settings={"broker.queue_timeout_s": queue_s, "broker.total_timeout_s": total_s})

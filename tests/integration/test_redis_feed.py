@@ -20,6 +20,7 @@ from carpool.broker.redis.batcher.shards import HEADS_KNOWN_MAX
 from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
 from carpool.broker.redis.formats import ENTRY_FORMAT, Header, decode_header, decode_value, encode_header, encode_record
 from carpool.broker.redis.gateway.tasks import RedisTasks
+from carpool.broker.redis.keys import GROUP
 from carpool.broker.redis.steps import Steps
 from carpool.broker.redis.terms import Head
 from carpool.core.clock import monotonic
@@ -33,6 +34,7 @@ from carpool.core.errors import (
     UpstreamFailed,
 )
 from carpool.core.outcome import Output
+from carpool.core.request import Request
 from carpool.testing import ANYBODY, FakeClock, Witness, make_request
 from support.processes import PATIENCE_S, until
 from support.redis_halves import LINE_OFFSETS_MS, NEVER_MS, Batcher, Gateway, Halves, open_halves, until_seen
@@ -648,6 +650,26 @@ class TestLeases:
         outcome = (await gateway.until_told(1))["r"]
         assert isinstance(outcome, UpstreamFailed) and "6 batchers" in outcome.detail
 
+    async def test_an_outcome_after_it_was_given_up(self, halves: Halves) -> None:
+        """Its batcher stood still, and comes back with an outcome that nobody waits for."""
+        gateway, slow = await halves.gateway(), await halves.batcher(started=False)
+        gateway.submit("r")
+        await halves.until_entries(1)
+        slow.feed.ring()
+        await slow.until_staged(1)
+        batch = slow.start_batch()
+        (entry,) = await halves.entries()
+        await halves.let_lapse(entry, deliveries=6)
+        other = await halves.batcher(b"b2", started=False)
+        other.feed._look_at_all()
+        await gateway.until_told(1)
+        await other.until_confirmed()
+        slow.answer(batch)
+        await until(lambda: gateway.queue.parking.late_outcomes == 1)
+        await slow.until_confirmed()
+        assert isinstance(gateway.outcomes()["r"], UpstreamFailed)
+        assert await halves.number_of_entries() == await halves.counted_entries() == 0
+
     async def test_what_came_lately_is_not_stuck(self, halves: Halves) -> None:
         """A model that had no slot twice in a row lost what was staged for the slot that it had in between."""
         clock = FakeClock(monotonic())
@@ -815,6 +837,79 @@ class TestWhoLeaves:
         assert other.broker.held == batcher.broker.held == 0
         assert stays.phase == leaves.phase
 
+    async def test_before_the_answer_that_brings_it(self, halves: Halves) -> None:
+        """Bells are on another connection, and may be quicker."""
+        gateway, batcher = await halves.gateway(), await halves.batcher()
+        await until_quiet(batcher)
+        batcher.nodes.keep_replies("level")
+        leaves, _ = gateway.submit("leaves", "stays")
+        await until(lambda: batcher.nodes.kept == 1)
+        heard = batcher.nodes.bells
+        gateway.queue.cancel(leaves)
+        await until(lambda: batcher.nodes.bells == heard + 1)
+        batcher.nodes.let_replies_come()
+        await batcher.until_staged(1)
+        batcher.answer(batcher.start_batch())
+        told = await gateway.until_told(2)
+        assert [type(told[name]) for name in ("leaves", "stays")] == [ClientLeft, Output]
+        await batcher.until_confirmed()
+        assert await halves.number_of_entries() == await halves.counted_entries() == batcher.broker.held == 0
+
+    @pytest.mark.parametrize("reason", ["long ago", "too many"])
+    async def test_what_is_remembered_of_them_is_bounded(self, halves: Halves, reason: str) -> None:
+        """An entry of which it was forgotten is done for nobody, and nothing worse."""
+        clock = FakeClock(monotonic())
+        gateway, batcher = await halves.gateway(), await halves.batcher(clock=clock)
+        await until_quiet(batcher)
+        batcher.nodes.keep_replies("level")
+        gateway.submit("r")
+        await until(lambda: batcher.nodes.kept == 1)
+        (entry,) = await halves.entries()
+        heard = batcher.nodes.bells
+        if reason == "too many":
+            others = b" ".join(b"%b %d-1" % (entry.field, number) for number in range(feed_module.LEFT_EARLY_MAX))
+            await halves.client.spublish(entry.shard.bell, b"left b1 " + others)
+            heard += 1
+        await halves.client.spublish(entry.shard.bell, b"left b1 %b %b" % (entry.field, entry.id))
+        await until(lambda: batcher.nodes.bells == heard + 1)
+        if reason == "long ago":
+            clock.advance(feed_module.LEFT_EARLY_S)
+            batcher.feed._look_at_all()
+        batcher.nodes.let_replies_come()
+        await batcher.until_staged(1)
+
+    async def test_one_that_another_batcher_has(self, halves: Halves) -> None:
+        """Every batcher hears every bell."""
+        gateway, batcher = await halves.gateway(), await halves.batcher()
+        gateway.submit("r")
+        await batcher.until_staged(1)
+        (entry,) = await halves.entries()
+        heard = batcher.nodes.bells
+        await halves.client.spublish(entry.shard.bell, b"left b2 %b %b" % (entry.field, entry.id))
+        await until(lambda: batcher.nodes.bells == heard + 1)
+        assert batcher.broker.depth == 1
+
+    async def test_a_suspect_makes_room_for_the_next(self, halves: Halves) -> None:
+        gateway, dead = await halves.gateway(), await halves.batcher(b"dead", started=False)
+        requests = gateway.submit("a", "b")
+        await halves.until_entries(2)
+        dead.feed.ring()
+        await dead.until_staged(2)
+        dead.feed.close()
+        for entry in await halves.entries():
+            await halves.let_lapse(entry, deliveries=5)
+        batcher = await halves.batcher()
+        batcher.feed._look_at_all()  # once: the timer comes much later
+        await batcher.until_staged(1)
+        (first,) = batcher.start_batch()
+        gateway.queue.cancel(next(request for request in requests if request.id == first.id))
+        await batcher.until_staged(1)
+        (second,) = batcher.start_batch()
+        assert {first.id, second.id} == {"a", "b"}
+        batcher.answer([second])
+        told = await gateway.until_told(2)
+        assert [type(told[request.id]) for request in (first, second)] == [ClientLeft, Output]
+
     async def test_while_it_runs_it_is_not_sent_again(self, halves: Halves) -> None:
         gateway, batcher = await halves.gateway(), await halves.batcher()
         (leaves,) = gateway.submit("leaves")
@@ -838,6 +933,72 @@ class TestWhoLeaves:
         batcher.answer(batcher.start_batch())
         assert isinstance((await gateway.until_told(1))["r"], Output)
         assert request.result_code == "ok"
+
+
+class TestLanding:
+    """What was taken waits a moment for the answers of other shards."""
+
+    @pytest.fixture
+    async def halves(self, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Halves]:
+        monkeypatch.setattr(feed_module, "COMPANY_S_MAX", 60.0)
+        async with open_halves(redis_server, shards=2) as halves:
+            yield halves
+
+    async def land_one(self, halves: Halves, gateway: Gateway, batcher: Batcher) -> list[Request]:
+        """Two requests are taken from two shards; one of these has answered."""
+        await until_quiet(batcher)
+        batcher.model.free = 0
+        requests = gateway.submit("a")
+        await halves.until_entries(1)
+        requests += gateway.submit("b")
+        await until(lambda: batcher.nodes.bells == 2)
+        batcher.nodes.keep_replies("level")
+        batcher.model.free = 1
+        batcher.feed.ring()
+        await until(lambda: batcher.nodes.kept == 2)
+        batcher.nodes.let_one_reply_come()
+        assert (batcher.broker.held, batcher.broker.depth) == (1, 0)
+        return requests
+
+    async def test_clients_that_leave(self, halves: Halves) -> None:
+        gateway, batcher = await halves.gateway(), await halves.batcher()
+        for request in await self.land_one(halves, gateway, batcher):
+            gateway.queue.cancel(request)
+        await until(lambda: batcher.broker.held == 0 and batcher.nodes.bells == 4)
+        batcher.nodes.let_replies_come()
+        await until_quiet(batcher)
+        await batcher.until_confirmed()
+        assert batcher.broker.depth == batcher.broker.held == await halves.counted_entries() == 0
+        assert {type(outcome) for outcome in gateway.outcomes().values()} == {ClientLeft}
+
+    async def test_leases_that_are_lost(self, halves: Halves) -> None:
+        """Others have them, and are done with them."""
+        gateway, batcher = await halves.gateway(), await halves.batcher(lease_ms=1500)
+        await self.land_one(halves, gateway, batcher)
+        for entry in await halves.entries():
+            stream = entry.shard.stream(entry.field)
+            await halves.client.xack(stream, GROUP, entry.id)
+            await halves.client.xdel(stream, entry.id)
+        await until(lambda: batcher.feed.leases_lost == 1)
+        assert batcher.broker.held == 0
+        batcher.nodes.let_replies_come()
+        await until(lambda: batcher.feed.leases_lost == 2)
+        assert batcher.broker.depth == batcher.broker.held == 0
+
+    async def test_draining(self, halves: Halves) -> None:
+        """What is here is sent; what comes is for others."""
+        gateway, batcher = await halves.gateway(), await halves.batcher()
+        await self.land_one(halves, gateway, batcher)
+        batcher.feed.drain()
+        assert batcher.broker.depth == 1
+        batcher.nodes.let_replies_come()
+        await batcher.until_confirmed()
+        assert batcher.broker.depth == 1
+        batcher.answer(batcher.start_batch())
+        other = await halves.batcher(b"b2")
+        await other.until_staged(1)
+        other.answer(other.start_batch())
+        assert {type(outcome) for outcome in (await gateway.until_told(2)).values()} == {Output}
 
 
 class TestDrain:

@@ -14,7 +14,15 @@ import pytest
 from carpool.broker.redis.formats import REPLY_FORMAT, CallRecord, Reply, encode_reply
 from carpool.broker.redis.gateway.queue import STREAMS_A_CALL_MAX
 from carpool.core.clock import monotonic
-from carpool.core.errors import BrokerDown, BrokerMemoryFull, DeadlineExceeded, InternalError, QueueFull
+from carpool.core.errors import (
+    BrokerDown,
+    BrokerMemoryFull,
+    ClientLeft,
+    DeadlineExceeded,
+    InternalError,
+    QueueFull,
+    UpstreamFailed,
+)
 from carpool.core.outcome import Output
 from support.processes import until
 from support.redis_halves import Gateway, Halves, open_halves, until_seen
@@ -300,7 +308,71 @@ class TestQueueing:
         assert all(isinstance(outcome, QueueFull) for outcome in refused.values())
 
 
+class TestWhoLeaves:
+    async def test_before_the_id_of_its_entry_is_known(self, halves: Halves) -> None:
+        gateway = await halves.gateway()
+        gateway.nodes.keep_replies("arrived")
+        leaves, _ = gateway.submit("leaves", "stays")
+        await until(lambda: gateway.nodes.kept == 1)
+        gateway.queue.cancel(leaves)
+        assert isinstance(gateway.outcomes()["leaves"], ClientLeft)
+        gateway.nodes.let_replies_come()
+        await halves.until_entries(1)
+        assert [entry.request_id for entry in await halves.entries()] == ["stays"]
+        assert gateway.queue.parking.held == 1
+
+    async def test_while_its_outcome_is_on_the_way(self, halves: Halves) -> None:
+        gateway, batcher = await halves.gateway(), await halves.batcher()
+        (leaves,) = gateway.submit("leaves")
+        await batcher.until_staged(1)
+        batcher.answer(batcher.start_batch())
+        gateway.queue.cancel(leaves)
+        await until(lambda: gateway.queue.parking.late_outcomes == 1)
+        assert isinstance((await gateway.until_told(1))["leaves"], ClientLeft)
+        await batcher.until_confirmed()
+        await halves.until_entries(0)
+        assert await halves.counted_entries() == batcher.broker.held == gateway.queue.parking.held == 0
+
+
 class TestReplies:
+    async def test_an_outcome_before_the_id_of_its_entry_is_known(self, halves: Halves) -> None:
+        gateway, batcher = await halves.gateway(), await halves.batcher()
+        gateway.nodes.keep_replies("arrived")
+        gateway.submit("r")
+        await batcher.until_staged(1)
+        batcher.answer(batcher.start_batch())
+        assert isinstance((await gateway.until_told(1))["r"], Output)
+        await batcher.until_confirmed()
+        gateway.nodes.let_replies_come()
+        await gateway.nodes.ask(0, b"PING")
+        assert gateway.nodes.runs["cancel"] == 0  # nothing is left to withdraw
+        assert await halves.number_of_entries() == gateway.queue.parking.held == 0
+
+    async def test_what_comes_twice_or_late_is_counted_and_dropped(self, halves: Halves) -> None:
+        gateway = await halves.gateway()
+        (first, second) = gateway.submit("first", "second")
+        for _ in range(2):
+            gateway.queue.reply_came(reply_to(first.number))
+        error = (second.number, UpstreamFailed.code, "it failed", None)
+        for _ in range(2):
+            gateway.queue.reply_came(Reply(REPLY_FORMAT, [], [], [error], []))
+        gateway.queue.reply_came(reply_to(second.number))
+        told = gateway.outcomes()
+        assert [type(told[name]) for name in ("first", "second")] == [Output, UpstreamFailed]
+        assert (gateway.queue.parking.late_outcomes, gateway.queue.parking.held) == (3, 0)
+        assert gateway.queue.parking.outcomes == {"ok": 1, UpstreamFailed.code: 1}
+
+    async def test_an_outcome_that_redis_does_not_take_is_given_up_when_nobody_can_wait(self, halves: Halves) -> None:
+        gateway, batcher = await halves.gateway(), await halves.batcher()
+        (request,) = gateway.submit("r", total_timeout_s=0.5)
+        await batcher.until_staged(1)
+        await halves.client.set(halves.keys.replies(b"g1"), "no stream")
+        batcher.answer(batcher.start_batch())
+        await batcher.until_confirmed()
+        assert batcher.replies.retries > 0
+        assert monotonic() >= request.deadline
+        await halves.until_entries(0)
+
     async def test_a_fault_in_taking_a_reply_makes_nobody_deaf(self, halves: Halves) -> None:
         """No further replies were asked for."""
         faults: list[str] = []

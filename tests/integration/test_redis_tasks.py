@@ -296,6 +296,24 @@ async def test_a_poll_at_another_gateway_is_told(office: Office, no_looking_agai
     }
 
 
+async def test_what_is_told_twice_is_answered_once(office: Office, no_looking_again: None) -> None:
+    tasks = office.gateway()
+    task_id = await office.submit(tasks)
+    answers: list[StoredTask | CarpoolError] = []
+    tasks.look(ANYBODY, task_id, NEVER_S, False, answers.append)
+    await until(lambda: is_awaited(office, task_id, 1))
+    (taken,) = await office.take()
+    assert await office.finish(taken, OUTPUT)
+    tasks.finished(task_id)
+    tasks.finished(task_id)
+    await until(lambda: bool(answers))
+    tasks.finished(task_id)
+    await office.nodes.ask(office.keys.shards[0].slot, b"PING")  # whatever was asked is answered
+    assert [answer.status for answer in answers if isinstance(answer, StoredTask)] == ["SUCCESS"]
+    assert len(answers) == 1
+    assert repr(tasks) == "<RedisTasks <Polls 0>>"
+
+
 async def test_polls_of_many_gateways_are_all_told(office: Office, no_looking_again: None) -> None:
     gateways = [await office.told_gateway(b"gateway-%d" % number) for number in range(4)]
     task_id = await office.submit(gateways[0])

@@ -61,16 +61,23 @@ class WatchedNodes(Nodes):
         # Bells that were heard.
         self.bells = 0
         self._kept: list[tuple[OnReply, Any]] | None = None
+        self._kept_names: tuple[str, ...] = ()
 
-    def keep_replies(self) -> None:
-        """From now on, scripts are run but their replies stay on the way."""
-        self._kept = []
+    def keep_replies(self, *names: str) -> None:
+        """From now on, scripts (these, or all) are run but their replies stay on the way."""
+        self._kept, self._kept_names = [], names
 
     def let_replies_come(self) -> None:
         """Those that were kept too."""
         kept, self._kept = self._kept or [], None
         for on_reply, reply in kept:
             on_reply(reply)
+
+    def let_one_reply_come(self) -> None:
+        """The first of those that were kept; the others stay on the way."""
+        assert self._kept is not None
+        on_reply, reply = self._kept.pop(0)
+        on_reply(reply)
 
     @property
     def kept(self) -> int:
@@ -88,7 +95,7 @@ class WatchedNodes(Nodes):
         self.runs[script.name] += 1
 
         def replied(reply: Any) -> None:
-            if self._kept is None:
+            if self._kept is None or (self._kept_names and script.name not in self._kept_names):
                 on_reply(reply)
             else:
                 self._kept.append((on_reply, reply))
