@@ -7,13 +7,18 @@ import random
 import socket
 import struct
 import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from carpool.broker.redis.keys import Keys
 from support.checker import Checker, Verdict
 from support.client import Connection, ConnectionBrokenError, ask_once, inference_body
 from support.processes import PATIENCE_S, GatewayProcess, running_gateway, until
+from support.redis_fleet import fleet_over
+from support.redis_servers import running_redis
 from support.upstreams import ScriptedUpstream, scripted_upstream
 
 MAX_BATCH = 64
@@ -57,12 +62,15 @@ class Wave:
         return time.monotonic()
 
 
-async def wait_for_depth(admin: Connection, depth: int) -> None:
+# How many requests wait for a slot, wherever that is, while so many are sent.
+Waiting = Callable[[int], Awaitable[int]]
+
+
+async def wait_for_depth(waiting: Waiting, in_flight: int, depth: int) -> None:
     """Wait until so many requests are queued."""
 
     async def is_reached() -> bool:
-        response = await admin.ask("GET", "/internal/health")
-        return bool(response.json["queue_depth"] == depth)
+        return await waiting(in_flight) == depth
 
     await until(is_reached)
 
@@ -76,31 +84,70 @@ async def hang_up_in_waves(directory: Path, waves: int, clients: int) -> HangUps
     async with scripted_upstream() as upstream:
         flags = ("--max-batch", str(MAX_BATCH), "--no-journal")
         async with running_gateway(directory, upstream.url, *flags, settings=PATIENT) as gateway:
+            admin = await Connection.open(gateway.admin_port)
+
+            async def waiting(_: int) -> int:
+                return int((await admin.ask("GET", "/internal/health")).json["queue_depth"])
+
             for number in range(waves):
-                seconds, sent = await one_wave(gateway, upstream, checker, clients)
+                seconds, sent = await one_wave(gateway, upstream, checker, clients, waiting)
                 freed_s.append(seconds)
                 sent_after_leaving += sent
                 if number == waves // 5:
                     resident_first = gateway.resident_bytes()
+            await admin.close()
             growth = gateway.resident_bytes() - resident_first
             held = await gauges_once_empty(gateway)
             assert gateway.log_messages("error") == []
     return HangUps(checker.verdict(upstream.seen), waves * clients, sent_after_leaving, freed_s, held, growth)
 
 
+async def hang_up_over_redis(directory: Path, waves: int, clients: int) -> HangUps:
+    """The same with Redis between: clients wait there, or with the batcher, whose one slot is busy."""
+    checker, shards = Checker("C1-redis"), Keys().shards
+    freed_s: list[float] = []
+    sent_after_leaving = 0
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(running_redis(directory / "redis"))
+        client: Any = await stack.enter_async_context(server.client())
+        fleet = await stack.enter_async_context(fleet_over(directory, server.url, PATIENT))
+        upstream = await stack.enter_async_context(scripted_upstream())
+        batcher = (await fleet.add("batcher", "--upstream", upstream.url, "--max-batch", str(MAX_BATCH))).process
+        gateway = (await fleet.add("gateway")).process
+        await fleet.wait_until_ready()
+
+        async def entries() -> int:
+            return sum([int(await client.hget(shard.counts, "held") or 0) for shard in shards])
+
+        async def waiting(in_flight: int) -> int:
+            # Some of them wait with the batcher, which may forget them a moment later.
+            return max(await entries() - in_flight, int(await batcher.metric("carpool_queue_depth")))
+
+        resident_first = 0
+        for _ in range(waves):
+            seconds, sent = await one_wave(gateway, upstream, checker, clients, waiting)
+            freed_s.append(seconds)
+            sent_after_leaving += sent
+            resident_first = resident_first or fleet.resident_bytes()
+        growth = fleet.resident_bytes() - resident_first
+        held = await gauges_once_empty(gateway)
+        held["entries"] = await entries()
+        assert fleet.errors() == []
+    return HangUps(checker.verdict(upstream.seen), waves * clients, sent_after_leaving, freed_s, held, growth)
+
+
 async def one_wave(
-    gateway: GatewayProcess, upstream: ScriptedUpstream, checker: Checker, clients: int
+    gateway: GatewayProcess, upstream: ScriptedUpstream, checker: Checker, clients: int, waiting: Waiting
 ) -> tuple[float, int]:
     """Clients come, a batch of them is sent, all hang up; returns how long that took, and what was sent afterwards."""
-    admin = await Connection.open(gateway.admin_port)
     upstream.gate.clear()
     texts = [checker.new_input() for _ in range(clients)]
     wave = await asyncio.to_thread(Wave, gateway.port, texts)
     await until(lambda: upstream.in_flight > 0)
     in_flight = set(upstream.seen) & set(texts)
-    await wait_for_depth(admin, clients - len(in_flight))
+    await wait_for_depth(waiting, len(in_flight), clients - len(in_flight))
     hung_up_at = await asyncio.to_thread(wave.hang_up)
-    await wait_for_depth(admin, 0)
+    await wait_for_depth(waiting, len(in_flight), 0)
     seconds = time.monotonic() - hung_up_at
     for text in texts:
         checker.left(text)
@@ -109,7 +156,6 @@ async def one_wave(
     checker.accepted(stayed)
     response = await ask_once(gateway.port, "POST", "/v1/inference", inference_body(stayed))
     checker.output(stayed, response.json["output"])
-    await admin.close()
     return seconds, len(set(upstream.seen) & set(texts)) - len(in_flight)
 
 
