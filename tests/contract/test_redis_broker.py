@@ -1,7 +1,7 @@
 """The broker over Redis keeps the contract: on one server, and on a Cluster of three primaries and three replicas.
 
 Exact bounds, and exact order between requests, are promised inside one shard: requests are spread over the shards, each
-with its part of the bounds, and a batcher takes from one at a time. So the contract, which tells orders and bounds to
+with its part of the bounds, and a batcher takes from several at once. So the contract, which tells orders and bounds to
 the last request, runs on one shard; any order of events, which asks for truth and not for exactness, on sixteen too.
 """
 

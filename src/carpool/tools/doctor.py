@@ -52,8 +52,8 @@ KEYS_AT_ONCE = 1000
 KEYS_LOOKED_AT_MAX = 5_000_000
 SCAN_S_MAX = 30.0
 STREAMS_FOUND_MAX = 50_000
-# So long ago that no consumer and no dead letter is old enough for the sweep to touch it.
 PARTS_OF_A_SWEEP_MAX = 1000
+# So long ago that no consumer and no dead letter is old enough for the sweep to touch it.
 NEVER_MS = 10**13
 NO_BOUND = 10**15
 

@@ -310,7 +310,7 @@ def check_unlisted(names: Sequence[str]) -> Finding:
     if not names:
         return Finding("streams", "ok", "every stream is known to the batchers")
     says = f"streams that no batcher looks at: {_listed(list(names))}"
-    do = "put them back: HSET <prefix>lanes <name after q:> <model>; or DEL them if their requests no longer matter"
+    do = "put them back: HSET <prefix>lanes <name after q:> '0 - <model>'; or DEL them if nobody needs their requests"
     return Finding("streams", "problem", says, do)
 
 

@@ -2,7 +2,8 @@
 
 An entry of a queue stream has one field. Its name is the header, the same bytes for all requests of a lane, a tier and
 a gateway, so that it is made once and understood once. Its value is the format's number in a byte, the length of a
-record in two, the record, and the client's own bytes, untouched; `scripts/common.lua` reads the lengths too.
+record in two, the record, and the client's own bytes, untouched. `scripts/common.lua` reads the format's number, the
+length, remaining ms and the id too.
 
 A record is number, remaining ms, lengths of id and owner, id, owner, and what may come behind that: a msgpack array.
 Headers, these arrays and replies may become longer: a program skips what it does not know. Only what an old program

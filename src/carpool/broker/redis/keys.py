@@ -9,7 +9,7 @@ evenly, they share the shards evenly.
 | `<ns>:{tag}:lanes` | hash | the streams that may have entries: `<lane>:<line>` → what its line adds to a time, whether
   the lane counts against the bound, its model |
 | `<ns>:{tag}:heads:<model>` | zset | the streams that have entries nobody took, by the place of the first |
-| `<ns>:{tag}:sizes` | hash | by stream: entries held (`h…`) and unread (`u…`) |
+| `<ns>:{tag}:sizes` | hash | by stream: entries held (`h…`) and unread (`u…`); `looks`: the last number in `leased` |
 | `<ns>:{tag}:leased`, `:idle` | zset | streams with leases, in the order of looking; streams without entries |
 | `<ns>:{tag}:openers`, `:opened`, `:lines` | hash | lanes that count: who opened them, how many each, lines |
 | `<ns>:{tag}:counts` | hash | `held`: entries without an outcome, `unread`: those nobody took yet; `letter`: the last

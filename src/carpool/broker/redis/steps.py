@@ -1,7 +1,8 @@
 """Every step in Redis: arguments in, a struct out, or the RedisFailure that came in its place.
 
-Which keys, node and clock a step needs, and what its reply looks like, is known here and nowhere else. Whatever Redis
-sends, `done` is called once: a reply that cannot be understood is a failure like others (`Unreadable`).
+Which keys, node and clock a step of the queue needs, and what its reply looks like, is known here and nowhere else
+(heartbeats, a gateway's own stream and the doctor see to themselves). Whatever Redis sends, `done` is called once: a
+reply that cannot be understood is a failure like others (`Unreadable`).
 """
 
 import asyncio
@@ -244,8 +245,8 @@ class Steps:
             eval_on.send(shard.slot, reading(read_queued, done), b"EVAL", SUBMIT.source, 1, shard.counts, *arguments)
 
     def cancel(self, shard: Shard, entries: Iterable[tuple[bytes, bytes, bool]], done: Done[list[bool]]) -> None:
-        """Delete entries (field, id) that nobody took; says of each whether it was deleted. Batchers are told of those
-        that they took, if nobody waits for them any more.
+        """Delete entries (field, id, whether nobody waits any more) that nobody took, and those for which nobody waits:
+        then the batcher that took it is told. Says of each whether it was deleted before somebody took it.
         """
         arguments: list[Argument] = []
         for field, entry_id, has_left in entries:

@@ -3,8 +3,8 @@
 1. Late binding across machines: a batcher asks for no more than its free slots can send now, in whole batches of one
    lane, and what is staged counts against that. Company for a staged batch is asked for in its lane alone.
 2. One question at a time: the next one is asked when the last is answered, so that the limit holds over all shards.
-   Under load one shard fills a batch; when it is quiet a bell says which shard has something. In between, what is
-   taken for the last free slot waits a moment for company from the shards that are known to have more.
+   It goes to several shards at once if it takes several to fill the free slots; when it is quiet a bell says which
+   one has something. What is taken for the last free slot waits a moment for company from shards that have more.
 3. Where more waits than can be taken, the shard whose best entry has the smallest virtual deadline goes first.
 4. An entry is leased. Leases are renewed while their requests are staged or running, and until their outcome is
    acknowledged; those that are not renewed (their batcher died, or never got to see them) are claimed by any batcher.

@@ -48,7 +48,7 @@ class Registry:
         self._keys = keys
         self._name = name
         self._role = role
-        # What this process says of itself; see `fleet_view.encode_beat`.
+        # What this process says of itself; see `view.encode_beat`.
         self._describe = describe
         self._interval_s = interval_s
         self._stale_s = stale_s

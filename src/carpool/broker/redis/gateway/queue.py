@@ -6,7 +6,8 @@
 3. When a shard's node is lost, its requests are queued again elsewhere. When Redis is gone, a gateway with upstreams of
    its own hands them to its local broker (direct mode); one without answers 503. Work may be done twice then; outcomes
    are given once. When Redis comes back, entries that were handed on are withdrawn, if nobody took them.
-4. Whoever leaves, or runs out of time, has its entry deleted if no batcher took it yet.
+4. Whoever leaves has its entry deleted, and a batcher that took it is told. Whoever waited too long for a slot has it
+   deleted if no batcher took it yet.
 """
 
 import logging
