@@ -238,7 +238,7 @@ def llhttp_cases(directory: Path) -> Iterator[Case]:
 _RECORD_H11 = """
 import json
 import h11.tests.test_io as cases
-from h11._util import LocalProtocolError
+from h11 import LocalProtocolError
 
 recorded = []
 

@@ -113,5 +113,5 @@ class BreakerMachine(RuleBasedStateMachine):
         assert self.breaker.allows(self.now)
 
 
-BreakerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+BreakerMachine.TestCase.settings = settings(stateful_step_count=40)
 TestBreakerMachine = BreakerMachine.TestCase

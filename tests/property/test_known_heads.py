@@ -107,7 +107,7 @@ def requests(draw: st.DrawFn) -> bytes:
     return ending.join(lines) + ending + ending + body
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=6 * settings().max_examples)
 @given(first=st.lists(requests(), min_size=1, max_size=4), times=st.integers(1, 3), data=st.data())
 def test_known_heads_change_nothing(first: list[bytes], times: int, data: st.DataObject) -> None:
     reads = [data.draw(st.sampled_from(first)) for _ in range(times)] + first

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from carpool.broker.lanes import REBUILD_DEAD_MIN, Lane
 from carpool.core.errors import ClientLeft
-from carpool.core.request import DONE, Request
+from carpool.core.request import Request
 from carpool.testing import Witness, make_request
+from support.memory import WatchedRequests
 
 TIERS = 3
 arrival = st.tuples(st.just("arrive"), st.integers(0, TIERS - 1), st.floats(0.0, 3.0))
@@ -146,13 +147,13 @@ def test_nobody_starves(gaps_s: list[float], batch: int, further_s: float) -> No
 
 @given(st.lists(st.booleans(), max_size=600))
 def test_memory_follows_the_living(leaves: list[bool]) -> None:
-    lane = Lane("m", b"", 1)
+    lane, watched = Lane("m", b"", 1), WatchedRequests()
     for number, leaving in enumerate(leaves):
-        request = make_request(str(number), Witness(), now=float(number))
+        request = watched.make(now=float(number))
         lane.append(request)
         if leaving:
             lane.forget(request)
             request.settle(ClientLeft(""), 0.0)
-        kept = lane._tiers[0]
-        assert sum(r.phase != DONE for r in kept) == lane.waiting
-        assert len(kept) <= 2 * lane.waiting + REBUILD_DEAD_MIN + 1
+        del request
+        assert len(lane.requests()) == lane.waiting
+        assert watched.kept() <= 2 * lane.waiting + REBUILD_DEAD_MIN + 1

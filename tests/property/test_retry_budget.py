@@ -54,5 +54,5 @@ class RetryBudgetMachine(RuleBasedStateMachine):
             assert self.retries <= paid + 1e-6
 
 
-RetryBudgetMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+RetryBudgetMachine.TestCase.settings = settings(stateful_step_count=30)
 TestRetryBudget = RetryBudgetMachine.TestCase

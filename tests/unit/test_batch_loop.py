@@ -6,7 +6,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from carpool.admission.gate import Gate
@@ -50,11 +50,17 @@ class Sent:
 
 class Stand:
     def __init__(
-        self, *, slots: int = 1, policy: Policy | None = None, max_batch: int = MAX_BATCH, **bounds: float
+        self,
+        *,
+        slots: int = 1,
+        policy: Policy | None = None,
+        max_batch: int = MAX_BATCH,
+        gpu: FakeUpstream | None = None,
+        **bounds: float,
     ) -> None:
         self.clock = FakeClock(START)
         self.witness = Witness()
-        self.gpu = FakeUpstream(slots=slots).then(echo, delay_s=SERVICE_S, times=1000)
+        self.gpu = gpu or FakeUpstream(slots=slots).then(echo, delay_s=SERVICE_S, times=1000)
         self._slots, self._policy, self._max_batch, self._bounds = slots, policy or Fixed(), max_batch, bounds
         self._serial = count()
 
@@ -329,15 +335,13 @@ def test_an_arrival_while_batches_are_taken_does_not_take_their_slot() -> None:
 
 
 def test_a_limit_that_was_learned_is_never_exceeded_again() -> None:
-    stand = Stand(slots=2, max_batch=8)
-
     def takes_three(call: Call) -> Answer:
         answer = echo(call)
         too_many = answer.body.count(b",") >= 3
         return Answer(422, b'{"error":"batch size 8 > maximum allowed batch size 3"}') if too_many else answer
 
-    stand.gpu._script.clear()
-    stand.gpu.then(takes_three, delay_s=SERVICE_S, times=1000)
+    gpu = FakeUpstream(slots=2).then(takes_three, delay_s=SERVICE_S, times=1000)
+    stand = Stand(slots=2, max_batch=8, gpu=gpu)
 
     async def main() -> None:
         first = stand.arrive(8)
@@ -480,18 +484,16 @@ def make_gate(stand: Stand) -> Gate:
     return Gate(stand.broker, board, {"m": stand.pool}, lowest_tier=2)
 
 
-def bring_down(stand: Stand) -> None:
-    """Have the next five calls, and so the endpoint, fail."""
-    stand.gpu._script.clear()
-    stand.gpu.then(AttemptFailedError("reset"), times=5)
+def goes_down() -> FakeUpstream:
+    """Its first five calls, and so the endpoint, fail."""
+    return FakeUpstream().then(AttemptFailedError("reset"), times=5)
 
 
 def test_while_the_upstream_is_down_nothing_is_burnt_and_a_probe_brings_it_back() -> None:
-    stand = Stand(max_batch=1)
+    stand = Stand(max_batch=1, gpu=goes_down())
 
     async def main() -> None:
         gate = make_gate(stand)
-        bring_down(stand)
         stand.arrive(5)
         (waits,) = stand.arrive(1)
         await asyncio.sleep(0.1)
@@ -516,11 +518,10 @@ def test_while_the_upstream_is_down_nothing_is_burnt_and_a_probe_brings_it_back(
 
 def test_with_nothing_queued_the_next_request_is_let_in_as_the_probe() -> None:
     """Else an upstream that had been down once would be down for ever, for synchronous requests."""
-    stand = Stand(max_batch=1)
+    stand = Stand(max_batch=1, gpu=goes_down())
 
     async def main() -> None:
         gate = make_gate(stand)
-        bring_down(stand)
         stand.arrive(5)
         await asyncio.sleep(0.7)
         assert isinstance(gate.admit(make_request("early", stand.witness, now=stand.clock())), UpstreamDown)
@@ -540,10 +541,9 @@ def test_with_nothing_queued_the_next_request_is_let_in_as_the_probe() -> None:
 
 
 def test_those_who_wait_while_the_upstream_is_down_wait_until_their_time_is_over() -> None:
-    stand = Stand(max_batch=1)
+    stand = Stand(max_batch=1, gpu=goes_down())
 
     async def main() -> None:
-        bring_down(stand)
         stand.gpu.then(AttemptFailedError("reset"), times=95)
         stand.arrive(5)
         (patient,) = stand.arrive(queue_timeout_s=0.5)
@@ -562,7 +562,6 @@ def test_those_who_wait_while_the_upstream_is_down_wait_until_their_time_is_over
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40, deadline=None)
 @given(
     gaps_ms=st.lists(st.integers(0, 40), min_size=1, max_size=60),
     slots=st.integers(1, 3),
@@ -605,7 +604,6 @@ def test_the_promises_hold_for_any_traffic(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40, deadline=None)
 @given(
     arrivals=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 120)), min_size=1, max_size=60),
     slots=st.integers(1, 5),

@@ -75,13 +75,16 @@ class Stand:
         assert self.dispatcher.running == 0
 
 
-def play(scene: Callable[[Stand], Awaitable[None]], *, slots: int = 1, delay_s: float = 0.2) -> Stand:
-    """Run a scene in virtual time, wait for everything to end, and look for remains."""
+def play(
+    scene: Callable[[Stand], Awaitable[None]], *, slots: int = 1, delay_s: float = 0.2, gpu: FakeUpstream | None = None
+) -> Stand:
+    """Run a scene in virtual time, wait for everything to end, and look for remains. `gpu` is one with a script."""
     clock = FakeClock()
+    gpu = gpu or FakeUpstream(slots=slots).then(echo, delay_s=delay_s, times=1000)
     stands: list[Stand] = []
 
     async def main() -> None:
-        stands.append(Stand(clock, FakeUpstream(slots=slots).then(echo, delay_s=delay_s, times=1000)))
+        stands.append(Stand(clock, gpu))
         await scene(stands[0])
         await asyncio.sleep(20.0)
         stands[0].broker.expire(clock())
@@ -176,14 +179,13 @@ def test_left_between_two_attempts() -> None:
             stand.broker.cancel(requests[2])
             return Answer(503, b"")
 
-        stand.gpu._script.clear()
         stand.gpu.then(fail)
         requests = stand.arrive("a", "b", "c", "d")
         await asyncio.sleep(1.0)
         stand.check_left(requests[2])
         stand.check_answered(*requests[:2], requests[3])
 
-    assert play(scene).sent() == ["a", "b", "c", "d", "a", "b", "d"]
+    assert play(scene, gpu=FakeUpstream()).sent() == ["a", "b", "c", "d", "a", "b", "d"]
 
 
 def test_left_during_a_bisection() -> None:
@@ -195,8 +197,6 @@ def test_left_during_a_bisection() -> None:
     for leaving in (["c"], ["a"], ["c", "d"], ["a", "b", "c", "d"]):
 
         async def scene(stand: Stand, leaving: list[str] = leaving) -> None:
-            stand.gpu._script.clear()
-            stand.gpu.then(refuse_c, delay_s=0.2, times=20)
             requests = {request.id: request for request in stand.arrive("a", "b", "c", "d")}
             await asyncio.sleep(0.1)  # the whole batch is under way
             for name in leaving:
@@ -207,14 +207,12 @@ def test_left_during_a_bisection() -> None:
             if "c" not in leaving:
                 assert isinstance(stand.witness.outcome(requests["c"]), InputRefused)
 
-        sent = play(scene).sent()
+        sent = play(scene, gpu=FakeUpstream().then(refuse_c, delay_s=0.2, times=20)).sent()
         assert all(sent.count(name) == 1 for name in leaving)
 
 
 def test_left_while_waiting_for_the_slot_of_a_bisection_s_step() -> None:
     async def scene(stand: Stand) -> None:
-        stand.gpu._script.clear()
-        stand.gpu.then(Answer(500, b"")).then(echo, delay_s=0.2, times=20)
         requests = stand.arrive("a", "b", "c", "d")
         await asyncio.sleep(0.1)  # one slot: the second half waits for that of the first
         stand.broker.cancel(requests[2])
@@ -223,7 +221,8 @@ def test_left_while_waiting_for_the_slot_of_a_bisection_s_step() -> None:
         stand.check_left(*requests[2:])
         stand.check_answered(*requests[:2])
 
-    assert play(scene).sent() == ["a", "b", "c", "d", "a", "b"]
+    gpu = FakeUpstream().then(Answer(500, b"")).then(echo, delay_s=0.2, times=20)
+    assert play(scene, gpu=gpu).sent() == ["a", "b", "c", "d", "a", "b"]
 
 
 def test_left_after_the_answer() -> None:

@@ -75,8 +75,9 @@ class Office:
         return self.broker.waiting_requests()
 
     async def settle(self, request: Request, outcome: Any) -> None:
+        live = int(repr(self.tasks).partition("live=")[2].rstrip(">"))
         self.broker.settle(request, outcome)
-        await until(lambda: request.id not in self.tasks._live)
+        await until(lambda: repr(self.tasks) == f"<Tasks live={live - 1}>")
 
 
 @pytest.fixture

@@ -1,29 +1,27 @@
 """Who is due, and when."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from carpool.broker.deadlines import REBUILD_MIN, Deadlines
 from carpool.core.errors import ClientLeft
 from carpool.core.request import Request
 from carpool.testing import Witness, make_request
+from support.memory import WatchedRequests
 
 
 def request(name: str = "r") -> Request:
     return make_request(name, Witness(), now=0.0)
 
 
-def settled(name: str = "r") -> Request:
-    done = request(name)
+def settled(watched: WatchedRequests) -> Request:
+    done = watched.make()
     done.settle(ClientLeft(""), 0.0)
     return done
 
 
-def kept(deadlines: Deadlines) -> Iterator[Request]:
-    for line in deadlines._lines.values():
-        yield from (request for _, request in line)
-    yield from (request for _, _, request in deadlines._heap)
+@pytest.fixture
+def watched() -> WatchedRequests:
+    return WatchedRequests()
 
 
 def test_each_line_is_due_in_its_own_time() -> None:
@@ -54,26 +52,28 @@ def test_equal_times_do_not_compare_requests() -> None:
     assert len(deadlines.due(1.0)) == 3
 
 
-def test_the_settled_are_not_told() -> None:
+def test_the_settled_are_not_told(watched: WatchedRequests) -> None:
     deadlines = Deadlines()
     living = request()
-    for each in (settled(), living, settled()):
+    for each in (settled(watched), living, settled(watched)):
         deadlines.add(each, 1.0, "line")
         deadlines.add_unordered(each, 1.0)
+    del each
     assert deadlines.due(2.0) == [living, living]
-    assert list(kept(deadlines)) == []
+    assert watched.kept() == 0
 
 
-def test_the_settled_at_a_head_go_before_their_time() -> None:
+def test_the_settled_at_a_head_go_before_their_time(watched: WatchedRequests) -> None:
     deadlines = Deadlines()
-    deadlines.add(settled(), 600.0, "line")
-    deadlines.add_unordered(settled(), 600.0)
+    deadlines.add(settled(watched), 600.0, "line")
+    deadlines.add_unordered(settled(watched), 600.0)
+    assert watched.kept() == 2
     deadlines.due(0.0)
-    assert list(kept(deadlines)) == []
+    assert watched.kept() == 0
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_one_that_lasts_does_not_keep_all_the_settled_behind_it(ordered: bool) -> None:
+def test_one_that_lasts_does_not_keep_all_the_settled_behind_it(watched: WatchedRequests, ordered: bool) -> None:
     """A task that waits ten minutes must not hold the memory of all that came and went after it."""
     deadlines = Deadlines()
 
@@ -87,20 +87,20 @@ def test_one_that_lasts_does_not_keep_all_the_settled_behind_it(ordered: bool) -
     add(lasts, 600.0)
     most = 0
     for number in range(10 * REBUILD_MIN):
-        add(settled(), 600.0 + number)
+        add(settled(watched), 600.0 + number)
         if number % 100 == 0:
             assert deadlines.due(1.0) == []
-            most = max(most, len(list(kept(deadlines))))
+            most = max(most, watched.kept())
     assert most <= REBUILD_MIN + 101
     assert deadlines.due(600.0) == [lasts]
 
 
-def test_the_living_all_survive_a_clearance() -> None:
+def test_the_living_all_survive_a_clearance(watched: WatchedRequests) -> None:
     deadlines = Deadlines()
     living = [request(str(number)) for number in range(REBUILD_MIN)]
     for number, each in enumerate(living):
         deadlines.add(each, float(number), "line")
-        deadlines.add(settled(), float(number), "line")
-        deadlines.add_unordered(settled(), float(number))
+        deadlines.add(settled(watched), float(number), "line")
+        deadlines.add_unordered(settled(watched), float(number))
     assert deadlines.due(-1.0) == []
     assert deadlines.due(1e9) == living

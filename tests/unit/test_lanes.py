@@ -4,8 +4,9 @@ import pytest
 
 from carpool.broker.lanes import REBUILD_DEAD_MIN, Lane
 from carpool.core.errors import ClientLeft
-from carpool.core.request import DONE, QUEUED, RUNNING, Request
+from carpool.core.request import RUNNING, Request
 from carpool.testing import Witness, make_request
+from support.memory import WatchedRequests
 
 TARGETS_S = (0.05, 0.15, 0.5)
 ENTERPRISE, PAID, FREE = range(3)
@@ -23,6 +24,12 @@ def leave(lane: Lane, request: Request) -> None:
     """What the broker does when a client leaves."""
     lane.forget(request)
     request.settle(ClientLeft("left"), 0.0)
+
+
+def comes_and_goes(lane: Lane, watched: WatchedRequests) -> None:
+    request = watched.make()
+    lane.append(request)
+    leave(lane, request)
 
 
 def names(requests: list[Request]) -> list[str]:
@@ -99,16 +106,17 @@ def test_the_left_are_never_taken(lane: Lane) -> None:
 
 def test_memory_follows_the_living(lane: Lane) -> None:
     stays = waiting(lane, "stays", 0.0)
-    for number in range(10 * REBUILD_DEAD_MIN):
-        leave(lane, waiting(lane, str(number), 0.0))
-    kept = [request for tier in lane._tiers for request in tier]
-    assert stays in kept
-    assert len(kept) <= REBUILD_DEAD_MIN + 2
-    assert lane._dead == sum(request.phase == DONE for request in kept)
+    left = WatchedRequests()
+    for _ in range(10 * REBUILD_DEAD_MIN):
+        comes_and_goes(lane, left)
+    assert lane.requests() == [stays]
+    assert left.kept() <= REBUILD_DEAD_MIN + 1
+    assert repr(lane) == f"<Lane m waiting=1 dead={left.kept()}>"
 
 
 def test_a_rebuild_leaves_nothing_dead_behind(lane: Lane) -> None:
-    for request in [waiting(lane, str(number), 0.0) for number in range(REBUILD_DEAD_MIN + 1)]:
-        leave(lane, request)
-    assert [request.phase for tier in lane._tiers for request in tier if request.phase != QUEUED] == []
+    left = WatchedRequests()
+    for _ in range(REBUILD_DEAD_MIN + 1):
+        comes_and_goes(lane, left)
+    assert left.kept() == 0
     assert repr(lane) == "<Lane m waiting=0 dead=0>"

@@ -564,8 +564,10 @@ class Guarded:
 def test_event_loops_of_several_threads_share_a_decorated_method(run: Callable[[Any], Any], method: str) -> None:
     threads_before, guarded = threading.active_count(), Guarded()
     together = threading.Barrier(4)
+    loops: list[weakref.ref[asyncio.AbstractEventLoop]] = []
 
     async def ask(guarded: Guarded, first: int) -> list[int]:
+        loops.append(weakref.ref(asyncio.get_running_loop()))
         predict: Callable[[int], Awaitable[int]] = getattr(guarded, method)
         return await asyncio.gather(*(predict(first + number) for number in range(20)))
 
@@ -578,11 +580,11 @@ def test_event_loops_of_several_threads_share_a_decorated_method(run: Callable[[
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(one_loop_after_the_other, [guarded] * 4, range(4)))
     assert guarded.most_running <= 1  # of the plain one: `concurrency` holds for all loops together
-    bound = guarded.__dict__[method]
     assert run(ask(guarded, 0)) == [2 * number for number in range(20)]
-    assert len(bound._batchers) == 1, "those of loops that ended are kept"
+    gc.collect()
+    assert [loop() is None for loop in loops] == [True] * 32 + [False], "those of loops that ended are kept"
     until_threads(threads_before + 1)
-    del guarded, bound
+    del guarded
     until_threads(threads_before)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from carpool.admission.gate import Gate
-from carpool.admission.owners import FORWARDED_BYTES_MAX, Owners, parse_address, parse_network
+from carpool.admission.owners import FORWARDED_BYTES_MAX, FORWARDED_KEPT_MAX, Owners, parse_address, parse_network
 from carpool.broker.memory import MemoryBroker
 from carpool.core.ports import Caller, Peer
 from carpool.testing import Witness, make_request
@@ -77,9 +77,12 @@ def test_a_long_header_is_read_from_its_end_and_never_in_the_middle_of_an_addres
 
 def test_headers_are_remembered_but_not_for_ever() -> None:
     owners = Owners(PROXIES)
-    for number in range(10_000):
+    first = owners.behind(b"203.0.113.9")
+    assert owners.behind(b"203.0.113.9") is first
+    for number in range(FORWARDED_KEPT_MAX):
         owners.behind(b"1.2.%d.%d" % divmod(number, 256))
-    assert owners._find_behind_once.cache_info().currsize == 4096
+    assert owners.behind(b"203.0.113.9") == first
+    assert owners.behind(b"203.0.113.9") is not first
 
 
 def test_networks_are_ipv4_where_they_are_in_truth() -> None:

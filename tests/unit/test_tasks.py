@@ -39,7 +39,9 @@ TARGETS_S = (0.05, 0.15, 0.5)
 class Office:
     """Tasks, their journal and their broker; the upstream is whoever calls `finish`."""
 
-    def __init__(self, path: Path | None = None, *, tiers: int = 3, clock: FakeClock | None = None) -> None:
+    def __init__(
+        self, path: Path | None = None, *, tiers: int = 3, clock: FakeClock | None = None, waiting_max: int = 100
+    ) -> None:
         self.clock = clock or FakeClock()
         self.broker = MemoryBroker(waiting_max=100, bytes_max=1000, lanes_max=9, tiers=tiers, clock=self.clock)
         self.broker.when_work_arrives("m", lambda lane: None)
@@ -51,7 +53,7 @@ class Office:
             stored_bytes_max=10_000,
             clock=self.clock,
         )
-        self.tasks = Tasks(self.broker, self.journal, clock=self.clock)
+        self.tasks = Tasks(self.broker, self.journal, waiting_max=waiting_max, clock=self.clock)
 
     def request(self, name: str = "t1", **options: Any) -> Request:
         given = {"is_task": True, "total_timeout_s": 600.0, "tier": 2, "owner": "owner", **options}
@@ -244,11 +246,12 @@ async def test_a_result_that_nobody_was_there_to_read_is_not_forgotten(office: O
     assert isinstance(await office.look(forget=True), UnknownTask)
 
 
-async def test_tasks_leave_room_for_those_who_wait_on_the_line(office: Office) -> None:
-    office.tasks._waiting_max = 1
+async def test_tasks_leave_room_for_those_who_wait_on_the_line() -> None:
+    office = Office(waiting_max=1)
     await office.submit()
     refusal = await told(lambda done: office.tasks.submit(office.request("t2"), done))
     assert isinstance(refusal, QueueFull)
+    await office.journal.close()
 
 
 async def test_a_poller_who_left_is_not_told(office: Office) -> None:

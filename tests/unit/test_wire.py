@@ -100,9 +100,12 @@ def test_parameters_that_are_refused(raw: bytes) -> None:
 
 
 def test_the_canonical_forms_kept_are_bounded() -> None:
-    for number in range(2 * wire.CANONICAL_KEPT_MAX):
+    first = canonical(b'{"n":-1}')
+    assert canonical(b'{"n":-1}') is first
+    for number in range(wire.CANONICAL_KEPT_MAX):
         canonical(b'{"n":%d}' % number)
-    assert len(wire._canonical) <= wire.CANONICAL_KEPT_MAX
+    assert canonical(b'{"n":-1}') == first
+    assert canonical(b'{"n":-1}') is not first, "it is remembered for ever"
 
 
 def test_answers() -> None:
