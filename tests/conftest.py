@@ -1,22 +1,53 @@
 """Its place puts this directory on the import path: the tests share what is in `support`.
 
 The Redis servers here live as long as the whole run and start when the first test asks for them. Tests that share one
-use a namespace of their own; a test that kills, fills or stops a server starts its own.
+use a namespace of their own; a test that kills, fills or stops a server starts its own. Workers that share a run have a
+server each, and one of them has the Cluster.
 """
 
+import os
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 from hypothesis import HealthCheck, settings
 
+from support.checker import PROMISES
 from support.redis_servers import RedisCluster, RedisServer, running_cluster, running_redis
 
 # How long an example takes says how busy the machine is; how many of hostile inputs are thrown away is chance.
-settings.register_profile(
-    "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
-)
-settings.load_profile("any-machine")
+ANY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+# HYPOTHESIS_PROFILE=long looks further than there is time for in every run.
+settings.register_profile("short", ANY_MACHINE, max_examples=25)
+settings.register_profile("long", ANY_MACHINE, max_examples=400)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
+
+# Of all requests in `make chaos`: answered as promised.
+SHARE_MIN = 0.999
+is_chaos = pytest.StashKey[bool]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Six processes that make a Cluster are started once."""
+    for item in items:
+        if "redis_cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("cluster"))
+    config.stash[is_chaos] = any(item.path.parent.name == "chaos" for item in items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The rows of `make chaos` have their own bounds; this one is over all of them."""
+    if session.config.stash.get(is_chaos, False) and PROMISES.share < SHARE_MIN:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The last line of `make chaos`, behind everything that pytest has to say."""
+    if config.stash.get(is_chaos, False):
+        print(  # noqa: T201
+            f"chaos: {PROMISES.kept:,} of {PROMISES.requests:,} requests were answered as promised "
+            f"({100 * PROMISES.share:.3f} %, wanted {100 * SHARE_MIN:.1f} %)"
+        )
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -19,8 +19,8 @@ async def test_s1_slow_clients(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 async def test_s2_to_s9(tmp_path: Path) -> None:
     async with running_gateway(tmp_path, UPSTREAM, "--policy", "fixed") as gateway:
-        print("\n" + abuse.big_bodies(gateway, rounds=100))  # noqa: T201
-        print(abuse.big_heads(gateway, pipelined=5000))  # noqa: T201
+        print("\n" + abuse.big_bodies(gateway, rounds=100, in_figures=True))  # noqa: T201
+        print(abuse.big_heads(gateway, pipelined=5000, in_figures=True))  # noqa: T201
         print(await abuse.bad_json(gateway, rounds=50))  # noqa: T201
-        print(abuse.many_names(gateway, count=10_000))  # noqa: T201
+        print(abuse.many_names(gateway, count=10_000, in_figures=True))  # noqa: T201
         assert gateway.log_messages("error") == []

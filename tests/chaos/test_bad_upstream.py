@@ -7,6 +7,7 @@ import pytest
 from support.checker import Checker
 from support.scenarios.bad_upstream import (
     ATTEMPTS,
+    ENDPOINT_DOWN,
     FAILED_ATTEMPTS,
     FAULTS_OF_THE_PROTOCOL,
     GROWTH_BYTES_MAX,
@@ -26,7 +27,7 @@ from support.upstreams import MIB
 
 
 async def test_an_endpoint_that_is_down_gives_502_and_recovers_by_itself(tmp_path: Path) -> None:
-    checker = Checker("U1")
+    checker = Checker("U1", ENDPOINT_DOWN)
     refused, after, seconds = await endpoint_down(tmp_path, checker)
     verdict = checker.verdict()
     passed = verdict.is_clean and refused == {502: 8} and after == {200: 8} and seconds < TOTAL_TIMEOUT_S + SLACK_S

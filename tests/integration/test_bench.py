@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from carpool.cli.bench import bench
 from carpool.tools.bench.run import BenchOptions, drive, resolve, segments_from
 from carpool.tools.bench.tally import Report
 from support.processes import PATIENCE_S
+from support.stream_server import stream_server
 
 # The command by itself, as the application registers it.
 COMMAND = "import typer; from carpool.cli.bench import bench; app = typer.Typer(); app.command()(bench); app()"
@@ -46,20 +48,15 @@ class FakeGateway:
         self.connections = 0
         self.requests = 0
         self.url = ""
-        self._server: asyncio.Server | None = None
+        self._running = AsyncExitStack()
         self.writers: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=200)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        server = await self._running.enter_async_context(stream_server(self._serve, backlog=200))
+        self.url = f"http://127.0.0.1:{server.port}"
 
     async def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            for writer in list(self.writers):
-                writer.transport.abort()
-            await asyncio.sleep(0.01)
-            self._server = None
+        await self._running.aclose()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -78,11 +75,8 @@ class FakeGateway:
                 writer.write(answer)
                 if not answer or b"Connection: close" in answer or b"CUT" in answer:
                     break
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
         finally:
             self.writers.discard(writer)
-            writer.close()
 
 
 def respond(body: bytes, status: int = 200, more: str = "") -> bytes:

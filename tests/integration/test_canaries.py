@@ -7,35 +7,32 @@ from pathlib import Path
 
 from support.client import Response, ask_once, inference_body
 from support.processes import running_gateway
+from support.stream_server import stream_server
 
 POISON = "canary-poison"
 
 
 async def quoting_upstream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """An API that refuses a batch with the poison in it, and quotes all of its inputs while it does."""
-    try:
-        while True:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            length = int(head.lower().partition("content-length:")[2].split("\r\n")[0])
-            inputs = json.loads(await reader.readexactly(length))["inputs"]
-            if POISON in inputs:
-                status, body = "400 Bad", json.dumps({"error": f"canary-words: cannot read {inputs}"}).encode()
-            else:
-                status, body = "200 OK", json.dumps({"outputs": [text[::-1] for text in inputs]}).encode()
-            writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-    except asyncio.IncompleteReadError:
-        pass
-    finally:
-        writer.close()
+    while True:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        length = int(head.lower().partition("content-length:")[2].split("\r\n")[0])
+        inputs = json.loads(await reader.readexactly(length))["inputs"]
+        if POISON in inputs:
+            status, body = "400 Bad", json.dumps({"error": f"canary-words: cannot read {inputs}"}).encode()
+        else:
+            status, body = "200 OK", json.dumps({"outputs": [text[::-1] for text in inputs]}).encode()
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
 
 
 async def test_s8_canaries_stay_with_their_own_client(tmp_path: Path) -> None:
-    server = await asyncio.start_server(quoting_upstream, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/infer"
     headers = "Authorization: Bearer canary-key\r\n"
     innocents = [f"canary-input-{number}" for number in range(15)]
     flags = ("--log-level", "debug", "--policy", "fixed", "--slots", "4")
-    async with server, running_gateway(tmp_path, url, *flags) as gateway:
+    async with (
+        stream_server(quoting_upstream) as server,
+        running_gateway(tmp_path, f"http://127.0.0.1:{server.port}/infer", *flags) as gateway,
+    ):
 
         async def ask(text: str) -> Response:
             return await ask_once(gateway.port, "POST", "/v1/inference", inference_body(text), headers)

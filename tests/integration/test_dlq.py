@@ -15,6 +15,7 @@ import pytest
 
 from support.client import Response, ask_once, inference_body
 from support.processes import PATIENCE_S, GatewayProcess, running_gateway, until
+from support.stream_server import stream_server
 from support.upstreams import ScriptedUpstream, scripted_upstream
 
 CLEAN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
@@ -266,13 +267,9 @@ async def test_something_else_there() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 2\r\n\r\nhi")
-        writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    try:
-        done = await carpool("list", "--admin", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    finally:
-        server.close()
+    async with stream_server(answer) as server:
+        done = await carpool("list", "--admin", f"http://127.0.0.1:{server.port}")
     assert (done.returncode, done.stdout) == (1, "")
     assert "is not the admin port of a gateway" in done.stderr
 

@@ -11,6 +11,7 @@ from carpool.upstream.client import PAGE_BYTES_MAX, HttpEndpoint, make_session
 from carpool.upstream.endpoint import AttemptFailedError, Call
 from carpool.upstream.tls import Credentials, UpstreamSecurity
 from support.processes import running_gateway, until
+from support.stream_server import stream_server
 
 
 class PageServer:
@@ -36,8 +37,6 @@ class PageServer:
                 )
         except (asyncio.IncompleteReadError, OSError):
             pass
-        finally:
-            writer.close()
 
     @property
     def asked(self) -> list[str]:
@@ -47,12 +46,8 @@ class PageServer:
 @asynccontextmanager
 async def page_server(socket: Path | None = None) -> AsyncIterator[PageServer]:
     server = PageServer()
-    if socket is None:
-        listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
-        server.port = listener.sockets[0].getsockname()[1]
-    else:
-        listener = await asyncio.start_unix_server(server.serve, socket)
-    async with listener:
+    async with stream_server(server.serve, socket=socket) as listener:
+        server.port = listener.port
         yield server
 
 

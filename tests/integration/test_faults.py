@@ -7,9 +7,9 @@ import pytest
 from support.checker import Checker
 from support.scenarios.bad_upstream import (
     ATTEMPTS,
+    ENDPOINT_DOWN,
     FAILED_ATTEMPTS,
     FAULTS_OF_THE_PROTOCOL,
-    GROWTH_BYTES_MAX,
     REFUSALS,
     any_fault_under_load,
     attempts_of_one_request,
@@ -32,10 +32,7 @@ from support.scenarios.embedded_kill import (
     terminate_while_the_upstream_hangs,
     terminate_with_a_queue,
 )
-from support.scenarios.overload import RESIDENT_MIB_MAX, overload
-
-MIB = 1024 * 1024
-
+from support.scenarios.overload import BODY_BYTES, WAITING_MAX, overload
 
 # F8: the embedded gateway is killed or told to go, with tasks accepted
 
@@ -68,7 +65,7 @@ async def test_f8_the_deadline_of_a_task_counts_uptime_only(tmp_path: Path) -> N
 
 
 async def test_u1_an_endpoint_that_is_down_gives_502_and_recovers_by_itself(tmp_path: Path) -> None:
-    checker = Checker("U1")
+    checker = Checker("U1", ENDPOINT_DOWN)
     refused, after, _ = await endpoint_down(tmp_path, checker)
     assert checker.verdict().is_clean, checker.verdict()
     assert (refused, after) == ({502: 8}, {200: 8})
@@ -101,20 +98,22 @@ async def test_u2_u3_wrong_answers_are_faults_and_never_a_guess(tmp_path: Path) 
 
 async def test_u3_huge_answers_are_read_to_a_bound(tmp_path: Path) -> None:
     async with bad_upstream(tmp_path, "U3") as clients:
-        before, most = await huge_answers(clients)
+        await huge_answers(clients)
         assert clients.checker.verdict().is_clean, clients.checker.verdict()
-    assert most - before < GROWTH_BYTES_MAX
+        # What one attempt may read, and what waits in the buffers of the kernel on the way.
+        assert 0 < clients.upstream.parts_taken_max < 100
 
 
 # O3: overload with large bodies
 
 
-async def test_o3_memory_is_flat_and_the_admitted_succeed(tmp_path: Path) -> None:
-    seen = await overload(tmp_path, warm_up_s=2.0, seconds=3.0)
+async def test_o3_what_is_held_is_bounded_and_the_admitted_succeed(tmp_path: Path) -> None:
+    seen = await overload(tmp_path, warm_up_s=1.0, seconds=2.0)
     assert seen.verdict.is_clean, seen.verdict
     assert seen.statuses.keys() == {"ok", "503"}
-    assert seen.resident_last < RESIDENT_MIB_MAX
-    assert seen.resident_last < seen.resident_then * 1.1 + 8
+    # Each of those who wait has its body; the frame around an input is small.
+    assert 0 < seen.held_max <= WAITING_MAX
+    assert seen.held_bytes_max <= WAITING_MAX * (BODY_BYTES + 1000)
 
 
 # C1, C2: clients hang up
@@ -125,7 +124,6 @@ async def test_c1_a_hang_up_frees_its_place_and_is_never_sent(tmp_path: Path) ->
     assert seen.verdict.is_clean and seen.verdict.duplicate_work == 0, seen.verdict
     assert seen.sent_after_leaving == 0
     assert not any(seen.held.values()), seen.held
-    assert seen.resident_growth_bytes < 8 * MIB
 
 
 async def test_c2_half_of_all_clients_cancel(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ JSON = "Content-Type: application/json"
 ASYNC = "Prefer: respond-async"
 UNKNOWN_TASK = "0" * 32
 # A long poll: as long as one may be. What comes in half of that did not wait for its end.
+pytestmark = pytest.mark.xdist_group("http face")
+
 WAIT_MS = 30_000
 PROMPT_S = 15.0
 # Timeouts that nobody meets.
@@ -482,7 +484,7 @@ def test_tls(tmp_path: Path) -> None:
             assert_problem(peer.ask("POST", "/v1/inference", b"x" * 2_000_000), 413)
         with Peer(gateway.port) as plain:
             plain.send(request_bytes("GET", "/openapi.json"))
-            assert plain.ended() or b"HTTP" not in plain._unread
+            assert plain.ended() or b"HTTP" not in plain.unread
         with Peer(gateway.port) as silent:
             assert silent.ended()  # a handshake that does not come is a request that does not come
         assert ask(gateway.admin_port, "GET", "/internal/health").status == 200  # the admin port has no TLS

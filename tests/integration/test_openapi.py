@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from carpool.face.http.openapi import admin_openapi, gateway_openapi
 from support.gateway import ask, serving
@@ -18,6 +19,8 @@ from support.processes import PATIENCE_S, GatewayProcess
 POISON = "arsenic"
 # Half a minute on a machine that has nothing else to do.
 SCHEMATHESIS_S_MAX = 300
+# Of each operation.
+EXAMPLES = settings().max_examples // 2
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +57,7 @@ def dead_letters_coming(gateway: GatewayProcess) -> Iterator[None]:
 def test_schemathesis_finds_nothing(gateway: GatewayProcess, side: str, tmp_path: Path) -> None:
     port = gateway.port if side == "gateway" else gateway.admin_port
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{port}/openapi.json"]
-    command += ["--checks", "all", "--max-examples", "30", "--seed", "1", "--request-timeout", str(PATIENCE_S)]
+    command += ["--checks", "all", "--max-examples", str(EXAMPLES), "--seed", "1", "--request-timeout", str(PATIENCE_S)]
     with dead_letters_coming(gateway):
         done = subprocess.run(
             command, cwd=tmp_path, capture_output=True, text=True, timeout=SCHEMATHESIS_S_MAX, check=False

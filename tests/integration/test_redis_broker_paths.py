@@ -38,7 +38,7 @@ from support.redis_fleet import Clients, Fleet, WatchedUpstream, fleet_over, hel
 from support.redis_servers import RedisServer, running_redis
 from support.upstreams import scripted_upstream
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("workshop")]
 
 JSON = "Content-Type: application/json\r\n"
 ASYNC = JSON + "Prefer: respond-async\r\n"

@@ -32,8 +32,9 @@ from carpool.broker.redis.client.nodes import Nodes, Script, parse_redirection
 from carpool.broker.redis.client.topology import SlotRange, parse_slots
 from carpool.core.names import TlsFiles
 from carpool.testing import FakeClock
-from support.processes import PATIENCE_S, last_connections_begin, until
+from support.processes import PATIENCE_S, until
 from support.redis_servers import HOST, RedisServer, free_port, running_redis
+from support.stream_server import stream_server
 
 RUNNERS = [asyncio.run, uvloop.run]
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -527,26 +528,10 @@ async def test_a_server_that_became_a_replica_is_not_up_until_it_is_a_master_aga
 class Listener:
     """A server of the test's own; at its end every connection has ended."""
 
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
-        listener = await asyncio.start_server(self._accept, HOST, 0)
-        async with listener:
-            yield f"redis://{HOST}:{listener.sockets[0].getsockname()[1]}"
-        await last_connections_begin()
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-
-    def watch(self, task: asyncio.Task[None] | None) -> None:
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.watch(asyncio.current_task())
-        await self.serve(reader, writer)
+        async with stream_server(self.serve) as server:
+            yield f"redis://{HOST}:{server.port}"
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         raise NotImplementedError
@@ -563,17 +548,14 @@ class FakeRedis(Listener):
     """Answers each command by its first word; what is not in `answers` gets +OK."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.replies: dict[bytes, bytes] = {}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         parser = hiredis.Reader()
-        with suppress(OSError):
-            while data := await reader.read(65536):
-                parser.feed(data)
-                while (command := parser.gets()) is not False:
-                    writer.write(self.replies.get(command[0], b"+OK\r\n"))
-        await close(writer)
+        while data := await reader.read(65536):
+            parser.feed(data)
+            while (command := parser.gets()) is not False:
+                writer.write(self.replies.get(command[0], b"+OK\r\n"))
 
 
 async def test_a_server_that_loads_its_data_is_not_up() -> None:
@@ -611,7 +593,6 @@ class CuttingProxy(Listener):
     """Passes bytes on, in pieces of any size, and cuts connections at random places of either direction."""
 
     def __init__(self, port: int, dice: random.Random) -> None:
-        super().__init__()
         self._to = port
         self._dice = dice
         self.cuts = 0
@@ -619,8 +600,11 @@ class CuttingProxy(Listener):
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         other_reader, other_writer = await asyncio.open_connection(HOST, self._to)
-        for source, target in ((reader, other_writer), (other_reader, writer)):
-            self.watch(asyncio.create_task(self._pass(source, target, (writer, other_writer))))
+        both = (writer, other_writer)
+        try:
+            await asyncio.gather(self._pass(reader, other_writer, both), self._pass(other_reader, writer, both))
+        finally:
+            other_writer.close()
 
     async def _pass(
         self, source: asyncio.StreamReader, target: asyncio.StreamWriter, both: tuple[asyncio.StreamWriter, ...]

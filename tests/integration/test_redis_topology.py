@@ -18,6 +18,8 @@ from carpool.broker.redis.client.nodes import Nodes, Script
 from support.processes import PATIENCE_S, until
 from support.redis_servers import HOST, RedisCluster, RedisServer, running_cluster, running_sentinels
 
+pytestmark = pytest.mark.xdist_group("moving cluster")
+
 SLOTS = 16384
 
 

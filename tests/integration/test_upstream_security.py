@@ -7,7 +7,7 @@ import shutil
 import ssl
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
 from carpool.upstream.tls import LOOK_EVERY_S, Credentials, UpstreamSecurity
 from support.certificates import Certificates
 from support.client import ask_once, inference_body
-from support.processes import PATIENCE_S, last_connections_begin, running_gateway, until
+from support.processes import PATIENCE_S, running_gateway, until
+from support.stream_server import Serve, stream_server
 
 CALL = Call(b'{"inputs":["abc"]}')
 TIMEOUT_S = PATIENCE_S
@@ -61,42 +62,15 @@ class Upstream:
             await writer.drain()
 
 
-Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
 @asynccontextmanager
 async def listening(
     context: ssl.SSLContext | None, serve: Serve | None = None, socket: Path | None = None
 ) -> AsyncIterator[Upstream]:
     """An upstream on a free port, or on a Unix socket."""
     upstream = Upstream()
-    handlers: list[asyncio.Task[None]] = []
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        handler = asyncio.current_task()
-        assert handler is not None
-        handlers.append(handler)
-        try:
-            await (serve or upstream.serve)(reader, writer)
-        except (asyncio.IncompleteReadError, OSError, asyncio.CancelledError):
-            pass  # the other side hung up, or the test is over
-        finally:
-            writer.close()
-
-    if socket:
-        server = await asyncio.start_unix_server(handle, str(socket))
-    else:
-        server = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=context)
-        upstream.port = server.sockets[0].getsockname()[1]
-    try:
+    async with stream_server(serve or upstream.serve, socket=socket, ssl=context) as server:
+        upstream.port = server.port
         yield upstream
-    finally:
-        server.close()
-        await last_connections_begin()
-        for handler in handlers:
-            handler.cancel()
-        await asyncio.gather(*handlers)
-        await asyncio.sleep(0.01)  # for transports to see their end
 
 
 @asynccontextmanager

@@ -100,7 +100,8 @@ class Peer:
         connection = socket.create_connection(("127.0.0.1", port), timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = tls.wrap_socket(connection, server_hostname="localhost") if tls else connection
-        self._unread = b""
+        # What came and was not asked for yet.
+        self.unread = b""
 
     def __enter__(self) -> "Peer":
         return self
@@ -124,15 +125,15 @@ class Peer:
 
     def read(self, heads_only: bool = False) -> Response:
         """The next response."""
-        while b"\r\n\r\n" not in self._unread:
+        while b"\r\n\r\n" not in self.unread:
             self._more()
-        head, _, self._unread = self._unread.partition(b"\r\n\r\n")
+        head, _, self.unread = self.unread.partition(b"\r\n\r\n")
         line, *lines = head.decode("latin-1").split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (each.partition(":") for each in lines)}
         length = 0 if heads_only else int(headers.get("content-length", 0))
-        while len(self._unread) < length:
+        while len(self.unread) < length:
             self._more()
-        body, self._unread = self._unread[:length], self._unread[length:]
+        body, self.unread = self.unread[:length], self.unread[length:]
         return Response(int(line.split(" ")[1]), headers, body)
 
     def ask(self, method: str, target: str, body: bytes = b"", *headers: str) -> Response:
@@ -143,7 +144,7 @@ class Peer:
     def ended(self) -> bool:
         """Whether the other side ends the connection, with nothing more to say, before the timeout."""
         try:
-            return self._unread == b"" and self.socket.recv(65536) == b""
+            return self.unread == b"" and self.socket.recv(65536) == b""
         except TimeoutError:
             return False
         except OSError:
@@ -152,8 +153,8 @@ class Peer:
     def _more(self) -> None:
         received = self.socket.recv(1 << 20)
         if not received:
-            raise ConnectionError(f"the connection ended after {self._unread!r}")
-        self._unread += received
+            raise ConnectionError(f"the connection ended after {self.unread!r}")
+        self.unread += received
 
 
 def request_bytes(method: str, target: str, body: bytes = b"", *headers: str) -> bytes:

@@ -33,14 +33,6 @@ async def until(condition: Callable[[], Awaitable[bool]] | Callable[[], bool], *
             await asyncio.sleep(0.001)
 
 
-async def last_connections_begin() -> None:
-    """Let a server that was closed begin to serve what it accepted last: that takes a few turns of the event loop, and
-    until then nobody knows of the connection who could end it.
-    """
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
 class CpuShare:
     """How much of this machine's cores was left over since this was made."""
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from carpool.upstream.endpoint import Call
-from support.processes import last_connections_begin
+from support.stream_server import stream_server
 
 
 class RawCall:
@@ -79,21 +79,11 @@ class RawUpstream:
         # The bodies of the calls, in the order in which they came.
         self.bodies: list[bytes] = []
         self.connections = 0
-        self._handlers: set[asyncio.Task[None]] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, until either side ends it."""
-        handler = asyncio.current_task()
-        assert handler is not None
-        self._handlers.add(handler)
         self.connections += 1
-        try:
-            await self.converse(reader, writer)
-        except (asyncio.IncompleteReadError, OSError, asyncio.CancelledError):
-            pass
-        finally:
-            self._handlers.discard(handler)
-            writer.close()
+        await self.converse(reader, writer)
 
     async def converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Calls, one after the other."""
@@ -105,13 +95,6 @@ class RawUpstream:
             number += 1
             self.bodies.append(body)
             await self.script(RawCall(number, head.split(b" ")[1].decode(), body, writer))
-
-    async def close(self) -> None:
-        """End what is left."""
-        for handler in list(self._handlers):
-            handler.cancel()
-        await asyncio.gather(*self._handlers, return_exceptions=True)
-        await asyncio.sleep(0.01)  # for transports to see their end
 
 
 class HastyUpstream(RawUpstream):
@@ -140,16 +123,7 @@ async def raw_upstream(
 ) -> AsyncIterator[RawUpstream]:
     """One on a free port, or on a Unix socket."""
     upstream = served if isinstance(served, RawUpstream) else RawUpstream(served)
-    if socket:
-        server = await asyncio.start_unix_server(upstream.serve, str(socket))
-        upstream.url = f"unix:{socket}:/infer"
-    else:
-        server = await asyncio.start_server(upstream.serve, "127.0.0.1", 0, ssl=tls)
-        port = server.sockets[0].getsockname()[1]
-        upstream.url = f"{'https' if tls else 'http'}://127.0.0.1:{port}/infer"
-    try:
+    async with stream_server(upstream.serve, socket=socket, ssl=tls) as server:
+        scheme = "https" if tls else "http"
+        upstream.url = f"unix:{socket}:/infer" if socket else f"{scheme}://127.0.0.1:{server.port}/infer"
         yield upstream
-    finally:
-        server.close()
-        await last_connections_begin()
-        await upstream.close()

@@ -271,6 +271,7 @@ class Clients:
             return ""  # not answered with 202: nothing is owed
         self.task_answers.append(Answer(began, time.monotonic(), response.status))
         if response.status != 202:
+            self.checker.refused(text, response.status)
             return ""
         task_id: str = response.json["task_id"]
         self.checker.accepted(text, within_s=TASK_S_MAX)

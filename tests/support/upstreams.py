@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 
-from support.processes import last_connections_begin
+from support.stream_server import StreamServer, stream_server
 
 MIB = 1024 * 1024
 # Linger for zero seconds: closing then sends RST in place of FIN.
@@ -75,20 +75,18 @@ class ScriptedUpstream:
         # Further lines of a good answer's head.
         self.headers = ""
         self.most_in_flight = 0
-        self.port = 0
-        self._handlers: set[asyncio.Task[None]] = set()
+        # Of the hundred parts of a huge answer, the most that somebody took.
+        self.parts_taken_max = 0
+        # Once it runs.
+        self.server: StreamServer
 
     @property
     def url(self) -> str:
         """The address for `--upstream`."""
-        return f"http://127.0.0.1:{self.port}/infer"
+        return f"http://127.0.0.1:{self.server.port}/infer"
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection: calls one after the other."""
-        handler = asyncio.current_task()
-        assert handler is not None
-        self._handlers.add(handler)
-        handler.add_done_callback(self._handlers.discard)
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).lower()
@@ -111,10 +109,6 @@ class ScriptedUpstream:
             connected: socket.socket = writer.get_extra_info("socket")
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
             writer.transport.abort()
-        except (asyncio.IncompleteReadError, OSError, asyncio.CancelledError):
-            pass  # the gateway hung up, or `hang_up` was called
-        finally:
-            writer.close()
 
     async def answer(self, inputs: list[str], writer: asyncio.StreamWriter) -> None:
         """Answer one call as the script says."""
@@ -129,14 +123,23 @@ class ScriptedUpstream:
             await status_500(writer)
         elif behaviour == "good":
             await send(writer, outputs_body(reverse(inputs)), headers=self.headers)
+        elif behaviour in HUGE:
+            await self._send_parts(writer, *HUGE[behaviour])
         else:
             await MISBEHAVIOURS[behaviour](writer)
 
+    async def _send_parts(self, writer: asyncio.StreamWriter, head: bytes, form: bytes) -> None:
+        """A hundred parts of a mebibyte, as fast as they are taken."""
+        writer.write(head)
+        part = form % (b" " * MIB)
+        for number in range(100):
+            writer.write(part)
+            await writer.drain()
+            self.parts_taken_max = max(self.parts_taken_max, number + 1)
+
     async def hang_up(self) -> None:
         """End every connection, whatever it is doing."""
-        for handler in self._handlers:
-            handler.cancel()
-        await asyncio.gather(*self._handlers, return_exceptions=True)
+        await self.server.hang_up()
 
 
 class OpenAiUpstream(ScriptedUpstream):
@@ -196,27 +199,6 @@ async def endless_headers(writer: asyncio.StreamWriter) -> None:
     raise ResetError
 
 
-async def huge(writer: asyncio.StreamWriter) -> None:
-    """100 MB that say so at once."""
-    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n")
-    await huge_parts(writer, b"%b")
-
-
-async def huge_chunked(writer: asyncio.StreamWriter) -> None:
-    """100 MB that do not say how long they are."""
-    writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-    await huge_parts(writer, b"100000\r\n%b\r\n")
-    writer.write(b"0\r\n\r\n")
-
-
-async def huge_parts(writer: asyncio.StreamWriter, form: bytes) -> None:
-    """100 parts of a mebibyte, as fast as they are taken."""
-    part = form % (b" " * MIB)
-    for _ in range(100):
-        writer.write(part)
-        await writer.drain()
-
-
 async def gzip_bomb(writer: asyncio.StreamWriter) -> None:
     """A little that would unpack to 128 MiB."""
     await send(writer, bomb(), headers="Content-Encoding: gzip\r\n")
@@ -269,14 +251,17 @@ def bomb() -> bytes:
     return gzip.compress(b" " * (128 * MIB), compresslevel=6)
 
 
+# The head and the form of each part; one says at once how long it is.
+HUGE = {
+    "100 MB": (b"HTTP/1.1 200 OK\r\nContent-Length: 104857600\r\n\r\n", b"%b"),
+    "100 MB in chunks": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"100000\r\n%b\r\n"),
+}
 MISBEHAVIOURS = {
     "reset": reset,
     "reset in the body": reset_in_body,
     "close": close,
     "not HTTP": not_http,
     "endless headers": endless_headers,
-    "100 MB": huge,
-    "100 MB in chunks": huge_chunked,
     "gzip bomb": gzip_bomb,
     "gzip bomb as a transfer coding": gzip_bomb_in_transfer,
     "trickle": trickle,
@@ -289,15 +274,8 @@ MISBEHAVIOURS = {
 
 
 @asynccontextmanager
-async def scripted_upstream(upstream: ScriptedUpstream | None = None) -> AsyncIterator[ScriptedUpstream]:
-    """A scripted upstream, or this kind of one, on a free port."""
+async def scripted_upstream(upstream: ScriptedUpstream | None = None, port: int = 0) -> AsyncIterator[ScriptedUpstream]:
+    """A scripted upstream, or this kind of one, on this port or a free one."""
     upstream = upstream or ScriptedUpstream()
-    server = await asyncio.start_server(upstream.serve, "127.0.0.1", 0, limit=64 * MIB, backlog=1024)
-    upstream.port = server.sockets[0].getsockname()[1]
-    try:
+    async with stream_server(upstream.serve, port=port, limit=64 * MIB, backlog=1024) as upstream.server:
         yield upstream
-    finally:
-        server.close()
-        await last_connections_begin()
-        await upstream.hang_up()
-        await server.wait_closed()

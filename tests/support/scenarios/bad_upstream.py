@@ -39,6 +39,10 @@ OVERSIZE = ("100 MB", "100 MB in chunks", "gzip bomb", "gzip bomb as a transfer 
 REFUSALS = ("redirect", "status 400", "status 500")
 NO_END = ("trickle", "hang")
 
+# What is promised where the endpoint is down, and where it answers nonsense or not at all.
+ENDPOINT_DOWN = {"": {502}}
+BAD_ANSWERS = {"": {422, 502, 504}}
+
 
 class Clients:
     """Synchronous clients of one gateway."""
@@ -86,7 +90,7 @@ async def bad_upstream(directory: Path, name: str) -> AsyncIterator[Clients]:
         scripted_upstream() as upstream,
         running_gateway(directory, upstream.url, "--slots", "2", settings=QUICK) as gateway,
     ):
-        yield Clients(gateway, upstream, Checker(name))
+        yield Clients(gateway, upstream, Checker(name, BAD_ANSWERS))
 
 
 async def null_elements(clients: Clients, count: int) -> Counter[str]:
@@ -140,13 +144,9 @@ async def endpoint_down(directory: Path, checker: Checker) -> tuple[Counter[int]
         started = time.monotonic()
         refused = await clients.ask_many(8)
         seconds = time.monotonic() - started
-        server = await asyncio.start_server(upstream.serve, "127.0.0.1", port)
-        try:
+        async with scripted_upstream(upstream, port):
             assert (await ask_once(gateway.admin_port, "GET", "/internal/ready")).status == 200
             return refused, await clients.ask_many(8), seconds
-        finally:
-            server.close()
-            await upstream.hang_up()
 
 
 async def attempts_of_one_request(clients: Clients, behaviour: str) -> tuple[int, int, float]:

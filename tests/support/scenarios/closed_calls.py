@@ -55,10 +55,10 @@ class ClosingUpstream(ScriptedUpstream):
 class ClosingRounds:
     """Clients in rounds, in front of one slot of an upstream that closes."""
 
-    def __init__(self, gateway: GatewayProcess, upstream: ClosingUpstream) -> None:
+    def __init__(self, gateway: GatewayProcess, upstream: ClosingUpstream, errors: set[int]) -> None:
         self._gateway = gateway
         self.upstream = upstream
-        self.checker = Checker("U10")
+        self.checker = Checker("U10", {"": errors})
         # What clients were told who could be answered, and who could not.
         self.statuses: Counter[int] = Counter()
         self.given_up: Counter[int] = Counter()
@@ -156,19 +156,20 @@ class ClosingRounds:
 
 
 class Case(NamedTuple):
-    """What is done in each round, and under which settings."""
+    """What is done in each round, under which settings, and the errors that are promised for it."""
 
     act: Callable[[ClosingRounds], Awaitable[None]]
     settings: dict[str, object]
+    errors: set[int]
 
 
 QUICK: dict[str, object] = {"broker.queue_timeout_s": TOTAL_TIMEOUT_S, "broker.total_timeout_s": TOTAL_TIMEOUT_S}
 CASES = {
-    "some leave": Case(ClosingRounds.some_leave, {}),
-    "some expire": Case(ClosingRounds.some_expire, QUICK),
-    "one attempt": Case(ClosingRounds.one_attempt, {"upstream.attempts": 1}),
-    "at rest": Case(ClosingRounds.at_rest, {"upstream.attempts": 1}),
-    "every time": Case(ClosingRounds.every_time, {}),
+    "some leave": Case(ClosingRounds.some_leave, {}, set()),
+    "some expire": Case(ClosingRounds.some_expire, QUICK, {504}),
+    "one attempt": Case(ClosingRounds.one_attempt, {"upstream.attempts": 1}, {502}),
+    "at rest": Case(ClosingRounds.at_rest, {"upstream.attempts": 1}, set()),
+    "every time": Case(ClosingRounds.every_time, {}, {502}),
 }
 
 
@@ -188,11 +189,11 @@ class Closed(NamedTuple):
 
 async def connections_close(directory: Path, case: str, seconds: float) -> Closed:
     """U10: one case, round after round."""
-    act, settings = CASES[case]
+    act, settings, errors = CASES[case]
     upstream = ClosingUpstream()
     rounds = 0
     async with scripted_upstream(upstream), running_gateway(directory, upstream.url, settings=settings) as gateway:
-        running = ClosingRounds(gateway, upstream)
+        running = ClosingRounds(gateway, upstream, errors)
         stop_at = time.monotonic() + seconds
         while time.monotonic() < stop_at:
             await act(running)

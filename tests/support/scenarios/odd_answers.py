@@ -142,7 +142,7 @@ class Quoted(NamedTuple):
 
 async def errors_quote_the_input(directory: Path, quote: str, rounds: int) -> Quoted:
     """U9: bursts of 64 with an input that reads like a limit; then good inputs only. One slot of 50 ms."""
-    checker = Checker("U9")
+    checker = Checker("U9", {text: {422} for text in LIKE_LIMITS})
     upstream = QuotingUpstream(quote)
     upstream.latency_s = 0.05
     async with (

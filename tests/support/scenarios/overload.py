@@ -19,7 +19,8 @@ CAPACITY_PER_S = 80
 OVERLOAD = 3
 BODY_BYTES = 64_000
 # Those that wait are served within 2.5 s, or a few times that on a busy machine: before their queue timeout.
-SETTINGS = {"broker.waiting_max": 200, "broker.queue_timeout_s": 60, "broker.total_timeout_s": 90}
+WAITING_MAX = 200
+SETTINGS = {"broker.waiting_max": WAITING_MAX, "broker.queue_timeout_s": 60, "broker.total_timeout_s": 90}
 MIB = 1024 * 1024
 # An idle gateway has some 60 MiB, 200 waiting requests of 64 KB another 13, as many of their connections' buffers more.
 RESIDENT_MIB_MAX = 160
@@ -34,6 +35,9 @@ class Overload(NamedTuple):
     # Resident MiB: the most in the first third after the warm-up, and the most in the last third.
     resident_then: float
     resident_last: float
+    # The most that the gateway held.
+    held_max: int
+    held_bytes_max: int
 
 
 class OpenLoop:
@@ -78,14 +82,17 @@ class OpenLoop:
 
 async def overload(directory: Path, warm_up_s: float, seconds: float) -> Overload:
     """Warm up under the same load, then watch the memory for `seconds`."""
-    checker = Checker("O3")
+    checker = Checker("O3", {"": {503}})
     async with running_gateway(directory, UPSTREAM, *FLAGS, settings=SETTINGS) as gateway:
         load = OpenLoop(gateway.port, checker)
         running = asyncio.ensure_future(load.run(CAPACITY_PER_S * OVERLOAD, warm_up_s + seconds))
         await asyncio.sleep(warm_up_s)
         samples: list[float] = []
+        held, held_bytes = [0.0], [0.0]
         while not running.done():
             samples.append(gateway.resident_bytes() / MIB)
+            held.append(await gateway.metric("carpool_held_requests"))
+            held_bytes.append(await gateway.metric("carpool_held_bytes"))
             await asyncio.sleep(0.05)
         await running
         assert await gateway.metric("carpool_held_requests") == 0
@@ -97,4 +104,6 @@ async def overload(directory: Path, warm_up_s: float, seconds: float) -> Overloa
         quantiles(load.refusal_ms, n=100)[-1],
         max(samples[:third]),
         max(samples[-third:]),
+        round(max(held)),
+        round(max(held_bytes)),
     )

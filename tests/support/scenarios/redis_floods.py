@@ -65,7 +65,7 @@ class LetterFlood(NamedTuple):
 
 async def letters_without_end(directory: Path, letters: int, memory_max: int) -> LetterFlood:
     """One client's tasks are all poison, and together larger than Redis; others send ordinary requests."""
-    checker, poisoned = Checker("F12"), Checker("F12-poison")
+    checker, poisoned = Checker("F12"), Checker("F12-poison", {POISON: {422, 502}})
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(running_redis(directory / "redis", "--maxmemory", str(memory_max)))
         fleet = await stack.enter_async_context(fleet_over(directory, server.url))
@@ -117,7 +117,7 @@ class TaskFlood(NamedTuple):
 
 async def tasks_beyond_the_bound(directory: Path, tasks: int, bytes_max: int) -> TaskFlood:
     """Large tasks while the upstream stands still, more than `bytes_max`; then it goes on, and some more come."""
-    checker = Checker("F12-tasks")
+    checker = Checker("F12-tasks", {"": {503}})
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(running_redis(directory / "redis"))
         fleet = await stack.enter_async_context(fleet_over(directory, server.url, {"broker.bytes_max": bytes_max}))

@@ -22,6 +22,9 @@ AOF = ("--appendonly", "yes", "--appendfsync")
 LARGE_BYTES = 40_000
 SAMPLE_S = 0.02
 
+# A gateway without upstreams while Redis is away, or has come back without a request.
+AWAY = {"": {503, 504}}
+
 
 class Outage:
     """One way for Redis to be away."""
@@ -61,7 +64,7 @@ class Away(NamedTuple):
 
 async def redis_is_away(directory: Path, how: str, seconds: float) -> Away:
     """F3: Redis that writes everything at once is away for a while, under load."""
-    checker = Checker(f"F3-{how}")
+    checker = Checker(f"F3-{how}", AWAY)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(running_redis(directory / "redis", *AOF, "always"))
         fleet = await stack.enter_async_context(fleet_over(directory, server.url))
@@ -120,7 +123,8 @@ class Losses(NamedTuple):
 
 async def redis_forgets(directory: Path, fsync: str, how: str, cut_s: float) -> Losses:
     """F4: Redis crashes; with `cut_s`, the machine lost the last writes too. `fsync` "" means: nothing on disk."""
-    checker = Checker(f"F4-{fsync}-{how}-{cut_s:g}")
+    forgets = not fsync or cut_s > 0
+    checker = Checker(f"F4-{fsync}-{how}-{cut_s:g}", AWAY, may_tell_again=forgets)
     async with AsyncExitStack() as stack:
         files = (*AOF, fsync) if fsync else ()
         server = await stack.enter_async_context(running_redis(directory / "redis", *files))
@@ -149,6 +153,8 @@ async def redis_forgets(directory: Path, fsync: str, how: str, cut_s: float) -> 
         await clients.stop()
         lost = set(clients.missing)
         await clients.read_again()
+        if forgets:
+            checker.may_be_lost(clients.missing)
         refused = [
             answer.ended - returned_at
             for answer in (*clients.answers, *clients.task_answers)
@@ -200,7 +206,7 @@ class Failovers(NamedTuple):
 
 async def primaries_of_a_cluster_die(directory: Path, runs: int) -> Failovers:
     """F5: a primary is killed, its replica takes over, the dead one comes back as a replica; again and again."""
-    checker = Checker("F5")
+    checker = Checker("F5", AWAY, may_tell_again=True)
     keys = Keys()
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(running_cluster(directory / "redis", node_timeout_ms=500))
@@ -229,7 +235,7 @@ async def primaries_of_a_cluster_die(directory: Path, runs: int) -> Failovers:
 
 async def primary_under_sentinels_dies(directory: Path) -> Failovers:
     """F5 with Sentinels: the primary is killed once, one of two replicas takes over."""
-    checker = Checker("F5-sentinel")
+    checker = Checker("F5-sentinel", AWAY, may_tell_again=True)
     async with AsyncExitStack() as stack:
         group = await stack.enter_async_context(running_sentinels(directory / "redis"))
         fleet = await stack.enter_async_context(fleet_over(directory, group.url, {"broker.replicas": 1}))

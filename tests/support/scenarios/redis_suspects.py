@@ -22,6 +22,8 @@ CALL_S = 0.15
 SLOTS = ("--slots", "8")
 # How the problem of a request begins that was with too many batchers that died.
 GIVEN_UP = "502: given up:"
+# Who waits for an answer and was with batchers that died may run out of time.
+IN_TIME = {"": {504}}
 
 
 class SteadyKills(NamedTuple):
@@ -40,7 +42,7 @@ class SteadyKills(NamedTuple):
 
 async def batchers_die_in_turn(directory: Path, seconds: float, every_s: float) -> SteadyKills:
     """F9: of two batchers one is killed, then the other. Who was claimed from the first is soon with the second."""
-    checker = Checker("F9")
+    checker = Checker("F9", IN_TIME)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(running_redis(directory / "redis"))
         fleet = await stack.enter_async_context(fleet_over(directory, server.url))
@@ -87,7 +89,7 @@ async def many_in_flight_at_two_kills(directory: Path, tasks: int, seconds: floa
     """F10: a batcher dies with so many tasks in flight, the next one with those that it could claim; a third one is
     there already, for them and for ordinary requests.
     """
-    in_flight, others, keys = Checker("F10-tasks"), Checker("F10-others"), Keys()
+    in_flight, others, keys = Checker("F10-tasks"), Checker("F10-others", IN_TIME), Keys()
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(running_redis(directory / "redis"))
         # Calls that hang until the kill are not given up before.

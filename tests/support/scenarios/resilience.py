@@ -171,7 +171,7 @@ class AllBad(NamedTuple):
 
 async def all_are_bad(directory: Path, behaviour: str, per_s: float, seconds: float) -> AllBad:
     """U1: every endpoint fails every call; then all are well again."""
-    checker = Checker(f"U1-all-{behaviour.replace(' ', '-')}")
+    checker = Checker(f"U1-all-{behaviour.replace(' ', '-')}", {"": {502, 503, 504}})
     # Nothing is to succeed: who waits for longer only makes the run longer.
     hasty: dict[str, object] = {
         "upstream.timeout_s": 1.0,
@@ -223,7 +223,7 @@ class Poisoned(NamedTuple):
 
 async def poison(directory: Path, every: int, per_s: float, seconds: float) -> Poisoned:
     """U4: one request in `every` makes the API fail its whole batch."""
-    checker = Checker("U4")
+    checker = Checker("U4", {POISON: {422}})
     async with three_upstreams(directory) as (gateway, upstreams):
         for upstream in upstreams:
             upstream.poison = POISON
