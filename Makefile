@@ -2,9 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INTEROP := triton kserve infinity
+# Most tests wait for processes and sockets: more workers than cores.
+WORKERS ?= 4
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis promtool demo test lint format docs bench chaos interop clean
+.PHONY: help setup redis promtool demo check test prometheus lint format docs bench chaos interop clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -35,8 +38,14 @@ promtool: ## install Debian's prometheus, which has promtool, if there is none
 demo: setup ## start a gateway and 32 simulated GPUs; shows the first curl to try
 	@$(BIN)/carpool demo
 
-test: setup lint redis promtool ## every check: ruff, mypy, import-linter, pytest
-	@$(BIN)/python -m pytest
+check: setup lint ## while you work: lint, types, unit and property tests (under a minute)
+	@$(PYTEST) tests/unit tests/property
+
+test: setup lint redis ## every check: ruff, mypy, import-linter, pytest (under five minutes)
+	@$(PYTEST)
+
+prometheus: setup promtool ## the shipped alerts, by Prometheus's own tool
+	@$(BIN)/python -m pytest tests/prometheus
 
 lint: setup ## ruff, mypy strict, import-linter
 	@$(BIN)/ruff format --check .
@@ -54,7 +63,7 @@ docs: setup ## write the generated pages again
 bench: setup redis ## measure beside the floor (several minutes)
 	@$(BIN)/python bench/run.py
 
-chaos: setup redis ## kill, cut, overload; prints lost / wrong / duplicates (several minutes)
+chaos: setup redis ## kill, cut, overload; prints lost / wrong / duplicates, last the share answered as promised (half an hour)
 	@$(BIN)/python -m pytest tests/chaos -s
 
 # Each server has an environment of its own: what they need excludes one another.
