@@ -57,7 +57,7 @@ async def queued(halves: Halves, gateway: Gateway, *names: str, **options: Any) 
     before = await halves.number_of_entries()
     gateway.submit(*names, **options)
     await halves.until_entries(before + len(names))
-    await until(lambda: all(request.held_by.entry_ids for request in gateway.queue.parking._parked.values()))
+    await until(lambda: all(request.held_by.entry_ids for request in gateway.queue.parking.requests()))
 
 
 class TestConnections:
@@ -131,7 +131,7 @@ class TestConnections:
         await queued(own_halves, gateway, *NAMES)
         await own_halves.cut()
         await gateway.until_mode("down")
-        leaver = next(iter(gateway.queue.parking._parked.values()))
+        leaver = gateway.queue.parking.requests()[0]
         gateway.queue.cancel(leaver)
         await gateway.until_mode("redis")
         await own_halves.until_entries(len(NAMES) - 1)
@@ -146,7 +146,7 @@ class TestConnections:
             gateway = await halves.gateway()
             await queued(halves, gateway, *NAMES)
             server.stop()
-            leaver = next(iter(gateway.queue.parking._parked.values()))
+            leaver = gateway.queue.parking.requests()[0]
             gateway.queue.cancel(leaver)
             await gateway.until_mode("down")
             server.kill()
@@ -215,7 +215,7 @@ class TestQueueing:
         async with open_halves(redis_server, shards=2) as halves:
             gateway = await halves.gateway()
             await queued(halves, gateway, "r")
-            (entry,), (request,) = await halves.entries(), gateway.queue.parking._parked.values()
+            (entry,), (request,) = await halves.entries(), gateway.queue.parking.requests()
             monkeypatch.setattr(gateway.nodes, "is_up", lambda slot: slot != entry.shard.slot)
             gateway.queue.nodes_changed()
             gateway.queue.reply_came(reply_to(request.number))
@@ -284,7 +284,7 @@ class TestQueueing:
         gateway = await halves.gateway(waiting_max=bound)
         for number in range(bound):
             await queued(halves, gateway, f"r{number}")
-        for request in list(gateway.queue.parking._parked.values()):
+        for request in gateway.queue.parking.requests():
             gateway.queue.cancel(request)
         await halves.until_entries(0)
         await queued(halves, gateway, "tells")
@@ -383,7 +383,7 @@ class TestReplies:
 
         gateway = await halves.gateway(task_finished=refuse)
         await queued(halves, gateway, "r")
-        (request,) = gateway.queue.parking._parked.values()
+        (request,) = gateway.queue.parking.requests()
         stream = halves.keys.replies(b"g1")
         finished = Reply(REPLY_FORMAT, [], [], [], ["task"])
         async with halves.client.pipeline() as together:  # both are read at once

@@ -9,6 +9,7 @@ import msgspec
 from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import Fixed
 from carpool.broker.memory import MemoryBroker
+from carpool.core.ports import DeadLetters
 from carpool.core.request import Request
 from carpool.testing import Answer, Call, FakeClock, FakeUpstream, Witness, echo, inputs_of, make_request
 from carpool.upstream.codecs import JsonCodec
@@ -33,12 +34,13 @@ def failing(status: int, mark: bytes = b"bad") -> Callable[[Call], Answer]:
 class Stand:
     """A gateway without a face: a test sends requests to it, and scripts its upstreams."""
 
-    def __init__(self, *upstreams: FakeUpstream, max_batch: int = 8) -> None:
+    def __init__(self, *upstreams: FakeUpstream, max_batch: int = 8, dead_letters: DeadLetters | None = None) -> None:
         self.clock = FakeClock()
         self.upstreams = upstreams
         self.witness = Witness()
         self.offenders = Offenders()
         self._max_batch = max_batch
+        self._dead_letters = dead_letters
         self._serial = 0
 
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -57,6 +59,7 @@ class Stand:
                 backoff_s=0.05,
                 model="m",
                 offenders=self.offenders,
+                dead_letters=self._dead_letters,
                 max_batch=lambda: self._max_batch,
                 others_waiting=lambda: self.broker.most_waiting("m"),
                 all_waiting=lambda: self.broker.all_waiting("m"),

@@ -17,7 +17,7 @@ from carpool.settings.schema import BatchingSettings, UpstreamSettings
 from carpool.testing import Answer, Call, FakeUpstream, Witness, echo, inputs_of, make_request
 from carpool.upstream.attempts import Failure
 from carpool.upstream.codecs.base import Refusal
-from carpool.upstream.isolation import STARVED_APART_S, GiveUp
+from carpool.upstream.isolation import STARVED_APART_S
 from carpool.upstream.offenders import Offenders
 from carpool.upstream.pool import WELL_S
 from carpool.upstream.slot_share import SlotShare
@@ -295,30 +295,27 @@ def test_a_search_whose_wish_is_not_to_be_had_keeps_no_other_from_a_free_slot() 
 
 
 class Defect:
-    """In place of what gives a request up: fails a few times."""
+    """In place of the dead letters: fails the first time."""
 
-    def __init__(self, give_up: GiveUp, times: int = 1) -> None:
-        self._give_up = give_up
-        self._times_left = times
+    def __init__(self) -> None:
         self.is_met = False
 
-    def __call__(self, request: Request, error: CarpoolError) -> None:
-        if self._times_left:
-            self._times_left -= 1
+    def bury(self, request: Request, error: CarpoolError, sends: int) -> None:
+        if not self.is_met:
             self.is_met = True
             raise RuntimeError("a defect")
-        self._give_up(request, error)
 
 
 def test_a_defect_in_a_step_leaves_nobody_without_an_outcome() -> None:
     """Half of the batch gets an error of its own in the first step, and that goes wrong."""
     upstream = FakeUpstream().then(echo, delay_s=SERVICE_S).then(failing(400), delay_s=SERVICE_S)
-    stand = Stand(upstream.then(Answer(404, b""), delay_s=SERVICE_S).then(failing(400), delay_s=SERVICE_S, times=99))
+    upstream.then(Answer(404, b""), delay_s=SERVICE_S).then(failing(400), delay_s=SERVICE_S, times=99)
+    defect = Defect()
+    stand = Stand(upstream, dead_letters=defect)
 
     async def main() -> None:
         isolation = stand.dispatcher.isolation
         await stand.answer(b"good", "Y")  # now it is known to be alive
-        defect = isolation._give_up = Defect(isolation._give_up)
         requests = [stand.send(b"bad" if number == 5 else b"good", "Y") for number in range(8)]
         await asyncio.sleep(2.0)
         assert defect.is_met
@@ -330,11 +327,11 @@ def test_a_defect_in_a_step_leaves_nobody_without_an_outcome() -> None:
 
 
 def test_a_defect_at_the_end_of_a_search_leaves_nobody_without_an_outcome() -> None:
-    stand = Stand(FakeUpstream().then(failing(500), delay_s=SERVICE_S, times=999))
+    defect = Defect()
+    stand = Stand(FakeUpstream().then(failing(500), delay_s=SERVICE_S, times=999), dead_letters=defect)
 
     async def main() -> None:
         isolation = stand.dispatcher.isolation
-        defect = isolation._give_up = Defect(isolation._give_up)
         requests = [stand.send(b"bad", f"client {number}") for number in range(8)]
         await asyncio.sleep(3.9)
         assert defect.is_met
