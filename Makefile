@@ -2,9 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INTEROP := triton kserve infinity
-# Most tests wait for processes and sockets: more workers than cores.
+# Most tests wait for processes and sockets: more workers than two cores. Unit and property tests compute: one for each.
 WORKERS ?= 4
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help setup redis promtool demo check test prometheus lint format docs bench chaos interop clean
@@ -39,10 +38,10 @@ demo: setup ## start a gateway and 32 simulated GPUs; shows the first curl to tr
 	@$(BIN)/carpool demo
 
 check: setup lint ## while you work: lint, types, unit and property tests (under a minute)
-	@$(PYTEST) tests/unit tests/property
+	@$(BIN)/python -m pytest -n auto tests/property tests/unit
 
 test: setup lint redis ## every check: ruff, mypy, import-linter, pytest (under five minutes)
-	@$(PYTEST)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 prometheus: setup promtool ## the shipped alerts, by Prometheus's own tool
 	@$(BIN)/python -m pytest tests/prometheus
