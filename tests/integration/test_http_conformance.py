@@ -179,6 +179,10 @@ def verdict(data: bytes, kind: type[Connection]) -> Verdict:
     return verdicts.pop()
 
 
+# Sources are fetched once.
+pytestmark = pytest.mark.xdist_group("conformance")
+
+
 @pytest.fixture(scope="module")
 def sources(request: pytest.FixtureRequest) -> Path:
     """The two source distributions, unpacked; kept in pytest's cache."""
