@@ -37,10 +37,10 @@ promtool: ## install Debian's prometheus, which has promtool, if there is none
 demo: setup ## start a gateway and 32 simulated GPUs; shows the first curl to try
 	@$(BIN)/carpool demo
 
-check: setup lint ## while you work: lint, types, unit and property tests (under a minute)
+check: setup lint ## while you work: lint, types, unit and property tests
 	@$(BIN)/python -m pytest -n auto tests/property tests/unit
 
-test: setup lint redis ## every check: ruff, mypy, import-linter, pytest (under five minutes)
+test: setup lint redis ## every check: ruff, mypy, import-linter, pytest
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 prometheus: setup promtool ## the shipped alerts, by Prometheus's own tool
@@ -62,7 +62,7 @@ docs: setup ## write the generated pages again
 bench: setup redis ## measure beside the floor (several minutes)
 	@$(BIN)/python bench/run.py
 
-chaos: setup redis ## kill, cut, overload; prints lost / wrong / duplicates, last the share answered as promised (half an hour)
+chaos: setup redis ## kill, cut, overload; prints lost / wrong / duplicates, last the share answered as promised (many minutes)
 	@$(BIN)/python -m pytest tests/chaos -s
 
 # Each server has an environment of its own: what they need excludes one another.
