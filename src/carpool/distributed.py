@@ -457,7 +457,7 @@ class DistributedProcess(Process):
         numbers = {"broker": mode, **health_numbers(self.registry.view, self.depth.unread())}
         if self.disks is not None and self.disks.found:
             return {"status": "degraded", "problem": self.disks.found, **numbers}
-        return {"status": "draining" if self.draining else "ok", **numbers}
+        return {"status": "draining" if self.draining else "healthy", **numbers}
 
     def fleet(self) -> dict[str, Any]:
         """What `/internal/fleet` shows: the whole fleet; while Redis is away, the endpoints that this process has."""

@@ -140,7 +140,7 @@ class Gateway(Process):
     def health(self) -> dict[str, Any]:
         """The numbers of `/internal/health`."""
         return {
-            "status": "draining" if self.draining else "ok",
+            "status": "draining" if self.draining else "healthy",
             "gpu_utilization": round(self.utilization(), 4),
             "queue_depth": self.broker.depth,
             "requests_per_second": round(sum(service.rate for service in self.services), 2),

@@ -496,7 +496,7 @@ def test_tls(tmp_path: Path) -> None:
 def test_health_and_ready(gateway: GatewayProcess) -> None:
     health = ask(gateway.admin_port, "GET", "/internal/health").json
     assert set(health) == {"status", "gpu_utilization", "queue_depth", "requests_per_second"}
-    assert health["status"] == "ok"
+    assert health["status"] == "healthy"
     assert 0 <= health["gpu_utilization"] <= 1
     assert ask(gateway.admin_port, "GET", "/internal/ready").json == {"ready": True}
 

@@ -755,6 +755,23 @@ def future_schema(path: Path) -> None:
     connection.close()
 
 
+async def test_a_file_of_the_first_schema_is_brought_to_this_one(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    journal_store.Store(path).close(0.0)
+    connection = sqlite3.connect(path)
+    connection.execute("ALTER TABLE tasks DROP COLUMN client_id")
+    connection.execute("PRAGMA user_version = 1")
+    connection.execute(
+        """INSERT INTO tasks (id, owner, model, tier, submitted, deadline, status, bytes, parameters, input)
+        VALUES ('old', 'o', 'm', 0, 1.0, 1e9, 0, 3, x'', x'227822')"""
+    )
+    connection.commit()
+    connection.close()
+    store = journal_store.Store(path)
+    assert [(task.id, task.client_id, task.input) for task in store.pending()] == [("old", "", b'"x"')]
+    store.close(0.0)
+
+
 def torn_pages(path: Path) -> None:
     journal_store.Store(path).close(0.0)
     with path.open("r+b") as file:

@@ -487,3 +487,19 @@ async def test_what_was_restored_waits_until_it_is_let_go(tmp_path: Path) -> Non
     office.tasks.send_restored()
     assert [request.id for request in office.take()] == ["t1"]
     await office.journal.close()
+
+
+async def test_what_the_client_calls_itself_stays_with_its_task(tmp_path: Path) -> None:
+    office = Office(tmp_path / "journal.db")
+    request = office.request()
+    request.client_id = "nightly"
+    assert await told(lambda done: office.tasks.submit(request, done)) is None
+    await office.journal.close()
+    office = Office(tmp_path / "journal.db")
+    office.restore()
+    assert (await told(lambda done: office.tasks.state("t1", done))).client_id == "nightly"
+    (restored,) = office.take()
+    await office.finish(restored, make_output(b"1"))
+    state = await told(lambda done: office.tasks.state("t1", done))
+    assert (state.status, state.client_id) == ("completed", "nightly")
+    await office.journal.close()

@@ -13,8 +13,15 @@ from functools import partial
 
 from carpool.broker.journal import Journal
 from carpool.broker.journal_records import DeadLetter, TaskRecord
-from carpool.broker.journal_writer import no_such_letter
-from carpool.broker.replays import PAGE_BYTES_MAX, PAGE_MAX, ReplayRun, answer_of, not_served, replay_request
+from carpool.broker.replays import (
+    PAGE_BYTES_MAX,
+    PAGE_MAX,
+    ReplayRun,
+    answer_of,
+    no_such_letter,
+    not_served,
+    replay_request,
+)
 from carpool.broker.tasks import Tasks
 from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import (

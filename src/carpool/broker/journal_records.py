@@ -32,6 +32,7 @@ class TaskRecord(msgspec.Struct, frozen=True, gc=False):
     submitted_wall: float
     # On the journal's uptime clock, so that time in which no process ran does not count.
     deadline: float
+    client_id: str = ""
 
 
 class TaskResult(msgspec.Struct, frozen=True, gc=False):

@@ -34,7 +34,7 @@ from carpool.core.dead_letter import DeadLetterSummary, StoredDeadLetter
 from carpool.core.task import StoredTask
 
 APPLICATION_ID = 0x43504C4A  # "CPLJ" in the file's header: tells a journal from anybody else's SQLite file
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 # Three rows of 2 KB share a page of 8 KiB; each would fill one of the default 4 KiB alone, and an append
 # would write half as much again. Larger ones are quicker still in a burst, but a lone append writes more.
@@ -60,6 +60,7 @@ SCHEMA = (
         seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, model TEXT NOT NULL,
         tier INTEGER NOT NULL, submitted REAL NOT NULL, deadline REAL NOT NULL,
         status INTEGER NOT NULL, finished REAL, expires REAL, bytes INTEGER NOT NULL,
+        client_id TEXT NOT NULL DEFAULT '',
         parameters BLOB NOT NULL, input BLOB NOT NULL, output BLOB, error BLOB)""",
     "CREATE INDEX tasks_by_expiry ON tasks (expires, bytes)",
     """CREATE TABLE dead_letters (
@@ -72,10 +73,13 @@ SCHEMA = (
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
 
-APPEND = """INSERT INTO tasks (id, owner, model, tier, submitted, deadline, status, bytes, parameters, input)
-    VALUES (?, ?, ?, ?, ?, ?, 0, ?, ?, ?)"""
+# From the schema of an older version to the next one.
+UPGRADES = {1: ("ALTER TABLE tasks ADD COLUMN client_id TEXT NOT NULL DEFAULT ''", "PRAGMA user_version = 2")}
+
+APPEND = """INSERT INTO tasks (id, owner, model, tier, submitted, deadline, status, bytes, client_id, parameters, input)
+    VALUES (?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?)"""
 # Pending rows are those that never expire; the list of their numbers comes from the index, in order.
-PENDING_TASKS = """SELECT id, owner, model, parameters, input, tier, submitted, deadline FROM tasks
+PENDING_TASKS = """SELECT id, owner, model, parameters, input, tier, submitted, deadline, client_id FROM tasks
     WHERE seq IN (SELECT seq FROM tasks WHERE expires IS NULL) ORDER BY seq"""
 # One JSON array as the only parameter: one prepared statement for any number of ids.
 IDS = "id IN (SELECT value FROM json_each(?))"
@@ -99,7 +103,7 @@ LETTER = """SELECT seq, id, model, cause, detail, sends, died, bytes, owner, tie
 FIND_LETTERS = """SELECT seq, bytes FROM dead_letters
     WHERE seq IN (SELECT value FROM json_each(?)) AND expires > ?"""
 OLDEST_LETTERS = "SELECT seq, bytes FROM dead_letters ORDER BY seq"
-READ = f"""SELECT id, owner, status, output, error, coalesce(finished, submitted), submitted FROM tasks
+READ = f"""SELECT id, owner, status, output, error, coalesce(finished, submitted), submitted, client_id FROM tasks
     WHERE {IDS} AND (expires IS NULL OR expires > ?)"""
 FIND = f"SELECT seq, id, status, bytes FROM tasks WHERE {IDS} AND (expires IS NULL OR expires > ?)"
 EXPIRED_TASKS = "SELECT seq, id, status, bytes FROM tasks WHERE expires <= ? LIMIT ?"
@@ -147,7 +151,7 @@ class Store:
         is_new = application == version == objects == 0
         if not is_new and application != APPLICATION_ID:
             raise JournalUnusable(f"{self.path}: not a journal of Carpool; use another --data-dir")
-        if not is_new and version != SCHEMA_VERSION:
+        if not is_new and version != SCHEMA_VERSION and version not in UPGRADES:
             raise JournalUnusable(
                 f"{self.path}: written by another version of Carpool (its schema is {version}, "
                 f"this version reads {SCHEMA_VERSION}); use that version or another --data-dir"
@@ -170,6 +174,10 @@ class Store:
         if is_new:
             with self.transaction(None):
                 for statement in SCHEMA:
+                    execute(statement)
+        elif version in UPGRADES:
+            with self.transaction(None):
+                for statement in UPGRADES[version]:
                     execute(statement)
         (uptime,) = execute("SELECT value FROM meta WHERE key = 'uptime'").fetchone()
         self.uptime_at_open: float = uptime
@@ -200,7 +208,18 @@ class Store:
     def append(self, tasks: Sequence[TaskRecord]) -> None:
         """Add pending tasks."""
         rows = [
-            (t.id, t.owner, t.model, t.tier, t.submitted_wall, t.deadline, size_of(t), t.parameters, t.input)
+            (
+                t.id,
+                t.owner,
+                t.model,
+                t.tier,
+                t.submitted_wall,
+                t.deadline,
+                size_of(t),
+                t.client_id,
+                t.parameters,
+                t.input,
+            )
             for t in tasks
         ]
         self._connection.executemany(APPEND, rows)

@@ -32,8 +32,9 @@ from carpool.broker.journal_records import (
     Reply,
 )
 from carpool.broker.journal_store import Store
+from carpool.broker.replays import no_such_letter
 from carpool.core.clock import Clock
-from carpool.core.errors import JournalFailed, NotFound
+from carpool.core.errors import JournalFailed
 from carpool.core.tally import Histogram
 
 logger = logging.getLogger("carpool")
@@ -361,11 +362,6 @@ class Writer:
 def disk_failed() -> JournalFailed:
     """The failure of an operation that could not be written or read."""
     return JournalFailed("The disk of the journal failed. Retry later.", retry_after_s=1)
-
-
-def no_such_letter() -> NotFound:
-    """What is told of a dead letter that is not there any more."""
-    return NotFound("there is no such dead letter; it was replayed, dropped, or has expired")
 
 
 def _is_plain_read(operation: Operation) -> bool:

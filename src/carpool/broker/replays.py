@@ -92,6 +92,11 @@ def not_served() -> UnknownModel:
     return UnknownModel("the model of this dead letter is no longer served here; drop it, or serve the model")
 
 
+def no_such_letter() -> NotFound:
+    """What is told of a dead letter that is not there any more."""
+    return NotFound("there is no such dead letter; it was replayed, dropped, or has expired")
+
+
 async def answer_of(ask: Callable[[Callable[[Any], None]], None]) -> Any:
     """What a callback is told; an error is raised. Whoever asked may have been cancelled meanwhile."""
     told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

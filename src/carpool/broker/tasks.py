@@ -80,6 +80,7 @@ class Tasks:
                 waiter=self,
                 is_task=True,
                 owner=record.owner,
+                client_id=record.client_id,
             )
             self._live[record.id] = LiveTask(request, record.submitted_wall)
             fault: CarpoolError | None = None
@@ -129,6 +130,7 @@ class Tasks:
             tier=request.tier,
             submitted_wall=task.submitted_wall,
             deadline=self._journal.now() + request.deadline - request.arrived,
+            client_id=request.client_id,
         )
 
         def committed(error: CarpoolError | None) -> None:
@@ -182,9 +184,9 @@ class Tasks:
             if not isinstance(stored, StoredTask):
                 answer(stored)
             elif stored.error is None:
-                answer(RequestState("completed", latency_ms(stored)))
+                answer(RequestState("completed", latency_ms(stored), None, stored.client_id or None))
             else:
-                answer(RequestState("failed", latency_ms(stored), code_of(stored.error)))
+                answer(RequestState("failed", latency_ms(stored), code_of(stored.error), stored.client_id or None))
 
         task = self._live.get(task_id)
         if task is not None:

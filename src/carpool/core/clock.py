@@ -1,6 +1,7 @@
 """Time as an argument: the one function that reads the monotonic clock, and its type."""
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from time import perf_counter
 
 Clock = Callable[[], float]
@@ -8,6 +9,12 @@ Clock = Callable[[], float]
 # perf_counter is CLOCK_MONOTONIC here: it does not jump with the wall clock. uvloop's own loop.time() has
 # millisecond steps and stands still within one turn of the loop, too coarse for latencies.
 monotonic: Clock = perf_counter
+
+
+def rfc3339(wall: float) -> str:
+    """A Unix time as people read it: UTC, to the millisecond."""
+    return datetime.fromtimestamp(wall, UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
+
 
 # A timer that comes so much later than it was set for: this process stood still (SIGSTOP, a suspended machine).
 # Timers come before what lies in the sockets then: that something is late is no fault of others.

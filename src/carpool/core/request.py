@@ -113,14 +113,17 @@ class RequestState(msgspec.Struct, frozen=True):
     latency_ms: float
     # The code of the error of one that failed.
     error: str | None = None
+    # What its client calls itself.
+    client_id: str | None = None
 
 
 def state_of(request: Request, now: float) -> RequestState:
     """The state of a request that this process has."""
+    client_id = request.client_id or None
     if request.phase != DONE:
         status: Literal["queued", "processing"] = "processing" if request.phase == RUNNING else "queued"
-        return RequestState(status, round((now - request.arrived) * 1000, 2))
+        return RequestState(status, round((now - request.arrived) * 1000, 2), None, client_id)
     latency_ms = round((request.ended - request.arrived) * 1000, 2)
     if request.result_code == "ok":
-        return RequestState("completed", latency_ms)
-    return RequestState("failed", latency_ms, request.result_code)
+        return RequestState("completed", latency_ms, None, client_id)
+    return RequestState("failed", latency_ms, request.result_code, client_id)

@@ -19,3 +19,5 @@ class StoredTask(msgspec.Struct, frozen=True, gc=False):
     timestamp_wall: float
     # Unix time of the submission, where the store tells it.
     submitted_wall: float = 0.0
+    # What its submitter calls itself.
+    client_id: str = ""

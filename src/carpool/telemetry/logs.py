@@ -12,8 +12,10 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, TextIO
+
+from carpool.core.clock import rfc3339
 
 MESSAGE_CHARS_MAX = 2000
 FIELD_CHARS_MAX = 500
@@ -71,7 +73,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line of JSON."""
         line: dict[str, Any] = {
-            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
+            "ts": rfc3339(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": _message(record),

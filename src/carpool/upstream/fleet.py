@@ -1,8 +1,8 @@
 """The endpoints of one model as a whole: what operators see of them, and how they change while running."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -95,7 +95,7 @@ class Fleet:
 
     def describe(self) -> dict[str, Any]:
         """What `/internal/fleet` shows of this model."""
-        now, wall = self._clock(), datetime.now(UTC)
+        now, wall = self._clock(), time.time()
         return {
             "slots": sum(member.endpoint.slots for member in self.pool.members),
             "healthy_slots": self.healthy_slots(),

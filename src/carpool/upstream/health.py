@@ -11,14 +11,13 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from datetime import datetime, timedelta
 from functools import partial
 from math import inf
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from carpool.core.clock import Clock, monotonic
+from carpool.core.clock import Clock, monotonic, rfc3339
 from carpool.core.timers import repeat
 from carpool.upstream.breaker import Breaker
 from carpool.upstream.endpoint import Answer, AttemptFailedError, Endpoint
@@ -199,7 +198,7 @@ def healthy_slots(members: Sequence[Member], now: float) -> int:
     return in_use + sum(member.breaker.allows_others() for member in members)
 
 
-def describe_member(member: Member, now: float, wall: datetime) -> dict[str, Any]:
+def describe_member(member: Member, now: float, wall: float) -> dict[str, Any]:
     """What the fleet's page shows of an endpoint; `now` and `wall` are the same moment on both clocks."""
     heard_at = max(member.well_at, member.alive_at)
     load = member.load.reported_load
@@ -211,9 +210,5 @@ def describe_member(member: Member, now: float, wall: datetime) -> dict[str, Any
         "limit": member.limit,
         "slots": member.endpoint.slots,
         "breaker": breaker_shown(member.breaker, now),
-        "last_heartbeat": _rfc3339(wall - timedelta(seconds=now - heard_at)) if heard_at > -inf else None,
+        "last_heartbeat": rfc3339(wall - (now - heard_at)) if heard_at > -inf else None,
     }
-
-
-def _rfc3339(moment: datetime) -> str:
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

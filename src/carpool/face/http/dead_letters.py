@@ -3,11 +3,11 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
+from carpool.core.clock import rfc3339
 from carpool.core.dead_letter import DeadLetterSummary, dead_letter_causes
 from carpool.core.errors import CarpoolError, InternalError, Malformed, NotFound
 from carpool.core.ports import DeadLetterDesk
@@ -107,8 +107,7 @@ async def _serve(work: Awaitable[Answer], exchange: Exchange) -> None:
 def summary_of(letter: DeadLetterSummary) -> dict[str, Any]:
     """What a list shows of a dead letter."""
     shown = msgspec.structs.asdict(letter)
-    buried_at = datetime.fromtimestamp(shown.pop("buried_wall"), UTC).isoformat(timespec="milliseconds")
-    shown["buried_at"] = buried_at.replace("+00:00", "Z")
+    shown["buried_at"] = rfc3339(shown.pop("buried_wall"))
     return shown
 
 

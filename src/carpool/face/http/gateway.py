@@ -6,10 +6,10 @@ Exchange, and no task, future, timer, lock or log line.
 
 import re
 from collections.abc import Callable
-from datetime import UTC, datetime
 
 import msgspec
 
+from carpool.core.clock import rfc3339
 from carpool.core.errors import CarpoolError, ClientLeft, Malformed, TooLarge, UnsupportedMedia
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Caller
@@ -225,12 +225,11 @@ def task_json(task: StoredTask) -> bytes:
         middle = b',"output":' + task.output
     elif task.error is not None:
         middle = b',"error":' + task.error
-    when = datetime.fromtimestamp(task.timestamp_wall, UTC).isoformat(timespec="milliseconds")
     return b'{"task_id":"%b","status":"%b"%b,"timestamp":"%b"}' % (
         task.id.encode(),
         task.status.encode(),
         middle,
-        when.replace("+00:00", "Z").encode(),
+        rfc3339(task.timestamp_wall).encode(),
     )
 
 

@@ -59,7 +59,7 @@ TASK_STATE: Json = {
 PREDICT_ANSWER: Json = {
     "type": "object",
     "required": ["request_id", "output", "latency_ms"],
-    "properties": {"request_id": {"type": "string"}, "output": {}, "latency_ms": {"type": "number"}},
+    "properties": {"request_id": {"type": "string"}, "output": {}, "latency_ms": {"type": "integer"}},
 }
 TASK_ID: Json = {
     "name": "task_id",
@@ -179,7 +179,7 @@ def admin_openapi() -> bytes:
         "type": "object",
         "required": ["status", "gpu_utilization", "queue_depth", "requests_per_second"],
         "properties": {
-            "status": {"enum": ["ok", "draining", "degraded"]},
+            "status": {"enum": ["healthy", "degraded", "draining"]},
             "problem": {"type": "string", "description": "what is wrong, and what to change, where it is degraded"},
             "gpu_utilization": {"type": "number"},
             "queue_depth": {"type": "integer"},

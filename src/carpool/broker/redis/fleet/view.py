@@ -6,11 +6,12 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+
+from carpool.core.clock import rfc3339
 
 BEAT_BYTES_MAX = 256 * 1024
 MEMBERS_MAX = 1000
@@ -212,12 +213,6 @@ def health_numbers(view: FleetView, unread: int) -> dict[str, Any]:
     }
 
 
-def rfc3339(stamp_ms: int) -> str:
-    """A time in ms since 1970 as people read it."""
-    moment = datetime.fromtimestamp(stamp_ms / 1000, UTC)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
 def _beat(description: Mapping[str, Any], models: dict[str, ModelBeat]) -> Beat:
     beats = list(models.values())
     in_flight = sum(beat.in_flight for beat in beats) if models else description.get("in_flight", 0)
@@ -281,7 +276,7 @@ def _read_member(name: bytes, value: bytes, now_ms: int, stale_s: float) -> Memb
     # One from the future is as silent as an old one: the clock was set back, and nobody stamped it since.
     age_s = abs(now_ms - stamp_ms) / 1000
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name.decode(errors="replace"))
-    return Member(shown, age_s, age_s <= stale_s, rfc3339(stamp_ms), beat)
+    return Member(shown, age_s, age_s <= stale_s, rfc3339(stamp_ms / 1000), beat)
 
 
 def _model_page(view: FleetView, model: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import msgspec
 
-from carpool.broker.journal_writer import no_such_letter
 from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.dead_letters.letters import IDS_A_MS, decode_body, summary_of
 from carpool.broker.redis.formats import UnknownFormatError
@@ -20,7 +19,7 @@ from carpool.broker.redis.gateway.refusals import out_of_reach
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.steps import Steps
-from carpool.broker.replays import ReplayRun, answer_of, not_served, replay_request
+from carpool.broker.replays import ReplayRun, answer_of, no_such_letter, not_served, replay_request
 from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import (
     DeadLetterSummary,

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from carpool.broker.journal_records import store_full
-from carpool.broker.journal_writer import no_such_letter
 from carpool.broker.redis.client.link import Lost, NoRoom, RedisFailure, Refused
+from carpool.broker.replays import no_such_letter
 from carpool.core.errors import BrokerDown, BrokerMemoryFull, CarpoolError, QueueFull
 
 # What the script, or Redis itself, refuses.
