@@ -40,6 +40,7 @@ from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Broker, LaneQueue
 from carpool.core.request import DONE, Request, Waiter
 from carpool.testing import FakeClock
+from carpool.tools.doctor_checks import parse_audit
 from support.processes import PATIENCE_S, until
 from support.redis_tasks import clear_shard, letter_bounds
 
@@ -303,8 +304,8 @@ class RedisBroker:
             self._nodes.run(AUDIT, shard.slot, (shard.counts,), (), self._audits.append)
         self._let_run()
         audits, self._audits[:] = list(self._audits), []
-        for _, held, unread, _, true_held, true_unread, *_ in audits:
-            assert (held, unread) == (true_held, true_unread)
+        for facts in (parse_audit(0, b"", reply) for reply in audits):
+            assert (facts.held_counted, facts.unread_counted) == (facts.held, facts.unread)
         return [lane for lane in self._lanes.values() if lane.model == model and lane.waiting]
 
     def take(

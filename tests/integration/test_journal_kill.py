@@ -23,7 +23,8 @@ OPEN: dict[str, Any] = {"result_ttl_s": 3600.0, "dead_letter_ttl_s": 3600.0, "st
 CHILD = """
 import asyncio, os, sys
 from pathlib import Path
-from carpool.broker.journal import Journal, TaskRecord, TaskResult
+from carpool.broker.journal import Journal
+from carpool.broker.journal_records import TaskRecord, TaskResult
 
 async def main(path, round_name):
     journal = Journal.open(Path(path), asyncio.get_running_loop(),

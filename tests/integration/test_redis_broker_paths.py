@@ -31,6 +31,7 @@ from carpool.broker.redis.steps import Steps
 from carpool.core.clock import monotonic
 from carpool.core.outcome import Output
 from carpool.testing import Witness, make_request
+from carpool.tools.doctor_checks import parse_audit
 from support.checker import Checker
 from support.client import Connection, Response, ask_once, inference_body
 from support.processes import GatewayProcess, until
@@ -80,11 +81,11 @@ class Workshop:
         held = taken = 0
         for shard in self.keys.shards:
             reply: Any = await self.client.eval(AUDIT.source, 1, shard.counts)  # type: ignore[arg-type]
-            _, counted, _, _, truly, unread = reply[:6]
-            if counted != truly:
+            facts = parse_audit(shard.number, b"", reply)
+            if facts.held_counted != facts.held:
                 return []
-            held += truly
-            taken += truly - unread
+            held += facts.held
+            taken += facts.held - facts.unread
         return [(held, taken)]
 
     async def holds(self, held: int, taken: int) -> bool:

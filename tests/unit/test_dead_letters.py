@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from carpool.broker import dead_letters as dead_letters_module
+from carpool.broker import replays as replays_module
 from carpool.broker.dead_letters import DeadLetterBox, DeadLetterDesk
 from carpool.broker.journal import Journal
 from carpool.broker.memory import MemoryBroker
@@ -213,7 +213,7 @@ async def test_a_tier_that_is_no_longer_configured_is_the_lowest(office: Office)
 async def test_replay_of_all_takes_those_there_were_in_their_order(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dead_letters_module, "PAGE_MAX", 7)
+    monkeypatch.setattr(replays_module, "PAGE_MAX", 7)
     names = [f"r{n}" for n in range(30)]
     await office.bury(*names)
     replaying = asyncio.ensure_future(office.desk.replay_all(None))
@@ -254,7 +254,7 @@ async def test_replay_of_all_goes_on_past_a_letter_that_is_wrong(office: Office)
 
 
 async def test_replay_of_all_stops_when_no_more_is_accepted(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dead_letters_module, "PAGE_MAX", 4)
+    monkeypatch.setattr(replays_module, "PAGE_MAX", 4)
     await office.bury(*(f"r{n}" for n in range(20)))
     office.broker.waiting_max = 6
     report = await office.desk.replay_all(None)
@@ -269,7 +269,7 @@ async def test_replay_of_all_stops_when_no_more_is_accepted(office: Office, monk
 
 
 async def test_replay_of_all_holds_few_bytes_at_once(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dead_letters_module, "PAGE_BYTES_MAX", 10)
+    monkeypatch.setattr(replays_module, "PAGE_BYTES_MAX", 10)
     await office.bury(*(f"r{n}" for n in range(5)), "large" * 10)
     shown = 0
     at_once: list[int] = []

@@ -68,8 +68,6 @@ def shard(
         true_held if held is None else held,
         true_unread if unread is None else unread,
         letter_bytes_counted,
-        true_held,
-        true_unread,
         letter_bytes,
         letters,
         3 * 2**20,

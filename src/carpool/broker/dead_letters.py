@@ -13,15 +13,7 @@ from functools import partial
 
 from carpool.broker.journal import Journal
 from carpool.broker.journal_records import DeadLetter, TaskRecord
-from carpool.broker.replays import (
-    PAGE_BYTES_MAX,
-    PAGE_MAX,
-    ReplayRun,
-    answer_of,
-    no_such_letter,
-    not_served,
-    replay_request,
-)
+from carpool.broker.replays import ReplayRun, answer_of, no_such_letter, not_served, replay_request
 from carpool.broker.tasks import Tasks
 from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import (
@@ -111,7 +103,7 @@ class DeadLetterDesk:
 
     async def replay_all(self, cause: str | None) -> ReplayReport:
         """Make all there are now, or those of one cause, tasks again, until no more tasks are accepted."""
-        run = ReplayRun(self.replay, page_max=PAGE_MAX, page_bytes_max=PAGE_BYTES_MAX)
+        run = ReplayRun(self.replay)
         await run.go(self._journal.last_letter, partial(self._page, cause=cause))
         return run.report()
 

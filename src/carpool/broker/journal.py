@@ -25,8 +25,6 @@ from carpool.broker.journal_records import (
     Delete,
     DropLetters,
     Finish,
-    JournalLocked,
-    JournalUnusable,
     ListLetters,
     Operation,
     Read,
@@ -45,15 +43,6 @@ from carpool.core.dead_letter import DeadLetterSummary, StoredDeadLetter, dead_l
 from carpool.core.errors import CarpoolError, JournalFailed, QueueFull
 from carpool.core.tally import Histogram
 from carpool.core.task import StoredTask
-
-__all__ = [
-    "DeadLetter",
-    "Journal",
-    "JournalLocked",
-    "JournalUnusable",
-    "TaskRecord",
-    "TaskResult",
-]
 
 logger = logging.getLogger("carpool")
 

@@ -21,16 +21,8 @@ class ReplayRun:
     It ends: letters that its own tasks come back as are younger than where it stops.
     """
 
-    def __init__(
-        self,
-        replay: Callable[[int], Awaitable[Replayed]],
-        *,
-        page_max: int = PAGE_MAX,
-        page_bytes_max: int = PAGE_BYTES_MAX,
-    ) -> None:
+    def __init__(self, replay: Callable[[int], Awaitable[Replayed]]) -> None:
         self._replay = replay
-        self._page_max = page_max
-        self._page_bytes_max = page_bytes_max
         self._replayed: list[Replayed] = []
         self._reason: CarpoolError | None = None
         self.may_go_on = True
@@ -38,8 +30,8 @@ class ReplayRun:
     async def go(self, last: int, page: Callable[[int, int], Awaitable[list[DeadLetterSummary]]]) -> None:
         """Replay what `page(after, limit)` shows, up to the id `last`."""
         after = 0
-        while self.may_go_on and (found := await page(after, self._page_max)) and found[0].id <= last:
-            letters = _within([letter for letter in found if letter.id <= last], self._page_bytes_max)
+        while self.may_go_on and (found := await page(after, PAGE_MAX)) and found[0].id <= last:
+            letters = _within([letter for letter in found if letter.id <= last], PAGE_BYTES_MAX)
             after = letters[-1].id
             attempts = (self._replay(letter.id) for letter in letters)
             for result in await asyncio.gather(*attempts, return_exceptions=True):

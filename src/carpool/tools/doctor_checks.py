@@ -58,14 +58,22 @@ class ShardFacts(msgspec.Struct, frozen=True):
     held_counted: int
     unread_counted: int
     letter_bytes_counted: int
-    held: int
-    unread: int
     letter_bytes: int
     letters: int
     # Of tasks without a result, and of results, by the counts.
     input_bytes: int
     result_bytes: int
     streams: tuple[StreamFacts, ...]
+
+    @property
+    def held(self) -> int:
+        """Entries without an outcome."""
+        return sum(stream.length for stream in self.streams)
+
+    @property
+    def unread(self) -> int:
+        """Those of them that nobody took."""
+        return sum(stream.unread for stream in self.streams)
 
 
 class ReplyStream(msgspec.Struct, frozen=True):
@@ -361,15 +369,12 @@ def worst(findings: Sequence[Finding]) -> Level:
 
 def parse_audit(number: int, prefix: bytes, reply: list[Any]) -> ShardFacts:
     """The reply of the audit script."""
-    _, held_counted, unread_counted, letter_bytes_counted, held, unread, letter_bytes, letters = reply[:8]
-    input_bytes, result_bytes, *streams = reply[8:]
+    held_counted, unread_counted, letter_bytes_counted, letter_bytes, letters, input_bytes, result_bytes = reply[:7]
     return ShardFacts(
         number,
         held_counted,
         unread_counted,
         letter_bytes_counted,
-        held,
-        unread,
         letter_bytes,
         letters,
         input_bytes,
@@ -383,7 +388,7 @@ def parse_audit(number: int, prefix: bytes, reply: list[Any]) -> ShardFacts:
                 tuple(_text(name) for name in strange),
                 tuple((_text(name), count, idle_ms) for name, count, idle_ms in consumers),
             )
-            for field, model, length, pending, strange, consumers in streams
+            for field, model, length, pending, strange, consumers in reply[7:]
         ),
     )
 

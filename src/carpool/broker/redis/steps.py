@@ -341,11 +341,9 @@ class Steps:
 
         self._run(RENEW, shard, (consumer, *ids_arguments(ids)), reading(lost, done))
 
-    def release(
-        self, shard: Shard, consumer: bytes, ids: Mapping[bytes, Sequence[bytes]], done: Callable[[Any], None]
-    ) -> None:
-        """Let others have entries that were not sent."""
-        self._run(RELEASE, shard, (consumer, *ids_arguments(ids)), done)
+    def release(self, shard: Shard, consumer: bytes, ids: Mapping[bytes, Sequence[bytes]]) -> None:
+        """Let others have entries that were not sent. If this is lost, the leases end by themselves."""
+        self._run(RELEASE, shard, (consumer, *ids_arguments(ids)), ignore)
 
     def forget_entries(self, shard: Shard, ids: Mapping[bytes, Sequence[bytes]], done: Done[int]) -> None:
         """They have their outcomes."""

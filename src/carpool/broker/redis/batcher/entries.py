@@ -6,7 +6,7 @@ from math import inf
 
 from carpool.broker.redis.batcher.leases import Haul, Lease
 from carpool.broker.redis.batcher.replies import ReplyWriter
-from carpool.broker.redis.batcher.suspects import AGAIN, DELIVERIES_MAX, company_of
+from carpool.broker.redis.batcher.suspects import AGAIN, company_of
 from carpool.broker.redis.formats import Header, NewerFormatError, decode_header, decode_value
 from carpool.broker.sides import FedModel, SuspectLetters
 from carpool.core.errors import CarpoolError, DeadlineExceeded, QueueTimeout, UpstreamFailed
@@ -26,7 +26,7 @@ class Unpacker:
         replies: ReplyWriter,
         dead_letters: SuspectLetters,
         tier_target_s: Sequence[float],
-        deliveries_max: int = DELIVERIES_MAX,
+        deliveries_max: int,
     ) -> None:
         self._deliveries_max = deliveries_max
         self._models = {model.name: model for model in models}

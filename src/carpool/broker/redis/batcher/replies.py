@@ -16,7 +16,7 @@ from typing import Any
 
 from carpool.broker.redis.batcher.leases import Haul, Lease, by_stream, parts_of
 from carpool.broker.redis.batcher.results import TaskResults
-from carpool.broker.redis.client.link import RedisFailure, Refused, ignore
+from carpool.broker.redis.client.link import RedisFailure, Refused
 from carpool.broker.redis.dead_letters.letters import letter_of
 from carpool.broker.redis.formats import FAILED, REPLY_FORMAT, SUCCESS, CallRecord, Reply, encode_reply
 from carpool.broker.redis.keys import Shard
@@ -161,8 +161,7 @@ class ReplyWriter:
         released, self._released = self._released, defaultdict(list)
         for number, leases in released.items():
             for part in parts_of(leases):
-                # If this is lost, the leases end by themselves.
-                self._steps.release(self._keys.shards[number], self._consumer, by_stream(part), ignore)
+                self._steps.release(self._keys.shards[number], self._consumer, by_stream(part))
 
     # Replies.
 

@@ -18,7 +18,6 @@ from carpool.broker.redis.client.link import (
     CommandLink,
     Entry,
     Link,
-    Lost,
     NotSent,
     OnReply,
     RedisFailure,
@@ -29,8 +28,6 @@ from carpool.broker.redis.client.link import (
 from carpool.broker.redis.client.node import NOWHERE, Connector, HostPort, Node, Pause, Reader, ask_and_request
 from carpool.broker.redis.client.topology import NODES_MAX, SlotRange, UnknownTopologyError, topology_of
 from carpool.core.timers import OncePerTurn
-
-__all__ = ["Link", "Lost", "Nodes", "NotSent", "OnReply", "Reader", "RedisFailure", "Refused"]
 
 PENDING_BYTES_MAX = 256 * 1024 * 1024
 # A command that is sent from node to node more often than this gets the last redirection as its reply.

@@ -1,10 +1,8 @@
 -- What a shard holds, and what its counts say, at one moment. Changes nothing.
--- Returns: now, held, unread and bytes of dead letters by the counts, the same in truth, dead letters, bytes of tasks'
+-- Returns: held, unread and bytes of dead letters by the counts, these bytes in truth, dead letters, bytes of tasks'
 --          inputs, of their results, then for each stream: field, model, length, pending entries (-1: it has no group),
 --          names of other groups, and of each consumer with pending entries its name, how many, and ms since it was
 --          last heard of
-local now = clock('')
-local held, unread = 0, 0
 local streams = {}
 local lanes = redis.call('HGETALL', LANES)
 for i = 1, #lanes, 2 do
@@ -28,24 +26,16 @@ for i = 1, #lanes, 2 do
       end
     end
   end
-  held = held + length
-  unread = unread + math.max(length - math.max(pending, 0), 0)
   streams[#streams + 1] = { lanes[i], model, length, pending, strangers, consumers }
 end
 local letters, letter_bytes = redis.call('ZRANGE', LETTERS, 0, -1), 0
 for _, id in ipairs(letters) do
   letter_bytes = letter_bytes + redis.call('HSTRLEN', LETTER_BODIES, id)
 end
-local answer = { now }
-for _, name in ipairs({ 'held', 'unread', 'letter_bytes' }) do
-  answer[#answer + 1] = count_of(name)
-end
-for _, number in ipairs({ held, unread, letter_bytes, #letters }) do
-  answer[#answer + 1] = number
-end
-for _, name in ipairs({ 'input_bytes', 'result_bytes' }) do
-  answer[#answer + 1] = count_of(name)
-end
+local answer = {
+  count_of('held'), count_of('unread'), count_of('letter_bytes'), letter_bytes, #letters,
+  count_of('input_bytes'), count_of('result_bytes'),
+}
 for _, facts in ipairs(streams) do
   answer[#answer + 1] = facts
 end
