@@ -230,9 +230,8 @@ class RedisQueue:
 
     def place_of(self, request: Request) -> tuple[Shard, bytes, bytes] | None:
         """Shard, field and id of a parked request's entry, if Redis has told it."""
-        parcel: Parcel | None = request.held_by if request in self.parking else None
-        entry_id = None if parcel is None else entry_of(parcel, request)
-        return None if parcel is None or entry_id is None else (parcel.shard, parcel.field, entry_id)
+        entry_id = entry_of(request) if request in self.parking else None
+        return None if entry_id is None else (request.held_by.shard, request.held_by.field, entry_id)
 
     # Into Redis.
 
@@ -386,8 +385,6 @@ class RedisQueue:
         for request in requests:
             if request not in self.parking:
                 continue
-            parcel = request.held_by
-            entry_id = None if parcel is None else entry_of(parcel, request)
             if self.mode == "redis" and self._up:
                 self._leave_entry(request)
                 self.sent_again += 1
@@ -396,7 +393,7 @@ class RedisQueue:
                 self._leave_entry(request)
                 self.sent_again += 1
                 self._move_to_local(request)
-            elif entry_id is None:
+            elif entry_of(request) is None:
                 self.parking.end(request, BrokerDown("Redis was lost; try again soon", retry_after_s=1))
             # Else it is in Redis, and may have its outcome when Redis is back in time.
 
@@ -406,7 +403,7 @@ class RedisQueue:
         if parcel is None:
             return
         parcel.has_left = True
-        entry_id = entry_of(parcel, request)
+        entry_id = entry_of(request)
         if entry_id is not None and len(self._strays) < STRAYS_KEPT_MAX:
             self._strays.append((parcel.shard, parcel.field, entry_id))
 
@@ -431,10 +428,9 @@ class RedisQueue:
         only if the entry was still there.
         """
         parcel: Parcel | None = request.held_by
-        entry_id = None if parcel is None else entry_of(parcel, request)
+        entry_id = entry_of(request)
         if parcel is None or entry_id is None or parcel.shard not in self._up:
-            if parcel is not None:
-                self._leave_entry(request)
+            self._leave_entry(request)
             if is_timeout:
                 self.parking.end(request, queue_timeout(request))
             return
@@ -483,8 +479,11 @@ def piles_of(parts: Iterable[tuple[Group, list[Request]]]) -> Iterable[Pile]:
         yield pile
 
 
-def entry_of(parcel: Parcel, request: Request) -> bytes | None:
-    """The id of a request's entry, if it is known."""
+def entry_of(request: Request) -> bytes | None:
+    """The id of a request's entry, if it has one and it is known."""
+    parcel: Parcel | None = request.held_by
+    if parcel is None:
+        return None
     position = parcel.requests.index(request)
     entry_id = parcel.entry_ids[position] if position < len(parcel.entry_ids) else None
     return entry_id if isinstance(entry_id, bytes) else None
