@@ -1,6 +1,7 @@
 """What operators are told of a fleet: outcomes counted once, every request's state, every endpoint's state."""
 
 import asyncio
+import json
 import re
 from collections import Counter
 from datetime import datetime
@@ -27,7 +28,8 @@ async def ask(port: int, text: str, headers: str = "") -> Response:
 
 
 async def submit(port: int, text: str) -> str:
-    accepted = await ask(port, text, ASYNC)
+    body = json.dumps({"input": text, "client_id": f"client of {text}"}).encode()
+    accepted = await ask_once(port, "POST", "/v1/inference", body, ASYNC)
     assert accepted.status == 202, accepted.body
     task_id: str = accepted.json["task_id"]
     return task_id
@@ -136,7 +138,7 @@ async def test_a_task_is_told_at_any_gateway_in_every_state(tmp_path: Path, redi
         for process in (one, other, batcher):
             await until(lambda process=process: is_in(process, taken, "processing"))
             found = await state(process, waits)
-            assert (found["status"], found["error"]) == ("queued", None)
+            assert (found["status"], found["error"], found["client_id"]) == ("queued", None, "client of waits")
             assert 0 <= found["latency_ms"] < 60_000
         await asyncio.sleep(0.2)
         upstream.gate.set()
@@ -146,7 +148,7 @@ async def test_a_task_is_told_at_any_gateway_in_every_state(tmp_path: Path, redi
         assert await result(one.port, bad) == "FAILED"
         for process in (one, other, batcher):
             found = await state(process, taken)
-            assert (found["status"], found["error"]) == ("completed", None)
+            assert (found["status"], found["error"], found["client_id"]) == ("completed", None, "client of taken")
             assert 190 <= found["latency_ms"] < 60_000
             assert (await state(process, bad))["status"] == "failed"
             assert (await state(process, bad))["error"] == "input-refused"

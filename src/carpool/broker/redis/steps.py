@@ -8,7 +8,7 @@ reply that cannot be understood is a failure like others (`Unreadable`).
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from carpool.broker.redis.client.link import NoRoom, RedisFailure, ignore, pack_beginning, pack_rest
 from carpool.broker.redis.client.nodes import Nodes, Script
@@ -227,13 +227,13 @@ class Steps:
         *,
         held_max: int,
         lanes_max: int,
-        tasks: Sequence[tuple[str, str]] = (),
+        tasks: Sequence[tuple[str, str, str]] = (),
         task_bounds: tuple[int, int, int] = (0, 0, 0),
         letter: bytes = b"",
         eval_on: Nodes | None = None,
     ) -> None:
-        """Queue as many as there is room for. `tasks`: id and owner of each; `task_bounds`: most bytes of inputs, of
-        inputs and results, ms until they are over; `letter`: the dead letter that becomes one.
+        """Queue as many as there is room for. `tasks`: id, owner and client id of each; `task_bounds`: most bytes of
+        inputs, of inputs and results, ms until they are over; `letter`: the dead letter that becomes one.
 
         `eval_on`: other connections, on which nothing is sent again behind what follows.
         """
@@ -526,12 +526,14 @@ def read_task_state(reply: Any) -> RequestState | None:
     """From state.lua."""
     if reply is None:
         return None
-    status, latency_ms, problem = reply
+    status, latency_ms, problem, client = reply
+    client_id = client.decode() or None
     if status == FAILED:
-        return RequestState("failed", latency_ms, code_of(problem))
-    return RequestState(
-        "completed" if status == SUCCESS else "queued" if status == PENDING else "processing", latency_ms
+        return RequestState("failed", latency_ms, code_of(problem), client_id)
+    state: Literal["queued", "processing", "completed"] = (
+        "completed" if status == SUCCESS else "queued" if status == PENDING else "processing"
     )
+    return RequestState(state, latency_ms, None, client_id)
 
 
 def budget_arguments(budgets: Sequence[Budget]) -> list[Argument]:

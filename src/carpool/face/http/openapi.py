@@ -193,11 +193,12 @@ def admin_openapi() -> bytes:
     }
     request: Json = {
         "type": "object",
-        "required": ["status", "latency_ms", "error"],
+        "required": ["status", "latency_ms", "error", "client_id"],
         "properties": {
             "status": {"enum": ["queued", "processing", "completed", "failed"]},
             "latency_ms": {"type": "number"},
             "error": {"type": ["string", "null"]},
+            "client_id": {"type": ["string", "null"]},
         },
     }
     request_id: Json = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}

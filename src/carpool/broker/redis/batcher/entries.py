@@ -68,6 +68,7 @@ class Unpacker:
             record.number,
             header.is_task,
             record.owner,
+            record.client_id,
         )
         fault = self._fault_of(request, header, now, delivery)
         if delivery > 1:  # it rides with others like it, and at the end alone

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from carpool.broker.redis.formats import ENTRY_FORMAT, Header, encode_header, encode_record
+from carpool.broker.redis.formats import ENTRY_FORMAT, Header, encode_header, encode_more, encode_record
 from carpool.broker.redis.keys import lane_name, line_name
 from carpool.broker.redis.terms import QueueStream
 from carpool.core.request import Request
@@ -26,10 +26,13 @@ def stream_of(request: Request, offsets_ms: Mapping[bytes, int]) -> QueueStream:
 
 def values_of(requests: Iterable[Request], now: float) -> list[tuple[bytes, bytes]]:
     """The values of their entries, if they are queued now: a record, and the client's bytes."""
-    return [
-        (encode_record(request.number, request.id, request.owner, int((request.deadline - now) * 1000)), request.input)
-        for request in requests
-    ]
+    return [(record_of(request, int((request.deadline - now) * 1000)), request.input) for request in requests]
+
+
+def record_of(request: Request, remaining_ms: int) -> bytes:
+    """What the value of its entry begins with."""
+    more = encode_more("", request.client_id) if request.client_id and request.is_task else b""
+    return encode_record(request.number, request.id, request.owner, remaining_ms, more)
 
 
 def header_of(request: Request, gateway: bytes) -> bytes:

@@ -188,7 +188,7 @@ class TaskIntake:
                 partial(self._queued, part, flush),
                 held_max=self._held_max,
                 lanes_max=self._lanes_max,
-                tasks=[(request.id, request.owner) for request in part],
+                tasks=[(request.id, request.owner, request.client_id) for request in part],
                 task_bounds=(*self._bytes_max, round(1000 * max(request.deadline - now for request in part))),
                 letter=first.ticket.letter,
                 eval_on=None if flush is None else self._durable_nodes,

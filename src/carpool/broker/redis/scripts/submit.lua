@@ -1,7 +1,7 @@
 -- Queue requests of one lane, line and gateway: as many as there is room for, in order. With task ids: tasks.
 -- ARGV: field, what is said of it, most entries held, most lanes, now, header, owner of the first,
 --       id of the dead letter that becomes a task ('' for none), for tasks: most bytes of their inputs, most bytes of
---       inputs and results, ms until they are over; number of values, values, id and owner of each task
+--       inputs and results, ms until they are over; number of values, values; of each task: id, owner, what its client calls itself
 -- Returns: id of the first entry (the others follow it without a gap), how many were queued, entries held, lanes that
 --          count against the bound
 local field, text, held_max, lanes_max = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -57,10 +57,14 @@ for i = 1, wanted do
     -- Redis's clock goes on while a script runs: the others stay in the first one's millisecond, without a gap.
     entry_id = ms_text_of(id) .. '-*'
   end
-  local task, its_owner = ARGV[VALUES + values + 2 * i - 1], ARGV[VALUES + values + 2 * i]
+  local at = VALUES + values + 3 * i
+  local task, its_owner, client = ARGV[at - 2], ARGV[at - 1], ARGV[at]
   if task then
     local size = #value + TASK_BYTES .. ' ' .. part
     redis.call('HSET', task_of(task), 's', 'P', 'o', its_owner, 't', now, 'f', field, 'e', id, 'b', size)
+    if client ~= '' then
+      redis.call('HSET', task_of(task), 'c', client)
+    end
     -- If nobody ends it, and nobody asks: long after its time.
     redis.call('PEXPIRE', task_of(task), 2 * tonumber(ARGV[11]) + FORGOTTEN_MS)
   end
