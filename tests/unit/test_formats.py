@@ -10,16 +10,22 @@ from hypothesis import strategies as st
 
 from carpool.broker.redis.formats import (
     ENTRY_FORMAT,
+    REPLY_FORMAT,
     EntryRecord,
     Header,
     NewerFormatError,
+    Reply,
     UnknownFormatError,
     decode_header,
+    decode_reply,
     decode_value,
     encode_header,
     encode_more,
     encode_record,
+    encode_reply,
+    record_of,
 )
+from carpool.core.outcome import CallFacts
 from support.redis_shard import value_of_format_2
 
 ids = st.text(string.ascii_letters + string.digits + "-_", max_size=255)
@@ -71,3 +77,43 @@ def test_entries_of_other_formats_are_told_apart() -> None:
     for version in (0, 1):
         with pytest.raises(UnknownFormatError, match=f"format {version}"):
             decode_header(encode_header(msgspec.structs.replace(HEADER, version=version)))
+
+
+# Replies
+
+CALL = CallFacts(3, 0.25, "v1", cached=True, endpoint="http://gpu:8000/", attempts=2, started_s=0.5)
+
+
+class OlderCallRecord(msgspec.Struct, frozen=True, array_like=True):
+    """As it was written, and read, before the endpoint was in it."""
+
+    batch_size: int
+    upstream_s: float
+    model_version: str | None
+
+
+def reply_with(call: object) -> list[object]:
+    return [REPLY_FORMAT, [call], [(7, 0, 0.1, b'"out"', None)], [], []]
+
+
+def test_all_that_is_known_of_a_call_arrives() -> None:
+    reply = decode_reply(encode_reply(Reply(REPLY_FORMAT, [record_of(CALL)], [(7, 0, 0.1, b'"out"', None)], [], [])))
+    (record,) = reply.calls
+    assert msgspec.structs.asdict(record.facts()) == msgspec.structs.asdict(CALL)
+
+
+def test_a_batcher_that_knows_less_of_a_call_is_understood() -> None:
+    written = msgspec.msgpack.encode(reply_with(OlderCallRecord(3, 0.25, "v1")))
+    (record,) = decode_reply(written).calls
+    assert msgspec.structs.asdict(record.facts()) == msgspec.structs.asdict(CallFacts(3, 0.25, "v1"))
+
+
+def test_a_gateway_that_knows_less_of_a_call_understands() -> None:
+    written = msgspec.msgpack.encode(record_of(CALL))
+    assert msgspec.msgpack.decode(written, type=OlderCallRecord) == OlderCallRecord(3, 0.25, "v1")
+
+
+def test_what_a_newer_batcher_knows_of_a_call_is_skipped() -> None:
+    call = (*msgspec.structs.astuple(record_of(CALL)), "something else")
+    (record,) = decode_reply(msgspec.msgpack.encode(reply_with(call))).calls
+    assert record == record_of(CALL)

@@ -14,6 +14,13 @@ class CallFacts(msgspec.Struct, frozen=True, eq=False, gc=False):
     upstream_s: float
     model_version: str | None = None
     cached: bool = False
+    # Who answered, by the name that `/internal/fleet` shows; "" for a function of the library.
+    endpoint: str = ""
+    # Which attempt that was; 1 for the first.
+    attempts: int = 1
+    # When the call began, in seconds after its batch was taken: earlier attempts and their pauses are in it. A
+    # difference, since it is read in other processes, whose clocks do not agree.
+    started_s: float = 0.0
 
 
 class Output(msgspec.Struct, frozen=True, gc=False):

@@ -154,7 +154,7 @@ class Attempts:
                 return too_many(len(members), most, now) if members else out_of_time()
             latest = max(request.deadline for request in members)
             limit_s = latest - self._clock()
-            outcome = await self._call(members, member, min(self.timeout_s, limit_s), ended)
+            outcome = await self._call(members, member, attempt, min(self.timeout_s, limit_s), ended)
             if outcome is None:
                 return member
             was_received = outcome.dead is None or not outcome.dead.closed_before_sent
@@ -199,7 +199,7 @@ class Attempts:
         self._pool.give_back(member)
 
     async def _call(
-        self, members: list[Request], member: Member, timeout_s: float, ended: BatchEnded
+        self, members: list[Request], member: Member, attempt: int, timeout_s: float, ended: BatchEnded
     ) -> Failure | None:
         """One call: settles the members and returns None, or returns what went wrong.
 
@@ -251,7 +251,14 @@ class Attempts:
         self.calls["ok"] += 1
         self._pool.went_well(member, members[0].common_key, started)
         self._when_answered(members)
-        facts = CallFacts(len(members), seconds, parts[0].model_version)
+        facts = CallFacts(
+            len(members),
+            seconds,
+            parts[0].model_version,
+            endpoint=member.name,
+            attempts=attempt,
+            started_s=started - members[0].taken,
+        )
         self._outcomes.settle_batch(members, [Output(part.value, facts, part.tokens_used) for part in parts])
         return None
 

@@ -87,10 +87,36 @@ class CallRecord(msgspec.Struct, frozen=True, array_like=True):
     batch_size: int
     upstream_s: float
     model_version: str | None
+    # Older programs do not write these, and skip them.
+    cached: bool = False
+    endpoint: str = ""
+    attempts: int = 1
+    started_s: float = 0.0
 
     def facts(self) -> CallFacts:
         """As the face knows them."""
-        return CallFacts(self.batch_size, self.upstream_s, self.model_version)
+        return CallFacts(
+            self.batch_size,
+            self.upstream_s,
+            self.model_version,
+            self.cached,
+            self.endpoint,
+            self.attempts,
+            self.started_s,
+        )
+
+
+def record_of(call: CallFacts) -> CallRecord:
+    """As they are written."""
+    return CallRecord(
+        call.batch_size,
+        call.upstream_s,
+        call.model_version,
+        call.cached,
+        call.endpoint,
+        call.attempts,
+        call.started_s,
+    )
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):

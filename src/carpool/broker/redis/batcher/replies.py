@@ -18,7 +18,7 @@ from carpool.broker.redis.batcher.leases import Haul, Lease, by_stream, parts_of
 from carpool.broker.redis.batcher.results import TaskResults
 from carpool.broker.redis.client.link import RedisFailure, Refused
 from carpool.broker.redis.dead_letters.letters import letter_of
-from carpool.broker.redis.formats import FAILED, REPLY_FORMAT, SUCCESS, CallRecord, Reply, encode_reply
+from carpool.broker.redis.formats import FAILED, REPLY_FORMAT, SUCCESS, CallRecord, Reply, encode_reply, record_of
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.steps import Steps, TaskResult
 from carpool.core.clock import Clock, monotonic
@@ -115,8 +115,8 @@ class ReplyWriter:
             outbox.errors.append((request.number, outcome.code, outcome.detail, outcome.retry_after_s))
             return
         if outcome.call is not outbox.last_call:
-            outbox.last_call = call = outcome.call
-            outbox.calls.append(CallRecord(call.batch_size, call.upstream_s, call.model_version))
+            outbox.last_call = outcome.call
+            outbox.calls.append(record_of(outcome.call))
         # A slice of the upstream's answer, which msgspec would take for a value of its own if it were a Raw.
         value = memoryview(outcome.value)
         outbox.size += len(value)
