@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from carpool.core.clock import Clock, monotonic
+from carpool.core.events import Events
 from carpool.core.ports import DeadLetterDesk
 from carpool.core.timers import Every
 from carpool.face.http.admin import AdminRoutes, FoundRequest
@@ -59,6 +60,8 @@ class Process:
         self.session = make_session()
         # Owners whose inputs keep being refused.
         self.offenders = Offenders()
+        # What happens to requests, for those who subscribe.
+        self.events = Events()
         self._background: set[asyncio.Task[None]] = set()
         # How to give up what has been opened so far.
         self._opened = AsyncExitStack()

@@ -275,6 +275,7 @@ class DistributedProcess(Process):
             strict_order=settings.broker.order == "strict",
             task_patience_s=settings.tasks.patience_ms / 1000,
             offenders=self.offenders,
+            events=self.events,
             clock=self.clock,
         )
         # A gateway's endpoints are the batchers' too: while Redis is gone, the gateways share them.
@@ -294,7 +295,13 @@ class DistributedProcess(Process):
             buried=self.dead_letters.count,
         )
         self.replies = ReplyWriter(
-            self.steps, results, self.name, self.clock, outcomes=self.local.outcomes, waited=self.local.waited
+            self.steps,
+            results,
+            self.name,
+            self.clock,
+            outcomes=self.local.outcomes,
+            waited=self.local.waited,
+            events=self.events,
         )
         self.feed = Feed(
             self.steps,
@@ -332,6 +339,7 @@ class DistributedProcess(Process):
             replicas_timeout_ms=broker.replicas_timeout_ms,
             durable_nodes=self._connect(broker.replicas_timeout_ms) if broker.replicas else None,
             is_memory_full=lambda: self.memory.is_full,
+            events=self.events,
             clock=self.clock,
         )
         result_ttl_ms = round(self.settings.tasks.result_ttl_s * 1000)
@@ -353,6 +361,7 @@ class DistributedProcess(Process):
             task_finished=self.tasks.finished,
             looked_for=self._looked_for,
             mode_changed=lambda mode: self._fleet_changed(),
+            events=self.events,
             clock=self.clock,
         )
         self._opened.callback(self.queue.close)

@@ -49,6 +49,7 @@ class Gateway(Process):
             strict_order=settings.broker.order == "strict",
             task_patience_s=settings.tasks.patience_ms / 1000,
             offenders=offenders,
+            events=self.events,
             clock=self.clock,
         )
         dead_letters = DeadLetterBox(self.journal, settings.dead_letters.synchronous, self.clock)

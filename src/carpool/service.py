@@ -143,6 +143,7 @@ class ModelService(ModelFace):
             others_waiting=self._others_waiting,
             all_waiting=self._all_waiting,
             when_limit_is_learned=self._limit_is_learned,
+            events=broker.events,
             clock=clock,
             random_share=random_share,
         )

@@ -9,6 +9,7 @@ import msgspec
 from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import Fixed
 from carpool.broker.memory import MemoryBroker
+from carpool.core.events import Events
 from carpool.core.ports import DeadLetters
 from carpool.core.request import Request
 from carpool.testing import Answer, Call, FakeClock, FakeUpstream, Witness, echo, inputs_of, make_request
@@ -39,6 +40,7 @@ class Stand:
         self.upstreams = upstreams
         self.witness = Witness()
         self.offenders = Offenders()
+        self.events = Events()
         self._max_batch = max_batch
         self._dead_letters = dead_letters
         self._serial = 0
@@ -46,7 +48,13 @@ class Stand:
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async def started() -> None:
             self.broker = MemoryBroker(
-                waiting_max=1000, bytes_max=10**6, lanes_max=9, tiers=1, offenders=self.offenders, clock=self.clock
+                waiting_max=1000,
+                bytes_max=10**6,
+                lanes_max=9,
+                tiers=1,
+                offenders=self.offenders,
+                events=self.events,
+                clock=self.clock,
             )
             self.pool = Pool(self.upstreams, self.clock, random_share=lambda: 0.5)
             self.pool.others_wait = lambda: self.broker.others_wait("m")
@@ -63,6 +71,7 @@ class Stand:
                 max_batch=lambda: self._max_batch,
                 others_waiting=lambda: self.broker.most_waiting("m"),
                 all_waiting=lambda: self.broker.all_waiting("m"),
+                events=self.events,
                 clock=self.clock,
             )
             BatchLoop(

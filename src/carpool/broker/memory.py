@@ -11,6 +11,7 @@ from carpool.broker.deadlines import Deadlines
 from carpool.broker.lanes import Lane
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull, QueueTimeout
+from carpool.core.events import Events
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import LaneQueue
 from carpool.core.request import DONE, QUEUED, RUNNING, Request
@@ -33,6 +34,7 @@ class MemoryBroker:
         strict_order: bool = False,
         task_patience_s: float = 0.0,
         offenders: Container[tuple[str, str]] = (),
+        events: Events | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self.waiting_max = waiting_max
@@ -44,6 +46,7 @@ class MemoryBroker:
         self._task_patience_s = task_patience_s
         # Model and owner of those who ride with one another only. Empty is false.
         self._offenders = offenders
+        self.events = events or Events()
         self._clock = clock
         # Requests admitted and not settled yet, and the bytes of their inputs.
         self.held = 0
@@ -117,6 +120,9 @@ class MemoryBroker:
         """Queue the request, or say why not."""
         refusal = self.reserve(request)
         if refusal is None:
+            # Before it is queued: it may fill a batch, which is taken at once.
+            if self.events.subscribers:
+                self.events.admitted(request)
             self.enqueue(request)
         return refusal
 
@@ -167,13 +173,15 @@ class MemoryBroker:
         if request.held_by is None:
             code = request.result_code
             self.outcomes[code] = self.outcomes.get(code, 0) + 1  # bounded: codes come from the error tree
+            if self.events.subscribers:
+                self.events.settled(request, outcome)
         return True
 
     def settle_batch(self, batch: Sequence[Request], outputs: Sequence[Output]) -> None:
         """Settle the members of a batch with their outputs: `settle` for many, on the hot path."""
         if len(batch) != len(outputs):  # before anybody could get another's output
             raise ValueError(f"{len(outputs)} outputs for {len(batch)} requests")
-        now = self._clock()
+        now, is_heard = self._clock(), bool(self.events.subscribers)
         settled = settled_bytes = counted = 0
         for request, output in zip(batch, outputs, strict=True):
             if request.phase != DONE:  # the client may have left meanwhile
@@ -184,6 +192,8 @@ class MemoryBroker:
                 self.held -= 1
                 self.held_bytes -= request.size
                 request.settle(output, now)
+                if is_heard and request.held_by is None:
+                    self.events.settled(request, output)
         self.outcomes["ok"] = self.outcomes.get("ok", 0) + counted
         if settled:
             self._runs_no_more(batch[0].model, settled_bytes)
@@ -241,6 +251,8 @@ class MemoryBroker:
             self.settle(request, DeadlineExceeded("the deadline passed before a slot was free"))
         if waits := [now - request.arrived for request in batch if request.held_by is None]:
             self.waited.observe_all(waits)
+        if batch and self.events.subscribers:
+            self.events.taken(batch)
         return batch
 
     def expire(self, now: float) -> None:

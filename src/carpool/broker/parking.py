@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from carpool.broker.deadlines import Deadlines
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, QueueFull
+from carpool.core.events import Events
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.request import Request
 from carpool.core.tally import SECONDS_BOUNDS, Histogram
@@ -26,10 +27,12 @@ class Parking:
         # Where outcomes are counted; those of a local broker, if there is one, belong to the same sum.
         outcomes: dict[str, int] | None = None,
         waited: Histogram | None = None,
+        events: Events | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self._waiting_max = waiting_max
         self._bytes_max = bytes_max
+        self._events = events or Events()
         self._clock = clock
         self._parked: dict[int, Request] = {}
         self._next_number = 1
@@ -63,6 +66,8 @@ class Parking:
             self._deadlines.add_unordered(request, request.deadline)
         else:
             self._deadlines.add(request, request.arrived + request.queue_timeout_s, request.queue_timeout_s)
+        if self._events.subscribers:
+            self._events.admitted(request)
         return None
 
     def still_here(self, requests: Iterable[Request]) -> list[Request]:
@@ -93,11 +98,10 @@ class Parking:
         """Settle a parked request and give back what it counts for."""
         self.remove(request)
         request.settle(outcome, self._clock())
-        self.count(request.result_code)
-
-    def count(self, code: str) -> None:
-        """One more outcome."""
+        code = request.result_code
         self.outcomes[code] = self.outcomes.get(code, 0) + 1  # bounded: codes come from the error tree
+        if self._events.subscribers:
+            self._events.settled(request, outcome)
 
     def fail(self, number: int, error: CarpoolError) -> None:
         """Settle the request with this number, if it still waits."""
@@ -111,7 +115,7 @@ class Parking:
         self, outputs: Iterable[tuple[int, int, float, bytes, int | None]], calls: Sequence[CallFacts]
     ) -> None:
         """Outputs came: number of the request, of its call, seconds in the queue, the value, tokens used."""
-        parked, now = self._parked, self._clock()
+        parked, now, is_heard = self._parked, self._clock(), bool(self._events.subscribers)
         settled = 0
         waits: list[float] = []
         for number, call, queue_s, value, tokens_used in outputs:
@@ -127,7 +131,10 @@ class Parking:
             request.taken = request.arrived + queue_s
             request.held_by = None
             waits.append(queue_s)
-            request.settle(Output(value, facts, tokens_used), now)
+            output = Output(value, facts, tokens_used)
+            request.settle(output, now)
+            if is_heard:
+                self._events.settled(request, output)
         if settled:
             self.outcomes["ok"] = self.outcomes.get("ok", 0) + settled
             self.waited.observe_all(waits)

@@ -120,6 +120,8 @@ class Tasks:
             request.settle(refusal, self._clock())  # not `_live`, so nothing is written
             accepted(refusal)
             return
+        if self._broker.events.subscribers:
+            self._broker.events.admitted(request)
         task = LiveTask(request, time.time())
         record = TaskRecord(
             id=request.id,

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
 from carpool.core.errors import CarpoolError, DeadlineExceeded, UpstreamFailed, UpstreamProtocolFault, UpstreamRefused
+from carpool.core.events import Events
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.ports import Outcomes
 from carpool.core.request import DONE, Request
@@ -84,6 +85,7 @@ class Attempts:
         budget: RetryBudget,
         when_limit_is_learned: Callable[[Member], None],
         when_answered: Callable[[list[Request]], None],
+        events: Events | None = None,
         clock: Clock = monotonic,
         random_share: Callable[[], float] = random.random,
     ) -> None:
@@ -97,6 +99,7 @@ class Attempts:
         self._when_limit_is_learned = when_limit_is_learned
         # Called with the members of each call that was answered, before they are settled.
         self._when_answered = when_answered
+        self._events = events or Events()
         self._clock = clock
         self._random_share = random_share
         self._call_ids = CallIds(token_hex(4))
@@ -209,6 +212,8 @@ class Attempts:
         call_id = self._call_ids.next()
         number = self._call_number = self._call_number + 1
         self._began[number] = started
+        if self._events.subscribers:
+            self._events.sent(members, member.name, attempt, started)
         is_slot_held = False
         try:
             answer = await member.endpoint.post(self._codec.encode(members, call_id), timeout_s)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import is_dead_letter
 from carpool.core.errors import CarpoolError, DeadlineExceeded, Draining, InternalError
+from carpool.core.events import Events
 from carpool.core.ports import DeadLetters, LaneQueue, Returns
 from carpool.core.request import DONE, Request
 from carpool.core.tally import Histogram
@@ -46,6 +47,7 @@ class UpstreamDispatcher:
         others_waiting: Callable[[], int] = lambda: 0,
         all_waiting: Callable[[], int] | None = None,
         when_limit_is_learned: Callable[[Member], None] = lambda member: None,
+        events: Events | None = None,
         clock: Clock = monotonic,
         random_share: Callable[[], float] = random.random,
     ) -> None:
@@ -69,6 +71,7 @@ class UpstreamDispatcher:
             budget=self._budget,
             when_limit_is_learned=self._limit_is_learned,
             when_answered=self._answered,
+            events=events,
             clock=clock,
             random_share=random_share,
         )

@@ -23,6 +23,7 @@ from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.steps import Steps, TaskResult
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, Draining, InternalError
+from carpool.core.events import Events
 from carpool.core.outcome import CallFacts, Outcome
 from carpool.core.problem import problem_json
 from carpool.core.request import Request
@@ -65,6 +66,7 @@ class ReplyWriter:
         # Where tasks are counted whose result was written here. The gateways count their own requests.
         outcomes: dict[str, int] | None = None,
         waited: Histogram | None = None,
+        events: Events | None = None,
     ) -> None:
         self._steps = steps
         self._nodes = steps.nodes
@@ -87,6 +89,7 @@ class ReplyWriter:
         self.when_emptied: Callable[[Haul], None] = lambda haul: None
         self._outcomes = {} if outcomes is None else outcomes
         self._waited = Histogram(SECONDS_BOUNDS) if waited is None else waited
+        self._events = events or Events()
 
     @property
     def result_ttl_ms(self) -> int:
@@ -218,17 +221,21 @@ class ReplyWriter:
         else:
             result = TaskResult(request.id, SUCCESS, bytes(outcome.value), b"")
         waited_s = request.taken - request.arrived if request.taken else None
-        counts = partial(self._count_task, request.result_code, waited_s)
+        # The answer to its whole batch is kept until Redis has the result only if somebody is to be told.
+        told = (request, outcome) if self._events.subscribers else None
+        counts = partial(self._count_task, request.result_code, waited_s, told)
         self._write_result(lease, result, counts)
 
     def count(self, code: str, number: int = 1) -> None:
         """So many tasks more have this outcome."""
         self._outcomes[code] = self._outcomes.get(code, 0) + number  # bounded: codes come from the error tree
 
-    def _count_task(self, code: str, waited_s: float | None) -> None:
+    def _count_task(self, code: str, waited_s: float | None, told: tuple[Request, Outcome] | None) -> None:
         self.count(code)
         if waited_s is not None:
             self._waited.observe(waited_s)
+        if told is not None:
+            self._events.settled(*told)
 
     def _write_result(
         self, lease: Lease, result: TaskResult, counts: Callable[[], None], pause_s: float = RETRY_S

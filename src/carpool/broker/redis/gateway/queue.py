@@ -43,6 +43,7 @@ from carpool.core.errors import (
     QueueFull,
     QueueTimeout,
 )
+from carpool.core.events import Events
 from carpool.core.outcome import Outcome
 from carpool.core.request import DONE, QUEUED, Request
 from carpool.core.timers import OncePerTurn
@@ -101,6 +102,7 @@ class RedisQueue:
         task_finished: Callable[[str], None] = lambda task_id: None,
         looked_for: Callable[[Reply], None] = lambda reply: None,
         mode_changed: Callable[[Mode], None] = lambda mode: None,
+        events: Events | None = None,
         clock: Clock = monotonic,
     ) -> None:
         nodes, keys = steps.nodes, steps.keys
@@ -126,6 +128,7 @@ class RedisQueue:
             models=models,
             outcomes=None if local is None else local.outcomes,
             waited=None if local is None else local.waited,
+            events=events,
             clock=clock,
         )
         self._groups: dict[tuple[str, bytes, bytes, int, float, bool], Group] = {}
@@ -409,17 +412,16 @@ class RedisQueue:
 
     def _move_to_local(self, request: Request) -> None:
         assert self._local is not None
-        self.parking.remove(request)
-        request.number = 0
         now = self._clock()
         if request.arrived + request.queue_timeout_s <= now:
             request.taken = now  # a batcher took it in time: what it waits for is its outcome
         refusal = self._local.reserve(request)
         if refusal is None:
+            self.parking.remove(request)
+            request.number = 0
             self._local.enqueue(request)
         else:
-            request.settle(refusal, now)
-            self.parking.count(refusal.code)
+            self.parking.end(request, refusal)
 
     # Out of Redis.
 

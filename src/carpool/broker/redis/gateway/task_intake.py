@@ -27,6 +27,7 @@ from carpool.broker.redis.keys import SHARDS_MAX, Shard
 from carpool.broker.redis.steps import Queued, Steps, Unreadable
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import BrokerDown, CarpoolError, InternalError
+from carpool.core.events import Events
 from carpool.core.request import QUEUED, Request
 from carpool.core.timers import OncePerTurn
 
@@ -77,6 +78,7 @@ class TaskIntake:
         replicas_timeout_ms: int = 200,
         durable_nodes: Nodes | None = None,
         is_memory_full: Callable[[], bool] = lambda: False,
+        events: Events | None = None,
         clock: Clock = monotonic,
     ) -> None:
         if replicas and durable_nodes is None:
@@ -97,6 +99,7 @@ class TaskIntake:
         self._durable_nodes = durable_nodes if replicas else None
         self._task_nodes = self._durable_nodes or steps.nodes
         self._is_memory_full = is_memory_full
+        self._events = events or Events()
         self._clock = clock
         self._collected: list[Request] = []
         self._collected_bytes = 0
@@ -229,6 +232,8 @@ class TaskIntake:
         for request in requests:
             submission: Submission = request.ticket
             request.phase = QUEUED
+            if self._events.subscribers:
+                self._events.admitted(request)
             request.input, request.prepared, request.ticket = b"", None, None  # Redis has it
             submission.accepted(None)
 

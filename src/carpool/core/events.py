@@ -1,0 +1,82 @@
+"""What happens to requests, told to whoever subscribed, such as tracing. One object for each process.
+
+1. A request is `admitted` once, when it counts against the bounds, and `settled` once, when its outcome is counted.
+   Between these its batches are `taken` and `sent`, again where something failed.
+2. Where nobody has subscribed this costs a test for truth: whoever tells asks `if events.subscribers` first.
+3. A subscriber that raises harms nobody: that is logged, and the others are told. It must not wait for anything: a
+   batch would wait for it.
+4. Over Redis a gateway tells of what was admitted and settled, a batcher of what was taken and sent, and of tasks whose
+   result it wrote. Each has a Request of its own for it, with the same id. A task that was deleted in Redis, or that
+   nobody took in time, is counted but not told of: no process has it.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from carpool.core.outcome import Outcome
+from carpool.core.request import Request
+
+logger = logging.getLogger("carpool")
+
+
+class Subscriber(Protocol):
+    """Whoever wants to know. Requests and batches are to be looked at, never changed or kept."""
+
+    def admitted(self, request: Request) -> None:
+        """A request came in, at `request.arrived`; over Redis a task when Redis has it."""
+        ...
+
+    def taken(self, batch: Sequence[Request]) -> None:
+        """A batch left its lane, at `request.taken` of each."""
+        ...
+
+    def sent(self, batch: Sequence[Request], endpoint: str, attempt: int, now: float) -> None:
+        """A call with these begins: the first attempt is 1. One on a dead connection may be repeated as the same."""
+        ...
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """A request got its outcome, at `request.ended`; its waiter was told before, and its input is gone."""
+        ...
+
+
+class Events:
+    """Tells every subscriber."""
+
+    def __init__(self) -> None:
+        # A new tuple with each change, for somebody may be told meanwhile.
+        self.subscribers: tuple[Subscriber, ...] = ()
+        self._failures = 0
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Tell this one from now on."""
+        self.subscribers = (*self.subscribers, subscriber)
+
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        """Tell this one no more."""
+        self.subscribers = tuple(each for each in self.subscribers if each is not subscriber)
+
+    def admitted(self, request: Request) -> None:
+        """A request came in."""
+        self._tell(lambda subscriber: subscriber.admitted(request))
+
+    def taken(self, batch: Sequence[Request]) -> None:
+        """A batch left its lane."""
+        self._tell(lambda subscriber: subscriber.taken(batch))
+
+    def sent(self, batch: Sequence[Request], endpoint: str, attempt: int, now: float) -> None:
+        """A call begins."""
+        self._tell(lambda subscriber: subscriber.sent(batch, endpoint, attempt, now))
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """A request got its outcome."""
+        self._tell(lambda subscriber: subscriber.settled(request, outcome))
+
+    def _tell(self, tell: Callable[[Subscriber], None]) -> None:
+        for subscriber in self.subscribers:
+            try:
+                tell(subscriber)
+            except Exception:
+                self._failures += 1
+                if self._failures & (self._failures - 1) == 0:  # 1, 2, 4, 8, …: it may fail for every request
+                    logger.exception("a subscriber to events failed; failures so far: %d", self._failures)
