@@ -13,10 +13,10 @@ from carpool.core.problem import problem_json
 from carpool.core.timers import Every
 
 EVERY_S = 5.0
-# Others use Redis too: after each part it is left alone for so many times as long as that took, but at least so long. A
-# Redis that many batchers sweep takes longer, and is left alone for longer.
-PAUSE_S_MIN = 0.005
+# Others use Redis too: after each part it is left alone for so many times as long as that took, within bounds. A Redis
+# that many batchers sweep takes longer, and is left alone for longer.
 PAUSES_A_PART = 4
+PAUSE_S_MIN, PAUSE_S_MAX = 0.005, 0.1
 CONSUMER_GONE_MS = 600_000
 COUNT_ALL_EVERY_MS = 600_000
 BEGINNING = b"0"
@@ -73,7 +73,7 @@ class Sweeper:
     def _swept(self, shard: Shard, result: Swept | RedisFailure) -> None:
         took_s = asyncio.get_running_loop().time() - self._sent_at
         if not self._is_closed:
-            pause_s = max(PAUSE_S_MIN, PAUSES_A_PART * took_s)
+            pause_s = min(max(PAUSES_A_PART * took_s, PAUSE_S_MIN), PAUSE_S_MAX)
             self._pause = asyncio.get_running_loop().call_later(pause_s, self._rested)
         del self._due[shard]
         if isinstance(result, RedisFailure):  # until the next sweep

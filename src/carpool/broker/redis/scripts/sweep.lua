@@ -8,8 +8,8 @@
 -- Returns: where to go on ('': that was the last part), entries held, unread ones, how many letters were dropped before
 --          their time, how many tasks were ended, 1 if more is due than this part did
 -- Work is counted in units of about 10 microseconds.
-local WORK_MAX, STREAM_WORK, ENDED_WORK, LOOKED_WORK, BYTES_A_UNIT = 256, 6, 4, 0.5, 8192
-local STREAMS_AT_ONCE, DROPPED_AT_ONCE, LETTERS_AT_ONCE, COUNTED_ALWAYS_MAX = 64, 32, 256, 1024
+local WORK_MAX, STREAM_WORK, ENDED_WORK, LOOKED_WORK, BYTES_A_UNIT = 256, 12, 6, 1, 2048
+local STREAMS_AT_ONCE, DROPPED_AT_ONCE, LETTERS_AT_ONCE, COUNTED_ALWAYS_MAX = 64, 32, 256, 128
 local END = 'end'
 local now, work, is_more, late_tasks, dropped = clock(ARGV[2]), 0, 0, 0, 0
 
@@ -38,7 +38,7 @@ end
 -- End the entries of a stream whose time has long been over. Any may be: the first ones may live longer, or nobody can
 -- tell. Each is looked at once, and all of them again when the time of one of them is over: `sizes` has the last one
 -- that was looked at, when the first of these is over, and whether that was the last one old enough.
-local ENTRIES_AT_ONCE, GRACE_MS, LOOK_AGAIN_MS = 8, 10000, 600000
+local SMALL_AT_ONCE, SMALL_BYTES, GRACE_MS, LOOK_AGAIN_MS = 8, 8192, 10000, 600000
 local function end_late(field)
   local stream, state = stream_of(field), redis.call('HGET', SIZES, 's' .. field)
   local seen, over_first, is_whole = string.match(state or '', '^(%d+%-%d+) (%d+) ([01])$')
@@ -46,12 +46,14 @@ local function end_late(field)
   if not seen or (is_whole == '1' and over_first + GRACE_MS <= now) then
     seen, over_first = '0-0', now + LOOK_AGAIN_MS
   end
-  local until_ms, ended, found = string.format('%.0f', now - GRACE_MS), {}, nil
+  local until_ms, ended, at_once, found = string.format('%.0f', now - GRACE_MS), {}, 1, nil
   repeat
-    found = redis.pcall('XRANGE', stream, '(' .. seen, until_ms, 'COUNT', ENTRIES_AT_ONCE)
+    local wanted = at_once
+    found = redis.pcall('XRANGE', stream, '(' .. seen, until_ms, 'COUNT', wanted)
     for _, entry in ipairs(found.err and {} or found) do
-      seen = entry[1]
-      spend(LOOKED_WORK + #(entry[2][2] or '') / BYTES_A_UNIT)
+      local size = #(entry[2][2] or '')
+      seen, at_once = entry[1], size <= SMALL_BYTES and SMALL_AT_ONCE or 1
+      spend(LOOKED_WORK + size / BYTES_A_UNIT)
       local over_at, id = life_of(entry)
       if over_at and over_at + GRACE_MS <= now then
         local task = task_of(id)
@@ -72,12 +74,12 @@ local function end_late(field)
         over_first = math.min(over_first, over_at)
       end
     end
-  until #found < ENTRIES_AT_ONCE or work >= WORK_MAX
+    is_whole = #found < wanted
+  until is_whole or work >= WORK_MAX
   if #ended > 0 then
     redis.call('XACK', stream, GROUP, unpack(ended))
     redis.call('XDEL', stream, unpack(ended))
   end
-  is_whole = #found < ENTRIES_AT_ONCE
   if seen ~= '0-0' then
     local text = string.format('%s %.0f %d', seen, over_first, is_whole and 1 or 0)
     if text ~= state then
@@ -162,10 +164,14 @@ local function count_streams()
     end
   end
   local is_waiting, owners = {}, facts_of(redis.call('HGETALL', OPENERS))
-  local known = redis.call('HLEN', LINES) - redis.call('HLEN', OPENERS)
+  local lines, known = facts_of(redis.call('HGETALL', LINES)), 0
+  for _ in pairs(lines) do
+    known = known + 1
+  end
+  known = known - redis.call('HLEN', OPENERS)
   for _, field in ipairs(waiting) do
     is_waiting[lane_of(field)] = true
-    known = known - redis.call('HEXISTS', LINES, field)
+    known = known - (lines[field] and 1 or 0)
   end
   local is_stale = known ~= 0
   for lane in pairs(owners) do
