@@ -11,10 +11,8 @@ from carpool.broker.redis.batcher.shards import (
     plan_reads,
     shards_for_claims,
 )
-from carpool.broker.redis.batcher.suspects import ANY, NONE
 from carpool.broker.redis.keys import Keys
-from carpool.broker.redis.steps import Stream, Taken
-from carpool.broker.redis.terms import Budget, Head, View
+from carpool.broker.redis.terms import ANY, NONE, Budget, Head, Stream, Taken, View
 
 SHARDS = Keys().shards
 MODELS = ("m", "n")

@@ -34,6 +34,7 @@ PURE = [
     "upstream/load.py",
     "upstream/repeats.py",
     "upstream/retry.py",
+    "face/http/admin_guard.py",
     "face/http/known_heads.py",
     "face/http/strict_json.py",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "core").glob("*.py")),

@@ -1,8 +1,9 @@
 """Who rides with whom after batchers have died."""
 
 from carpool.broker.redis.batcher.leases import Haul
-from carpool.broker.redis.batcher.suspects import ANY, NONE, WITH_COMPANY, Suspects, again_of, company_of
+from carpool.broker.redis.batcher.suspects import Suspects, again_of, company_of
 from carpool.broker.redis.keys import Keys
+from carpool.broker.redis.terms import ANY, NONE, WITH_COMPANY
 from carpool.testing import Witness, make_request
 
 

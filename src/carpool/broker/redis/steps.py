@@ -35,7 +35,7 @@ from carpool.broker.redis.scripts import (
     SWEEP,
     TAKE,
 )
-from carpool.broker.redis.terms import Budget, Claim, Head, QueueStream, View
+from carpool.broker.redis.terms import Budget, Claim, Head, QueueStream, Stream, Taken, View
 from carpool.core.problem import code_of
 from carpool.core.request import RequestState
 from carpool.core.task import StoredTask
@@ -44,33 +44,12 @@ Found = TypeVar("Found")
 Argument = bytes | int | str
 # What came of a step.
 Done = Callable[[Found | RedisFailure], None]
-# An entry's id and its fields, as Redis sends them. Nobody says what they contain.
-Entry = Sequence[Any]
 # More than the script behind additions ever takes on the wire.
 ARRIVED_BYTES_MAX = 64 * 1024
 
 
 class Unreadable(RedisFailure):
     """A reply that is not what the step promises."""
-
-
-class Stream(NamedTuple):
-    """Entries of one stream that this batcher has now; how often each was delivered, if not for the first time."""
-
-    field: bytes
-    entries: Sequence[Entry]
-    deliveries: Sequence[int] | None = None
-
-
-class Taken(NamedTuple):
-    """What a batcher got."""
-
-    streams: list[Stream]
-    # None: what was read is ours, but nothing else is known, not even the time.
-    view: View | None
-    # By a claim: models of which more could be had with more room, and those of which suspects are left.
-    more: frozenset[str] = frozenset()
-    suspects: frozenset[str] = frozenset()
 
 
 class Queued(NamedTuple):

@@ -1,8 +1,14 @@
 """What gateways and batchers say of streams and shards. Pure."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
+
+# An entry's id and its fields, as Redis sends them. Nobody says what they contain.
+Entry = Sequence[Any]
+# Which suspects of a model may come.
+NONE, WITH_COMPANY, ANY = 0, 1, 2
 
 
 class Head(msgspec.Struct):
@@ -27,6 +33,25 @@ class View(NamedTuple):
     now_ms: int
     # Of the models that were asked for: the best streams of each, by their places.
     heads: list[Head]
+
+
+class Stream(NamedTuple):
+    """Entries of one stream that this batcher has now; how often each was delivered, if not for the first time."""
+
+    field: bytes
+    entries: Sequence[Entry]
+    deliveries: Sequence[int] | None = None
+
+
+class Taken(NamedTuple):
+    """What a batcher got."""
+
+    streams: list[Stream]
+    # None: what was read is ours, but nothing else is known, not even the time.
+    view: View | None
+    # By a claim: models of which more could be had with more room, and those of which suspects are left.
+    more: frozenset[str] = frozenset()
+    suspects: frozenset[str] = frozenset()
 
 
 class QueueStream(msgspec.Struct, frozen=True):

@@ -34,7 +34,6 @@ from carpool.broker.redis.batcher.suspects import (
     AGAIN,
     COMPANY_MAX,
     DELIVERIES_MAX,
-    NONE,
     Suspects,
     again_of,
     company_of,
@@ -46,8 +45,8 @@ from carpool.broker.redis.client.link import Link, RedisFailure
 from carpool.broker.redis.client.node import Reader
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.keys import Shard, lane_name
-from carpool.broker.redis.steps import Entry, Steps, Stream, Taken
-from carpool.broker.redis.terms import Budget, Claim, Head, View
+from carpool.broker.redis.steps import Steps
+from carpool.broker.redis.terms import NONE, Budget, Claim, Entry, Head, Stream, Taken, View
 from carpool.broker.sides import FedModel, SuspectLetters
 from carpool.core.clock import Clock, monotonic
 from carpool.core.request import QUEUED, Request

@@ -4,10 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from carpool.broker.redis.batcher.suspects import NONE
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.steps import Taken
-from carpool.broker.redis.terms import Budget, Claim, Head, View
+from carpool.broker.redis.terms import NONE, Budget, Claim, Head, Taken, View
 
 # One question goes to so many shards at most.
 SHARDS_A_QUESTION_MAX = 8

@@ -9,7 +9,7 @@ alone, with no other suspect in this batcher, and then they are given up. claim.
 from collections.abc import Sequence
 
 from carpool.broker.redis.batcher.leases import Haul
-from carpool.broker.redis.steps import Entry, Stream
+from carpool.broker.redis.terms import ANY, NONE, WITH_COMPANY, Entry, Stream
 
 # How often an entry is delivered before it is given up.
 DELIVERIES_MAX = 6
@@ -17,8 +17,6 @@ DELIVERIES_MAX = 6
 COMPANY_MAX = 64
 # How the lanes of those end that came again: this, and how often they were delivered.
 AGAIN = b"\0again"
-# Which suspects of a model may come.
-NONE, WITH_COMPANY, ANY = 0, 1, 2
 
 
 class Suspects:
