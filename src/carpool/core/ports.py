@@ -1,4 +1,6 @@
-"""The Protocols between the stages. A stage knows its neighbours by these alone; `app.py` plugs them together."""
+"""The Protocols between the stages. A stage knows its neighbours by these alone; `embedded.py` and `distributed.py` plug
+them together.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
