@@ -277,6 +277,7 @@ def face_settings(settings: Settings) -> HttpFaceSettings:
 def http_limits(settings: Settings, models: Sequence[ModelFace]) -> HttpLimits:
     """What is taken from a client. The body may be as long as the most generous model allows."""
     gateway = settings.gateway
+    files = raise_file_limit()
     return HttpLimits(
         header_bytes_max=gateway.header_bytes_max,
         header_count_max=gateway.header_count_max,
@@ -287,7 +288,7 @@ def http_limits(settings: Settings, models: Sequence[ModelFace]) -> HttpLimits:
         idle_timeout_s=gateway.idle_timeout_s,
         write_timeout_s=gateway.write_timeout_s,
         pipeline_max=gateway.pipeline_max,
-        connections_max=gateway.connections_max or raise_file_limit() - FILES_RESERVED,
+        connections_max=gateway.connections_max or files - min(FILES_RESERVED, files // 2),
     )
 
 

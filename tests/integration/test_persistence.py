@@ -73,14 +73,14 @@ async def test_a_process_that_runs_says_when_it_is_turned_on(tmp_path: Path) -> 
                 health = await process.health()
                 return health["status"] == status and await process.metric("carpool_broker_disks") == metric
 
-            assert await is_so("ok", 0)
+            assert await is_so("healthy", 0)
             await server.ask("CONFIG", "SET", "appendonly", "yes")
             await until(lambda: is_so("degraded", 1))
             assert "CONFIG SET appendonly no" in (await process.health())["problem"]
             [said] = process.log_messages("error")
             assert said.startswith("payloads may reach a disk: ")
             await server.ask("CONFIG", "SET", "appendonly", "no")
-            await until(lambda: is_so("ok", 0))
+            await until(lambda: is_so("healthy", 0))
             assert process.log_messages("error") == [said]
 
 

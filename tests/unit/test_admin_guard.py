@@ -17,7 +17,17 @@ def test_loopback_is_known(host: str) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.example", "evil.example:8001", "localhost.evil.example", "10.0.0.1", "127.0.0.1.evil.example", "", "["],
+    [
+        "evil.example",
+        "evil.example:8001",
+        "localhost.evil.example",
+        "10.0.0.1",
+        "127.0.0.1.evil.example",
+        "",
+        "[",
+        "[::1].evil.example",
+        "localhost:evil",
+    ],
 )
 def test_other_names_are_not(host: str) -> None:
     assert isinstance(LOCAL.refusal(b"GET", {b"host": host.encode()}), Forbidden)

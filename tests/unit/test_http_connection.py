@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from carpool.core.errors import CarpoolError
+from carpool.core.errors import CarpoolError, Malformed
 from carpool.face.http.connection import BACKLOG_ENTRY_BYTES, UNSENT_PARTS_MAX, Connection
 from carpool.face.http.exchange import Exchange
-from carpool.face.http.server import SWEEP_PARTS, HttpServer
+from carpool.face.http.problem import respond_problem
+from carpool.face.http.server import READ_BYTES_MIN, SWEEP_PARTS, HttpServer
 from carpool.face.http.state import HttpLimits
 from carpool.testing import FakeClock
 
@@ -607,11 +608,11 @@ def test_a_write_that_stalls_ends_the_connection() -> None:
 
 def test_a_client_that_reads_little_by_little_is_not_cut_off() -> None:
     face = Face()
-    face.connection.bytes_out = 1000
-    face.transport.waiting = 1000
+    face.connection.bytes_out = 100_000
+    face.transport.waiting = 100_000
     for _ in range(9):
         face.sweep(LIMITS.write_timeout_s - 0.5)
-        face.transport.waiting -= 1
+        face.transport.waiting -= READ_BYTES_MIN
     assert not face.transport.aborted
 
 
@@ -814,8 +815,52 @@ def test_whoever_writes_in_parts_is_told_that_the_client_left() -> None:
     face.connection.connection_lost(None)
     assert face.left == [exchange]
     assert exchange.sink.is_gone()
-    exchange.write(b"into nothing")
+    assert not exchange.write(b"into nothing")
     exchange.end()
+    assert exchange.response == b""  # nothing is kept for whoever left
+
+
+def test_a_writer_that_was_told_to_wait_is_called_when_its_turn_comes() -> None:
+    face = Face()
+    face.feed(get("/z") + get("/a") + get("/b"))
+    before, first, second = face.seen
+    called: list[Exchange] = []
+    second.when_writable = called.append
+    face.answer(before)
+    second.begin(200, b"text/plain")
+    face.connection.pause_writing()
+    assert not second.write(b"x")
+    face.connection.resume_writing()
+    assert called == []  # others are before it
+    face.answer(first)
+    assert called == [second]
+
+
+def test_a_writer_that_was_not_told_to_wait_is_not_called() -> None:
+    face = Face()
+    face.feed(get("/a"))
+    (exchange,) = face.seen
+    exchange.when_writable = lambda exchange: pytest.fail("called from inside write")
+    exchange.begin(200, b"text/plain")
+    for _ in range(3):
+        assert exchange.write(b"x" * UNSENT_PARTS_MAX)
+
+
+@pytest.mark.parametrize("failure", [ValueError("a defect"), Malformed("too late")])
+def test_a_response_that_breaks_in_the_middle_ends_its_connection(failure: Exception) -> None:
+    def route(exchange: Exchange) -> None:
+        exchange.begin(200, b"text/plain")
+        exchange.write(b"one")
+        if isinstance(failure, CarpoolError):
+            respond_problem(exchange, failure)
+        else:
+            raise failure
+
+    face = Face()
+    face.server.state.handler = route
+    face.feed(get("/a"))
+    assert face.transport.aborted
+    assert face.transport.written.count(b"HTTP/1.1") == 1
 
 
 def test_an_http_1_0_client_gets_parts_until_the_connection_ends() -> None:
@@ -828,7 +873,14 @@ def test_an_http_1_0_client_gets_parts_until_the_connection_ends() -> None:
     exchange.end()
     head, _, body = face.transport.written.partition(b"\r\n\r\n")
     assert b"Connection: close" in head and b"chunked" not in head and body == b"one"
-    assert face.transport.closed
+    assert face.transport.eof
+
+
+def test_an_http_1_0_client_is_known_as_one_each_time() -> None:
+    face = Face()
+    for _ in range(2):
+        face.feed(b"GET /a HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+    assert [exchange.is_http_1_0 for exchange in face.seen] == [True, True]
 
 
 def test_a_head_request_gets_no_parts() -> None:

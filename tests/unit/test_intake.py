@@ -153,3 +153,8 @@ async def test_a_group_that_is_left_is_told_nothing(house: House) -> None:
     house.group.leave()
     assert house.told == [] and house.broker.held == 0
     assert house.take() == []
+
+
+async def test_a_group_of_none_is_answered(house: House) -> None:
+    house.ask_all()
+    assert house.told == [[]]

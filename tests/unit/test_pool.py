@@ -8,7 +8,7 @@ import pytest
 
 from carpool.testing import FakeClock, FakeUpstream
 from carpool.upstream.breaker import Breaker
-from carpool.upstream.pool import Member, Pool, Wish
+from carpool.upstream.pool import TIMER_S_MIN, Member, Pool, Wish
 
 FAILURES_MAX = 2
 # With half of the jitter, the first pauses last 0.75, 1.5 and 3 s.
@@ -442,11 +442,17 @@ def test_a_retry_cancelled_just_as_it_became_the_probe_leaves_it_to_the_next() -
         (sick,) = pool.members
         fail(pool, sick)
         retry = asyncio.create_task(pool.take_for_retry(sick, 60.0))
-        while not sick.probing:  # noqa: ASYNC110 - virtual time
-            await asyncio.sleep(0.0001)
-        retry.cancel()
+        loop = asyncio.get_running_loop()
+        was_probing: list[bool] = []
+
+        def cancel() -> None:
+            was_probing.append(sick.probing)
+            retry.cancel()
+
+        # At the very time of the probe, and after it: its timer was set before.
+        loop.call_later(sick.breaker.probe_at() - loop.time() + TIMER_S_MIN, cancel)
         await asyncio.wait([retry])
-        assert retry.cancelled()
+        assert was_probing == [True] and retry.cancelled()
         await asyncio.sleep(0.01)
         assert (sick.breaker.state, sick.offered, sick.in_flight) == ("open", 1, 0)
 

@@ -120,7 +120,7 @@ class RequestState(msgspec.Struct, frozen=True):
 def state_of(request: Request, now: float) -> RequestState:
     """The state of a request that this process has."""
     client_id = request.client_id or None
-    if request.phase != DONE:
+    if request.phase != DONE or not request.ended:  # in a drain a task is put aside, without an outcome
         status: Literal["queued", "processing"] = "processing" if request.phase == RUNNING else "queued"
         return RequestState(status, round((now - request.arrived) * 1000, 2), None, client_id)
     latency_ms = round((request.ended - request.arrived) * 1000, 2)

@@ -147,6 +147,9 @@ class Intake:
         The first that is refused, or fails, ends the others: `answer` is then told that error alone.
         """
         group = Group(self, answer, len(values))
+        if not values:
+            group.is_over = True
+            answer([])
         for number, value in enumerate(values):
             try:
                 request = self.ask(
@@ -161,9 +164,10 @@ class Intake:
             except CarpoolError:
                 group.leave()
                 raise
-            if group.is_over:
-                break
             group.requests.append(request)
+            if group.is_over:
+                group.leave()  # this one too, if it came in after all
+                break
         return group
 
     def submit(

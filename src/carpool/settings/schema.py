@@ -86,9 +86,9 @@ class GatewaySettings(Section, frozen=True):
     ] = 256 * MIB
     receive_timeout_s: Annotated[Seconds, doc("a request must have arrived whole within this (408)")] = 10.0
     idle_timeout_s: Annotated[Seconds, doc("a connection with no request is closed after this")] = 75.0
-    write_timeout_s: Annotated[Seconds, doc("a client that reads nothing of its answer for this long is cut off")] = (
-        10.0
-    )
+    write_timeout_s: Annotated[
+        Seconds, doc("a client that reads less than 4 KB of an answer in this time is cut off")
+    ] = 10.0
     pipeline_max: Annotated[Count, doc("requests in flight on one connection before reading pauses")] = 32
     connections_max: Annotated[int, doc("open client connections; 0: what the file limit allows", ge=0)] = 0
     drain_grace_s: Annotated[float, doc("after SIGTERM, how long connections are still accepted", ge=0, le=3600)] = 1.0

@@ -9,11 +9,13 @@
 """
 
 import hmac
+import re
 from collections.abc import Iterable
 from ipaddress import ip_address
 
 from carpool.core.errors import CarpoolError, Forbidden, Unauthorized
 
+_AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:]*))(?::[0-9]*)?").fullmatch
 _SAFE = frozenset((b"GET", b"HEAD", b"OPTIONS"))
 
 
@@ -53,8 +55,6 @@ class AdminGuard:
 
 
 def name_in(authority: bytes) -> str:
-    """The name or address of `name:port`, in lower case; an IPv6 address comes in brackets, and leaves without."""
-    text = authority.decode("latin-1").strip().lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.partition(":")[0].removesuffix(".")
+    """The name or address of `name:port`, in lower case, IPv6 without its brackets; "" for what is neither."""
+    found = _AUTHORITY(authority.decode("latin-1").strip().lower())
+    return "" if found is None else (found[1] or found[2]).removesuffix(".")

@@ -72,6 +72,7 @@ class Connection(asyncio.Protocol):
     """One client connection. Times are the server's coarse clock: a quarter of a second is exact enough here."""
 
     __slots__ = (
+        "acked_then",
         "backlog",
         "body",
         "body_buffer",
@@ -98,7 +99,6 @@ class Connection(asyncio.Protocol):
         "pending",
         "pumping",
         "read_size",
-        "read_then",
         "reading_paused",
         "receiving_since",
         "stalled_since",
@@ -153,7 +153,7 @@ class Connection(asyncio.Protocol):
         # For the sweep: bytes handed to the transport, and its last sight of a buffer that does not empty.
         self.bytes_out = 0
         self.stalled_since = 0.0
-        self.read_then = 0
+        self.acked_then = 0
 
     # asyncio.Protocol
 
@@ -206,7 +206,7 @@ class Connection(asyncio.Protocol):
             break
         if self.receiving_since or self.backlog:
             self.after_read(len(data))
-        elif at_boundary and self.messages == 1 and not self.input_ended:
+        elif at_boundary and self.messages == 1 and not self.input_ended and not self.is_http_1_0:
             self.known_heads.keep(data, self.parser.get_method(), self.target, self.headers)
 
     def eof_received(self) -> bool:
@@ -236,8 +236,8 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """The client has read on."""
         self.writing_paused = False
-        if self.pending and self.pending[0].is_unfinished and self.pending[0].when_writable is not None:
-            self.pending[0].when_writable(self.pending[0])
+        if self.transport is not None and self.pending and self.pending[0].is_unfinished:
+            self.write_part(self.transport, self.pending[0])
         self.pump()
 
     # httptools' callbacks
@@ -345,7 +345,7 @@ class Connection(asyncio.Protocol):
             self.state.handler(exchange)
         except Exception:
             logger.exception("a route failed on a request")
-            if exchange.response is None:
+            if exchange.response is None or exchange.is_unfinished:
                 respond_problem(exchange, InternalError("the gateway failed on this request"))
 
     def after_read(self, size: int) -> None:
@@ -420,6 +420,9 @@ class Connection(asyncio.Protocol):
     def respond(self, exchange: Exchange, status: int, body: bytes, content_type: bytes, headers: bytes) -> None:
         """Take a whole response."""
         state = self.state
+        if exchange.is_unfinished:
+            self.break_off()  # the head of another one is out
+            return
         if state.draining or not exchange.keep_alive or b"connection" in exchange.headers:
             headers += self.connection_line(exchange)
         if status == 204:
@@ -433,8 +436,11 @@ class Connection(asyncio.Protocol):
 
     def begin(self, exchange: Exchange, status: int, content_type: bytes, headers: bytes) -> None:
         """Take the head of a response that comes in parts; to HTTP/1.0 the end of the connection is its end."""
+        if self.transport is None:
+            return
         if exchange.is_http_1_0:
             exchange.keep_alive = False
+            self.input_ended = self.close_gently = True
         else:
             headers += b"Transfer-Encoding: chunked\r\n"
         headers += self.connection_line(exchange)
@@ -444,22 +450,29 @@ class Connection(asyncio.Protocol):
 
     def write(self, exchange: Exchange, part: bytes) -> bool:
         """Take a part of its body; it waits here while responses before it have not left (rule 10)."""
+        exchange.is_told_to_wait = False
+        if self.transport is None:
+            return False
         if part and exchange.method != b"HEAD":  # an empty chunk would be the end
             chunk = part if exchange.is_http_1_0 else b"%x\r\n%b\r\n" % (len(part), part)
             exchange.response = (exchange.response or b"") + chunk
             self.flush()
-        return self.may_write(exchange)
+        exchange.is_told_to_wait = self.writing_paused or len(exchange.response or b"") >= UNSENT_PARTS_MAX
+        return not exchange.is_told_to_wait
 
     def end(self, exchange: Exchange) -> None:
         """That was the last part."""
+        if self.transport is None:
+            return
         last = b"" if exchange.is_http_1_0 or exchange.method == b"HEAD" else b"0\r\n\r\n"
         exchange.response = (exchange.response or b"") + last
         exchange.is_unfinished = False
         self.flush()
 
-    def may_write(self, exchange: Exchange) -> bool:
-        """Whether there is room for more of an unfinished response."""
-        return not self.writing_paused and len(exchange.response or b"") < UNSENT_PARTS_MAX
+    def break_off(self) -> None:
+        """End the connection at once: what was promised in the head of a response will not come."""
+        if self.transport is not None:
+            self.transport.abort()
 
     def is_gone(self) -> bool:
         """Whether nobody is there to read any more."""
@@ -487,7 +500,7 @@ class Connection(asyncio.Protocol):
         while pending and (response := pending[0].response) is not None:
             exchange = pending[0]
             if exchange.is_unfinished:
-                self.write_part(transport, exchange, response)
+                self.write_part(transport, exchange)
                 return
             pending.popleft()
             self.bytes_out += len(response)
@@ -505,18 +518,19 @@ class Connection(asyncio.Protocol):
         if self.backlog or self.reading_paused:
             self.pump()
 
-    def write_part(self, transport: asyncio.Transport, exchange: Exchange, part: bytes) -> None:
-        """It is the turn of a response of which more is to come (rule 10)."""
-        if not part:
-            return
-        exchange.response = b""
-        self.bytes_out += len(part)
-        transport.write(part)
-        if self.writing_paused:
-            if self.reads_too_little(transport, len(part)):
+    def write_part(self, transport: asyncio.Transport, exchange: Exchange) -> None:
+        """It is the turn of a response of which more is to come (rule 10); its writer may go on if it was to wait."""
+        part = exchange.response
+        if part:
+            exchange.response = b""
+            self.bytes_out += len(part)
+            transport.write(part)
+            if self.writing_paused and self.reads_too_little(transport, len(part)):
                 transport.abort()
-        elif len(part) >= UNSENT_PARTS_MAX and exchange.when_writable is not None:
-            exchange.when_writable(exchange)
+        if exchange.is_told_to_wait and not self.writing_paused:
+            exchange.is_told_to_wait = False
+            if exchange.when_writable is not None:
+                exchange.when_writable(exchange)
 
     def reads_too_little(self, transport: asyncio.Transport, size: int) -> bool:
         """Whether more than may be is left unread over all connections, a good part of it by this client (rule 3)."""

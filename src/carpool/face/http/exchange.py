@@ -84,8 +84,9 @@ class Exchange(msgspec.Struct, eq=False):
     # What the route keeps for this exchange (for an inference: the Request), and whom to tell if the client leaves.
     context: Any = None
     when_client_leaves: Callable[["Exchange"], None] | None = None
-    # While true, more of the response is to come. `when_writable` is called when the client has read what there was.
+    # While true, more of the response is to come. A writer that was told to wait is called when there is room again.
     is_unfinished: bool = False
+    is_told_to_wait: bool = False
     when_writable: Callable[["Exchange"], None] | None = None
     # The client knows no chunks: the end of a response in parts is the end of the connection.
     is_http_1_0: bool = False

@@ -1,18 +1,17 @@
 """The listener of one address: it accepts, sweeps out the slow, and drains."""
 
 import asyncio
-import fcntl
+import errno
 import os
 import socket
 import ssl
 import struct
-import termios
 from collections.abc import Callable
 from typing import Any, cast
 
 from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
 from carpool.core.timers import Every
-from carpool.face.http.connection import Connection
+from carpool.face.http.connection import UNREAD_BYTES_MIN, Connection
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.state import HttpLimits, HttpState
 
@@ -22,8 +21,19 @@ SWEEP_PARTS = 5
 # A connection this young at the end of listening is not idle: its request is on the way.
 NEW_S = 0.25
 BACKLOG = 4096
-# Connections with TLS that are accepted in one turn of the event loop.
+# Connections with TLS that are accepted in one turn of the event loop; and the pause when no file is left for one.
 ACCEPTED_AT_ONCE = 64
+NO_FILES_PAUSE_S = 0.1
+_NO_FILES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+# At the end of listening, who has not agreed upon TLS yet has so long; and a client so long to say that it has left.
+LAST_HANDSHAKES_S = 1.0
+TLS_SHUTDOWN_S = 2.0
+# Of an answer that waits for it a client must read so much in `write_timeout_s`.
+READ_BYTES_MIN = 4096
+# With TLS, less than this unread is not looked for: the kernel has room for it.
+HIDDEN_BYTES_MIN = 64 * 1024
+# Where the bytes that the other end has acknowledged stand in the kernel's struct tcp_info.
+_BYTES_ACKED_AT = 120
 
 
 class HttpServer:
@@ -36,6 +46,7 @@ class HttpServer:
         # Duplicates of the listening sockets: with TLS it is they that accept, and without they still do when the
         # server's own are closed.
         self._listeners: list[socket.socket] = []
+        self._accept_timers: dict[socket.socket, asyncio.TimerHandle] = {}
         # Connections on their way from there.
         self._accepted: set[asyncio.Task[object]] = set()
         self._to_sweep: list[Connection] = []
@@ -64,7 +75,7 @@ class HttpServer:
             for listener in self._listeners:
                 listener.listen(BACKLOG)
                 listener.setblocking(False)
-                loop.add_reader(listener, self._accept, listener, ACCEPTED_AT_ONCE)
+                self._accept_from(listener)
         self._ticks.start_now()
         bound: int = self._listeners[0].getsockname()[1]
         return bound
@@ -75,6 +86,8 @@ class HttpServer:
             return
         self._server.close()
         self._server = None
+        for timer in self._accept_timers.values():
+            timer.cancel()
         for listener in self._listeners:
             if self._tls is not None:
                 asyncio.get_running_loop().remove_reader(listener)
@@ -83,39 +96,55 @@ class HttpServer:
             self._accept(listener, BACKLOG)
             listener.close()
 
+    def _accept_from(self, listener: socket.socket) -> None:
+        self._accept_timers.pop(listener, None)
+        asyncio.get_running_loop().add_reader(listener, self._accept, listener, ACCEPTED_AT_ONCE)
+
     def _accept(self, listener: socket.socket, most: int) -> None:
         """Take connections that the kernel has accepted; without a place for it one is closed at once."""
         loop = asyncio.get_running_loop()
         for _ in range(most):
             try:
                 accepted, _ = listener.accept()
-            except OSError:  # no more, or no files left
+            except OSError as failure:
+                if failure.errno in _NO_FILES and self._server is not None:
+                    # It would be told of again and again. Those who wait stay with the kernel.
+                    loop.remove_reader(listener)
+                    self._accept_timers[listener] = loop.call_later(NO_FILES_PAUSE_S, self._accept_from, listener)
                 return
             if self._tls is not None and not self.state.has_place():
                 accepted.close()  # to say why would take a handshake
                 continue
+            self.state.handshakes += 1
             adopt = loop.create_task(self._adopt(accepted))
             self._accepted.add(adopt)
-            adopt.add_done_callback(self._accepted.discard)
+            adopt.add_done_callback(self._adopted)
+
+    def _adopted(self, adopt: "asyncio.Task[None]") -> None:
+        self._accepted.discard(adopt)
+        self.state.handshakes -= 1
 
     async def _adopt(self, accepted: socket.socket) -> None:
-        timeout_s = self.state.limits.receive_timeout_s if self._tls is not None else None
-        self.state.handshakes += 1
+        limits: dict[str, float] = {}
+        if self._tls is not None:
+            limits = {
+                "ssl_handshake_timeout": self.state.limits.receive_timeout_s,
+                "ssl_shutdown_timeout": TLS_SHUTDOWN_S,
+            }
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: Connection(self.state), accepted, ssl=self._tls, ssl_handshake_timeout=timeout_s
+                lambda: Connection(self.state), accepted, ssl=self._tls, **limits
             )
         except (OSError, ssl.SSLError, asyncio.CancelledError):
             accepted.close()  # it left, does not speak TLS, or took too long
-        finally:
-            self.state.handshakes -= 1
 
     async def finish(self, deadline: float) -> None:
         """Close idle connections at once and the others as their last answer leaves; past `deadline` all of them."""
         state = self.state
-        if self._accepted:
-            await asyncio.wait(self._accepted, timeout=max(0.0, deadline - state.clock()))
-        while self.connections and state.clock() < deadline:
+        handshakes_until = min(deadline, state.clock() + LAST_HANDSHAKES_S)
+        while state.clock() < deadline:
+            if not self.connections and (not self._accepted or state.clock() >= handshakes_until):
+                break
             for connection in list(self.connections):
                 waited_for = connection.pending or connection.backlog or connection.receiving_since
                 is_new = state.coarse_now - connection.idle_since < NEW_S
@@ -150,8 +179,13 @@ class HttpServer:
         # A sweep comes every quarter second: act before the limit rather than after it.
         now = self.state.coarse_now + TICK_S * SWEEP_PARTS
         waiting = transport.get_write_buffer_size()
-        if connection.writing_paused:
+        if self._tls is not None and connection.bytes_out - connection.acked_then >= HIDDEN_BYTES_MIN:
+            waiting = max(waiting, self._hidden_bytes(connection, transport))
+        if connection.writing_paused or waiting >= UNREAD_BYTES_MIN:
             self._unread_seen += waiting
+            if self.state.unread_bytes > limits.unread_bytes_max and waiting >= UNREAD_BYTES_MIN:
+                transport.abort()
+                return
         if connection.linger_until and waiting == 0:
             if now >= connection.linger_until:
                 transport.abort()
@@ -171,21 +205,36 @@ class HttpServer:
             ):
                 transport.close()
             return
-        # What the kernel holds counts as unread: it takes much at a time, while a slow client reads little by little.
-        read = connection.bytes_out - waiting - unsent_bytes(transport)
-        if connection.stalled_since == 0.0 or read > connection.read_then:
+        # What was acknowledged, not what left: the kernel takes much at a time, a slow client reads little by little.
+        acked = acked_bytes(transport)
+        if acked is None:
+            acked = connection.bytes_out - waiting
+        if connection.stalled_since == 0.0 or acked - connection.acked_then >= READ_BYTES_MIN:
             connection.stalled_since = now
-            connection.read_then = read
+            connection.acked_then = acked
         elif now - connection.stalled_since >= limits.write_timeout_s:
             transport.abort()
 
+    def _hidden_bytes(self, connection: Connection, transport: asyncio.Transport) -> int:
+        """What a client with TLS has not read, about: the transport below that of TLS tells nobody what it holds."""
+        acked = acked_bytes(transport)
+        if acked is None:
+            return 0
+        unread = connection.bytes_out - acked
+        if unread < HIDDEN_BYTES_MIN:
+            connection.acked_then = acked  # all is well: look again when so much more was sent
+            connection.stalled_since = 0.0
+            return 0
+        return unread
 
-def unsent_bytes(transport: asyncio.Transport) -> int:
-    """Bytes in the kernel that the other end has not acknowledged; 0 if the kernel does not tell."""
+
+def acked_bytes(transport: asyncio.Transport) -> int | None:
+    """Bytes that the other end has acknowledged since the connection began; None if the kernel does not tell."""
     connected = transport.get_extra_info("socket")
     if connected is None:
-        return 0
+        return None
     try:
-        return int(struct.unpack("i", fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, b"\0" * 4))[0])
-    except OSError:
-        return 0
+        info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED_AT + 8)
+        return int(struct.unpack_from("Q", info, _BYTES_ACKED_AT)[0])
+    except (OSError, struct.error, AttributeError):
+        return None

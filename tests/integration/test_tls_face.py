@@ -1,0 +1,100 @@
+"""The HTTP face behind TLS: who has not agreed upon it yet counts, ends in time, and holds up nobody."""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from carpool.face.http.exchange import Exchange
+from carpool.face.http.server import HttpServer
+from carpool.face.http.state import HttpLimits
+from support.certificates import Certificates
+from support.processes import PATIENCE_S, until
+
+MIB = 1024 * 1024
+
+
+@asynccontextmanager
+async def tls_server(
+    folder: Path, limits: HttpLimits, handler: Callable[[Exchange], None]
+) -> AsyncIterator[tuple[HttpServer, int, ssl.SSLContext]]:
+    certificates = Certificates(folder)
+    server = HttpServer(handler, limits)
+    port = await server.start("127.0.0.1", 0, certificates.of_server())
+    try:
+        yield server, port, ssl.create_default_context(cafile=certificates.pem("ca"))
+    finally:
+        server.stop_listening()
+        await server.finish(0.0)
+
+
+def answer(exchange: Exchange) -> None:
+    exchange.respond(200, b"{}")
+
+
+async def silent(port: int) -> socket.socket:
+    """A client that connects and says nothing."""
+    client = socket.socket()
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
+    return client
+
+
+async def is_closed(client: socket.socket) -> bool:
+    try:
+        return await asyncio.get_running_loop().sock_recv(client, 1) == b""
+    except ConnectionResetError:
+        return True
+
+
+async def test_handshakes_count_as_connections(tmp_path: Path) -> None:
+    async with tls_server(tmp_path, HttpLimits(connections_max=3), answer) as (server, port, _):
+        clients = [await silent(port) for _ in range(20)]
+        await until(lambda: server.state.handshakes == 3)
+        ended = [asyncio.ensure_future(is_closed(client)) for client in clients]
+        await until(lambda: sum(each.done() for each in ended) == 17)
+        assert server.state.handshakes == 3
+        for each in ended:
+            each.cancel()
+        await asyncio.gather(*ended, return_exceptions=True)
+        for client in clients:
+            client.close()
+        await until(lambda: server.state.handshakes == 0)
+
+
+async def test_a_handshake_that_never_ends_is_closed(tmp_path: Path) -> None:
+    async with tls_server(tmp_path, HttpLimits(receive_timeout_s=0.2), answer) as (server, port, _):
+        client = await silent(port)
+        assert await asyncio.wait_for(is_closed(client), PATIENCE_S)
+        client.close()
+        await until(lambda: server.state.handshakes == 0)
+
+
+async def test_a_handshake_that_never_ends_does_not_hold_up_a_drain(tmp_path: Path) -> None:
+    async with tls_server(tmp_path, HttpLimits(receive_timeout_s=600.0), answer) as (server, port, trusted):
+        half_open = await silent(port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusted, server_hostname="localhost")
+        await until(lambda: server.state.handshakes == 1 and len(server.connections) == 1)
+        server.stop_listening()
+        await asyncio.wait_for(server.finish(server.state.clock() + 600.0), PATIENCE_S)
+        assert await reader.read() == b""
+        assert await asyncio.wait_for(is_closed(half_open), PATIENCE_S)
+        half_open.close()
+        writer.close()
+
+
+async def test_a_client_that_does_not_read_is_cut_off(tmp_path: Path) -> None:
+    def answer_much(exchange: Exchange) -> None:
+        exchange.respond(200, b"x" * 16 * MIB)
+
+    limits = HttpLimits(write_timeout_s=0.5)
+    async with tls_server(tmp_path, limits, answer_much) as (server, port, trusted):
+        options: dict[str, Any] = {"ssl": trusted, "server_hostname": "localhost", "limit": 1024}
+        _, writer = await asyncio.open_connection("127.0.0.1", port, **options)
+        writer.write(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")  # and reads no more than asyncio's own buffer takes
+        await until(lambda: len(server.connections) == 1)
+        await until(lambda: not server.connections)
+        writer.transport.abort()
