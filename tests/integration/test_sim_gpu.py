@@ -1,6 +1,7 @@
 """Simulated GPUs over real sockets, `carpool sim-gpu` as a process, and the parts of `carpool demo`."""
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import aiohttp
 import pytest
 
 from carpool.cli.sim import show_banner, simulated_gpus
+from carpool.face.http.server import HttpServer
 from carpool.settings import Settings
 from carpool.tools.sim_gpu import CannotListenError, GpuFleet, serve_gpus
 from carpool.upstream.simulated import SimulationSettings
@@ -151,6 +153,24 @@ async def test_a_reset_is_a_reset_and_the_gpu_goes_on() -> None:
             writer.close()
         assert fleet.total().calls == 2
         assert fleet.total().in_flight == 0
+
+
+async def test_any_ports_are_looked_for_again_when_the_second_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    start = HttpServer.start
+
+    async def start_late(server: HttpServer, host: str, port: int) -> int:
+        asked.append(port)
+        if len(asked) == 2:
+            raise OSError(errno.EADDRINUSE, "address already in use")
+        return await start(server, host, port)
+
+    monkeypatch.setattr(HttpServer, "start", start_late)
+    async with fleet_of(2) as (fleet, session):
+        assert len(asked) == 4 and asked[2] == 0
+        for worker in range(2):
+            async with session.post(url(fleet, "/infer", worker), json={"inputs": ["a"]}) as answer:
+                assert answer.status == 200
 
 
 async def test_a_taken_port_is_named_and_nothing_is_left_listening() -> None:

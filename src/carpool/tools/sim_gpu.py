@@ -104,6 +104,10 @@ def _reset(exchange: Exchange) -> None:
         transport.abort()
 
 
+# How often a row of free ports is looked for.
+ANY_PORTS_ATTEMPTS = 16
+
+
 class GpuFleet:
     """All simulated GPUs of this process. They are independent but for the memory of inputs seen."""
 
@@ -116,7 +120,18 @@ class GpuFleet:
         self.ports: list[int] = []
 
     async def start(self, host: str, port: int) -> None:
-        """Listen on consecutive ports; raises CannotListenError, and then listens on none."""
+        """Listen on consecutive ports, any that are free if `port` is 0; raises CannotListenError, and then listens on
+        none.
+        """
+        for attempts_left in reversed(range(1 if port else ANY_PORTS_ATTEMPTS)):
+            try:
+                await self._start(host, port)
+                return
+            except CannotListenError:  # the first one was free, but one behind it was not
+                if not attempts_left:
+                    raise
+
+    async def _start(self, host: str, port: int) -> None:
         for server in self.servers:
             wanted = port + len(self.ports)
             try:
