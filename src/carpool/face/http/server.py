@@ -91,10 +91,8 @@ class HttpServer:
         for listener in self._listeners:
             if self._tls is not None:
                 asyncio.get_running_loop().remove_reader(listener)
-            listener.setblocking(False)
-            # What the kernel has accepted since the last turn of the event loop: closing would reset it.
-            self._accept(listener, BACKLOG)
-            listener.close()
+            for accepted in close_after_the_last(listener):
+                self._begin(accepted)
 
     def _accept_from(self, listener: socket.socket) -> None:
         self._accept_timers.pop(listener, None)
@@ -107,18 +105,21 @@ class HttpServer:
             try:
                 accepted, _ = listener.accept()
             except OSError as failure:
-                if failure.errno in _NO_FILES and self._server is not None:
+                if failure.errno in _NO_FILES:
                     # It would be told of again and again. Those who wait stay with the kernel.
                     loop.remove_reader(listener)
                     self._accept_timers[listener] = loop.call_later(NO_FILES_PAUSE_S, self._accept_from, listener)
                 return
-            if self._tls is not None and not self.state.has_place():
-                accepted.close()  # to say why would take a handshake
-                continue
-            self.state.handshakes += 1
-            adopt = loop.create_task(self._adopt(accepted))
-            self._accepted.add(adopt)
-            adopt.add_done_callback(self._adopted)
+            self._begin(accepted)
+
+    def _begin(self, accepted: socket.socket) -> None:
+        if self._tls is not None and not self.state.has_place():
+            accepted.close()  # to say why would take a handshake
+            return
+        self.state.handshakes += 1
+        adopt = asyncio.get_running_loop().create_task(self._adopt(accepted))
+        self._accepted.add(adopt)
+        adopt.add_done_callback(self._adopted)
 
     def _adopted(self, adopt: "asyncio.Task[None]") -> None:
         self._accepted.discard(adopt)
@@ -226,6 +227,22 @@ class HttpServer:
             connection.stalled_since = 0.0
             return 0
         return unread
+
+
+def close_after_the_last(listener: socket.socket) -> list[socket.socket]:
+    """Close a listening socket, and return what the kernel has accepted since the last turn of the event loop.
+
+    Whoever connects between the last of them and the close is reset: so nothing else is done in between.
+    """
+    accepted: list[socket.socket] = []
+    accept, close, add = listener.accept, listener.close, accepted.append
+    listener.setblocking(False)
+    try:
+        while True:
+            add(accept()[0])
+    except OSError:
+        close()
+    return accepted
 
 
 def acked_bytes(transport: asyncio.Transport) -> int | None:
