@@ -167,7 +167,8 @@ async def test_any_ports_are_looked_for_again_when_the_second_is_taken(monkeypat
 
     monkeypatch.setattr(HttpServer, "start", start_late)
     async with fleet_of(2) as (fleet, session):
-        assert len(asked) == 4 and asked[2] == 0
+        assert asked[2] == 0  # from the beginning; on a busy machine more than once
+        assert fleet.ports == [fleet.ports[0], fleet.ports[0] + 1]
         for worker in range(2):
             async with session.post(url(fleet, "/infer", worker), json={"inputs": ["a"]}) as answer:
                 assert answer.status == 200

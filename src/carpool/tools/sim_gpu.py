@@ -105,7 +105,7 @@ def _reset(exchange: Exchange) -> None:
 
 
 # How often a row of free ports is looked for.
-ANY_PORTS_ATTEMPTS = 16
+ANY_PORTS_ATTEMPTS = 64
 
 
 class GpuFleet:
