@@ -15,7 +15,7 @@ from time import process_time
 import uvloop
 
 from carpool.app import spare_the_collector
-from carpool.embedded import Gateway
+from carpool.embedded import EmbeddedProcess
 from carpool.face.http.connection import Connection
 from carpool.settings import load_settings
 
@@ -38,7 +38,7 @@ class NowhereTransport(asyncio.Transport):
 
 
 async def main(profile: cProfile.Profile | None) -> None:
-    gateway = Gateway(
+    process = EmbeddedProcess(
         load_settings(
             {
                 "upstream.endpoints": ["sim:?latency_ms=0&slots=64"],
@@ -50,10 +50,9 @@ async def main(profile: cProfile.Profile | None) -> None:
             file=None,
         )
     )
-    await gateway.start()
+    await process.start()
     spare_the_collector()
-    assert gateway.server is not None
-    connections = [Connection(gateway.server.state) for _ in range(CONNECTIONS)]
+    connections = [Connection(process.gateway.http.state) for _ in range(CONNECTIONS)]
     for connection in connections:
         connection.connection_made(NowhereTransport())
     receiving: list[float] = []
@@ -76,7 +75,7 @@ async def main(profile: cProfile.Profile | None) -> None:
     print(f"receiving {min(receiving):.2f} us, answering {min(answering):.2f} us a request (best of {ROUNDS} rounds)")
     for connection in connections:
         connection.connection_lost(None)
-    await gateway.drain()
+    await process.drain()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import uvloop
 
 from carpool.broker.journal_records import JournalLocked, JournalUnusable
-from carpool.composition import Process
+from carpool.composition.process import Process
 from carpool.core.names import Role
 from carpool.settings import Settings
 from carpool.telemetry.logs import configure_logging
@@ -45,12 +45,12 @@ def run(
 def make_process(settings: Settings, role: Role, listen: socket.socket | None = None) -> Process:
     """Everything in one process, or a part of a fleet that meets in Redis."""
     if not settings.broker.url:
-        from carpool.embedded import Gateway
+        from carpool.embedded import EmbeddedProcess
 
-        return Gateway(settings, listen)
-    from carpool.distributed import DistributedProcess  # here: without a broker nobody waits for its libraries
+        return EmbeddedProcess(settings, listen)
+    from carpool.distributed import PROCESSES  # here: without a broker nobody waits for its libraries
 
-    return DistributedProcess(settings, role, listen)
+    return PROCESSES[role](settings, listen)
 
 
 def spare_the_collector() -> None:

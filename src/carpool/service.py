@@ -3,7 +3,6 @@
 import logging
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import aiohttp
 
@@ -15,9 +14,9 @@ from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, QueueFull
 from carpool.core.ports import DeadLetters, Slots
 from carpool.core.request import Request
+from carpool.core.snapshot import ModelNumbers, ModelState
 from carpool.face.intake import ServedModel
 from carpool.settings import Model
-from carpool.telemetry.metrics import ENDPOINT_STATES, Numbers
 from carpool.upstream.breaker import Breaker
 from carpool.upstream.client import HttpEndpoint
 from carpool.upstream.codecs import Codec, make_codec
@@ -25,7 +24,7 @@ from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.endpoint import AttemptFailedError, Endpoint
 from carpool.upstream.fleet import Address, Endpoints, Fleet, MakeEndpoint
 from carpool.upstream.grpc_endpoint import GrpcEndpoint
-from carpool.upstream.health import HasPages, HealthWatch, LoadSource
+from carpool.upstream.health import STATES, HasPages, HealthWatch, LoadSource, state_of
 from carpool.upstream.load import LoadLimit
 from carpool.upstream.offenders import Offenders
 from carpool.upstream.pool import Member, Pool
@@ -249,25 +248,24 @@ class ModelService(ModelFace):
                 self.pool.has_batch_limits = True
                 self._limit_is_learned(member)
 
-    def describe(self) -> dict[str, Any]:
+    def state(self) -> ModelState:
         """What `/internal/fleet` shows of this model."""
-        return {
-            **self.fleet.describe(),
-            "capacity_rps": round(self.capacity_rps(), 2),
-            "offenders": self.riders_apart.of_model(self.name)[:OFFENDERS_SHOWN_MAX],
-        }
+        return ModelState(
+            slots=self.fleet.slots(),
+            healthy_slots=self.fleet.healthy_slots(),
+            capacity_rps=round(self.capacity_rps(), 2),
+            endpoints=self.fleet.endpoint_states(),
+            offenders=self.riders_apart.of_model(self.name)[:OFFENDERS_SHOWN_MAX],
+        )
 
-    def heartbeat(self) -> dict[str, Any]:
-        """What other processes are told of this model."""
+    def mean_batch_size(self) -> float:
+        """Of all batches so far."""
         sizes = self.loop.batch_sizes
-        return {
-            **self.describe(),
-            "in_flight": self.pool.busy(),
-            "current_utilization": self.utilization,
-            "rate": self.rate,
-            "mean_batch_size": sizes.total / max(1, sum(sizes.counts)),
-            "offenders": self.riders_apart.seen_at(self.name)[-OFFENDERS_SHOWN_MAX:],
-        }
+        return sizes.total / max(1, sum(sizes.counts))
+
+    def offenders_seen(self) -> list[str]:
+        """The newest of those whom this process itself has found out."""
+        return self.riders_apart.seen_at(self.name)[-OFFENDERS_SHOWN_MAX:]
 
     def measure(self, seconds: float) -> None:
         """Work out the rates of the last `seconds`."""
@@ -277,44 +275,41 @@ class ModelService(ModelFace):
         self.utilization += RATE_WEIGHT * (min(used, 1.0) - self.utilization)
         self._arrivals_then, self._busy_s_then = arrivals, busy_s
 
-    def healthy_slots(self) -> int:
-        """Calls that the endpoints that work may have at once."""
-        return self.fleet.healthy_slots()
-
     def capacity_rps(self) -> float:
         """Requests a second that these slots can serve in full batches."""
         return self.fleet.healthy_slots() * self.loop.max_batch / self.loop.service_s
 
-    def numbers(self) -> Numbers:
-        """What `/metrics` shows of this model (telemetry.metrics.ModelView)."""
+    def numbers(self) -> ModelNumbers:
+        """What `/metrics` shows of this model."""
         pool, dispatcher, isolation = self.pool, self.dispatcher, self.dispatcher.isolation
         strays = (each.stray_answers for each in pool.endpoints if isinstance(each, HttpEndpoint))
-        return {
-            "carpool_batch_size": self.loop.batch_sizes,
-            "carpool_batches": self.loop.batches,
-            "carpool_upstream_calls": dispatcher.calls,
-            "carpool_upstream_latency_seconds": dispatcher.call_seconds,
-            "carpool_upstream_stray_answers": sum(strays),
-            "carpool_isolation": {
+        now = self._clock()
+        return ModelNumbers(
+            batch_size=self.loop.batch_sizes,
+            batches=self.loop.batches,
+            upstream_calls=dispatcher.calls,
+            upstream_latency_seconds=dispatcher.call_seconds,
+            upstream_stray_answers=sum(strays),
+            isolation={
                 "calls": isolation.steps,
                 "at-fault": isolation.poisoned,
                 "unresolved": isolation.unresolved,
             },
-            "carpool_offenders": len(self.riders_apart.of_model(self.name)),
-            "carpool_slots": {"busy": pool.busy(), "free": pool.free()},
-            "carpool_healthy_slots": self.fleet.healthy_slots(),
-            "carpool_capacity_rps": self.capacity_rps(),
-            "carpool_queue_depth": self._broker.depth_of(self.name),
-            "carpool_arrival_rate": self.rate,
-            "carpool_endpoint_state": {
-                (name, each): each == state for name, state in self.fleet.states() for each in ENDPOINT_STATES
+            offenders=len(self.riders_apart.of_model(self.name)),
+            slots={"busy": pool.busy(), "free": pool.free()},
+            healthy_slots=self.fleet.healthy_slots(),
+            capacity_rps=self.capacity_rps(),
+            queue_depth=self._broker.depth_of(self.name),
+            arrival_rate=self.rate,
+            endpoint_state={
+                (member.name, each): each == state_of(member, now) for member in pool.members for each in STATES
             },
-            "carpool_endpoint_calls": {
+            endpoint_calls={
                 (member.name, result): number
                 for member in pool.members
                 for result, number in (("ok", member.succeeded), ("failed", member.failed))
             },
-        }
+        )
 
 
 def addresses(model: Model) -> list[Address]:

@@ -13,7 +13,7 @@ import redis.asyncio
 
 from carpool.broker.redis.client.address import parse_broker_url
 from carpool.broker.redis.fleet.servers import Finding
-from carpool.broker.redis.fleet.view import encode_beat
+from carpool.broker.redis.fleet.view import Beat, ModelBeat, encode_beat
 from carpool.broker.redis.keys import GROUP, Keys, Shard
 from carpool.tools.doctor import Doctor
 from carpool.tools.doctor_checks import Wants
@@ -48,7 +48,7 @@ async def queue(client: redis.asyncio.Redis, shard: Shard, entries: int, *, held
 async def beat(client: redis.asyncio.Redis, key: bytes, name: str, *models: str, age_ms: int = 0) -> None:
     seconds, micros = await client.time()
     stamp = int(seconds) * 1000 + int(micros) // 1000 - age_ms
-    said = encode_beat({"status": "ok", "models": {model: {"slots": 1} for model in models}}, with_models=bool(models))
+    said = encode_beat(Beat("ok", models={model: ModelBeat(slots=1) for model in models}), with_models=bool(models))
     await client.hset(key.decode(), name, b"%d %b" % (stamp, said))
 
 

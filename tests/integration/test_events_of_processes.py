@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from carpool.app import make_process
-from carpool.composition import Process
+from carpool.composition.process import Process
 from carpool.core.names import Role
 from carpool.core.outcome import Output
 from carpool.settings import load_settings

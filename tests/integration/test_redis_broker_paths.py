@@ -24,6 +24,8 @@ import pytest_asyncio
 
 from carpool.broker.redis.client.address import parse_broker_url
 from carpool.broker.redis.client.nodes import Nodes
+from carpool.broker.redis.fleet.registry import Registry
+from carpool.broker.redis.fleet.view import Beat, ModelBeat
 from carpool.broker.redis.gateway.queue import RedisQueue
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.scripts import AUDIT
@@ -430,11 +432,27 @@ async def test_a_gateway_sees_batchers_come_and_endpoints_go(tmp_path: Path, red
         assert await client.exists(Keys(namespace).replies(gateway.name.encode())) == 0
 
 
+@asynccontextmanager
+async def idle_batcher(url: str, namespace: str, shards: int) -> AsyncIterator[None]:
+    """The heartbeat of a batcher that takes nothing: with none alive for 3 s, all are refused for that."""
+    nodes = Nodes(parse_broker_url(url))
+    nodes.start()
+    said = Beat("ok", models={"default": ModelBeat(slots=1, healthy_slots=1)})
+    registry = Registry(nodes, Keys(namespace, shards), name=b"idle", role="batcher", describe=lambda: said)
+    registry.start()
+    try:
+        yield
+    finally:
+        registry.close()
+        await nodes.close()
+
+
 async def test_the_queue_is_bounded(tmp_path: Path, redis_server: RedisServer) -> None:
     settings: dict[str, object] = {"broker.waiting_max": 32, "broker.shards": 4}
     async with (
         own_namespace(redis_server) as namespace,
         fleet_over(tmp_path, redis_server.url, settings | {"broker.namespace": namespace}) as fleet,
+        idle_batcher(redis_server.url, namespace, shards=4),
     ):
         one, other = (place.process for place in await asyncio.gather(fleet.add("gateway"), fleet.add("gateway")))
         answers = [await ask(gateway, "x", ASYNC) for gateway in (one, other) for _ in range(60)]

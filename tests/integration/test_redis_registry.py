@@ -7,12 +7,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from carpool.broker.redis.client.address import parse_broker_url
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.fleet.registry import Registry
-from carpool.broker.redis.fleet.view import fleet_page
+from carpool.broker.redis.fleet.view import Beat, EndpointBeat, ModelBeat, fleet_state
 from carpool.broker.redis.keys import Keys
 from carpool.core.names import Role
 from support.processes import until
@@ -38,19 +39,10 @@ async def connected(url: str) -> AsyncIterator[Nodes]:
         await nodes.close()
 
 
-def description(healthy_slots: int = 4) -> dict[str, Any]:
-    endpoint = {
-        "endpoint": "http://gpu:9000/infer",
-        "state": "healthy",
-        "utilization": 0.25,
-        "in_flight": 1,
-        "limit": 4,
-        "slots": 4,
-        "breaker": "closed",
-        "last_heartbeat": None,
-    }
-    model = {"slots": 4, "healthy_slots": healthy_slots, "capacity_rps": 10.0, "endpoints": [endpoint]}
-    return {"status": "ok", "rate": 3.0, "models": {"m": model}}
+def description(healthy_slots: int = 4) -> Beat:
+    endpoint = EndpointBeat("http://gpu:9000/infer", "healthy", in_flight=1, limit=4, slots=4, breaker="closed")
+    model = ModelBeat(slots=4, healthy_slots=healthy_slots, capacity_rps=10.0, endpoints=(endpoint,))
+    return Beat("ok", rate=3.0, models={"m": model})
 
 
 def registry(
@@ -58,7 +50,7 @@ def registry(
     keys: Keys,
     name: bytes,
     role: Role,
-    said: dict[str, Any] | None = None,
+    said: Beat | None = None,
     **options: Any,
 ) -> Registry:
     said = description() if said is None else said
@@ -82,10 +74,9 @@ async def test_each_sees_the_others(redis_server: RedisServer, keys: Keys) -> No
         await until(lambda: live(gateway) == live(batcher) == live(both) == (["g", "s"], ["b", "s"]))
         assert gateway.is_fresh()
         assert gateway.view.healthy_slots("m") == 8
-        said["models"]["m"]["healthy_slots"] = 1
+        said.models["m"] = description(healthy_slots=1).models["m"]
         await until(lambda: gateway.view.healthy_slots("m") == 5)
-        page = fleet_page(gateway.view)
-        assert [row["batcher"] for row in page["models"]["m"]["endpoints"]] == ["b", "s"]
+        assert [row.batcher for row in fleet_state(gateway.view).models["m"].endpoints] == ["b", "s"]
         for one in (gateway, batcher, both):
             one.close()
 
@@ -149,13 +140,13 @@ async def test_the_long_silent_and_the_absurd_are_forgotten(redis_server: RedisS
 
 async def test_a_change_is_told_without_waiting(redis_server: RedisServer, keys: Keys) -> None:
     async with connected(redis_server.url) as nodes:
-        said = description()
-        one = registry(nodes, keys, b"b", "batcher", said, interval_s=30.0)
+        said = [description()]
+        one = Registry(nodes, keys, name=b"b", role="batcher", describe=lambda: said[-1], interval_s=30.0)
         one.start()
         await until(lambda: live(one) == ([], ["b"]))
-        said["status"] = "draining"
+        said.append(msgspec.structs.replace(said[-1], status="draining"))
         one.beat()
-        said["models"]["m"]["healthy_slots"] = 2
+        said.append(msgspec.structs.replace(description(healthy_slots=2), status="draining"))
         one.beat()  # while the first one is under way
         await until(lambda: one.view.healthy_slots("m") == 2)
         assert one.view.batchers[0].status == "draining"

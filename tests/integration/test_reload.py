@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from carpool.embedded import Gateway
+from carpool.embedded import EmbeddedProcess
 from carpool.settings import Settings, load_settings
 
 BEFORE = "[models.a]\nendpoints = ['sim:?slots=1']\n[models.b]\nendpoints = ['sim:?slots=2']\n"
@@ -27,8 +27,8 @@ def load(folder: Path, toml: str) -> Settings:
 
 
 @asynccontextmanager
-async def running(settings: Settings) -> AsyncIterator[Gateway]:
-    gateway = Gateway(settings)
+async def running(settings: Settings) -> AsyncIterator[EmbeddedProcess]:
+    gateway = EmbeddedProcess(settings)
     try:
         await gateway.start()
         yield gateway
@@ -36,9 +36,9 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
         await gateway.close()
 
 
-def endpoints(gateway: Gateway) -> dict[str, list[str]]:
-    models = gateway.fleet()["models"]
-    return {name: [each["endpoint"] for each in model["endpoints"]] for name, model in models.items()}
+def endpoints(gateway: EmbeddedProcess) -> dict[str, list[str]]:
+    models = gateway.snapshot().fleet.models
+    return {name: [each.endpoint for each in model.endpoints] for name, model in models.items()}
 
 
 async def test_a_fault_in_one_model_changes_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -54,7 +54,7 @@ async def test_a_fault_in_one_model_changes_none(tmp_path: Path, caplog: pytest.
         before = endpoints(gateway)
         gateway.reload(load_and_lose_the_token)
         assert endpoints(gateway) == before == {"a": ["sim:?slots=1"], "b": ["sim:?slots=2"]}
-        assert [service.timeout_s for service in gateway.services] == [3.0, 3.0]
+        assert [service.timeout_s for service in gateway.batcher.services] == [3.0, 3.0]
         [said] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
         assert said.startswith("the configuration was not changed: ") and str(token) in said
 
@@ -64,4 +64,4 @@ async def test_a_fault_in_one_model_changes_none(tmp_path: Path, caplog: pytest.
             "a": ["sim:?slots=3", f"unix:{tmp_path}/model.sock:/infer"],
             "b": ["http://127.0.0.1:1/infer"],
         }
-        assert [service.timeout_s for service in gateway.services] == [9.0, 3.0]
+        assert [service.timeout_s for service in gateway.batcher.services] == [9.0, 3.0]

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from carpool.broker.redis.fleet.view import (
@@ -10,42 +11,45 @@ from carpool.broker.redis.fleet.view import (
     ENDPOINTS_MAX,
     MEMBERS_MAX,
     MODELS_MAX,
+    Beat,
+    EndpointBeat,
     FleetView,
+    ModelBeat,
     encode_beat,
-    fleet_page,
-    health_numbers,
+    fleet_health,
+    fleet_state,
     read_view,
 )
+from carpool.core.snapshot import Health
 
 NOW_MS = 1_700_000_000_000
 
 
-def endpoint(name: str = "http://gpu-1:9000/infer", **facts: Any) -> dict[str, Any]:
-    return {
-        "endpoint": name,
-        "state": "healthy",
-        "utilization": 0.5,
-        "in_flight": 1,
-        "limit": 2,
-        "slots": 2,
-        "breaker": "closed",
-        "last_heartbeat": "2023-11-14T22:13:20.000Z",
-        **facts,
-    }
+def endpoint(name: str = "http://gpu-1:9000/infer") -> EndpointBeat:
+    return EndpointBeat(
+        name=name,
+        status="healthy",
+        current_utilization=0.5,
+        in_flight=1,
+        limit=2,
+        slots=2,
+        breaker="closed",
+        last_heartbeat="2023-11-14T22:13:20.000Z",
+    )
 
 
-def model(*endpoints: dict[str, Any], **facts: Any) -> dict[str, Any]:
-    return {
-        "slots": 4,
-        "healthy_slots": 3,
-        "in_flight": 2,
-        "current_utilization": 0.5,
-        "rate": 100.0,
-        "mean_batch_size": 60.0,
-        "capacity_rps": 640.0,
-        "endpoints": list(endpoints),
-        **facts,
-    }
+def model(*endpoints: EndpointBeat, **facts: Any) -> ModelBeat:
+    said = ModelBeat(
+        slots=4,
+        healthy_slots=3,
+        in_flight=2,
+        current_utilization=0.5,
+        rate=100.0,
+        mean_batch_size=60.0,
+        capacity_rps=640.0,
+        endpoints=endpoints,
+    )
+    return msgspec.structs.replace(said, **facts)
 
 
 def value(beat: bytes, age_ms: int = 0) -> bytes:
@@ -57,16 +61,16 @@ def view(gateways: dict[bytes, bytes] | None = None, batchers: dict[bytes, bytes
     return read_view([NOW_MS, *flat], seen_at=10.0, stale_s=1.5)
 
 
-def batcher(description: dict[str, Any], age_ms: int = 0) -> bytes:
-    return value(encode_beat(description, with_models=True), age_ms)
+def batcher(age_ms: int = 0, status: str = "ok", **models: ModelBeat) -> bytes:
+    return value(encode_beat(Beat(status=status, models=models), with_models=True), age_ms)
 
 
 def gateway(age_ms: int = 0, **description: Any) -> bytes:
-    return value(encode_beat({"status": "ok", **description}, with_models=False), age_ms)
+    return value(encode_beat(Beat(status="ok", **description), with_models=False), age_ms)
 
 
 def test_what_is_said_is_read() -> None:
-    seen = view({b"g": gateway(in_flight=7, rate=12.5, mode="redis")}, {b"b": batcher({"models": {"m": model()}})})
+    seen = view({b"g": gateway(in_flight=7, rate=12.5, mode="redis")}, {b"b": batcher(m=model())})
     (one,) = seen.gateways
     assert (one.name, one.status, one.beat.in_flight, one.beat.rate, one.beat.mode) == ("g", "ok", 7, 12.5, "redis")
     assert one.last_heartbeat == "2023-11-14T22:13:20.000Z"
@@ -77,34 +81,35 @@ def test_what_is_said_is_read() -> None:
 
 
 def test_the_silent_are_offline_and_count_for_nothing() -> None:
-    described = {"status": "ok", "models": {"m": model(endpoint())}}
-    seen = view({b"g": gateway(1501, rate=5.0)}, {b"old": batcher(described, 1501), b"new": batcher(described, 1500)})
+    said = model(endpoint())
+    seen = view({b"g": gateway(1501, rate=5.0)}, {b"old": batcher(1501, m=said), b"new": batcher(1500, m=said)})
     assert [(member.name, member.status) for member in seen.batchers] == [("new", "ok"), ("old", "offline")]
     assert [member.name for member in seen.live_batchers()] == ["new"]
     assert seen.live_gateways() == []
     assert seen.healthy_slots("m") == 3
-    shown = fleet_page(seen)["models"]["m"]
-    assert (shown["slots"], shown["healthy_slots"], shown["capacity_rps"]) == (4, 3, 640.0)
-    assert [(row["batcher"], row["state"], row["in_flight"]) for row in shown["endpoints"]] == [
+    shown = fleet_state(seen).models["m"]
+    assert (shown.slots, shown.healthy_slots, shown.capacity_rps) == (4, 3, 640.0)
+    assert [(row.batcher, row.state, row.in_flight) for row in shown.endpoints] == [
         ("new", "healthy", 1),
         ("old", "offline", 0),
     ]
-    gone = fleet_page(seen.all_silent())
+    gone = msgspec.to_builtins(fleet_state(seen.all_silent()))
     assert gone["models"]["m"]["healthy_slots"] == 0
     assert {row["status"] for row in gone["batchers"] + gone["gateways"]} == {"offline"}
-    numbers = health_numbers(seen, 42)
-    assert numbers == {
-        "gpu_utilization": 0.5,
-        "queue_depth": 42,
-        "requests_per_second": 0.0,
-        "healthy_slots": 3,
-        "gateways": 0,
-        "batchers": 1,
-    }
+    assert fleet_health(seen, 42, status="healthy", broker="redis") == Health(
+        status="healthy",
+        gpu_utilization=0.5,
+        queue_depth=42,
+        requests_per_second=0.0,
+        broker="redis",
+        healthy_slots=3,
+        gateways=0,
+        batchers=1,
+    )
 
 
 def test_a_stamp_from_the_future_is_as_silent_as_an_old_one() -> None:
-    assert view(None, {b"b": batcher({}, age_ms=-5000)}).live_batchers() == []
+    assert view(None, {b"b": batcher(-5000)}).live_batchers() == []
 
 
 def test_a_view_grows_old() -> None:
@@ -114,14 +119,25 @@ def test_a_view_grows_old() -> None:
 
 
 def test_the_page_has_the_shape_of_a_single_gateway_and_the_processes() -> None:
-    one = {"status": "ok", "models": {"m": model(endpoint("http://gpu-1/infer"))}}
-    two = {"status": "draining", "models": {"m": model(endpoint("http://gpu-2/infer"), healthy_slots=0)}}
-    page = fleet_page(view({b"g": gateway(mode="direct")}, {b"one": batcher(one), b"two": batcher(two)}))
-    json.dumps(page)
+    one = batcher(m=model(endpoint("http://gpu-1/infer")))
+    two = batcher(status="draining", m=model(endpoint("http://gpu-2/infer"), healthy_slots=0))
+    page = json.loads(
+        msgspec.json.encode(fleet_state(view({b"g": gateway(mode="direct")}, {b"one": one, b"two": two})))
+    )
     shown = page["models"]["m"]
     assert (shown["slots"], shown["healthy_slots"], shown["capacity_rps"]) == (8, 3, 1280.0)
     assert [row["batcher"] for row in shown["endpoints"]] == ["one", "two"]
-    assert {**shown["endpoints"][0]} == {**endpoint("http://gpu-1/infer"), "batcher": "one"}
+    assert shown["endpoints"][0] == {
+        "endpoint": "http://gpu-1/infer",
+        "state": "healthy",
+        "utilization": 0.5,
+        "in_flight": 1,
+        "limit": 2,
+        "slots": 2,
+        "breaker": "closed",
+        "last_heartbeat": "2023-11-14T22:13:20.000Z",
+        "batcher": "one",
+    }
     assert [(row["name"], row["status"]) for row in page["batchers"]] == [("one", "ok"), ("two", "draining")]
     assert page["batchers"][0]["current_utilization"] == 0.5
     assert page["batchers"][0]["models"]["m"]["mean_batch_size"] == 60.0
@@ -138,8 +154,8 @@ def test_the_page_has_the_shape_of_a_single_gateway_and_the_processes() -> None:
 
 
 def test_utilization_is_weighted_by_slots() -> None:
-    models = {"a": model(slots=3, current_utilization=1.0), "b": model(slots=1, current_utilization=0.0)}
-    assert health_numbers(view(None, {b"b": batcher({"models": models})}), 0)["gpu_utilization"] == 0.75
+    said = batcher(a=model(slots=3, current_utilization=1.0), b=model(slots=1, current_utilization=0.0))
+    assert fleet_health(view(None, {b"b": said}), 0, status="healthy", broker="redis").gpu_utilization == 0.75
 
 
 @pytest.mark.parametrize(
@@ -158,7 +174,7 @@ def test_utilization_is_weighted_by_slots() -> None:
     ],
 )
 def test_an_absurd_beat_is_left_out(body: bytes) -> None:
-    seen = view(None, {b"bad": value(body), b"good": batcher({})})
+    seen = view(None, {b"bad": value(body), b"good": batcher()})
     assert [member.name for member in seen.batchers] == ["good"]
     assert seen.unreadable == 1
 
@@ -180,13 +196,13 @@ def test_an_absurd_stamp_is_left_out(stamp: bytes) -> None:
 
 
 def test_names_are_bounded_and_printable() -> None:
-    seen = view(None, {b"x" * 257: batcher({}), b"\x1b[31mred\xff": batcher({})})
+    seen = view(None, {b"x" * 257: batcher(), b"\x1b[31mred\xff": batcher()})
     assert [member.name for member in seen.batchers] == ["\N{REPLACEMENT CHARACTER}[31mred\N{REPLACEMENT CHARACTER}"]
     assert seen.unreadable == 1
 
 
 def test_a_fleet_is_bounded() -> None:
-    seen = view(None, {b"b%d" % number: batcher({}) for number in range(MEMBERS_MAX + 10)})
+    seen = view(None, {b"b%d" % number: batcher() for number in range(MEMBERS_MAX + 10)})
     assert len(seen.batchers) == MEMBERS_MAX
 
 
@@ -200,7 +216,7 @@ def test_a_beat_is_cut_to_its_bounds() -> None:
     endpoints = [endpoint(f"http://gpu-{number}/{'x' * 500}") for number in range(ENDPOINTS_MAX + 5)]
     models = {f"m{number}": model() for number in range(MODELS_MAX + 5)} | {}
     models["m0"] = model(*endpoints, slots=10**12, healthy_slots=-1, current_utilization=7.0)
-    beat = encode_beat({"status": "x" * 100, "models": models}, with_models=True)
+    beat = encode_beat(Beat("x" * 100, models=models), with_models=True)
     assert len(beat) <= BEAT_BYTES_MAX
     (member,) = view(None, {b"b": value(beat)}).batchers
     assert len(member.beat.models) == MODELS_MAX
@@ -211,14 +227,14 @@ def test_a_beat_is_cut_to_its_bounds() -> None:
 
 def test_many_short_endpoints_are_all_shown() -> None:
     endpoints = [endpoint(f"http://gpu-{number}/") for number in range(500)]
-    beat = encode_beat({"models": {"m": model(*endpoints)}}, with_models=True)
+    beat = encode_beat(Beat("ok", models={"m": model(*endpoints)}), with_models=True)
     (member,) = view(None, {b"b": value(beat)}).batchers
     assert len(member.beat.models["m"].endpoints) == 500
 
 
 def test_the_outline_changes_with_what_matters_alone() -> None:
     def outline(**facts: Any) -> Any:
-        return view({b"g": gateway()}, {b"b": batcher({"models": {"m": model(**facts)}})}).outline()
+        return view({b"g": gateway()}, {b"b": batcher(m=model(**facts))}).outline()
 
     assert outline() == outline(rate=1.0, in_flight=4)
     assert outline() != outline(healthy_slots=2)

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from carpool.core.clock import Clock
+from carpool.core.snapshot import EndpointState
 from carpool.testing import FakeClock, FakeUpstream
 from carpool.upstream.breaker import Breaker
 from carpool.upstream.endpoint import Answer, AttemptFailedError, Endpoint
@@ -16,7 +17,7 @@ from carpool.upstream.health import (
     PROBES_AT_ONCE_MAX,
     HealthWatch,
     LoadSource,
-    describe_member,
+    endpoint_state,
     healthy_slots,
     state_of,
 )
@@ -231,7 +232,7 @@ def test_the_state_tells_the_breaker_and_the_limit() -> None:
     assert healthy_slots([member], clock()) == 0
     clock.advance(2.0)  # it waits for a call to be tried with
     assert state_of(member, clock()) == "degraded"
-    assert describe_member(member, clock(), WALL)["breaker"] == "half-open"
+    assert endpoint_state(member, clock(), WALL).breaker == "half-open"
     assert healthy_slots([member], clock()) == 0
     breaker.started(clock())
     assert state_of(member, clock()) == "degraded"
@@ -243,16 +244,16 @@ def test_what_the_page_shows_of_an_endpoint() -> None:
     clock = FakeClock()
     pool = Pool([FakeUpstream("http://gpu-1:9000/infer", slots=4)], clock)
     member = pool.members[0]
-    assert describe_member(member, clock(), WALL) == {
-        "endpoint": "http://gpu-1:9000/infer",
-        "state": "healthy",
-        "utilization": 0.0,
-        "in_flight": 0,
-        "limit": 4,
-        "slots": 4,
-        "breaker": "closed",
-        "last_heartbeat": None,
-    }
+    assert endpoint_state(member, clock(), WALL) == EndpointState(
+        endpoint="http://gpu-1:9000/infer",
+        state="healthy",
+        utilization=0.0,
+        in_flight=0,
+        limit=4,
+        slots=4,
+        breaker="closed",
+        last_heartbeat=None,
+    )
     pool.take()
     pool.take()
     clock.advance(1.0)
@@ -260,14 +261,14 @@ def test_what_the_page_shows_of_an_endpoint() -> None:
     pool.went_well(member)
     clock.advance(1.5)
     member.measure(clock())
-    shown = describe_member(member, clock(), WALL)
-    assert shown["in_flight"] == 1
-    assert shown["utilization"] == 0.175  # 3.5 of 10 slot-seconds, half of which counts
-    assert shown["last_heartbeat"] == "2026-01-02T03:04:03.500Z"
+    shown = endpoint_state(member, clock(), WALL)
+    assert shown.in_flight == 1
+    assert shown.utilization == 0.175  # 3.5 of 10 slot-seconds, half of which counts
+    assert shown.last_heartbeat == "2026-01-02T03:04:03.500Z"
     member.load.report(0.93)
     member.alive_at = clock()
-    shown = describe_member(member, clock(), WALL)
-    assert (shown["utilization"], shown["last_heartbeat"]) == (0.93, "2026-01-02T03:04:05.000Z")
+    shown = endpoint_state(member, clock(), WALL)
+    assert (shown.utilization, shown.last_heartbeat) == (0.93, "2026-01-02T03:04:05.000Z")
 
 
 # A fleet that changes
@@ -297,7 +298,7 @@ async def test_endpoints_come_and_go_and_running_calls_finish() -> None:
     taken = fleet.pool.take()
     assert taken.name == "a"
     assert fleet.change_to(fleet.prepare([Address("b", 2), Address("c", 3)], make_endpoint)) == (1, 1)
-    assert fleet.states() == [("b", "healthy"), ("c", "healthy")]
+    assert [(each.endpoint, each.state) for each in fleet.endpoint_states()] == [("b", "healthy"), ("c", "healthy")]
     assert (fleet.pool.free(), fleet.pool.total(), fleet.pool.busy(), len(rings)) == (5, 5, 1, 3)
     assert a.closed == 0
     fleet.pool.give_back(taken)
@@ -315,7 +316,7 @@ async def test_a_change_of_slots_makes_another_endpoint_and_no_change_none() -> 
     a = paged(fleet)["a"]
     assert fleet.change_to(fleet.prepare([Address("b", 2), Address("a", 1)], make_endpoint)) == (0, 0)
     assert fleet.change_to(fleet.prepare([Address("a", 4), Address("b", 2)], make_endpoint)) == (1, 1)
-    assert fleet.describe()["slots"] == fleet.describe()["healthy_slots"] == fleet.pool.free() == 6
+    assert fleet.slots() == fleet.healthy_slots() == fleet.pool.free() == 6
     await asyncio.sleep(0)
     assert (a.closed, paged(fleet)["a"].slots) == (1, 4)
 
@@ -324,7 +325,7 @@ async def test_a_change_that_cannot_be_made_changes_nothing() -> None:
     fleet, make_endpoint = make_fleet(FakeClock(), Address("a", 1))
     with pytest.raises(ValueError, match="bad"):
         fleet.prepare([Address("c", 1), Address("bad", 1)], make_endpoint)
-    assert fleet.states() == [("a", "healthy")]
+    assert [(each.endpoint, each.state) for each in fleet.endpoint_states()] == [("a", "healthy")]
     assert fleet.pool.free() == 1
 
 

@@ -1,50 +1,68 @@
 """What Prometheus sees: the counts of the stages, in its text format, with bounded labels."""
 
-from collections.abc import Sequence
-
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from carpool.core.snapshot import (
+    DoorNumbers,
+    FleetState,
+    Health,
+    ModelNumbers,
+    Numbers,
+    OutcomeNumbers,
+    RedisGatewayNumbers,
+    Snapshot,
+)
 from carpool.core.tally import BATCH_SIZE_BOUNDS, SECONDS_BOUNDS, Histogram
-from carpool.telemetry.metrics import METRICS, Exposition, Numbers
+from carpool.telemetry.metrics import KINDS, METRICS, Exposition
 
 
-class FakeModel:
-    def __init__(self, name: str) -> None:
-        self.name = name
+class View:
+    """The numbers of a process, as its stages count them."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, float] = {}
+        self.wait = Histogram(SECONDS_BOUNDS)
         self.sizes = Histogram(BATCH_SIZE_BOUNDS)
         self.seconds = Histogram(SECONDS_BOUNDS)
 
-    def numbers(self) -> Numbers:
-        return {
-            "carpool_batch_size": self.sizes,
-            "carpool_upstream_latency_seconds": self.seconds,
-            "carpool_batches": {"full": 3, "waited": 1},
-            "carpool_queue_depth": 7,
-            "carpool_arrival_rate": 12.5,
-            "carpool_endpoint_state": {("http://gpu-1/infer", "healthy"): 1, ("http://gpu-1/infer", "offline"): 0},
-        }
+    def __call__(self) -> Snapshot:
+        nothing = Histogram(BATCH_SIZE_BOUNDS), Histogram(SECONDS_BOUNDS)
+        return Snapshot(
+            health=Health(status="healthy", gpu_utilization=0.0, queue_depth=0, requests_per_second=0.0),
+            fleet=FleetState(models={}),
+            numbers=[
+                OutcomeNumbers(
+                    requests=self.counts,
+                    queue_wait_seconds=self.wait,
+                    dead_letters={"input-refused": 2, "upstream-failed": 0},
+                    dead_letters_lost=0,
+                    dead_letters_kept=2,
+                    dead_letter_bytes=9,
+                ),
+                DoorNumbers(problems={}, connections=5, held_requests=0, held_bytes=0),
+                RedisGatewayNumbers(broker_mode=1, sent_again=4, late_outcomes=0),
+            ],
+            models={"m": self.model(self.sizes, self.seconds), 'odd "name"': self.model(*nothing)},
+        )
 
-
-class FakeView:
-    def __init__(self) -> None:
-        self.model_views = [FakeModel("m"), FakeModel('odd "name"')]
-        self.counts: dict[str, int] = {}
-        self.wait = Histogram(SECONDS_BOUNDS)
-        self.more: dict[str, float] = {}
-
-    def models(self) -> Sequence[FakeModel]:
-        return self.model_views
-
-    def numbers(self) -> Numbers:
-        return {
-            "carpool_requests": self.counts,
-            "carpool_dead_letters": {"input-refused": 2, "upstream-failed": 0},
-            "carpool_queue_wait_seconds": self.wait,
-            "carpool_connections": 5,
-            "carpool_sent_again": 4,
-            **self.more,
-        }
+    def model(self, sizes: Histogram, seconds: Histogram) -> ModelNumbers:
+        return ModelNumbers(
+            batch_size=sizes,
+            batches={"full": 3, "waited": 1},
+            upstream_calls={},
+            upstream_latency_seconds=seconds,
+            upstream_stray_answers=0,
+            isolation={},
+            offenders=0,
+            slots={"busy": 1, "free": 3},
+            healthy_slots=4,
+            capacity_rps=640.0,
+            queue_depth=7,
+            arrival_rate=12.5,
+            endpoint_state={("http://gpu-1/infer", "healthy"): 1, ("http://gpu-1/infer", "offline"): 0},
+            endpoint_calls={},
+        )
 
 
 def samples(exposition: Exposition) -> dict[str, float]:
@@ -58,19 +76,19 @@ def samples(exposition: Exposition) -> dict[str, float]:
 
 
 @pytest.fixture
-def view() -> FakeView:
-    return FakeView()
+def view() -> View:
+    return View()
 
 
-def test_the_counts_of_the_stages_are_shown_as_they_are_when_scraped(view: FakeView) -> None:
+def test_the_counts_of_the_stages_are_shown_as_they_are_when_scraped(view: View) -> None:
     exposition = Exposition(view)
     assert "carpool_requests_total{outcome=ok}" not in samples(exposition)
     view.counts["ok"] = 3
     view.counts["queue-full"] = 2
     view.wait.observe(0.02)
-    view.model_views[0].sizes.observe(64)
-    view.model_views[0].sizes.observe(3)
-    view.model_views[0].seconds.observe(0.2)
+    view.sizes.observe(64)
+    view.sizes.observe(3)
+    view.seconds.observe(0.2)
     shown = samples(exposition)
     expected = {
         "carpool_requests_total{outcome=ok}": 3,
@@ -97,35 +115,37 @@ def test_the_counts_of_the_stages_are_shown_as_they_are_when_scraped(view: FakeV
     assert {name: shown[name] for name in expected} == expected
 
 
-def test_a_model_s_name_is_escaped(view: FakeView) -> None:
+def test_a_model_s_name_is_escaped(view: View) -> None:
     assert samples(Exposition(view))['carpool_queue_depth{model=odd "name"}'] == 7
 
 
-def test_the_process_is_shown_too(view: FakeView) -> None:
+def test_the_process_is_shown_too(view: View) -> None:
     shown = samples(Exposition(view))
     assert shown["process_resident_memory_bytes{}"] > 0
     assert any(name.startswith("python_gc_collections_total") for name in shown)
 
 
-def test_there_are_no_series_but_those_of_models_and_codes(view: FakeView) -> None:
+def test_there_are_no_series_but_those_of_models_and_codes(view: View) -> None:
     """Whatever clients send, the number of series is that of the configuration and the code."""
     exposition = Exposition(view)
     before = len(samples(exposition))
     for number in range(1000):
         view.wait.observe(number)
-        view.model_views[0].sizes.observe(number)
+        view.sizes.observe(number)
     assert len(samples(exposition)) == before
 
 
-def test_counters_are_counters(view: FakeView) -> None:
+def test_counters_are_counters(view: View) -> None:
     kinds = {family.name: family.type for family in text_string_to_metric_families(Exposition(view)().decode())}
     assert (kinds["carpool_sent_again"], kinds["carpool_connections"]) == ("counter", "gauge")
 
 
-def test_a_metric_needs_its_row(view: FakeView) -> None:
-    view.more["carpool_never_heard_of"] = 1
-    with pytest.raises(AssertionError, match="METRICS"):
-        Exposition(view)()
+def test_what_a_process_does_not_have_is_not_shown(view: View) -> None:
+    assert not any(name.startswith(("carpool_journal", "carpool_entries")) for name in samples(Exposition(view)))
+
+
+def test_every_kind_of_numbers_is_shown() -> None:
+    assert set(KINDS) == set(Numbers.__subclasses__())
 
 
 def test_no_two_metrics_share_a_name() -> None:

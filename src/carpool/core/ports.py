@@ -1,6 +1,6 @@
 """The Protocols between the stages. A stage knows its neighbours by these alone.
 
-`embedded.py` and `distributed.py` plug them together.
+The halves of `composition/` plug them together.
 """
 
 from collections.abc import Callable, Iterable, Sequence

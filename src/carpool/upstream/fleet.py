@@ -4,11 +4,12 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from carpool.core.clock import Clock, monotonic
+from carpool.core.snapshot import EndpointState
 from carpool.upstream.endpoint import Endpoint
-from carpool.upstream.health import HealthWatch, State, describe_member, healthy_slots, state_of
+from carpool.upstream.health import HealthWatch, endpoint_state, healthy_slots
 from carpool.upstream.pool import Pool
 
 
@@ -88,19 +89,14 @@ class Fleet:
         """Calls that the endpoints that work may have at once."""
         return healthy_slots(self.pool.members, self._clock())
 
-    def states(self) -> list[tuple[str, State]]:
-        """The name and state of every endpoint."""
-        now = self._clock()
-        return [(member.name, state_of(member, now)) for member in self.pool.members]
+    def slots(self) -> int:
+        """Calls that all endpoints may have at once."""
+        return sum(member.endpoint.slots for member in self.pool.members)
 
-    def describe(self) -> dict[str, Any]:
-        """What `/internal/fleet` shows of this model."""
+    def endpoint_states(self) -> list[EndpointState]:
+        """What the fleet's page shows of every endpoint."""
         now, wall = self._clock(), time.time()
-        return {
-            "slots": sum(member.endpoint.slots for member in self.pool.members),
-            "healthy_slots": self.healthy_slots(),
-            "endpoints": [describe_member(member, now, wall) for member in self.pool.members],
-        }
+        return [endpoint_state(member, now, wall) for member in self.pool.members]
 
     def _close(self, endpoint: Endpoint) -> None:
         task = asyncio.get_running_loop().create_task(endpoint.close())

@@ -13,11 +13,12 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from math import inf
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from carpool.core.clock import Clock, monotonic, rfc3339
+from carpool.core.snapshot import EndpointState, EndpointStatus
 from carpool.core.timers import repeat
 from carpool.upstream.breaker import Breaker
 from carpool.upstream.endpoint import Answer, AttemptFailedError, Endpoint
@@ -26,8 +27,7 @@ from carpool.upstream.pool import Member, Pool
 
 logger = logging.getLogger("carpool.upstream")
 
-State = Literal["healthy", "degraded", "offline"]
-STATES: tuple[State, ...] = ("healthy", "degraded", "offline")
+STATES: tuple[EndpointStatus, ...] = ("healthy", "degraded", "offline")
 
 # Probes in a row that must fail before an endpoint counts as offline.
 FAILED_PROBES_MAX = 3
@@ -178,7 +178,7 @@ def breaker_shown(breaker: Breaker, now: float) -> str:
     return "half-open" if breaker.state == "open" and breaker.allows(now) else breaker.state
 
 
-def state_of(member: Member, now: float) -> State:
+def state_of(member: Member, now: float) -> EndpointStatus:
     """How an endpoint is."""
     breaker = breaker_shown(member.breaker, now)
     is_open = breaker == "open" and not member.breaker.allows_others()  # else it is open to one owner only
@@ -198,17 +198,17 @@ def healthy_slots(members: Sequence[Member], now: float) -> int:
     return in_use + sum(member.breaker.allows_others() for member in members)
 
 
-def describe_member(member: Member, now: float, wall: float) -> dict[str, Any]:
+def endpoint_state(member: Member, now: float, wall: float) -> EndpointState:
     """What the fleet's page shows of an endpoint; `now` and `wall` are the same moment on both clocks."""
     heard_at = max(member.well_at, member.alive_at)
     load = member.load.reported_load
-    return {
-        "endpoint": member.name,
-        "state": state_of(member, now),
-        "utilization": round(min(1.0, member.utilization if load is None else load), 4),
-        "in_flight": member.in_flight,
-        "limit": member.limit,
-        "slots": member.endpoint.slots,
-        "breaker": breaker_shown(member.breaker, now),
-        "last_heartbeat": rfc3339(wall - (now - heard_at)) if heard_at > -inf else None,
-    }
+    return EndpointState(
+        endpoint=member.name,
+        state=state_of(member, now),
+        utilization=round(min(1.0, member.utilization if load is None else load), 4),
+        in_flight=member.in_flight,
+        limit=member.limit,
+        slots=member.endpoint.slots,
+        breaker=breaker_shown(member.breaker, now),
+        last_heartbeat=rfc3339(wall - (now - heard_at)) if heard_at > -inf else None,
+    )

@@ -1,13 +1,13 @@
 """The routes for operators, on the admin port."""
 
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from carpool.core.errors import CarpoolError, NotFound
 from carpool.core.ports import DeadLetterDesk
 from carpool.core.request import RequestState
+from carpool.core.snapshot import Snapshot
 from carpool.face.http.admin_guard import AdminGuard
 from carpool.face.http.dead_letters import DeadLetterRoutes
 from carpool.face.http.exchange import Exchange
@@ -20,24 +20,22 @@ PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 class AdminRoutes:
-    """Health, readiness, metrics and single requests. What it shows comes from functions that app.py plugs in."""
+    """Health, readiness, metrics and single requests. What it shows is the snapshot that it takes."""
 
     def __init__(
         self,
         *,
         guard: AdminGuard,
-        health: Callable[[], dict[str, Any]],
+        snapshot: Callable[[], Snapshot],
         ready: Callable[[Callable[[str | None], None]], None],
-        fleet: Callable[[], dict[str, Any]],
         metrics: Callable[[], bytes],
         find_request: Callable[[str, FoundRequest], None],
         dead_letters: DeadLetterDesk,
         openapi: bytes,
     ) -> None:
         self._guard = guard
-        self._health = health
+        self._snapshot = snapshot
         self._ready = ready
-        self._fleet = fleet
         self._metrics = metrics
         self._find_request = find_request
         self._openapi = openapi
@@ -60,7 +58,7 @@ class AdminRoutes:
 
     def health(self, exchange: Exchange, _: str) -> None:
         """`GET /internal/health`."""
-        exchange.respond(200, msgspec.json.encode(self._health()))
+        exchange.respond(200, msgspec.json.encode(self._snapshot().health))
 
     def ready(self, exchange: Exchange, _: str) -> None:
         """`GET /internal/ready`: 200, or 503 with the reason."""
@@ -75,7 +73,7 @@ class AdminRoutes:
 
     def fleet(self, exchange: Exchange, _: str) -> None:
         """`GET /internal/fleet`: every endpoint of every model."""
-        exchange.respond(200, msgspec.json.encode(self._fleet()))
+        exchange.respond(200, msgspec.json.encode(self._snapshot().fleet))
 
     def request(self, exchange: Exchange, request_id: str) -> None:
         """`GET /internal/requests/{id}`: the state of a live or recent request."""

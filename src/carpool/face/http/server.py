@@ -80,6 +80,14 @@ class HttpServer:
         bound: int = self._listeners[0].getsockname()[1]
         return bound
 
+    def connected(self) -> int:
+        """Open connections."""
+        return len(self.connections)
+
+    def drain(self) -> None:
+        """Say `Connection: close` with every answer from now on."""
+        self.state.draining = True
+
     def stop_listening(self) -> None:
         """Accept no new connection; those there are go on."""
         if self._server is None:

@@ -5,12 +5,12 @@ them, so a process that hangs, or whose machine is cut off, is offline for all o
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.client.nodes import Nodes
-from carpool.broker.redis.fleet.view import BEAT_BYTES_MAX, FleetView, encode_beat, read_view
+from carpool.broker.redis.fleet.view import BEAT_BYTES_MAX, Beat, FleetView, encode_beat, read_view
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.scripts import HEARTBEAT
 from carpool.core.clock import Clock, monotonic
@@ -37,7 +37,7 @@ class Registry:
         *,
         name: bytes,
         role: Role,
-        describe: Callable[[], Mapping[str, Any]],
+        describe: Callable[[], Beat],
         interval_s: float = 0.5,
         stale_s: float = 1.5,
         clock: Clock = monotonic,
@@ -48,7 +48,7 @@ class Registry:
         self._keys = keys
         self._name = name
         self._role = role
-        # What this process says of itself; see `view.encode_beat`.
+        # What this process says of itself.
         self._describe = describe
         self._interval_s = interval_s
         self._stale_s = stale_s
@@ -119,9 +119,9 @@ class Registry:
 
     def _beats(self) -> tuple[bytes, bytes]:
         """The heartbeat as a gateway and as a batcher; empty for what this process is not."""
-        description = self._describe()
-        as_gateway = encode_beat(description, with_models=False) if self._role != "batcher" else b""
-        as_batcher = encode_beat(description, with_models=True) if self._role != "gateway" else b""
+        said = self._describe()
+        as_gateway = encode_beat(said, with_models=False) if self._role != "batcher" else b""
+        as_batcher = encode_beat(said, with_models=True) if self._role != "gateway" else b""
         return as_gateway, as_batcher
 
     def _heard(self, reply: Any) -> None:

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta
 
 from carpool.core.clock import rfc3339
+from carpool.core.snapshot import EndpointState, FleetState, Health, MemberState, ModelState, Status
 
 BEAT_BYTES_MAX = 256 * 1024
 MEMBERS_MAX = 1000
@@ -153,20 +154,16 @@ _encode = msgspec.json.Encoder().encode
 _decode_beat = msgspec.json.Decoder(Beat).decode
 
 
-def encode_beat(description: Mapping[str, Any], *, with_models: bool) -> bytes:
-    """A heartbeat within its bounds, from what a process says of itself.
-
-    `models` of the description are as `/internal/fleet` shows them, with `in_flight`, `current_utilization`, `rate`
-    and `mean_batch_size` beside. The batcher's own `in_flight` and `current_utilization` follow from them.
-    """
+def encode_beat(said: Beat, *, with_models: bool) -> bytes:
+    """A heartbeat within its bounds. A batcher's own `in_flight` and `current_utilization` follow from its models."""
     if not with_models:
-        return _encode(_beat(description, {}))
-    models = _models(description)
-    encoded = _encode(_beat(description, models))
+        return _encode(_bounded(said, {}))
+    models = _bounded_models(said.models)
+    encoded = _encode(_bounded(said, models))
     if len(encoded) <= BEAT_BYTES_MAX:
         return encoded
     bare = {name: msgspec.structs.replace(beat, endpoints=()) for name, beat in models.items()}
-    return _encode(_beat(description, bare))
+    return _encode(_bounded(said, bare))
 
 
 def read_view(reply: Any, *, seen_at: float, stale_s: float) -> FleetView:
@@ -187,78 +184,91 @@ def read_view(reply: Any, *, seen_at: float, stale_s: float) -> FleetView:
     return FleetView(seen_at, stale_s, groups[0], groups[1], unreadable)
 
 
-def fleet_page(view: FleetView) -> dict[str, Any]:
+def fleet_state(view: FleetView) -> FleetState:
     """What `/internal/fleet` shows: the models over all batchers, and every process."""
     names = dict.fromkeys(name for member in view.batchers for name in member.beat.models)
-    return {
-        "models": {name: _model_page(view, name) for name in names},
-        "gateways": [_member_page(member) | {"mode": member.beat.mode} for member in view.gateways],
-        "batchers": [
-            _member_page(member) | {"models": {name: _numbers(beat) for name, beat in member.beat.models.items()}}
+    return FleetState(
+        models={name: _model_state(view, name) for name in names},
+        gateways=[_member_state(member, mode=member.beat.mode) for member in view.gateways],
+        batchers=[
+            _member_state(member, models={name: _numbers(beat) for name, beat in member.beat.models.items()})
             for member in view.batchers
         ],
-    }
+    )
 
 
-def health_numbers(view: FleetView, unread: int) -> dict[str, Any]:
-    """The numbers of `/internal/health` over the whole fleet; `unread` requests wait in Redis."""
+def fleet_health(view: FleetView, unread: int, *, status: Status, broker: str, problem: str = "") -> Health:
+    """`/internal/health` over the whole fleet; `unread` requests wait in Redis."""
     serving = [beat for member in view.live_batchers() for beat in member.beat.models.values()]
-    return {
-        "gpu_utilization": round(_utilization(serving), 4),
-        "queue_depth": unread,
-        "requests_per_second": round(sum(member.beat.rate for member in view.live_gateways()), 2),
-        "healthy_slots": sum(beat.healthy_slots for beat in serving),
-        "gateways": len(view.live_gateways()),
-        "batchers": len(view.live_batchers()),
-    }
+    return Health(
+        status=status,
+        problem=problem or UNSET,
+        gpu_utilization=round(_utilization(serving), 4),
+        queue_depth=unread,
+        requests_per_second=round(sum(member.beat.rate for member in view.live_gateways()), 2),
+        broker=broker,
+        healthy_slots=sum(beat.healthy_slots for beat in serving),
+        gateways=len(view.live_gateways()),
+        batchers=len(view.live_batchers()),
+    )
 
 
-def _beat(description: Mapping[str, Any], models: dict[str, ModelBeat]) -> Beat:
+def endpoint_beat(state: EndpointState) -> EndpointBeat:
+    """What a batcher says of an endpoint."""
+    return EndpointBeat(
+        name=state.endpoint,
+        status=state.state,
+        current_utilization=state.utilization,
+        in_flight=state.in_flight,
+        limit=state.limit,
+        slots=state.slots,
+        breaker=state.breaker,
+        last_heartbeat=state.last_heartbeat,
+    )
+
+
+def _bounded(said: Beat, models: dict[str, ModelBeat]) -> Beat:
     beats = list(models.values())
-    in_flight = sum(beat.in_flight for beat in beats) if models else description.get("in_flight", 0)
-    used = _utilization(beats) if models else description.get("current_utilization", 0.0)
     return Beat(
-        status=_word(description.get("status", "ok")),
-        current_utilization=_share(used),
-        in_flight=_count(in_flight),
-        rate=_rate(description.get("rate", 0.0)),
-        mode=_word(description.get("mode", "")),
+        status=_word(said.status),
+        current_utilization=_share(_utilization(beats) if models else said.current_utilization),
+        in_flight=_count(sum(beat.in_flight for beat in beats) if models else said.in_flight),
+        rate=_rate(said.rate),
+        mode=_word(said.mode),
         models=models,
     )
 
 
-def _models(description: Mapping[str, Any]) -> dict[str, ModelBeat]:
+def _bounded_models(said: Mapping[str, ModelBeat]) -> dict[str, ModelBeat]:
     models: dict[str, ModelBeat] = {}
     room = ENDPOINTS_MAX
-    for name, facts in list(description.get("models", {}).items())[:MODELS_MAX]:
-        endpoints = tuple(_endpoint(row) for row in facts.get("endpoints", ())[:room])
+    for name, beat in list(said.items())[:MODELS_MAX]:
+        endpoints = tuple(_bounded_endpoint(endpoint) for endpoint in beat.endpoints[:room])
         room -= len(endpoints)
         models[name[:NAME_LENGTH_MAX]] = ModelBeat(
-            slots=_count(facts.get("slots", 0)),
-            healthy_slots=_count(facts.get("healthy_slots", 0)),
-            in_flight=_count(facts.get("in_flight", sum(endpoint.in_flight for endpoint in endpoints))),
-            current_utilization=_share(facts.get("current_utilization", 0.0)),
-            rate=_rate(facts.get("rate", 0.0)),
-            mean_batch_size=_rate(facts.get("mean_batch_size", 0.0)),
-            capacity_rps=_rate(facts.get("capacity_rps", 0.0)),
+            slots=_count(beat.slots),
+            healthy_slots=_count(beat.healthy_slots),
+            in_flight=_count(beat.in_flight),
+            current_utilization=_share(beat.current_utilization),
+            rate=_rate(beat.rate),
+            mean_batch_size=_rate(beat.mean_batch_size),
+            capacity_rps=_rate(beat.capacity_rps),
             endpoints=endpoints,
-            offenders=tuple(owner[:64] for owner in facts.get("offenders", ())[:OWNERS_MAX]),
+            offenders=tuple(owner[:64] for owner in beat.offenders[:OWNERS_MAX]),
         )
     return models
 
 
-def _endpoint(row: Mapping[str, Any]) -> EndpointBeat:
-    """From a row of `/internal/fleet`."""
-    heard = row.get("last_heartbeat")
+def _bounded_endpoint(said: EndpointBeat) -> EndpointBeat:
     return EndpointBeat(
-        name=str(row["endpoint"])[:NAME_LENGTH_MAX],
-        status=_word(row["state"]),
-        current_utilization=_share(row.get("utilization", 0.0)),
-        in_flight=_count(row.get("in_flight", 0)),
-        limit=_count(row.get("limit", 0)),
-        slots=_count(row.get("slots", 0)),
-        breaker=_word(row.get("breaker", "")),
-        last_heartbeat=None if heard is None else _word(heard),
+        name=said.name[:NAME_LENGTH_MAX],
+        status=_word(said.status),
+        current_utilization=_share(said.current_utilization),
+        in_flight=_count(said.in_flight),
+        limit=_count(said.limit),
+        slots=_count(said.slots),
+        breaker=_word(said.breaker),
+        last_heartbeat=None if said.last_heartbeat is None else _word(said.last_heartbeat),
     )
 
 
@@ -279,45 +289,46 @@ def _read_member(name: bytes, value: bytes, now_ms: int, stale_s: float) -> Memb
     return Member(shown, age_s, age_s <= stale_s, rfc3339(stamp_ms / 1000), beat)
 
 
-def _model_page(view: FleetView, model: str) -> dict[str, Any]:
+def _model_state(view: FleetView, model: str) -> ModelState:
     """One model in the shape that a gateway without Redis shows, each endpoint with the batcher that calls it.
 
     Those of a batcher that fell silent are offline, as far as anybody knows.
     """
     beats = [member.beat.models[model] for member in view.live_batchers() if model in member.beat.models]
-    return {
-        "slots": sum(beat.slots for beat in beats),
-        "healthy_slots": view.healthy_slots(model),
-        "endpoints": [
-            {
-                "endpoint": endpoint.name,
-                "state": endpoint.status if member.is_live else OFFLINE,
-                "utilization": endpoint.current_utilization if member.is_live else 0.0,
-                "in_flight": endpoint.in_flight if member.is_live else 0,
-                "limit": endpoint.limit,
-                "slots": endpoint.slots,
-                "breaker": endpoint.breaker,
-                "last_heartbeat": endpoint.last_heartbeat,
-                "batcher": member.name,
-            }
+    return ModelState(
+        slots=sum(beat.slots for beat in beats),
+        healthy_slots=view.healthy_slots(model),
+        endpoints=[
+            EndpointState(
+                endpoint=endpoint.name,
+                state=endpoint.status if member.is_live else OFFLINE,
+                utilization=endpoint.current_utilization if member.is_live else 0.0,
+                in_flight=endpoint.in_flight if member.is_live else 0,
+                limit=endpoint.limit,
+                slots=endpoint.slots,
+                breaker=endpoint.breaker,
+                last_heartbeat=endpoint.last_heartbeat,
+                batcher=member.name,
+            )
             for member in view.batchers
             if model in member.beat.models
             for endpoint in member.beat.models[model].endpoints
         ],
-        "capacity_rps": round(sum(beat.capacity_rps for beat in beats), 2),
-        "offenders": view.offenders(model),
-    }
+        capacity_rps=round(sum(beat.capacity_rps for beat in beats), 2),
+        offenders=view.offenders(model),
+    )
 
 
-def _member_page(member: Member) -> dict[str, Any]:
+def _member_state(member: Member, **more: Any) -> MemberState:
     beat = member.beat
-    return {
-        "name": member.name,
-        "status": member.status,
-        "current_utilization": beat.current_utilization,
-        "in_flight": beat.in_flight,
-        "last_heartbeat": member.last_heartbeat,
-    }
+    return MemberState(
+        name=member.name,
+        status=member.status,
+        current_utilization=beat.current_utilization,
+        in_flight=beat.in_flight,
+        last_heartbeat=member.last_heartbeat,
+        **more,
+    )
 
 
 def _numbers(beat: ModelBeat) -> dict[str, Any]:

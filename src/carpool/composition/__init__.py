@@ -1,0 +1,4 @@
+"""What processes are made of: the ground they stand on, a gateway half, a batcher half, and the admin port.
+
+`embedded.py` and `distributed.py` put them together, one class for each role.
+"""

@@ -1,0 +1,131 @@
+"""The batcher half: models with the loops that send their batches, over a broker of this process."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from carpool.broker.memory import MemoryBroker
+from carpool.composition.ground import Ground
+from carpool.core.ports import DeadLetters
+from carpool.core.request import Request
+from carpool.core.snapshot import ModelNumbers, ModelState
+from carpool.service import ModelService
+from carpool.settings import Model
+
+RATE_TICK_S = 1.0
+# Endpoints that one question for readiness tries at the same time.
+TRIED_AT_ONCE = 16
+
+
+def make_broker(ground: Ground) -> MemoryBroker:
+    """The broker of this process, as it is configured."""
+    settings = ground.settings
+    return MemoryBroker(
+        waiting_max=settings.broker.waiting_max,
+        bytes_max=settings.broker.bytes_max,
+        lanes_max=settings.broker.lanes_max,
+        tiers=len(settings.tiers),
+        strict_order=settings.broker.order == "strict",
+        task_patience_s=settings.tasks.patience_ms / 1000,
+        offenders=ground.offenders,
+        events=ground.events,
+        clock=ground.clock,
+    )
+
+
+class BatcherHalf:
+    """Sends what waits in a broker of this process. One without models has nothing to do."""
+
+    def __init__(
+        self,
+        ground: Ground,
+        broker: MemoryBroker,
+        dead_letters: DeadLetters,
+        models: Iterable[Model],
+        # How many processes share the endpoints, if this one does not have its slots to itself.
+        sharers: Callable[[], int] | None = None,
+    ) -> None:
+        self._ground = ground
+        self.broker = broker
+        self.services = [
+            ModelService(model, ground.session, broker, dead_letters, ground.offenders, sharers, clock=ground.clock)
+            for model in models
+        ]
+
+    def start(self) -> None:
+        """Watch the endpoints of every model, ask them for their limits, and work out rates from now on."""
+        for service in self.services:
+            self._ground.opened.push_async_callback(service.fleet.close)
+            service.fleet.start()
+            self._ground.in_background(service.ask_limits())
+        self._ground.do_every(RATE_TICK_S, self._measure)
+
+    def hurry(self) -> None:
+        """Batches wait for nobody any more: company will not come."""
+        for service in self.services:
+            service.loop.drain()
+
+    async def drain(self) -> None:
+        """Let the batches under way come to their end."""
+        self.hurry()
+        for service in self.services:
+            await service.dispatcher.finish(service.timeout_s)
+
+    def expire(self, now: float) -> None:
+        """Look at the deadlines."""
+        self.broker.expire(now)
+
+    def prepare(self, request: Request) -> None:
+        """Let its model look at a request that this process did not just receive; raises Malformed."""
+        for service in self.services:
+            if service.name == request.model:
+                service.prepare(request)
+
+    def find_waiting(self, request_id: str) -> Request | None:
+        """A request that waits here."""
+        return next((request for request in self.broker.waiting_requests() if request.id == request_id), None)
+
+    # What operators see.
+
+    def slots_total(self) -> int:
+        """Slots of all models."""
+        return sum(service.pool.total() for service in self.services)
+
+    def utilization(self) -> float:
+        """The share of all slots that was used lately."""
+        busy = sum(service.utilization * service.pool.total() for service in self.services)
+        return busy / max(1, self.slots_total())
+
+    def describe(self) -> dict[str, ModelNumbers]:
+        """What `/metrics` shows of every model."""
+        return {service.name: service.numbers() for service in self.services}
+
+    def states(self) -> dict[str, ModelState]:
+        """What `/internal/fleet` shows of every model."""
+        return {service.name: service.state() for service in self.services}
+
+    def is_down(self) -> bool:
+        """Whether no endpoint may be called for now."""
+        return all(service.pool.is_down for service in self.services)
+
+    def try_endpoints(self, answer: Callable[[str | None], None]) -> None:
+        """Answer None once an endpoint accepts a connection, else the reason why nothing can be done."""
+        self._ground.in_background(self._try_endpoints(answer))
+
+    async def _try_endpoints(self, answer: Callable[[str | None], None]) -> None:
+        endpoints = [endpoint for service in self.services for endpoint in service.pool.endpoints]
+        reason: str | None = "no endpoint accepts a connection"
+        try:
+            for first in range(0, len(endpoints), TRIED_AT_ONCE):
+                tried = endpoints[first : first + TRIED_AT_ONCE]
+                if any(await asyncio.gather(*(endpoint.accepts_connections() for endpoint in tried))):
+                    reason = None
+                    return
+        finally:
+            answer(reason)
+
+    def _measure(self) -> None:
+        ground = self._ground
+        for service in self.services:
+            service.measure(RATE_TICK_S)
+        waiting = self.broker.owners_apart() if ground.offenders else frozenset()
+        ground.offenders.look(ground.clock(), waiting)

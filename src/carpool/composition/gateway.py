@@ -1,0 +1,207 @@
+"""The gateway half: it takes requests from clients and gives them their answers."""
+
+import asyncio
+import resource
+import socket
+import ssl
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from carpool.admission.gate import Gate
+from carpool.composition.ground import Ground
+from carpool.core.ports import Availability, RequestQueue, TaskBoard
+from carpool.core.request import Request
+from carpool.core.snapshot import DoorNumbers
+from carpool.face.http.gateway import GatewayRoutes, HttpFaceSettings
+from carpool.face.http.openapi import gateway_openapi
+from carpool.face.http.server import HttpServer
+from carpool.face.http.state import HttpLimits
+from carpool.face.intake import Intake, IntakeSettings
+from carpool.service import ModelFace
+from carpool.settings import Settings
+
+# Files that are not client connections: upstream connections, the journal, logs.
+FILES_RESERVED = 256
+FILES_WANTED = 65536
+
+
+class DrainedTasks(TaskBoard, Protocol):
+    """Tasks of a gateway that leaves one day."""
+
+    def drain(self) -> None:
+        """Keep nobody waiting any more."""
+        ...
+
+
+class ExpiringQueue(RequestQueue, Protocol):
+    """The way to those who do the work."""
+
+    def expire(self, now: float) -> None:
+        """Look at the deadlines."""
+        ...
+
+
+class Server(Protocol):
+    """One way for clients to come in."""
+
+    def drain(self) -> None:
+        """Say with every answer that this process leaves."""
+        ...
+
+    def stop_listening(self) -> None:
+        """Accept no new connection; those there are go on."""
+        ...
+
+    async def finish(self, deadline: float) -> None:
+        """Close idle connections at once and the others as their last answer leaves; past `deadline` all of them."""
+        ...
+
+    def connected(self) -> int:
+        """Open connections."""
+        ...
+
+
+class GatewayHalf:
+    """Servers for clients, admission, and the way into a broker."""
+
+    def __init__(
+        self,
+        ground: Ground,
+        queue: ExpiringQueue,
+        tasks: DrainedTasks,
+        availability: Mapping[str, Availability],
+        models: Sequence[ModelFace],
+    ) -> None:
+        settings = ground.settings
+        self._ground = ground
+        self._queue = queue
+        self._tasks = tasks
+        self.gate = Gate(
+            queue,
+            tasks,
+            availability,
+            lowest_tier=len(settings.tiers) - 1,
+            trusted_proxies=settings.gateway.trusted_proxies,
+        )
+        self.intake = Intake(
+            self.gate,
+            queue,
+            tasks,
+            {model.name: model.served() for model in models},
+            intake_settings(ground),
+            clock=ground.clock,
+        )
+        routes = GatewayRoutes(
+            self.intake,
+            face_settings(settings),
+            gateway_openapi(list(ground.models), settings.model, settings.tasks.wait_ms_max),
+        )
+        self.http = HttpServer(routes.router, http_limits(settings, models), ground.clock)
+        self.servers: list[Server] = [self.http]
+        self.port = 0
+
+    async def start(self, listening: socket.socket | None) -> None:
+        """Serve clients, on a socket that other processes share if one is given."""
+        gateway = self._ground.settings.gateway
+        for server in self.servers:
+            self._ground.opened.push_async_callback(close_server, server)
+        self.port = await self.http.start(gateway.host, gateway.port, tls_context(self._ground.settings), listening)
+
+    async def stop_accepting(self) -> None:
+        """Say that this process leaves, and a little later accept no more connections; tasks keep nobody waiting."""
+        for server in self.servers:
+            server.drain()
+        await asyncio.sleep(self._ground.settings.gateway.drain_grace_s)
+        for server in self.servers:
+            server.stop_listening()
+        self._tasks.drain()
+
+    async def drain(self) -> None:
+        """Answer what was received; after that nothing is admitted."""
+        settings = self._ground.settings
+        give_up_at = self._ground.clock() + settings.gateway.receive_timeout_s + settings.broker.total_timeout_s
+        await asyncio.gather(*(server.finish(give_up_at) for server in self.servers))
+        self.gate.closed = True
+
+    def expire(self, now: float) -> None:
+        """Look at the deadlines."""
+        self._queue.expire(now)
+
+    def find_recent(self, request_id: str) -> Request | None:
+        """A live or recent request of this gateway."""
+        return self.intake.find_recent(request_id)
+
+    def describe(self, held: int, held_bytes: int) -> DoorNumbers:
+        """What `/metrics` shows of it; the broker knows what is held."""
+        return DoorNumbers(
+            problems=self.http.state.problems,
+            connections=sum(server.connected() for server in self.servers),
+            held_requests=held,
+            held_bytes=held_bytes,
+        )
+
+
+async def close_server(server: Server) -> None:
+    """Close whatever is open, now."""
+    server.stop_listening()
+    await server.finish(0.0)
+
+
+def intake_settings(ground: Ground) -> IntakeSettings:
+    """What the way in must know of the configuration."""
+    settings, broker = ground.settings, ground.settings.broker
+    return IntakeSettings(
+        default_model=settings.model,
+        tier_target_s=ground.tier_target_s,
+        queue_timeout_s=min(broker.queue_timeout_s, broker.total_timeout_s),
+        total_timeout_s=broker.total_timeout_s,
+        task_timeout_s=settings.tasks.timeout_s,
+    )
+
+
+def face_settings(settings: Settings) -> HttpFaceSettings:
+    """What the HTTP face must know of the configuration."""
+    tasks = settings.tasks
+    return HttpFaceSettings(settings.gateway.default_mode, tasks.wait_ms_max, tasks.forget_after_read)
+
+
+def http_limits(settings: Settings, models: Sequence[ModelFace]) -> HttpLimits:
+    """What is taken from a client. The body may be as long as the most generous model allows."""
+    gateway = settings.gateway
+    files = raise_file_limit()
+    return HttpLimits(
+        header_bytes_max=gateway.header_bytes_max,
+        header_count_max=gateway.header_count_max,
+        body_bytes_max=max(model.body_bytes_max for model in models),
+        receiving_bytes_max=gateway.receiving_bytes_max,
+        unread_bytes_max=gateway.unread_bytes_max,
+        receive_timeout_s=gateway.receive_timeout_s,
+        idle_timeout_s=gateway.idle_timeout_s,
+        write_timeout_s=gateway.write_timeout_s,
+        pipeline_max=gateway.pipeline_max,
+        connections_max=gateway.connections_max or files - min(FILES_RESERVED, files // 2),
+    )
+
+
+def raise_file_limit() -> int:
+    """Allow this process as many open files as the system lets it; returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for wanted in (max(hard, FILES_WANTED), hard):  # only root may go past the hard limit
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, wanted))
+        except (OSError, ValueError):
+            continue
+        return wanted
+    return soft
+
+
+def tls_context(settings: Settings) -> ssl.SSLContext | None:
+    """The server's TLS, if configured."""
+    gateway = settings.gateway
+    if not gateway.tls_cert:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(gateway.tls_cert, gateway.tls_key)
+    context.set_alpn_protocols(["http/1.1"])
+    return context

@@ -1,0 +1,57 @@
+"""What all parts of a process stand on, and how it gives up what was opened."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any
+
+from carpool.core.clock import Clock, monotonic
+from carpool.core.events import Events
+from carpool.core.snapshot import Status
+from carpool.core.timers import Every
+from carpool.settings import Settings, models_of
+from carpool.upstream.client import make_session
+from carpool.upstream.offenders import Offenders
+
+
+class Ground:
+    """Settings, clock and events of a process; timers and background work that end with it."""
+
+    def __init__(self, settings: Settings, clock: Clock = monotonic) -> None:
+        self.settings = settings
+        self.models = models_of(settings)
+        # What each tier adds to the time of a request for its place in the order.
+        self.tier_target_s = tuple(tier.target_ms / 1000 for tier in settings.tiers)
+        self.clock = clock
+        # What happens to requests, for those who subscribe.
+        self.events = Events()
+        # Owners whose inputs keep being refused.
+        self.offenders = Offenders()
+        self.session = make_session()
+        self.draining = False
+        # How to give up what has been opened so far, the last first.
+        self.opened = AsyncExitStack()
+        self.opened.push_async_callback(self.session.close)
+        self._background: set[asyncio.Task[None]] = set()
+
+    @property
+    def status(self) -> Status:
+        """For operators."""
+        return "draining" if self.draining else "healthy"
+
+    def do_every(self, seconds: float, work: Callable[[], None]) -> None:
+        """Do something now and from now on, until this process gives up what it opened."""
+        every = Every(seconds, work)
+        self.opened.callback(every.stop)
+        every.start_now()
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let something run beside."""
+        # The event loop holds its tasks only weakly.
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def close(self) -> None:
+        """Give up everything that was opened, in the reverse order."""
+        await self.opened.aclose()

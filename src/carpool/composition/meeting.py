@@ -1,0 +1,268 @@
+"""What a process has of Redis, whatever its role: where gateways and batchers meet."""
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable
+
+from carpool.broker.memory import MemoryBroker
+from carpool.broker.parking import Parking
+from carpool.broker.redis.client.nodes import Nodes
+from carpool.broker.redis.dead_letters.bounds import LetterBounds
+from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
+from carpool.broker.redis.fleet.depth import DepthWatch
+from carpool.broker.redis.fleet.memory import MemoryWatch
+from carpool.broker.redis.fleet.persistence import PersistenceWatch
+from carpool.broker.redis.fleet.registry import Registry
+from carpool.broker.redis.fleet.servers import Inspection
+from carpool.broker.redis.fleet.view import Beat, FleetView, fleet_health, fleet_state
+from carpool.broker.redis.gateway.dead_letters import RedisDeadLetterDesk
+from carpool.broker.redis.gateway.states import RequestStates
+from carpool.broker.redis.gateway.task_intake import TaskIntake
+from carpool.broker.redis.gateway.task_removals import TaskRemovals
+from carpool.broker.redis.gateway.tasks import RedisTasks
+from carpool.broker.redis.keys import Keys, line_name
+from carpool.broker.redis.steps import Steps
+from carpool.broker.sides import Mode
+from carpool.composition.batcher import BatcherHalf
+from carpool.composition.ground import Ground
+from carpool.core.errors import CarpoolError
+from carpool.core.names import Role
+from carpool.core.snapshot import FleetState, Health, OutcomeNumbers, RedisNumbers
+from carpool.service import ModelFace
+from carpool.settings import ConfigError, Settings, broker_address, models_of
+
+logger = logging.getLogger("carpool")
+
+# With strict order, what a tier adds to the place of its entries, in ms: more than any clock counts.
+STRICT_STEP_MS = 10**13
+# So many tasks of the largest size have room in a shard.
+LARGEST_TASKS_A_SHARD = 4
+# Dead letters kept in each shard.
+LETTERS_A_SHARD_MAX = 10_000
+REFRESH_S = 1.0
+START_TIMEOUT_S = 2.0
+
+
+class Meeting:
+    """Connections, watches over Redis, tasks and dead letters, and this process's place in the fleet."""
+
+    def __init__(self, ground: Ground, role: Role, describe: Callable[[], Beat]) -> None:
+        settings, broker = ground.settings, ground.settings.broker
+        self.ground = ground
+        self.role = role
+        # Unique: what belongs to a process that is gone must not reach another one.
+        self.name = f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}".encode()
+        # Called when a node came or went; when somebody of the fleet did; with every view of the fleet.
+        self.when_nodes_change: list[Callable[[], None]] = []
+        self.when_fleet_changes: list[Callable[[], None]] = []
+        self.when_heard: list[Callable[[FleetView], None]] = []
+        # Where the outcomes of this process are counted; whoever takes part says that before it starts.
+        self.counted: Parking | MemoryBroker
+        self.faces = {name: ModelFace(model) for name, model in ground.models.items()}
+        self.line_offsets_ms = line_offsets_ms(settings)
+        self.keys = Keys(broker.namespace, broker.shards)
+        # Where Redis must not write to a disk.
+        self.disks = PersistenceWatch(Inspection(broker_address(broker), self.keys))
+        self._all_nodes: list[Nodes] = []
+        self.nodes = self._make_nodes()
+        self.memory = MemoryWatch(self.nodes, memory_max=broker.memory_max)
+        self.depth = DepthWatch(self.nodes, self.keys)
+        self.steps = Steps(self.nodes, self.keys)
+        self.letter_bounds = LetterBounds(
+            letters_max=LETTERS_A_SHARD_MAX,
+            bytes_max=-(-settings.dead_letters.bytes_max // broker.shards),
+            ttl_ms=round(settings.tasks.dead_letter_ttl_s * 1000),
+            is_memory_short=lambda: self.memory.is_short,
+            memory_bytes_max=lambda: self.memory.letter_bytes_max(broker.shards),
+            clock=ground.clock,
+        )
+        self.dead_letters = RedisDeadLetterBox(
+            self.steps, bounds=self.letter_bounds, kept=settings.dead_letters.synchronous
+        )
+        self.tasks = self._make_tasks()
+        self.states = RequestStates(self.steps, self.name, lease_ms=broker.lease_ms, others=self._other_gateways)
+        self.desk = RedisDeadLetterDesk(
+            self.steps,
+            self.tasks,
+            frozenset(ground.models),
+            tier_target_s=ground.tier_target_s,
+            task_timeout_s=settings.tasks.timeout_s,
+            prepare=lambda request: self.faces[request.model].prepare(request),
+            clock=ground.clock,
+        )
+        self.registry = Registry(
+            self.nodes,
+            self.keys,
+            name=self.name,
+            role=role,
+            describe=describe,
+            changed=lambda: call_all(self.when_fleet_changes),
+            heard=self._heard,
+            clock=ground.clock,
+        )
+
+    async def check_disks(self) -> None:
+        """Refuse to start where Redis writes to a disk, or does not tell; later, look again and again."""
+        if self.ground.settings.broker.persistence != "forbidden":
+            return
+        if faults := await self.disks.faults():
+            raise ConfigError(faults)
+        self.disks.start()
+        self.ground.opened.callback(self.disks.close)
+
+    def start(self) -> None:
+        """Connect, watch, and be seen by the others from now on."""
+        opened = self.ground.opened
+        for nodes in self._all_nodes:
+            nodes.start()
+        for part in (self.memory, self.depth, self.registry):
+            part.start()
+            opened.callback(part.close)
+        opened.callback(self.tasks.close)
+        self.ground.do_every(REFRESH_S, lambda: self.ground.in_background(self._refresh()))
+
+    async def wait_for_redis(self, is_connected: Callable[[], bool]) -> None:
+        """Give Redis a moment, so that the first clients find it; then go on without it."""
+        give_up_at = self.ground.clock() + START_TIMEOUT_S
+        while not is_connected() and self.ground.clock() < give_up_at:  # noqa: ASYNC110 - once, at the start of a process
+            await asyncio.sleep(0.01)
+        if not is_connected():
+            logger.warning("Redis cannot be reached; it is tried again and again: %s", self.nodes.trouble)
+
+    def are_all_nodes_up(self) -> bool:
+        """Whether every shard can be reached."""
+        return all(self.nodes.is_up(shard.slot) for shard in self.keys.shards)
+
+    def gateways_last_seen(self) -> int:
+        """As Redis told last: while it is gone, that stays."""
+        return len(self.registry.view.live_gateways())
+
+    # What others see.
+
+    def beat_status(self) -> str:
+        """For heartbeats."""
+        return "draining" if self.ground.draining else "ok"
+
+    def health(self, mode: Mode) -> Health:
+        """Of the whole fleet."""
+        found = self.disks.found
+        return fleet_health(
+            self.registry.view,
+            self.depth.unread(),
+            status="degraded" if found else self.ground.status,
+            broker=mode,
+            problem=found,
+        )
+
+    def fleet(self, own: BatcherHalf) -> FleetState:
+        """The whole fleet; while Redis is away, the endpoints that this process has."""
+        view = self.registry.view
+        if self.registry.is_fresh():
+            return fleet_state(view)
+        silent = fleet_state(view.all_silent())
+        if not own.services:
+            return silent
+        return FleetState(models=own.states(), gateways=silent.gateways, batchers=silent.batchers)
+
+    def describe(self) -> tuple[OutcomeNumbers, RedisNumbers]:
+        """What `/metrics` shows, whatever the role."""
+        view, counted = self.registry.view, self.counted
+        outcomes = OutcomeNumbers(
+            requests=counted.outcomes,
+            queue_wait_seconds=counted.waited,
+            dead_letters=self.dead_letters.buried,
+            dead_letters_lost=self.dead_letters.failures,
+            dead_letters_kept=self.desk.total(),
+            dead_letter_bytes=self.depth.letter_bytes(),
+        )
+        redis = RedisNumbers(
+            broker_memory_share=self.memory.fraction,
+            broker_memory_bytes=self.memory.used_bytes,
+            broker_disks=bool(self.disks.found),
+            queue_unread=self.depth.unread(),
+            task_bytes=self.depth.task_bytes(),
+            dead_letters_dropped=self.letter_bounds.dropped,
+            live_gateways=len(view.live_gateways()),
+            live_batchers=len(view.live_batchers()),
+            heartbeat_failures=self.registry.failures,
+        )
+        return outcomes, redis
+
+    # The parts.
+
+    def _make_nodes(self, patience_ms: int = 0) -> Nodes:
+        broker = self.ground.settings.broker
+        timeout_s = (broker.redis_timeout_ms + patience_ms) / 1000
+        nodes = Nodes(broker_address(broker), timeout_s=timeout_s, changed=lambda: call_all(self.when_nodes_change))
+        self._all_nodes.append(nodes)
+        self.ground.opened.push_async_callback(nodes.close)  # after those who say goodbye over them
+        return nodes
+
+    def _make_tasks(self) -> RedisTasks:
+        settings, broker = self.ground.settings, self.ground.settings.broker
+        shards = task_shards(settings)
+        removals = TaskRemovals(self.steps)
+        intake = TaskIntake(
+            self.steps,
+            removals,
+            line_offsets_ms=self.line_offsets_ms,
+            held_max=-(-broker.waiting_max // broker.shards),
+            input_bytes_max=-(-broker.bytes_max // shards),
+            stored_bytes_max=-(-settings.tasks.stored_bytes_max // shards),
+            lanes_max=broker.lanes_max,
+            shards_used=shards,
+            replicas=broker.replicas,
+            replicas_timeout_ms=broker.replicas_timeout_ms,
+            durable_nodes=self._make_nodes(broker.replicas_timeout_ms) if broker.replicas else None,
+            is_memory_full=lambda: self.memory.is_full,
+            events=self.ground.events,
+            clock=self.ground.clock,
+        )
+        result_ttl_ms = round(settings.tasks.result_ttl_s * 1000)
+        return RedisTasks(self.steps, self.name, intake, removals, result_ttl_ms, count=self._count_outcome)
+
+    def _count_outcome(self, code: str) -> None:
+        """A task has an outcome that no batcher gave it."""
+        counts = self.counted.outcomes
+        counts[code] = counts.get(code, 0) + 1  # bounded: codes come from the error tree
+
+    def _heard(self, view: FleetView) -> None:
+        for listener in self.when_heard:
+            listener(view)
+
+    def _other_gateways(self) -> list[bytes]:
+        names = [member.name.encode() for member in self.registry.view.live_gateways()]
+        return [name for name in names if name != self.name]
+
+    async def _refresh(self) -> None:
+        """Numbers for operators that cost a little more."""
+        try:
+            await self.desk.refresh()
+        except CarpoolError:
+            pass  # Redis is away; the numbers stay as they were
+
+
+def call_all(listeners: list[Callable[[], None]]) -> None:
+    """Tell everybody who wants to know."""
+    for listener in listeners:
+        listener()
+
+
+def task_shards(settings: Settings) -> int:
+    """How many shards take tasks: so few that the part of each has room for some of the largest."""
+    largest = max(model.body_bytes_max for model in models_of(settings).values())
+    bytes_max = min(settings.broker.bytes_max, settings.tasks.stored_bytes_max)
+    return min(max(bytes_max // (LARGEST_TASKS_A_SHARD * largest), 1), settings.broker.shards)
+
+
+def line_offsets_ms(settings: Settings) -> dict[bytes, int]:
+    """What each line adds to the time of its entries for their place in the order."""
+    offsets: dict[bytes, int] = {}
+    for tier, facts in enumerate(settings.tiers):
+        target = tier * STRICT_STEP_MS if settings.broker.order == "strict" else round(facts.target_ms)
+        offsets[line_name(tier, is_task=False)] = target
+        offsets[line_name(tier, is_task=True)] = target + round(settings.tasks.patience_ms)
+    return offsets

@@ -1,0 +1,136 @@
+"""A process of Carpool, whatever its role: it starts, serves operators, reads its configuration again, and drains."""
+
+import logging
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import msgspec
+
+from carpool.composition.batcher import BatcherHalf
+from carpool.composition.gateway import close_server
+from carpool.composition.ground import Ground
+from carpool.core.clock import Clock, monotonic
+from carpool.core.events import Events
+from carpool.core.ports import DeadLetterDesk
+from carpool.core.snapshot import Snapshot
+from carpool.face.http.admin import AdminRoutes, FoundRequest
+from carpool.face.http.admin_guard import AdminGuard
+from carpool.face.http.openapi import admin_openapi
+from carpool.face.http.server import HttpServer
+from carpool.face.http.state import HttpLimits
+from carpool.service import ModelService
+from carpool.settings import Model, Settings, admin_port, is_loopback, models_of
+from carpool.telemetry.metrics import Exposition
+from carpool.upstream.fleet import Endpoints
+
+logger = logging.getLogger("carpool")
+
+# How often deadlines are looked at.
+EXPIRY_TICK_S = 0.01
+
+
+class Process(ABC):
+    """What a command starts. Each role has its own; all have models, if only none, and an admin port."""
+
+    def __init__(self, settings: Settings, listening: socket.socket | None = None, clock: Clock = monotonic) -> None:
+        self.ground = Ground(settings, clock)
+        # The socket that this process shares with others, if it does.
+        self.listening = listening
+        # 0 where no clients are served.
+        self.port = 0
+        self.admin_port = 0
+        self.batcher: BatcherHalf
+
+    @property
+    def events(self) -> Events:
+        """What happens to requests, for those who subscribe before the start."""
+        return self.ground.events
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Plug the stages together, from the back to the front, and listen."""
+
+    @abstractmethod
+    async def drain(self) -> None:
+        """Stop taking new work, finish the old, leave. Every step may rely on those before it."""
+
+    @abstractmethod
+    def expire(self) -> None:
+        """Look at the deadlines."""
+
+    @abstractmethod
+    def snapshot(self) -> Snapshot:
+        """What operators see."""
+
+    @abstractmethod
+    def check_ready(self, answer: Callable[[str | None], None]) -> None:
+        """Ready when work can be done and this process does not drain; else the reason why not."""
+
+    @abstractmethod
+    def find_request(self, request_id: str, answer: FoundRequest) -> None:
+        """Tell how a live or recent request is, or a task that is kept."""
+
+    async def close(self) -> None:
+        """Give up everything that was opened."""
+        await self.ground.close()
+
+    async def listen_for_operators(self, dead_letters: DeadLetterDesk) -> None:
+        """Serve the admin port."""
+        gateway = self.ground.settings.gateway
+        routes = AdminRoutes(
+            guard=AdminGuard(
+                token=gateway.admin_token, hosts=gateway.admin_hosts, is_loopback=is_loopback(gateway.admin_host)
+            ),
+            snapshot=self.snapshot,
+            ready=self.check_ready,
+            metrics=Exposition(self.snapshot),
+            find_request=self.find_request,
+            dead_letters=dead_letters,
+            openapi=admin_openapi(),
+        )
+        admin = HttpServer(routes, HttpLimits(body_bytes_max=1024, connections_max=256), self.ground.clock)
+        self.ground.opened.push_async_callback(close_server, admin)
+        self.admin_port = await admin.start(gateway.admin_host, admin_port(gateway))
+
+    def reload(self, load: Callable[[], Settings]) -> None:
+        """Read the configuration again: endpoints, slots and upstream timeouts change now, the rest does not.
+
+        All that may fail is done for every model first: a fault of one changes none.
+        """
+        ground = self.ground
+        if ground.draining:
+            return
+        prepared: list[tuple[ModelService, Model, Endpoints]] = []
+        try:
+            settings = load()
+            named = models_of(settings)
+            for service in self.batcher.services:
+                if service.name in named:
+                    model = named[service.name]
+                    prepared.append((service, model, service.prepare_change(model, ground.session)))
+        except Exception as fault:  # whatever it is, this process goes on
+            for service, _, endpoints in prepared:
+                service.fleet.give_up(endpoints)
+            logger.error("the configuration was not changed: %s", " ".join(str(fault).split()))
+            return
+        changed = [service.change(model, endpoints) for service, model, endpoints in prepared]
+        for section in changed_for_the_next_start(ground.settings, settings):
+            logger.warning("a change of %s takes effect at the next start", section)
+        came, gone = sum(each[0] for each in changed), sum(each[1] for each in changed)
+        logger.info("read the configuration again", extra={"fields": {"endpoints_added": came, "endpoints_gone": gone}})
+
+
+def changed_for_the_next_start(old: Settings, new: Settings) -> list[str]:
+    """The sections with a change that a running gateway does not make."""
+
+    def fixed(settings: Settings) -> Settings:
+        replace = msgspec.structs.replace
+        upstream = replace(settings.upstream, endpoints=[], slots=1, timeout_s=1.0)
+        models = {
+            name: replace(own, endpoints=None, slots=None, timeout_s=None) for name, own in settings.models.items()
+        }
+        return replace(settings, upstream=upstream, models=models)
+
+    before, after = fixed(old), fixed(new)
+    return [name for name in Settings.__struct_fields__ if getattr(before, name) != getattr(after, name)]

@@ -1,0 +1,145 @@
+"""The batcher half over Redis: it takes what its slots can use, and writes the outcomes back."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from carpool.broker.redis.batcher.feed import Feed
+from carpool.broker.redis.batcher.replies import ReplyWriter
+from carpool.broker.redis.batcher.results import TaskResults
+from carpool.broker.redis.fleet.view import Beat, FleetView, ModelBeat, endpoint_beat
+from carpool.broker.sides import BatcherSide
+from carpool.composition.batcher import BatcherHalf, make_broker
+from carpool.composition.meeting import Meeting
+from carpool.core.errors import Draining
+from carpool.core.snapshot import RedisBatcherNumbers
+from carpool.service import ModelService
+
+logger = logging.getLogger("carpool")
+
+RELEASE_TIMEOUT_S = 2.0
+
+
+class RedisBatcherHalf(BatcherHalf):
+    """A batcher half that is filled from Redis."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        ground, settings = meeting.ground, meeting.ground.settings
+        super().__init__(ground, make_broker(ground), meeting.dead_letters, ground.models.values())
+        self.meeting = meeting
+        meeting.counted = self.broker
+        self.replies = ReplyWriter(
+            meeting.steps,
+            TaskResults(
+                meeting.steps,
+                result_ttl_ms=round(settings.tasks.result_ttl_s * 1000),
+                letter_bounds=meeting.letter_bounds,
+                buried=meeting.dead_letters.count,
+            ),
+            meeting.name,
+            ground.clock,
+            outcomes=self.broker.outcomes,
+            waited=self.broker.waited,
+            events=ground.events,
+        )
+        self.feed: BatcherSide = Feed(
+            meeting.steps,
+            meeting.name,
+            self.broker,
+            self.replies,
+            meeting.dead_letters,
+            self.services,
+            lines=list(meeting.line_offsets_ms),
+            tier_target_s=ground.tier_target_s,
+            lease_ms=settings.broker.lease_ms,
+            deliveries_max=settings.broker.deliveries_max,
+            letter_bounds=meeting.letter_bounds,
+            clock=ground.clock,
+        )
+        for service in self.services:
+            service.pool.when_slot_frees(self.feed.ring)
+            service.waiting_elsewhere = partial(waiting_in_redis, self.feed, service)
+            service.loop.company_comes = partial(company_comes, self.feed, service)
+        meeting.when_nodes_change.append(self.feed.ring)
+        meeting.when_heard.append(self._heard_of_offenders)
+
+    def take(self) -> None:
+        """Take what waits in Redis from now on."""
+        self.feed.start()
+        self._ground.opened.callback(self.feed.close)
+
+    async def drain(self) -> None:
+        """Take nothing more, send what was taken, and write the outcomes."""
+        broker_settings = self._ground.settings.broker
+        self.feed.drain()
+        await self.feed.finish_asking(broker_settings.redis_timeout_ms / 1000)
+        self.hurry()
+        await self._send_what_is_staged(self._ground.clock() + broker_settings.total_timeout_s)
+        await super().drain()
+        if not await self.replies.finish(RELEASE_TIMEOUT_S):
+            logger.warning("Redis did not take every outcome; another batcher will do that work again")
+
+    def check_ready(self, answer: Callable[[str | None], None]) -> None:
+        """Ready when this batcher takes work: it looks at the queue, and an endpoint may be called and can be."""
+        if reason := self.feed.why_no_work():
+            answer(reason)
+        elif self.is_down():
+            answer("every endpoint has failed, and none may be called for now")
+        else:
+            self.try_endpoints(answer)
+
+    def beat(self) -> Beat:
+        """What the others are told of this batcher."""
+        return Beat(
+            status=self.meeting.beat_status(), models={service.name: model_beat(service) for service in self.services}
+        )
+
+    def describe_feed(self) -> RedisBatcherNumbers:
+        """What `/metrics` shows of the way through Redis."""
+        return RedisBatcherNumbers(
+            entries_taken=self.feed.taken,
+            entries_claimed=self.feed.claimed,
+            entries_unreadable=self.feed.unreadable,
+            leases_lost=self.feed.leases_lost,
+            outcomes_unconfirmed=self.replies.unconfirmed,
+            outcome_retries=self.replies.retries,
+        )
+
+    async def _send_what_is_staged(self, give_up_at: float) -> None:
+        """Slots are free for it: that takes a moment."""
+        while self.broker.depth and self._ground.clock() < give_up_at:  # noqa: ASYNC110 - once, at the end of a process
+            await asyncio.sleep(0.005)
+        for request in self.broker.waiting_requests():
+            self.broker.settle(request, Draining("this process leaves"))  # back to Redis
+
+    def _heard_of_offenders(self, view: FleetView) -> None:
+        """What one batcher has found out about an owner, all of them act upon."""
+        found = [(service.name, owner) for service in self.services for owner in view.offenders(service.name)]
+        self._ground.offenders.told(found, self._ground.clock())
+
+
+def model_beat(service: ModelService) -> ModelBeat:
+    """What the others are told of a model."""
+    state = service.state()
+    return ModelBeat(
+        slots=state.slots,
+        healthy_slots=state.healthy_slots,
+        in_flight=service.pool.busy(),
+        current_utilization=service.utilization,
+        rate=service.rate,
+        mean_batch_size=service.mean_batch_size(),
+        capacity_rps=state.capacity_rps,
+        endpoints=tuple(map(endpoint_beat, state.endpoints)),
+        offenders=tuple(service.offenders_seen()),
+    )
+
+
+def waiting_in_redis(feed: BatcherSide, service: ModelService) -> int:
+    """How many of a model wait in Redis: those that it told of, and those that have come since, at the usual rate."""
+    return round(feed.unread(service.name) + service.rate * feed.unread_s())
+
+
+def company_comes(feed: BatcherSide, service: ModelService) -> bool:
+    """Whether requests that were cleared by a search should wait a moment for others, which the feed fetches."""
+    return service.dispatcher.isolation.running > 0 and waiting_in_redis(feed, service) > 0

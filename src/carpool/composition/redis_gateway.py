@@ -1,0 +1,156 @@
+"""The gateway half over Redis: requests wait there, for batchers of the whole fleet."""
+
+from functools import partial
+
+from carpool.broker.redis.fleet.view import Beat
+from carpool.broker.redis.formats import Reply
+from carpool.broker.redis.gateway.queue import RedisQueue
+from carpool.broker.sides import Mode
+from carpool.composition.batcher import BatcherHalf
+from carpool.composition.gateway import GatewayHalf
+from carpool.composition.meeting import Meeting
+from carpool.core.errors import CarpoolError
+from carpool.core.request import QUEUED, Request, RequestState, state_of
+from carpool.core.snapshot import RedisGatewayNumbers
+from carpool.face.http.admin import FoundRequest
+
+# For so long after the last batcher was seen, requests are still queued: it may be about to come back.
+BATCHERS_GONE_S = 3.0
+WATCH_S = 0.25
+RATE_TICK_S = 1.0
+# Weight of the last second in the rate that is shown.
+RATE_WEIGHT = 0.5
+MODE_NUMBERS: dict[Mode, int] = {"down": 0, "redis": 1, "direct": 2}
+
+
+class FleetAvailability:
+    """What admission sees of the upstreams of a model: those of all batchers, or in direct mode our own."""
+
+    def __init__(self) -> None:
+        self.is_down = False
+        # Batchers answer for owners of their own.
+        self.is_shut_to_some = False
+
+    def is_shut_to(self, owner: str) -> bool:
+        """Nobody is, here."""
+        return False
+
+    def retry_after_s(self) -> int:
+        """While it is down: whole seconds until it is tried again."""
+        return 1
+
+
+class RedisGatewayHalf(GatewayHalf):
+    """A gateway half whose queue is in Redis. What `own` has of endpoints serves requests while Redis is gone."""
+
+    def __init__(self, meeting: Meeting, own: BatcherHalf) -> None:
+        ground, broker = meeting.ground, meeting.ground.settings.broker
+        self.meeting = meeting
+        self._own = own
+        self.queue = RedisQueue(
+            meeting.steps,
+            meeting.name,
+            line_offsets_ms=meeting.line_offsets_ms,
+            waiting_max=broker.waiting_max,
+            bytes_max=broker.bytes_max,
+            lanes_max=broker.lanes_max,
+            models=list(ground.models),
+            local=own.broker if own.services else None,
+            is_memory_full=lambda: meeting.memory.is_full,
+            task_finished=meeting.tasks.finished,
+            looked_for=self._looked_for,
+            mode_changed=lambda mode: self._look_at_fleet(),
+            events=ground.events,
+            clock=ground.clock,
+        )
+        ground.opened.callback(self.queue.close)
+        self.availability = {name: FleetAvailability() for name in ground.models}
+        super().__init__(ground, self.queue, meeting.tasks, self.availability, list(meeting.faces.values()))
+        meeting.counted = self.queue.parking
+        meeting.when_nodes_change.append(self.queue.nodes_changed)
+        meeting.when_fleet_changes.append(self._look_at_fleet)
+        self._batchers_seen = ground.clock()
+        # Requests a second that came in at this process's own door, lately.
+        self.rate = 0.0
+        self._arrivals_then = 0
+
+    def watch(self) -> None:
+        """See from now on who could serve a request."""
+        self._ground.do_every(WATCH_S, self._look_at_fleet)
+        self._ground.do_every(RATE_TICK_S, self._measure)
+
+    def is_connected(self) -> bool:
+        """Whether requests go over Redis."""
+        return self.queue.mode == "redis"
+
+    def find(self, request_id: str, answer: FoundRequest) -> None:
+        """Tell how a request is: one of this process, a task, or one of another gateway."""
+        states = self.meeting.states
+
+        def told_of_task(state: RequestState | CarpoolError | None) -> None:
+            if state is None:
+                states.elsewhere(request_id, answer)
+            else:
+                answer(state)
+
+        if (request := self._find_own(request_id)) is not None:
+            self._tell_own(request, answer)
+        else:
+            states.of_task(request_id, told_of_task)
+
+    def beat(self) -> Beat:
+        """What the others are told of this gateway."""
+        return Beat(
+            status=self.meeting.beat_status(), mode=self.queue.mode, rate=self.rate, in_flight=self.queue.parking.held
+        )
+
+    def describe_queue(self) -> RedisGatewayNumbers:
+        """What `/metrics` shows of the way through Redis."""
+        return RedisGatewayNumbers(
+            broker_mode=MODE_NUMBERS[self.queue.mode],
+            sent_again=self.queue.sent_again,
+            late_outcomes=self.queue.parking.late_outcomes,
+        )
+
+    def _look_at_fleet(self) -> None:
+        registry, now = self.meeting.registry, self._ground.clock()
+        view = registry.view
+        if view.live_batchers() or not registry.is_fresh():
+            self._batchers_seen = now
+        for name, availability in self.availability.items():
+            if not self.is_connected():
+                own = [service.pool.is_down for service in self._own.services if service.name == name]
+                availability.is_down = bool(own) and all(own)
+            elif view.live_batchers():
+                availability.is_down = registry.is_fresh() and view.healthy_slots(name) == 0
+            else:
+                availability.is_down = now - self._batchers_seen > BATCHERS_GONE_S
+
+    def _measure(self) -> None:
+        arrivals = sum(self.queue.parking.arrivals.values())
+        self.rate += RATE_WEIGHT * ((arrivals - self._arrivals_then) / RATE_TICK_S - self.rate)
+        self._arrivals_then = arrivals
+
+    def _find_own(self, request_id: str) -> Request | None:
+        """A live or recent request of this process; None for a task that Redis has."""
+        request = self.find_recent(request_id) or self._own.find_waiting(request_id)
+        return None if request is not None and request.is_task and request.phase == QUEUED else request
+
+    def _tell_own(self, request: Request, answer: FoundRequest) -> None:
+        state = state_of(request, self._ground.clock())
+        if (place := self.queue.place_of(request)) is not None:
+            self.meeting.states.of_entry(*place, state, answer)
+        else:
+            answer(state)
+
+    def _looked_for(self, reply: Reply) -> None:
+        """Another gateway looks for a request, or has found one that this one looks for."""
+        for request_id, state in reply.found:
+            self.meeting.states.told(request_id, state)
+        for gateway, request_id in reply.wanted:
+            if (request := self._find_own(request_id)) is not None:
+                self._tell_own(request, partial(self._tell_other, gateway, request_id))
+
+    def _tell_other(self, gateway: bytes, request_id: str, state: RequestState | CarpoolError | None) -> None:
+        if isinstance(state, RequestState):
+            self.meeting.states.tell(gateway, request_id, state)
