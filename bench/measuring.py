@@ -36,12 +36,44 @@ _PORTS = range(12_000, 32_000, 2)
 _given_ports: set[int] = set()
 console = Console(width=120)
 failures: list[str] = []
+# Ratios of the last release, in the repository; and those of this run, for `--keep`.
+KEPT = HERE / "kept.json"
+# Two runs on one machine differ by less than this, mostly.
+KEPT_TOLERANCE = 0.15
+measured: dict[str, float] = {}
 
 
 def verdict(name: str, figure: str, wanted: str, holds: bool) -> tuple[str, str, str, str]:
     if not holds:
         failures.append(f"{name}: {figure}, wanted {wanted}")
     return name, figure, wanted, "yes" if holds else "NO"
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """The figures of a release: ratios only, since they travel from machine to machine."""
+
+    release: str
+    machine: str
+    figures: dict[str, float]
+
+
+def beside_kept(name: str, ratio: float, *, more_is_better: bool) -> tuple[str, str, str, str]:
+    """The same ratio at the last release: a row that fails where this one is clearly worse."""
+    measured[name] = round(ratio, 3)
+    kept = msgspec.json.decode(KEPT.read_bytes(), type=Kept) if KEPT.exists() else Kept("none", "", {})
+    then = kept.figures.get(name)
+    if then is None:
+        return (f"{name}, the last release", "not kept", "", "")
+    worst = then * (1 - KEPT_TOLERANCE if more_is_better else 1 + KEPT_TOLERANCE)
+    wanted = f"{'>=' if more_is_better else '<='} {worst:.2f} ({kept.release} on {kept.machine}: {then:.2f})"
+    return verdict(name, f"{ratio:.2f}", wanted, ratio >= worst if more_is_better else ratio <= worst)
+
+
+def keep(release: str, machine: str) -> None:
+    """Make what this run has measured the figures that later runs are compared with; the others stay."""
+    before = msgspec.json.decode(KEPT.read_bytes(), type=Kept).figures if KEPT.exists() else {}
+    kept = Kept(release, machine, dict(sorted((before | measured).items())))
+    KEPT.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")
 
 
 def show(title: str, rows: list[tuple[str, str, str, str]]) -> None:
