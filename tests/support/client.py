@@ -2,8 +2,11 @@
 
 import asyncio
 import json
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+
+T = TypeVar("T")
 READ_S_MAX = 60.0
 
 
@@ -23,6 +26,12 @@ class Response(NamedTuple):
     def json(self) -> Any:
         """The body as JSON."""
         return json.loads(self.body)
+
+    def read_as(self, kind: type[T]) -> T:
+        """The body as this type, which leaves out nothing of it."""
+        read = msgspec.json.decode(self.body, type=kind)
+        assert json.loads(msgspec.json.encode(read)) == self.json
+        return read
 
     @property
     def is_last(self) -> bool:

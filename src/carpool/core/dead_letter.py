@@ -1,6 +1,6 @@
 """Dead letters: requests given up on, kept with their error for a person to replay or drop."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -51,8 +51,10 @@ class ReplayReport(msgspec.Struct, frozen=True):
     """What became of many dead letters."""
 
     tasks: list[Replayed]
-    # Why some were left: what ended it, or what is wrong with the last one left; None if none was.
-    reason: str | None
+    reason: Annotated[
+        str | None,
+        msgspec.Meta(description="why some were left: what ended it, or what is wrong with the last one left"),
+    ]
 
 
 def is_dead_letter(error: CarpoolError) -> bool:

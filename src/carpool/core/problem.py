@@ -1,5 +1,7 @@
 """An error as the problem object of RFC 9457, the form in which clients and the result store see it."""
 
+from typing import Annotated
+
 import msgspec
 
 from carpool.core.errors import CarpoolError
@@ -9,6 +11,16 @@ TYPE_PREFIX = "urn:carpool:error:"
 _encode = msgspec.json.Encoder().encode
 
 
+class Problem(msgspec.Struct):
+    """What was wrong, and what to do."""
+
+    type: Annotated[str, msgspec.Meta(description=f"{TYPE_PREFIX}<code>")]
+    title: str
+    status: int
+    detail: str
+    request_id: str
+
+
 class _Typed(msgspec.Struct):
     type: str
 
@@ -16,17 +28,9 @@ class _Typed(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Typed).decode
 
 
-def problem_json(error: CarpoolError, request_id: str | None = None) -> bytes:
+def problem_json(error: CarpoolError, request_id: str) -> bytes:
     """The problem object of one error."""
-    problem: dict[str, str | int] = {
-        "type": TYPE_PREFIX + error.code,
-        "title": error.title,
-        "status": error.status,
-        "detail": error.detail,
-    }
-    if request_id:
-        problem["request_id"] = request_id
-    return _encode(problem)
+    return _encode(Problem(TYPE_PREFIX + error.code, error.title, error.status, error.detail, request_id))
 
 
 def code_of(problem: bytes) -> str:

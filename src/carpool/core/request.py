@@ -9,7 +9,7 @@ held; everybody else calls the broker's `settle`.
 """
 
 import logging
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
@@ -111,10 +111,8 @@ class RequestState(msgspec.Struct, frozen=True):
 
     status: Literal["queued", "processing", "completed", "failed"]
     latency_ms: float
-    # The code of the error of one that failed.
-    error: str | None = None
-    # What its client calls itself.
-    client_id: str | None = None
+    error: Annotated[str | None, msgspec.Meta(description="the code of the error of one that failed")]
+    client_id: Annotated[str | None, msgspec.Meta(description="what its client calls itself")]
 
 
 def state_of(request: Request, now: float) -> RequestState:

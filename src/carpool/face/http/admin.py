@@ -9,6 +9,7 @@ from carpool.core.ports import DeadLetterDesk
 from carpool.core.request import RequestState
 from carpool.core.snapshot import Snapshot
 from carpool.face.http.admin_guard import AdminGuard
+from carpool.face.http.answers import Ready
 from carpool.face.http.dead_letters import DeadLetterRoutes
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.problem import respond_problem
@@ -65,9 +66,9 @@ class AdminRoutes:
 
         def answer(reason: str | None) -> None:
             if reason is None:
-                exchange.respond(200, b'{"ready":true}')
+                exchange.respond(200, msgspec.json.encode(Ready(True)))
             else:
-                exchange.respond(503, msgspec.json.encode({"ready": False, "reason": reason}))
+                exchange.respond(503, msgspec.json.encode(Ready(False, reason)))
 
         self._ready(answer)
 

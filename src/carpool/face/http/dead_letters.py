@@ -3,14 +3,16 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta, Raw
 
 from carpool.core.clock import rfc3339
 from carpool.core.dead_letter import DeadLetterSummary, dead_letter_causes
 from carpool.core.errors import CarpoolError, InternalError, Malformed, NotFound
 from carpool.core.ports import DeadLetterDesk
+from carpool.face.http.answers import Moment, OperatorsAnswer
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.router import Route, Router, query_of
@@ -24,6 +26,46 @@ LETTER_ID_MAX = 2**53 - 1
 
 # Status and body of an answer.
 Answer = tuple[int, bytes]
+
+
+class LetterListed(OperatorsAnswer):
+    """A dead letter without its input."""
+
+    id: int
+    request_id: str
+    model: str
+    cause: Annotated[
+        str,
+        Meta(
+            description="the code of an error; unknown: another version of Carpool wrote this letter",
+            extra_json_schema={"enum": [*dead_letter_causes(), "unknown"]},
+        ),
+    ]
+    detail: Annotated[str, Meta(description="what its client was told")]
+    sends: Annotated[int, Meta(description="how often it was sent to an endpoint")]
+    buried_at: Moment
+    size: Annotated[int, Meta(description="bytes of input and parameters")]
+
+
+class LetterShown(LetterListed):
+    """A dead letter with its input."""
+
+    owner: Annotated[str, Meta(description="whom it counts for: the client's address; empty if that is not known")]
+    input: Raw
+    parameters: Annotated[Raw, Meta(extra_json_schema={"type": ["object", "null"]})]
+
+
+class LettersListed(OperatorsAnswer):
+    """Some dead letters, and how many there are."""
+
+    dead_letters: list[LetterListed]
+    total: int
+
+
+class LettersDropped(OperatorsAnswer):
+    """How many there were."""
+
+    dropped: int
 
 
 class DeadLetterRoutes:
@@ -49,16 +91,14 @@ class DeadLetterRoutes:
         query = query_of(exchange)
         limit = whole_number(query.get("limit", str(LETTERS_LISTED)), "limit", 1, LETTERS_LISTED_MAX)
         after = whole_number(query.get("after", "0"), "after", 0, LETTER_ID_MAX)
-        letters = [summary_of(letter) for letter in await self._desk.page(after, limit)]
-        return 200, msgspec.json.encode({"dead_letters": letters, "total": self._desk.total()})
+        letters = [LetterListed(**summary_of(letter)) for letter in await self._desk.page(after, limit)]
+        return 200, msgspec.json.encode(LettersListed(letters, self._desk.total()))
 
     async def show(self, exchange: Exchange, letter_id: str) -> Answer:
         """`GET /internal/dead-letters/{id}`: one, with its input."""
         letter = await self._desk.show(known_form(letter_id))
-        shown = summary_of(letter.summary)
-        shown["owner"] = letter.owner
-        shown["input"] = msgspec.Raw(letter.input)
-        shown["parameters"] = msgspec.Raw(letter.parameters or b"null")
+        value, parameters = msgspec.Raw(letter.input), msgspec.Raw(letter.parameters or b"null")
+        shown = LetterShown(**summary_of(letter.summary), owner=letter.owner, input=value, parameters=parameters)
         return 200, msgspec.json.encode(shown)
 
     async def replay(self, exchange: Exchange, letter_id: str) -> Answer:
@@ -81,7 +121,7 @@ class DeadLetterRoutes:
         """`DELETE /internal/dead-letters?all=true`."""
         if query_of(exchange).get("all") != "true":
             raise Malformed("this drops every dead letter; say so with `?all=true`, or name one by its id")
-        return 200, msgspec.json.encode({"dropped": await self._desk.drop_all()})
+        return 200, msgspec.json.encode(LettersDropped(await self._desk.drop_all()))
 
     def _route(self, work: Callable[[Exchange, str], Awaitable[Answer]]) -> Route:
         def route(exchange: Exchange, rest: str) -> None:
@@ -105,7 +145,7 @@ async def _serve(work: Awaitable[Answer], exchange: Exchange) -> None:
 
 
 def summary_of(letter: DeadLetterSummary) -> dict[str, Any]:
-    """What a list shows of a dead letter."""
+    """The fields of a dead letter that a list shows."""
     shown = msgspec.structs.asdict(letter)
     shown["buried_at"] = rfc3339(shown.pop("buried_wall"))
     return shown

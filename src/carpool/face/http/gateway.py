@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 
 import msgspec
+from msgspec import UNSET
 
 from carpool.core.clock import rfc3339
 from carpool.core.errors import CarpoolError, ClientLeft, Malformed, TooLarge, UnsupportedMedia
@@ -89,7 +90,7 @@ class GatewayRoutes:
         mode = call.mode or self._settings.default_mode
         if b"prefer" in headers and b"respond-async" in preferences(headers[b"prefer"]):
             mode = "async"
-        parameters = canonical_parameters(call.parameters) if call.parameters else b""
+        parameters = b"" if call.parameters is UNSET else canonical_parameters(call.parameters)
         value = checked_input(call.input, "input")
         if mode == "async":
             self._submit(exchange, caller, model, parameters, value, call.client_id or "")

@@ -1,8 +1,9 @@
 """JSON in and out of the inference routes. `input` and `output` stay the bytes they were."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
 
 from carpool.core.errors import Malformed
 from carpool.core.outcome import CallFacts, Output
@@ -15,15 +16,24 @@ FAULT_CHARS_MAX = 200
 # Canonical forms already worked out, by the client's bytes: few distinct parameters make most of the traffic.
 CANONICAL_KEPT_MAX = 1024
 
+Parameters = Annotated[
+    Raw,
+    Meta(
+        description="requests with equal parameters share batches",
+        examples=[{"normalize": True}],
+        extra_json_schema={"type": ["object", "null"]},
+    ),
+]
+
 
 class InferenceCall(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """The body of `POST /v1/inference`."""
 
-    input: msgspec.Raw
+    input: Annotated[Raw, Meta(description="any JSON value; passed on untouched", examples=["a short sentence"])]
     model: str | None = None
-    # Empty for none. (Raw in a union with None is not supported: every object would be refused.)
-    parameters: msgspec.Raw = msgspec.Raw()
-    client_id: str | None = None
+    # Raw in a union with None is not supported: every object would be refused.
+    parameters: Parameters | UnsetType = UNSET
+    client_id: Annotated[str, Meta(max_length=CLIENT_ID_CHARS_MAX)] | None = None
     mode: Literal["sync", "async"] | None = None
 
 
@@ -31,7 +41,7 @@ class PredictCall(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """The body of `POST /v1/predict`."""
 
     model_id: str
-    input_data: msgspec.Raw
+    input_data: Annotated[Raw, Meta(description="any JSON value; passed on untouched", examples=["a short sentence"])]
 
 
 _decode_inference = msgspec.json.Decoder(InferenceCall).decode
@@ -43,12 +53,9 @@ _canonical: dict[bytes, bytes] = {}
 def decode_inference(body: bytes) -> InferenceCall:
     """Parse and check the body of an inference request; raises Malformed."""
     try:
-        call = _decode_inference(body)
+        return _decode_inference(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as failure:
         raise Malformed(body_fault(failure)) from None
-    if call.client_id is not None and len(call.client_id) > CLIENT_ID_CHARS_MAX:
-        raise Malformed(f"`client_id` may have {CLIENT_ID_CHARS_MAX} characters at most")
-    return call
 
 
 def decode_predict(body: bytes) -> PredictCall:
@@ -59,7 +66,7 @@ def decode_predict(body: bytes) -> PredictCall:
         raise Malformed(body_fault(failure)) from None
 
 
-def checked_input(raw: msgspec.Raw, field: str) -> bytes:
+def checked_input(raw: Raw, field: str) -> bytes:
     """The client's own bytes of its input, checked to be safe between other inputs; raises Malformed."""
     value = bytes(raw)
     if value[0] == QUOTE and value.isascii():
@@ -70,11 +77,9 @@ def checked_input(raw: msgspec.Raw, field: str) -> bytes:
     return value
 
 
-def canonical_parameters(raw: msgspec.Raw) -> bytes:
+def canonical_parameters(raw: Raw) -> bytes:
     """The same bytes for the same parameters, whatever their key order and spacing; b"" for none."""
     given = bytes(raw)
-    if not given:
-        return b""
     known = _canonical.get(given)
     if known is not None:
         return known
