@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from carpool.broker.redis.client.link import ignore
 from carpool.broker.redis.formats import REPLY_FORMAT, CallRecord, Reply, encode_reply
 from carpool.broker.redis.gateway.queue import STREAMS_A_CALL_MAX
 from carpool.core.clock import monotonic
@@ -154,6 +155,21 @@ class TestConnections:
             await gateway.until_mode("redis")
             await halves.until_entries(len(NAMES) - 1)
             assert leaver.id not in {entry.request_id for entry in await halves.entries()}
+
+    async def test_a_client_that_leaves_while_nothing_more_can_be_sent(self, own_halves: Halves) -> None:
+        """Its entry was withdrawn when its node was back, which had never been away: it was sent all the same."""
+        gateway = await own_halves.gateway(pending_bytes_max=200_000)
+        await queued(own_halves, gateway, "leaves", "stays")
+        own_halves.server.stop()
+        while gateway.nodes.has_room(0, 100):
+            gateway.nodes.send(0, ignore, b"ECHO", b"x" * 1000 if gateway.nodes.has_room(0, 1100) else b"x")
+        leaver = gateway.queue.parking.requests()[0]
+        gateway.queue.cancel(leaver)
+        await until(lambda: gateway.nodes.runs["cancel"] == 1)
+        await asyncio.sleep(0.01)
+        own_halves.server.go_on()
+        await own_halves.until_entries(1)
+        assert (gateway.queue.mode, gateway.queue.parking.held) == ("redis", 1)
 
     async def test_a_reader_comes_back_without_memory(self, own_halves: Halves) -> None:
         """It could not say hello, and gave up although its stream was there."""

@@ -46,7 +46,7 @@ from carpool.core.errors import (
 from carpool.core.events import Events
 from carpool.core.outcome import Outcome
 from carpool.core.request import DONE, QUEUED, Request
-from carpool.core.timers import OncePerTurn
+from carpool.core.timers import Every, OncePerTurn
 
 logger = logging.getLogger("carpool.broker")
 
@@ -56,6 +56,8 @@ STREAMS_A_CALL_MAX = 32
 # What a gateway remembers about lanes, and about entries that it must withdraw when Redis is back.
 GROUPS_KEPT_MAX = 4096
 STRAYS_KEPT_MAX = 100_000
+# After so long a node that is up, but did not delete entries, is asked again.
+TRY_AGAIN_S = 0.25
 MOVING = ("MOVED", "ASK")
 
 
@@ -135,6 +137,8 @@ class RedisQueue:
         self._leaving: list[Group] = []
         self._cancelled: defaultdict[int, list[tuple[bytes, bytes, Request | None]]] = defaultdict(list)
         self._strays: list[tuple[Shard, bytes, bytes]] = []
+        # Runs while a node that is up has not deleted some.
+        self._tries = Every(TRY_AGAIN_S, self._withdraw_strays)
         self.flush = OncePerTurn(self._flush)
         self._next_shard = 0
         self._up: list[Shard] = []
@@ -216,6 +220,7 @@ class RedisQueue:
 
     def close(self) -> None:
         """Give up what is still parked; its clients have been answered, or are gone."""
+        self._tries.stop()
         self.replies.close()
 
     # Outcomes.
@@ -451,12 +456,15 @@ class RedisQueue:
             # Those who wait still have their deadline; the entries of the others are left until the shard is back.
             left = [(shard, field, entry_id) for field, entry_id, request in entries if request is None]
             self._strays += left[: STRAYS_KEPT_MAX - len(self._strays)]
+            if self._nodes.is_up(shard.slot):  # it was never away: there was no room for this, or it was refused
+                self._tries.start()
             return
         for (_, _, request), was_deleted in zip(entries, deleted, strict=False):
             if request is not None and was_deleted and request in self.parking:
                 self.parking.end(request, queue_timeout(request))
 
     def _withdraw_strays(self) -> None:
+        self._tries.stop()
         strays, self._strays = self._strays, []
         for stray in strays:
             shard, field, entry_id = stray
