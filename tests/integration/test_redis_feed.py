@@ -985,6 +985,59 @@ class TestLanding:
         await until(lambda: batcher.feed.leases_lost == 2)
         assert batcher.broker.depth == batcher.broker.held == 0
 
+    async def test_one_that_it_claims_again(self, halves: Halves) -> None:
+        """Its lease is over while it waits for company. What is claimed next brings it once more; it is sent once."""
+        gateway, dead = await halves.gateway(), await halves.batcher(b"dead", started=False)
+        for number, name in enumerate(("b", "a", "c", "suspect"), 1):  # shards take turns
+            gateway.submit(name)
+            await halves.until_entries(number)
+        dead.feed.ring()
+        await dead.until_staged(4)
+        dead.feed.close()
+        entries = {entry.request_id: entry for entry in await halves.entries()}
+        for name, entry in entries.items():
+            await halves.let_lapse(entry, deliveries=3 if name == "suspect" else 1)
+        batcher = await halves.batcher(started=False, free=1)
+        batcher.nodes.keep_replies("claim")
+        batcher.feed.start()
+        await until(lambda: batcher.nodes.kept == 1)
+        await halves.let_lapse(msgspec.structs.replace(entries["a"], owner=b"b1"), deliveries=1)
+        batcher.nodes.let_one_reply_come()
+        assert (batcher.broker.held, batcher.broker.depth) == (1, 0)
+        await until(lambda: batcher.nodes.kept == 2)
+        (entry,) = [entry for entry in await halves.entries() if entry.request_id == "a"]
+        assert (entry.owner, entry.deliveries) == (b"b1", 2) and entry.idle_ms < NEVER_MS
+        batcher.nodes.let_replies_come()
+        await batcher.until_staged(3)
+        batch = batcher.start_batch()
+        assert sorted(request.id for request in batch) == ["a", "b", "c"]
+        batcher.answer(batch)
+        assert {type(outcome) for outcome in (await gateway.until_told(3)).values()} == {Output}
+        await batcher.until_confirmed()
+        assert [entry.request_id for entry in await halves.entries()] == ["suspect"]
+
+    async def test_one_that_redis_forgot_was_taken(self, halves: Halves) -> None:
+        """It comes once more while it is here, as after a failover. Who left was found once, and sent all the same."""
+        gateway, batcher = await halves.gateway(), await halves.batcher()
+        leaver, _ = await self.land_one(halves, gateway, batcher)
+        (entry,) = [entry for entry in await halves.entries() if entry.request_id == leaver.id]
+        stream = entry.shard.stream(entry.field)
+        await halves.client.xgroup_destroy(stream, GROUP)
+        await halves.client.xgroup_create(stream, GROUP, "0")
+        gateway.submit("c")  # into the same shard
+        await until(lambda: batcher.nodes.bells == 3)
+        batcher.nodes.let_replies_come()
+        await until(lambda: batcher.broker.held == 4)
+        gateway.queue.cancel(leaver)
+        await until(lambda: batcher.nodes.bells == 4)
+        batch = batcher.start_batch()
+        assert sorted(request.id for request in batch) == ["b", "c"]
+        batcher.answer(batch)
+        told = await gateway.until_told(3)
+        assert [type(told[name]) for name in "abc"] == [ClientLeft, Output, Output]
+        await batcher.until_confirmed()
+        assert batcher.broker.held == await halves.counted_entries() == 0
+
     async def test_draining(self, halves: Halves) -> None:
         """What is here is sent; what comes is for others."""
         gateway, batcher = await halves.gateway(), await halves.batcher()

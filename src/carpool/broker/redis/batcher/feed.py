@@ -239,12 +239,13 @@ class Feed:
         if consumer != self._consumer:
             return
         for field, entry_id in zip(parts[::2], parts[1::2], strict=False):
-            request = self._leases.find(view.shard, field, entry_id)
-            if request is not None:
+            requests = self._leases.find(view.shard, field, entry_id)
+            for request in requests:
                 if request in self._landed:
                     self._landed.remove(request)
                 self._broker.cancel(request)
-            elif len(self._left_early) < LEFT_EARLY_MAX:  # bells are on another connection, and may be quicker
+            # Bells are on another connection, and may be quicker.
+            if not requests and len(self._left_early) < LEFT_EARLY_MAX:
                 self._left_early[view.shard.number, field, entry_id] = self._clock()
 
     def _look_at_all(self) -> None:

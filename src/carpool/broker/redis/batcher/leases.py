@@ -71,12 +71,13 @@ class Leases:
             entry_id for haul in self._hauls if haul.shard is shard and haul.field == field for entry_id in haul.open
         }
 
-    def find(self, shard: Shard, field: bytes, entry_id: bytes) -> Request | None:
-        """The request of an entry that this batcher has."""
-        for haul in self._hauls:
-            if haul.shard is shard and haul.field == field and entry_id in haul.open:
-                return haul.open[entry_id]
-        return None
+    def find(self, shard: Shard, field: bytes, entry_id: bytes) -> list[Request]:
+        """The requests of an entry that this batcher has: several, if Redis forgot that it was taken."""
+        return [
+            haul.open[entry_id]
+            for haul in self._hauls
+            if haul.shard is shard and haul.field == field and entry_id in haul.open
+        ]
 
     def renew(self) -> None:
         """Keep what is staged, running or not acknowledged yet; to be called every `every_s`."""
