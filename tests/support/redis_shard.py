@@ -123,6 +123,7 @@ class ShardBench:
         tasks: Sequence[str] = (),
         value_of: Callable[[str, str, bytes], bytes] = task_value,
         owner: str = "",
+        client: str = "",
         letter: str = "",
         offsets: Mapping[str, int] = OFFSETS,
     ) -> list[str]:
@@ -135,7 +136,7 @@ class ShardBench:
         of_tasks = (input_bytes_max, stored_bytes_max, task_ms) if tasks else (0, 0, 0)
         facts = (field, about, held_max, lanes_max, self._now(), header, owner, letter, *of_tasks)
         first, number, _, _ = self.run(
-            SUBMIT, *facts, len(values), *values, *chain.from_iterable((task, owner, "") for task in tasks)
+            SUBMIT, *facts, len(values), *values, *chain.from_iterable((task, owner, client) for task in tasks)
         )
         milliseconds, sequence = first.decode().split("-")
         return [f"{milliseconds}-{int(sequence) + position}" for position in range(number)]
@@ -332,14 +333,15 @@ class ShardBench:
         """Bytes of tasks, results and dead letters, counted one by one."""
         found = {"input_bytes": 0, "result_bytes": 0, "letter_bytes": 0}
         for name in self.client.scan_iter(match=self.shard.task("*"), count=1000):
-            facts: Any = self.client.hmget(name, "s", "f", "e", "r")
-            status, field, entry_id, result = facts
+            facts: Any = self.client.hmget(name, "s", "f", "e", "r", "c")
+            status, field, entry_id, result, client = facts
+            beside = len(client or b"") + TASK_BYTES
             if status == b"P":
                 entries: Any = self.client.xrange(self.stream(field.decode()), entry_id, entry_id)
                 ((_, entry),) = entries
-                found["input_bytes"] += len(*entry.values()) + TASK_BYTES
+                found["input_bytes"] += len(*entry.values()) + beside
             else:
-                found["result_bytes"] += len(result) + TASK_BYTES
+                found["result_bytes"] += len(result) + beside
         found["letter_bytes"] = sum(size for _, size in self.letters())
         return found
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from carpool.broker import journal as journal_module
@@ -290,6 +291,23 @@ async def test_operation_that_can_never_be_written_fails_alone(opener: Opener) -
 
 
 # Bounds.
+
+
+async def test_what_a_client_calls_itself_counts_as_long_as_it_is_kept(opener: Opener) -> None:
+    """Tiny tasks with long names took many times the room that was counted."""
+    named = [msgspec.structs.replace(task(name, b"1"), client_id="\N{GRINNING FACE}" * 100) for name in "abc"]
+    journal = opener(stored_bytes_max=1000)  # of which each takes 400, its input and its parameters
+    assert [await ask(journal.append, each) for each in named[:2]] == [None, None]
+    assert isinstance(await ask(journal.append, named[2]), QueueFull)
+    assert await ask(journal.finish, "a", success(b"r")) is True
+    assert await ask(journal.finish, "b", FAILURE, dead_letter=POISON) is True
+    assert (journal.stored_bytes, journal.dead_letter_bytes) == (815, 3)
+    await journal.close()
+    journal = opener(stored_bytes_max=1000)
+    assert (journal.stored_bytes, journal.dead_letter_bytes) == (815, 3)
+    assert isinstance(await ask(journal.append, named[2]), QueueFull)
+    assert await ask(journal.delete, "a") is True
+    assert journal.stored_bytes == 414
 
 
 async def test_stored_bytes_are_bounded(opener: Opener) -> None:

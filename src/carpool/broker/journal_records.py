@@ -143,7 +143,7 @@ Reply = tuple[Operation, Any]
 
 def size_of(task: TaskRecord) -> int:
     """What a pending task counts among the stored bytes."""
-    return len(task.input) + len(task.parameters)
+    return len(task.input) + len(task.parameters) + len(task.client_id.encode())
 
 
 def result_size_of(result: TaskResult) -> int:

@@ -51,8 +51,9 @@ DEAD_LETTERS_MAX = 100_000
 PENDING, SUCCESS, FAILED = 0, 1, 2
 STATUS_NAMES: tuple[Literal["PENDING", "SUCCESS", "FAILED"], ...] = ("PENDING", "SUCCESS", "FAILED")
 
-# The payloads come last in a row, so that its small fields are found without them. `bytes` is their length;
-# the indices hold all that counting, purging and finding pending rows need: no payload is read for it.
+# The payloads come last in a row, so that its small fields are found without them. `bytes` is their length, of a task
+# with that of its `client_id`; the indices hold all that counting, purging and finding pending rows need: no payload
+# is read for it.
 SCHEMA = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID",
     "INSERT INTO meta VALUES ('uptime', 0.0)",
@@ -83,12 +84,13 @@ PENDING_TASKS = """SELECT id, owner, model, parameters, input, tier, submitted, 
     WHERE seq IN (SELECT seq FROM tasks WHERE expires IS NULL) ORDER BY seq"""
 # One JSON array as the only parameter: one prepared statement for any number of ids.
 IDS = "id IN (SELECT value FROM json_each(?))"
-PENDING_SIZES = f"SELECT id, bytes FROM tasks WHERE {IDS} AND status = 0"
+CLIENT_BYTES = "length(CAST(client_id AS BLOB))"
+PENDING_SIZES = f"SELECT id, bytes, {CLIENT_BYTES} FROM tasks WHERE {IDS} AND status = 0"
 FINISH = """UPDATE tasks SET status = ?, finished = ?, expires = ?, bytes = ?, output = ?, error = ?,
     parameters = x'', input = x'' WHERE id = ?"""
-BURY_TASK = """INSERT INTO dead_letters
+BURY_TASK = f"""INSERT INTO dead_letters
     (seq, id, owner, model, tier, submitted, died, cause, detail, sends, expires, bytes, parameters, input)
-    SELECT ?, id, owner, model, tier, submitted, ?, ?, ?, ?, ?, bytes, parameters, input
+    SELECT ?, id, owner, model, tier, submitted, ?, ?, ?, ?, ?, bytes - {CLIENT_BYTES}, parameters, input
     FROM tasks WHERE id = ?"""
 BURY = """INSERT INTO dead_letters
     (seq, id, owner, model, tier, submitted, died, cause, detail, sends, expires, bytes, parameters, input)
@@ -233,19 +235,20 @@ class Store:
         dead_letter_expires: float,
     ) -> list[bool]:
         """Give pending tasks their results; says for each whether it was stored. The first of a task wins."""
-        sizes = dict(self._connection.execute(PENDING_SIZES, (_json([task_id for task_id, _, _ in results]),)))
+        pending = self._connection.execute(PENDING_SIZES, (_json([task_id for task_id, _, _ in results]),))
+        sizes = {task_id: (size, client_bytes) for task_id, size, client_bytes in pending}
         stored: list[bool] = []
         finished: list[tuple[object, ...]] = []
         buried: list[tuple[object, ...]] = []
         for task_id, result, dead_letter in results:
-            input_bytes = sizes.pop(task_id, None)
-            stored.append(input_bytes is not None)
-            if input_bytes is None:
+            stored.append(task_id in sizes)
+            if task_id not in sizes:
                 continue
-            size = result_size_of(result)
+            size_before, client_bytes = sizes.pop(task_id)
+            size, input_bytes = result_size_of(result) + client_bytes, size_before - client_bytes
             status = SUCCESS if result.status == "SUCCESS" else FAILED
             finished.append((status, result.finished_wall, result_expires, size, result.output, result.error, task_id))
-            self._draft.stored_bytes += size - input_bytes
+            self._draft.stored_bytes += size - size_before
             if dead_letter is not None and self._is_room_for_letter(input_bytes):
                 why = (dead_letter.cause, dead_letter.detail, dead_letter.sends)
                 buried.append((self._next_letter(), result.finished_wall, *why, dead_letter_expires, task_id))

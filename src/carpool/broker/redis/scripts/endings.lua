@@ -1,6 +1,7 @@
 -- Prepended to the scripts that give a task its result, behind bytes.lua.
 local function keep_result(task, counted, status, result, now, kept_ms)
-  local part, size = part_of('result_bytes', now, kept_ms), #result + TASK_BYTES
+  local part = part_of('result_bytes', now, kept_ms)
+  local size = #result + redis.call('HSTRLEN', task, 'c') + TASK_BYTES -- its client's name for itself stays with it
   uncount_bytes(counted)
   count_bytes(part, size)
   redis.call('HSET', task, 's', status, 'r', result, 't', now, 'b', size .. ' ' .. part)

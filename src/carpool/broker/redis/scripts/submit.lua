@@ -1,7 +1,8 @@
 -- Queue requests of one lane, line and gateway: as many as there is room for, in order. With task ids: tasks.
 -- ARGV: field, what is said of it, most entries held, most lanes, now, header, owner of the first,
 --       id of the dead letter that becomes a task ('' for none), for tasks: most bytes of their inputs, most bytes of
---       inputs and results, ms until they are over; number of values, values; of each task: id, owner, what its client calls itself
+--       inputs and results, ms until they are over; number of values, values; of each task: id, owner, what its client
+--       calls itself
 -- Returns: id of the first entry (the others follow it without a gap), how many were queued, entries held, lanes that
 --          count against the bound
 local field, text, held_max, lanes_max = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -13,6 +14,15 @@ if wanted <= 0 then
   return redis.error_reply('QUEUEFULL no room for another entry')
 end
 
+-- Of tasks: the name that a client has for itself is kept with the task, as long as that is.
+local function client_of(i)
+  return ARGV[VALUES + values + 3 * i]
+end
+
+local function size_of(i)
+  return #ARGV[VALUES + i] + #client_of(i) + TASK_BYTES
+end
+
 -- The bytes of tasks are bounded too; a shard that has none takes one of any size.
 local part, input_bytes = nil, 0
 if ARGV[VALUES + values + 1] then
@@ -20,7 +30,7 @@ if ARGV[VALUES + values + 1] then
   local inputs = math.max(count_of('input_bytes'), 0)
   local stored = inputs + math.max(count_of('result_bytes'), 0)
   for i = 1, wanted do
-    local size = #ARGV[VALUES + i] + TASK_BYTES
+    local size = size_of(i)
     local are_inputs_full = inputs > 0 and inputs + size > tonumber(ARGV[9])
     if are_inputs_full or (stored > 0 and stored + size > tonumber(ARGV[10])) then
       if i == 1 then
@@ -50,20 +60,19 @@ end
 local stream, first = stream_of(field), nil
 local entry_id = ARGV[5] == '' and '*' or ARGV[5] .. '-*'
 for i = 1, wanted do
-  local value = ARGV[VALUES + i]
-  local id = redis.call('XADD', stream, entry_id, header, value)
+  local id = redis.call('XADD', stream, entry_id, header, ARGV[VALUES + i])
   if not first then
     first = id
     -- Redis's clock goes on while a script runs: the others stay in the first one's millisecond, without a gap.
     entry_id = ms_text_of(id) .. '-*'
   end
   local at = VALUES + values + 3 * i
-  local task, its_owner, client = ARGV[at - 2], ARGV[at - 1], ARGV[at]
+  local task, its_owner = ARGV[at - 2], ARGV[at - 1]
   if task then
-    local size = #value + TASK_BYTES .. ' ' .. part
+    local size = size_of(i) .. ' ' .. part
     redis.call('HSET', task_of(task), 's', 'P', 'o', its_owner, 't', now, 'f', field, 'e', id, 'b', size)
-    if client ~= '' then
-      redis.call('HSET', task_of(task), 'c', client)
+    if client_of(i) ~= '' then
+      redis.call('HSET', task_of(task), 'c', client_of(i))
     end
     -- If nobody ends it, and nobody asks: long after its time.
     redis.call('PEXPIRE', task_of(task), 2 * tonumber(ARGV[11]) + FORGOTTEN_MS)
