@@ -98,6 +98,16 @@ async def test_a_primary_that_does_not_answer_makes_nothing_less() -> None:
     assert (watch.fraction, watch.used_bytes) == (0.3, 50)
 
 
+async def test_a_primary_that_never_answered_hides_no_room() -> None:
+    """Beside one that was away from the start, another that had been full for a moment was so for ever: 429 for all."""
+    primaries = SomePrimaries([0, 1])
+    watch = MemoryWatch(cast(Nodes, primaries), interval_s=1000.0)
+    primaries.look(watch, Lost("it is away"), said(85))
+    assert watch.is_full and watch.letter_bytes_max(shards=10) is None
+    primaries.look(watch, Lost("it is away"), said(10))
+    assert (watch.fraction, watch.used_bytes, watch.is_short) == (0.1, 10, False)
+
+
 async def test_what_was_known_stays_while_redis_is_gone(tmp_path: Path) -> None:
     async with running_redis(tmp_path) as server, watching(server.url, memory_max=100_000) as watch:
         await until(lambda: watch.is_full)

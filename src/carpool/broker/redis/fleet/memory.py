@@ -66,27 +66,24 @@ class MemoryWatch:
             return  # replies have a time limit: they are near
         slots = self._nodes.primaries()
         self._missing = len(slots)
-        self._facts = {slot: self._facts[slot] for slot in slots if slot in self._facts}
         for slot in slots:
-            self._nodes.send(slot, partial(self._told, slot, len(slots)), b"INFO", b"memory")
+            self._nodes.send(slot, partial(self._told, slot, slots), b"INFO", b"memory")
 
-    def _told(self, slot: int, primaries: int, reply: Any) -> None:
+    def _told(self, slot: int, slots: list[int], reply: Any) -> None:
         self._missing -= 1
         facts = memory_facts(reply) if isinstance(reply, bytes) else None
         if facts is not None:
             used, limit = facts
             self._facts[slot] = (used, limit or self._memory_max)
-        # One that does not answer is as full as it was. Where one never did, nothing becomes less.
         if self._missing or not self._facts:
             return
-        fraction = max(memory_fraction(*facts) for facts in self._facts.values())
-        used_bytes = sum(used for used, _ in self._facts.values())
-        if len(self._facts) == primaries:
+        # One that does not answer is as full as it was; so is one whose place another has, until that one answers.
+        if all(slot in self._facts for slot in slots):
+            self._facts = {slot: self._facts[slot] for slot in slots}
             limits = [limit for _, limit in self._facts.values()]
-            self.fraction, self.used_bytes = fraction, used_bytes
             self.limit_bytes = sum(limits) if all(limits) else 0
-        else:
-            self.fraction, self.used_bytes = max(self.fraction, fraction), max(self.used_bytes, used_bytes)
+        self.fraction = max(memory_fraction(*facts) for facts in self._facts.values())
+        self.used_bytes = sum(used for used, _ in self._facts.values())
 
 
 def memory_facts(info: bytes) -> tuple[int, int] | None:
