@@ -22,6 +22,7 @@ from carpool.core.errors import (
     DeadlineExceeded,
     InternalError,
     QueueFull,
+    QueueTimeout,
     UpstreamFailed,
 )
 from carpool.core.outcome import Output
@@ -137,6 +138,37 @@ class TestConnections:
         await gateway.until_mode("redis")
         await own_halves.until_entries(len(NAMES) - 1)
         assert leaver.id not in {entry.request_id for entry in await own_halves.entries()}
+
+    async def test_one_whose_time_in_the_queue_is_over_while_its_shard_is_away(self, own_halves: Halves) -> None:
+        gateway = await own_halves.gateway()
+        await queued(own_halves, gateway, "late", queue_timeout_s=0.05)
+        await queued(own_halves, gateway, *NAMES)
+        await asyncio.sleep(0.06)
+        await own_halves.cut()
+        await gateway.until_mode("down")
+        gateway.queue.expire(monotonic())
+        assert {name: type(outcome) for name, outcome in gateway.outcomes().items()} == {"late": QueueTimeout}
+        await gateway.until_mode("redis")
+        await own_halves.until_entries(len(NAMES))
+        assert "late" not in {entry.request_id for entry in await own_halves.entries()}
+
+    async def test_who_leaves_or_is_late_after_it_was_handed_on(self, own_halves: Halves) -> None:
+        gateway = await own_halves.gateway(with_upstream=True)
+        await queued(own_halves, gateway, "leaves", "late", "stays")
+        leaver, late, _ = gateway.queue.parking.requests()
+        await own_halves.cut(READER)
+        await gateway.until_mode("direct")
+        local = gateway.local
+        assert local is not None and local.depth == 3
+        gateway.queue.cancel(leaver)
+        gateway.queue.settle(late, DeadlineExceeded("its time is over"))
+        await gateway.until_mode("redis")
+        await own_halves.until_entries(0)
+        assert [request.id for request in local.waiting_requests()] == ["stays"]
+        gateway.queue.reply_came(reply_to(1))  # from a batcher that had it
+        told = {name: type(outcome) for name, outcome in gateway.outcomes().items()}
+        assert told == {"leaves": ClientLeft, "late": DeadlineExceeded}
+        assert (local.held, gateway.queue.parking.held, gateway.queue.parking.late_outcomes) == (1, 0, 1)
 
     async def test_a_client_that_leaves_while_redis_hangs(self, tmp_path: Path) -> None:
         """Nobody knows yet that its shard is away: Redis dies before it reads what it is asked."""
@@ -336,6 +368,19 @@ class TestWhoLeaves:
         await halves.until_entries(1)
         assert [entry.request_id for entry in await halves.entries()] == ["stays"]
         assert gateway.queue.parking.held == 1
+
+    async def test_its_time_in_the_queue_is_over_before_the_id_is_known(self, halves: Halves) -> None:
+        gateway = await halves.gateway()
+        gateway.nodes.keep_replies("arrived")
+        gateway.submit("late", queue_timeout_s=0.01)
+        gateway.submit("stays")
+        await until(lambda: gateway.nodes.kept == 1)
+        await asyncio.sleep(0.02)
+        gateway.queue.expire(monotonic())
+        assert {name: type(outcome) for name, outcome in gateway.outcomes().items()} == {"late": QueueTimeout}
+        gateway.nodes.let_replies_come()
+        await halves.until_entries(1)
+        assert [entry.request_id for entry in await halves.entries()] == ["stays"]
 
     async def test_while_its_outcome_is_on_the_way(self, halves: Halves) -> None:
         gateway, batcher = await halves.gateway(), await halves.batcher()
