@@ -8,7 +8,6 @@ from typing import ClassVar
 import msgspec
 
 from carpool.broker.redis.fleet.view import Beat
-from carpool.broker.sides import Mode
 from carpool.composition.batcher import BatcherHalf, make_broker
 from carpool.composition.meeting import Meeting
 from carpool.composition.process import EXPIRY_TICK_S, Process
@@ -16,7 +15,7 @@ from carpool.composition.redis_batcher import RedisBatcherHalf
 from carpool.composition.redis_gateway import RedisGatewayHalf
 from carpool.core.names import Role
 from carpool.core.request import QUEUED, state_of
-from carpool.core.snapshot import Numbers, Snapshot
+from carpool.core.snapshot import Mode, Numbers, Snapshot
 from carpool.face.http.admin import FoundRequest
 
 logger = logging.getLogger("carpool")

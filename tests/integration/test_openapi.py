@@ -15,9 +15,8 @@ from hypothesis import settings
 from carpool.core.dead_letter import Replayed, ReplayReport
 from carpool.core.problem import Problem
 from carpool.core.request import RequestState
+from carpool.core.snapshot import FleetState, Health
 from carpool.face.http.answers import (
-    FleetShown,
-    Health,
     InferenceAnswer,
     PredictAnswer,
     Ready,
@@ -114,7 +113,7 @@ def test_answers_say_no_more_and_no_less_than_their_types(gateway: GatewayProces
     assert inference(POISON).read_as(Problem).status == 422
     assert admin("GET", "health").read_as(Health).status == "healthy"
     assert admin("GET", "ready").read_as(Ready).ready
-    assert admin("GET", "fleet").read_as(FleetShown).models
+    assert admin("GET", "fleet").read_as(FleetState).models
     letter, *_ = admin("GET", "dead-letters").read_as(LettersListed).dead_letters
     assert admin("GET", f"dead-letters/{letter.id}").read_as(LetterShown).cause == "input-refused"
     assert admin("POST", f"dead-letters/{letter.id}/replay").read_as(Replayed).id == letter.id

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from carpool.face.http.answers import FleetShown, Health
+from carpool.core.snapshot import FleetState, Health
 from support.client import ask_once, inference_body
 from support.processes import PATIENCE_S, until
 from support.redis_servers import RedisServer
@@ -107,7 +107,7 @@ async def test_a_task_of_one_gateway_is_told_by_the_other(tmp_path: Path, redis_
         assert [await answer(one, "abc"), await answer(other, "xyz")] == ["cba", "zyx"]
         await until(lambda: sees(one_admin, gateways=2, batchers=2, healthy_slots=16))
         assert (await ask_once(one_admin, "GET", "/internal/health")).read_as(Health).broker == "redis"
-        assert (await ask_once(one_admin, "GET", "/internal/fleet")).read_as(FleetShown).batchers
+        assert (await ask_once(one_admin, "GET", "/internal/fleet")).read_as(FleetState).batchers
         for each in fleet:
             each.process.terminate()
         assert [await each.status() for each in fleet] == [0, 0, 0, 0]

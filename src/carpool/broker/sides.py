@@ -3,16 +3,14 @@
 `broker/redis` has one of each: `gateway/queue.py` and `batcher/feed.py`.
 """
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 from carpool.broker.parking import Parking
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Outcome
 from carpool.core.ports import RequestQueue
 from carpool.core.request import Request
-
-# How requests are served now: by batchers, by this process itself, or not at all.
-Mode = Literal["redis", "direct", "down"]
+from carpool.core.snapshot import Mode
 
 
 class GatewaySide(RequestQueue, Protocol):

@@ -25,12 +25,11 @@ from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import Keys, line_name
 from carpool.broker.redis.steps import Steps
-from carpool.broker.sides import Mode
 from carpool.composition.batcher import BatcherHalf
 from carpool.composition.ground import Ground
 from carpool.core.errors import CarpoolError
 from carpool.core.names import Role
-from carpool.core.snapshot import FleetState, Health, OutcomeNumbers, RedisNumbers
+from carpool.core.snapshot import FleetState, Health, Mode, OutcomeNumbers, RedisNumbers
 from carpool.service import ModelFace
 from carpool.settings import ConfigError, Settings, broker_address, models_of
 

@@ -5,13 +5,12 @@ from functools import partial
 from carpool.broker.redis.fleet.view import Beat
 from carpool.broker.redis.formats import Reply
 from carpool.broker.redis.gateway.queue import RedisQueue
-from carpool.broker.sides import Mode
 from carpool.composition.batcher import BatcherHalf
 from carpool.composition.gateway import GatewayHalf
 from carpool.composition.meeting import Meeting
 from carpool.core.errors import CarpoolError
 from carpool.core.request import QUEUED, Request, RequestState, state_of
-from carpool.core.snapshot import RedisGatewayNumbers
+from carpool.core.snapshot import Mode, RedisGatewayNumbers
 from carpool.face.http.admin import FoundRequest
 
 # For so long after the last batcher was seen, requests are still queued: it may be about to come back.

@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from carpool.core.tally import Histogram
 
 Status = Literal["healthy", "degraded", "draining"]
+# How requests are served now: by batchers, by this process itself, or not at all.
+Mode = Literal["redis", "direct", "down"]
 EndpointStatus = Literal["healthy", "degraded", "offline"]
+Moment = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
 
 # By whom a number is shown: gateways and batchers over Redis (`serve --broker` is both), `serve` without Redis alone.
 Shown = Literal["all", "gateways, alone", "gateways", "batchers", "over Redis", "alone"]
@@ -23,69 +26,93 @@ Counts = Mapping[str, float]
 PairCounts = Mapping[tuple[str, str], float]
 
 
-class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """`/internal/health`; over Redis the numbers are of the whole fleet."""
+class Page(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What operators are shown as JSON, with all of its fields; `/openapi.json` is made from these types too."""
+
+
+class Health(Page, frozen=True, kw_only=True):
+    """Numbers of the moment; over Redis those of the whole fleet."""
 
     status: Status
-    # What is wrong, and what to change, where it is degraded.
-    problem: str | UnsetType = UNSET
+    problem: Annotated[str, Meta(description="what is wrong, and what to change, where it is degraded")] | UnsetType = (
+        UNSET
+    )
     gpu_utilization: float
     queue_depth: int
     requests_per_second: float
-    # Over Redis: how requests are served now.
-    broker: str | UnsetType = UNSET
+    broker: Annotated[Mode, Meta(description="how work is reached")] | UnsetType = UNSET
     healthy_slots: int | UnsetType = UNSET
-    gateways: int | UnsetType = UNSET
-    batchers: int | UnsetType = UNSET
+    gateways: Annotated[int, Meta(description="who live")] | UnsetType = UNSET
+    batchers: Annotated[int, Meta(description="who live")] | UnsetType = UNSET
 
 
-class EndpointState(msgspec.Struct, frozen=True, kw_only=True):
-    """One endpoint."""
+class EndpointState(Page, frozen=True, kw_only=True):
+    """One endpoint of a model."""
 
     endpoint: str
-    state: str
-    utilization: float
-    in_flight: int
-    limit: int
+    state: Annotated[str, Meta(extra_json_schema={"enum": ["healthy", "degraded", "offline"]})]
+    utilization: Annotated[float, Meta(description="as it reports it, else the busy share of its slots")]
+    in_flight: Annotated[int, Meta(description="calls under way")]
+    limit: Annotated[int, Meta(description="calls it may have at once: its slots, or fewer under load")]
     slots: int
-    breaker: str
-    # RFC 3339; None if it was never heard of.
-    last_heartbeat: str | None
-    # Over Redis: who calls it.
-    batcher: str | UnsetType = UNSET
+    breaker: Annotated[str, Meta(extra_json_schema={"enum": ["closed", "open", "half-open"]})]
+    last_heartbeat: Annotated[Moment | None, Meta(description="when a call or a probe was last answered well")]
+    batcher: Annotated[str, Meta(description="over Redis: who calls it")] | UnsetType = UNSET
 
 
-class ModelState(msgspec.Struct, frozen=True, kw_only=True):
+class ModelState(Page, frozen=True, kw_only=True):
     """One model and its endpoints."""
 
     slots: int
-    healthy_slots: int
-    capacity_rps: float
+    healthy_slots: Annotated[int, Meta(description="calls that the endpoints that work may have at once")]
+    capacity_rps: Annotated[float, Meta(description="healthy slots x largest batch / seconds a batch takes")]
     endpoints: Sequence[EndpointState]
-    # Owners whose inputs keep being refused.
+    offenders: Annotated[Sequence[str], Meta(description="owners whose inputs keep being refused, and who ride apart")]
+
+
+class MemberState(Page, frozen=True, kw_only=True):
+    """One process of the fleet."""
+
+    name: str
+    status: Annotated[str, Meta(extra_json_schema={"enum": ["ok", "draining", "offline"]})]
+    current_utilization: float
+    in_flight: int
+    last_heartbeat: Annotated[Moment, Meta(description="on the clock of Redis")]
+
+
+class GatewayState(MemberState, frozen=True, kw_only=True):
+    """A gateway."""
+
+    mode: Annotated[str, Meta(description="how it reaches the endpoints: over the broker, or by itself")]
+
+
+class ModelShare(Page, frozen=True, kw_only=True):
+    """One model at one batcher."""
+
+    slots: int
+    healthy_slots: int
+    in_flight: int
+    current_utilization: float
+    rate: float
+    mean_batch_size: float
+    capacity_rps: float
     offenders: Sequence[str]
 
 
-class MemberState(msgspec.Struct, frozen=True, kw_only=True):
-    """One process of a fleet."""
+class BatcherState(MemberState, frozen=True, kw_only=True):
+    """A batcher."""
 
-    name: str
-    status: str
-    current_utilization: float
-    in_flight: int
-    last_heartbeat: str
-    # How a gateway reaches the GPUs.
-    mode: str | UnsetType = UNSET
-    # The numbers of a batcher's models, without their endpoints.
-    models: Mapping[str, Mapping[str, object]] | UnsetType = UNSET
+    models: Mapping[str, ModelShare]
 
 
-class FleetState(msgspec.Struct, frozen=True, kw_only=True):
-    """`/internal/fleet`: the models, and over Redis every process."""
+class FleetState(Page, frozen=True, kw_only=True):
+    """Every endpoint of every model."""
 
     models: Mapping[str, ModelState]
-    gateways: Sequence[MemberState] | UnsetType = UNSET
-    batchers: Sequence[MemberState] | UnsetType = UNSET
+    gateways: (
+        Annotated[Sequence[GatewayState], Meta(description="over Redis: who lives, or did a minute ago")] | UnsetType
+    ) = UNSET
+    batchers: Sequence[BatcherState] | UnsetType = UNSET
 
 
 class Shows(NamedTuple):

@@ -12,7 +12,7 @@ from carpool.core.clock import rfc3339
 from carpool.core.dead_letter import DeadLetterSummary, dead_letter_causes
 from carpool.core.errors import CarpoolError, InternalError, Malformed, NotFound
 from carpool.core.ports import DeadLetterDesk
-from carpool.face.http.answers import Moment, OperatorsAnswer
+from carpool.core.snapshot import Moment, Page
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.router import Route, Router, query_of
@@ -28,7 +28,7 @@ LETTER_ID_MAX = 2**53 - 1
 Answer = tuple[int, bytes]
 
 
-class LetterListed(OperatorsAnswer):
+class LetterListed(Page, frozen=True):
     """A dead letter without its input."""
 
     id: int
@@ -47,7 +47,7 @@ class LetterListed(OperatorsAnswer):
     size: Annotated[int, Meta(description="bytes of input and parameters")]
 
 
-class LetterShown(LetterListed):
+class LetterShown(LetterListed, frozen=True):
     """A dead letter with its input."""
 
     owner: Annotated[str, Meta(description="whom it counts for: the client's address; empty if that is not known")]
@@ -55,14 +55,14 @@ class LetterShown(LetterListed):
     parameters: Annotated[Raw, Meta(extra_json_schema={"type": ["object", "null"]})]
 
 
-class LettersListed(OperatorsAnswer):
+class LettersListed(Page, frozen=True):
     """Some dead letters, and how many there are."""
 
     dead_letters: list[LetterListed]
     total: int
 
 
-class LettersDropped(OperatorsAnswer):
+class LettersDropped(Page, frozen=True):
     """How many there were."""
 
     dropped: int

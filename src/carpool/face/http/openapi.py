@@ -11,9 +11,8 @@ from carpool.core.dead_letter import Replayed, ReplayReport, dead_letter_causes
 from carpool.core.errors import CarpoolError, all_errors
 from carpool.core.problem import Problem
 from carpool.core.request import RequestState
+from carpool.core.snapshot import FleetState, Health
 from carpool.face.http.answers import (
-    FleetShown,
-    Health,
     InferenceAnswer,
     PredictAnswer,
     Ready,
@@ -143,7 +142,7 @@ def admin_openapi() -> bytes:
             "Whether to send requests here",
             {"200": answer("Ready", Ready), "503": answer("Not ready, and why", Ready)},
         ),
-        "/internal/fleet": get("fleet", "Every endpoint of every model", {"200": answer("The fleet", FleetShown)}),
+        "/internal/fleet": get("fleet", "Every endpoint of every model", {"200": answer("The fleet", FleetState)}),
         "/internal/requests/{id}": {
             "parameters": [request_id],
             **get(
@@ -155,7 +154,7 @@ def admin_openapi() -> bytes:
         "/openapi.json": DESCRIBED_BY_ITSELF,
     }
     letters = (LettersListed, LetterShown, LettersDropped, Replayed, ReplayReport)
-    schemas = schemas_of(Problem, Health, Ready, FleetShown, RequestState, *letters)
+    schemas = schemas_of(Problem, Health, Ready, FleetState, RequestState, *letters)
     return document("Carpool, for operators", paths, schemas)
 
 

@@ -12,7 +12,17 @@ import msgspec
 from msgspec import UNSET, Meta
 
 from carpool.core.clock import rfc3339
-from carpool.core.snapshot import EndpointState, FleetState, Health, MemberState, ModelState, Status
+from carpool.core.snapshot import (
+    BatcherState,
+    EndpointState,
+    FleetState,
+    GatewayState,
+    Health,
+    Mode,
+    ModelShare,
+    ModelState,
+    Status,
+)
 
 BEAT_BYTES_MAX = 256 * 1024
 MEMBERS_MAX = 1000
@@ -189,15 +199,15 @@ def fleet_state(view: FleetView) -> FleetState:
     names = dict.fromkeys(name for member in view.batchers for name in member.beat.models)
     return FleetState(
         models={name: _model_state(view, name) for name in names},
-        gateways=[_member_state(member, mode=member.beat.mode) for member in view.gateways],
+        gateways=[GatewayState(**_facts(member), mode=member.beat.mode) for member in view.gateways],
         batchers=[
-            _member_state(member, models={name: _numbers(beat) for name, beat in member.beat.models.items()})
+            BatcherState(**_facts(member), models={name: _share_of(beat) for name, beat in member.beat.models.items()})
             for member in view.batchers
         ],
     )
 
 
-def fleet_health(view: FleetView, unread: int, *, status: Status, broker: str, problem: str = "") -> Health:
+def fleet_health(view: FleetView, unread: int, *, status: Status, broker: Mode, problem: str = "") -> Health:
     """`/internal/health` over the whole fleet; `unread` requests wait in Redis."""
     serving = [beat for member in view.live_batchers() for beat in member.beat.models.values()]
     return Health(
@@ -319,22 +329,21 @@ def _model_state(view: FleetView, model: str) -> ModelState:
     )
 
 
-def _member_state(member: Member, **more: Any) -> MemberState:
-    beat = member.beat
-    return MemberState(
-        name=member.name,
-        status=member.status,
-        current_utilization=beat.current_utilization,
-        in_flight=beat.in_flight,
-        last_heartbeat=member.last_heartbeat,
-        **more,
-    )
+def _facts(member: Member) -> dict[str, Any]:
+    """What the page says of gateways and batchers alike."""
+    return {
+        "name": member.name,
+        "status": member.status,
+        "current_utilization": member.beat.current_utilization,
+        "in_flight": member.beat.in_flight,
+        "last_heartbeat": member.last_heartbeat,
+    }
 
 
-def _numbers(beat: ModelBeat) -> dict[str, Any]:
-    numbers = msgspec.structs.asdict(beat)
-    del numbers["endpoints"]
-    return numbers
+def _share_of(beat: ModelBeat) -> ModelShare:
+    facts = msgspec.structs.asdict(beat)
+    del facts["endpoints"]
+    return ModelShare(**facts)
 
 
 def _utilization(beats: Sequence[ModelBeat]) -> float:

@@ -31,7 +31,6 @@ from carpool.broker.redis.gateway.replies import ReplyReader
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.steps import Added, Addition, Queued, Steps
 from carpool.broker.redis.terms import QueueStream
-from carpool.broker.sides import Mode
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import (
     BrokerDown,
@@ -46,6 +45,7 @@ from carpool.core.errors import (
 from carpool.core.events import Events
 from carpool.core.outcome import Outcome
 from carpool.core.request import DONE, QUEUED, Request
+from carpool.core.snapshot import Mode
 from carpool.core.timers import Every, OncePerTurn
 
 logger = logging.getLogger("carpool.broker")
