@@ -17,12 +17,13 @@ from carpool.broker.redis.batcher.feed import LOOKS_A_LEASE
 from carpool.broker.redis.batcher.leases import Leases
 from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX
 from carpool.broker.redis.batcher.shards import HEADS_KNOWN_MAX
+from carpool.broker.redis.client.link import RedisFailure, ignore
 from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
 from carpool.broker.redis.formats import ENTRY_FORMAT, Header, decode_header, decode_value, encode_header, encode_record
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import GROUP
 from carpool.broker.redis.steps import Steps
-from carpool.broker.redis.terms import Head
+from carpool.broker.redis.terms import Head, Taken
 from carpool.core.clock import monotonic
 from carpool.core.errors import (
     CarpoolError,
@@ -818,6 +819,31 @@ class TestOrphansInAllShards:
             await halves.let_lapse(entry, 1)
         batcher.feed._look_at_all()
         await batcher.until_staged(16)
+
+
+class TestNoRoom:
+    async def test_what_is_read_is_told(self, halves: Halves) -> None:
+        """There was room for the reads but not for the script behind them: what they brought was nobody's."""
+        gateway = await halves.gateway()
+        gateway.submit("r")
+        await halves.until_entries(1)
+        (entry,) = await halves.entries()
+        stream = entry.shard.stream(entry.field)
+        nodes = await halves.nodes(pending_bytes_max=100_000)
+        steps, brought = Steps(nodes, halves.keys), 0
+        for room in (*range(50, 1500, 50), 90_000):
+            answers: list[Taken | RedisFailure] = []
+            nodes.send(0, ignore, b"ECHO", b"x" * (99_970 - room))
+            steps.read(entry.shard, b"b1", ["m"], [(entry.field, 1)], answers.append)
+            await until(partial(bool, answers))
+            await nodes.ask(0, b"PING")  # whatever was read is here
+            (entry,) = await halves.entries()
+            was_told = isinstance(answers[0], Taken) and bool(answers[0].streams)
+            assert (entry.owner == b"b1") is was_told, room
+            brought += was_told
+            await halves.client.xack(stream, GROUP, entry.id)
+            await halves.client.xgroup_setid(stream, GROUP, "0")
+        assert brought >= 1
 
 
 class TestWhoLeaves:

@@ -274,8 +274,7 @@ class Halves:
         self, name: bytes = b"b1", *, free: int = 100, largest: int = 64, started: bool = True, **options: Any
     ) -> Batcher:
         """One that is connected. If it is not `started`, it hears no bell and has no timers."""
-        nodes = self._connect(lambda: None)
-        await until(lambda: nodes.is_up(0))
+        nodes = await self.nodes()
         broker, model = local_broker(), SlotsModel(free, largest)
         steps = Steps(nodes, self.keys)
         bounds: LetterBounds = options.pop("letter_bounds", None) or letter_bounds()
@@ -291,6 +290,12 @@ class Halves:
             self._listeners += 1
             await until_seen(self._are_bells_heard)
         return Batcher(nodes, feed, broker, replies, model)
+
+    async def nodes(self, **options: Any) -> WatchedNodes:
+        """Connections of their own."""
+        nodes = self._connect(lambda: None, **options)
+        await until(lambda: nodes.is_up(0))
+        return nodes
 
     async def entries(self) -> list[QueueEntry]:
         """Everything in the queue."""

@@ -44,8 +44,9 @@ Found = TypeVar("Found")
 Argument = bytes | int | str
 # What came of a step.
 Done = Callable[[Found | RedisFailure], None]
-# More than the script behind additions ever takes on the wire.
-ARRIVED_BYTES_MAX = 64 * 1024
+# More than the script behind plain commands ever takes on the wire, and more than the read of a stream does.
+SCRIPT_BYTES_MAX = 64 * 1024
+READ_BYTES_MAX = 1024
 
 
 class Unreadable(RedisFailure):
@@ -172,7 +173,7 @@ class Steps:
             commands.append((packed, sum(map(len, packed))))
             arguments += (stream.field, stream.about, len(values), owner)
         # All of it or nothing: entries that no script tells of are not found, and it must count none that never came.
-        if not self.nodes.has_room(shard.slot, sum(size for _, size in commands) + ARRIVED_BYTES_MAX):
+        if not self.nodes.has_room(shard.slot, sum(size for _, size in commands) + SCRIPT_BYTES_MAX):
             no_room = NoRoom("too much waits for Redis")
             nothing = Added([[no_room] * len(packed) for packed, _ in commands], 0, 0, no_room)
             asyncio.get_running_loop().call_soon(done, nothing)
@@ -255,6 +256,10 @@ class Steps:
         """Take so many from each of these streams. A plain read costs Redis a quarter of a script that has to carry
         the entries; the script behind it only counts.
         """
+        # All of it or nothing: what comes when the script has failed is nobody's until its lease is over.
+        if not self.nodes.has_room(shard.slot, READ_BYTES_MAX * len(reads) + SCRIPT_BYTES_MAX):
+            asyncio.get_running_loop().call_soon(done, NoRoom("too much waits for Redis"))
+            return
         streams: list[Stream] = []
         for field, number in reads:
 
