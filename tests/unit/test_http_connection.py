@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from carpool.core.errors import CarpoolError, Malformed
-from carpool.face.http.connection import BACKLOG_ENTRY_BYTES, UNSENT_PARTS_MAX, Connection
+from carpool.face.http.connection import BACKLOG_ENTRY_BYTES, LINGER_S, UNSENT_PARTS_MAX, Connection
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.server import READ_BYTES_MIN, SWEEP_PARTS, HttpServer
@@ -268,7 +268,7 @@ def test_an_upgrade_keeps_the_rest_of_its_connection_header() -> None:
     face = Face(answer_at_once=True)
     face.feed(get("/x", "Connection: close, Upgrade", "Upgrade: h2c"))
     assert [answer.is_last for answer in face.answers] == [True]
-    assert face.transport.closed
+    assert face.transport.eof
 
 
 def test_a_1_0_client_that_asks_to_stay_is_told_so() -> None:
@@ -606,6 +606,31 @@ def test_a_write_that_stalls_ends_the_connection() -> None:
     assert face.transport.aborted
 
 
+def test_a_write_that_stalls_while_the_connection_closes_ends_it() -> None:
+    face = Face()
+    face.transport.waiting = 1000
+    face.transport.close()  # as the event loop does when a client ends its side
+    face.sweep()
+    face.sweep(LIMITS.write_timeout_s - 0.1)
+    assert not face.transport.aborted
+    face.sweep(0.1)
+    assert face.transport.aborted
+
+
+def test_a_client_has_a_moment_after_it_has_got_its_last_answer() -> None:
+    face = Face(answer_at_once=True)
+    face.transport.waiting = 100_000
+    face.feed(get("/a", "Connection: close"))
+    for _ in range(20):
+        face.sweep(LINGER_S)
+        face.transport.waiting -= READ_BYTES_MIN
+    face.transport.waiting = 0
+    face.sweep(LINGER_S / 2)
+    assert not face.transport.aborted
+    face.sweep(LINGER_S)
+    assert face.transport.aborted
+
+
 def test_a_client_that_reads_little_by_little_is_not_cut_off() -> None:
     face = Face()
     face.connection.bytes_out = 100_000
@@ -876,6 +901,28 @@ def test_an_http_1_0_client_gets_parts_until_the_connection_ends() -> None:
     assert face.transport.eof
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_nothing_follows_what_only_the_end_of_a_connection_ends(at_once: bool) -> None:
+    face = Face()
+
+    def route(exchange: Exchange) -> None:
+        face.route(exchange)
+        exchange.begin(200, b"text/plain")
+        if at_once:
+            exchange.end()
+
+    face.server.state.handler = route
+    face.feed(b"GET /a HTTP/1.0\r\nConnection: keep-alive\r\n\r\n" * 3 + b"GET /b HTT")
+    first, *behind = face.seen
+    if not at_once:
+        first.end()
+    assert face.left == behind  # those who work for them are told, and may answer all the same
+    for exchange in behind:
+        exchange.end()
+    face.sweep(LIMITS.receive_timeout_s)
+    assert face.transport.written.count(b"HTTP/1.1") == 1 and face.transport.eof
+
+
 def test_an_http_1_0_client_is_known_as_one_each_time() -> None:
     face = Face()
     for _ in range(2):
@@ -908,6 +955,17 @@ def test_end_of_file_tells_whoever_works_for_the_client() -> None:
             face.answer(exchange)
     assert face.transport.written == b""
     assert len(face.seen) == 4  # the backlog never runs
+
+
+def test_end_of_file_is_told_while_an_answer_is_on_its_way() -> None:
+    face = Face()
+    face.feed(get("/a") * 3)
+    face.answer(face.seen[0])
+    face.transport.waiting = 1000  # so the transport does not end yet
+    face.connection.eof_received()
+    assert face.left == face.seen[1:]
+    face.answer_all()
+    assert len(face.answers) == 1
 
 
 def test_a_defect_of_a_route_costs_one_request() -> None:

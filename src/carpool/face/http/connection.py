@@ -9,10 +9,11 @@ Rules, each with a test:
    and the backlog stand still. The server's sweep cuts it off when it stands still for `write_timeout_s`; and it is
    cut off at once if all such clients together leave more unread than `unread_bytes_max`.
    A client that we do not read from is never too slow: the receive deadline stands still with reading.
-4. A request that cannot be parsed is answered after those before it, and the connection closes. It closes
-   gently: the end of our side is sent and what still comes is thrown away for a moment, since closing on
+4. A request that cannot be parsed is answered after those before it, and the connection closes. Every connection
+   closes gently: the end of our side is sent and what still comes is thrown away for a moment, since closing on
    unread bytes would reset the connection and destroy the answer on its way.
-5. End of file is a hang-up: whoever works on an exchange of this connection is told at once.
+5. End of file is a hang-up: whoever works on an exchange of this connection is told at once, also if what was
+   answered before is still on its way.
 6. An `Upgrade` is ignored, as HTTP allows: the request is answered as the HTTP/1.1 request it also is.
 7. While the server drains, the last response of a connection says `Connection: close`; one that a further request
    follows, received whole or in part, does not. So a read is parsed to its end before its requests are handled.
@@ -56,7 +57,7 @@ BACKLOG_ENTRY_BYTES = 1024
 UNREAD_BYTES_MIN = 256 * 1024
 # So much of a response in parts may wait for its turn before its writer is told to wait.
 UNSENT_PARTS_MAX = 64 * 1024
-# How long a connection that was refused is still read from and thrown away (rule 4).
+# What still comes is read and thrown away for so long after the client has got its last answer (rule 4).
 LINGER_S = 1.0
 
 
@@ -72,6 +73,7 @@ class Connection(asyncio.Protocol):
     """One client connection. Times are the server's coarse clock: a quarter of a second is exact enough here."""
 
     __slots__ = (
+        "acked_ahead",
         "acked_then",
         "backlog",
         "body",
@@ -79,7 +81,6 @@ class Connection(asyncio.Protocol):
         "body_bytes",
         "body_bytes_then",
         "bytes_out",
-        "close_gently",
         "continue_owed",
         "framing_bytes",
         "headers",
@@ -99,6 +100,7 @@ class Connection(asyncio.Protocol):
         "pending",
         "pumping",
         "read_size",
+        "read_then",
         "reading_paused",
         "receiving_since",
         "stalled_since",
@@ -146,14 +148,16 @@ class Connection(asyncio.Protocol):
         self.pumping = False
         # No more input is parsed: a request was refused, or the last request of this connection has come.
         self.input_ended = False
-        # The client may still be sending when the last response is written.
-        self.close_gently = False
+        # When what is left of a connection that ends is given up; 0.0 while it does not end.
         self.linger_until = 0.0
         self.continue_owed = False
         # For the sweep: bytes handed to the transport, and its last sight of a buffer that does not empty.
         self.bytes_out = 0
         self.stalled_since = 0.0
         self.acked_then = 0
+        # The same when the client had last read everything, and how much more it had acknowledged: TLS adds to it.
+        self.read_then = 0
+        self.acked_ahead = 0
 
     # asyncio.Protocol
 
@@ -210,16 +214,23 @@ class Connection(asyncio.Protocol):
             self.known_heads.keep(data, self.parser.get_method(), self.target, self.headers)
 
     def eof_received(self) -> bool:
-        """The client hung up (rule 5); the transport closes and connection_lost does the rest."""
+        """The client hung up (rule 5). The transport closes when it has sent what it still has: that may take long."""
+        self.abandon()
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell everyone who works for this client that it is gone."""
+        """There is nobody to answer any more."""
         self.transport = None
-        self.input_ended = True
         del self.parser  # it refers back to here, and the collector that would free both runs rarely
-        self.drop_body()
         self.state.connections.discard(self)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Take no more requests, and tell everyone who works for this client that its answer will not leave."""
+        self.input_ended = True
+        self.receiving_since = 0.0
+        self.continue_owed = False
+        self.drop_body()
         while self.backlog:
             self.next_in_backlog()
         abandoned, self.pending = self.pending, deque()
@@ -244,6 +255,8 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
+        if self.input_ended:
+            raise EOFError("nothing is taken behind the last request")  # which answered itself while a read was parsed
         self.receiving_since = self.state.coarse_now
         self.target = b""
         self.pairs = []
@@ -382,8 +395,7 @@ class Connection(asyncio.Protocol):
     def refuse_because(self, failure: Exception) -> None:
         """The parser stopped: by its own judgement, by ours, or by a defect of ours."""
         if self.input_ended:
-            self.close_gently = True  # bytes after the last request (rule 8)
-            self.pump()  # which may wait in the backlog
+            self.pump()  # bytes after the last request (rule 8), which may wait in the backlog
             return
         cause = failure.__context__
         if not isinstance(failure, httptools.HttpParserCallbackError):
@@ -397,7 +409,6 @@ class Connection(asyncio.Protocol):
     def refuse(self, error: CarpoolError) -> None:
         """Answer what could not be received, after the requests before it, and close (rule 4)."""
         self.input_ended = True
-        self.close_gently = True
         self.receiving_since = 0.0
         self.continue_owed = False
         self.drop_body()
@@ -440,7 +451,7 @@ class Connection(asyncio.Protocol):
             return
         if exchange.is_http_1_0:
             exchange.keep_alive = False
-            self.input_ended = self.close_gently = True
+            self.input_ended = True
         else:
             headers += b"Transfer-Encoding: chunked\r\n"
         headers += self.connection_line(exchange)
@@ -585,13 +596,13 @@ class Connection(asyncio.Protocol):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def finish_output(self, transport: asyncio.Transport) -> None:
-        """The last response is written: close, gently if the client may still be sending (rule 4)."""
-        if not self.close_gently:
-            transport.close()
-            return
+        """The last response is written: close gently, for the client may still be sending (rule 4)."""
+        self.abandon()  # what came behind a response that only the end of the connection can end
         self.linger_until = self.state.coarse_now + LINGER_S
-        if transport.can_write_eof():
-            transport.write_eof()
+        if not transport.can_write_eof():
+            transport.close()  # TLS has an end of its own to send, and throws away what still comes by itself
+            return
+        transport.write_eof()
         if self.reading_paused:
             self.resume_reading(transport)
 
@@ -600,7 +611,6 @@ class Connection(asyncio.Protocol):
         if self.backlog or self.receiving_since or not self.pending or self.pending[-1] is not exchange:
             return False
         self.input_ended = True
-        self.close_gently = True
         return True
 
     # Small helpers

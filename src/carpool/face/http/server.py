@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
 from carpool.core.timers import Every
-from carpool.face.http.connection import UNREAD_BYTES_MIN, Connection
+from carpool.face.http.connection import LINGER_S, UNREAD_BYTES_MIN, Connection
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.state import HttpLimits, HttpState
 
@@ -25,15 +25,16 @@ BACKLOG = 4096
 ACCEPTED_AT_ONCE = 64
 NO_FILES_PAUSE_S = 0.1
 _NO_FILES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
-# At the end of listening, who has not agreed upon TLS yet has so long; and a client so long to say that it has left.
+# At the end of listening, who has not agreed upon TLS yet has so long.
 LAST_HANDSHAKES_S = 1.0
-TLS_SHUTDOWN_S = 2.0
+# The event loop would cut off so long after the last answer whoever still reads it. That is for the sweep to judge.
+TLS_SHUTDOWN_S = 86400.0
 # Of an answer that waits for it a client must read so much in `write_timeout_s`.
 READ_BYTES_MIN = 4096
-# With TLS, less than this unread is not looked for: the kernel has room for it.
+# With TLS, whether all was read is looked at each time that so much more was sent.
 HIDDEN_BYTES_MIN = 64 * 1024
-# Where the bytes that the other end has acknowledged stand in the kernel's struct tcp_info.
-_BYTES_ACKED_AT = 120
+# What is needed of the kernel's struct tcp_info: segments not acknowledged, bytes acknowledged, bytes not sent yet.
+_TCP_INFO = struct.Struct("24x I 92x Q 16x I")
 
 
 class HttpServer:
@@ -182,23 +183,26 @@ class HttpServer:
     def sweep(self, connection: Connection) -> None:
         """Close what is too slow: a request trickling in, an idle connection, a client that does not read."""
         transport = connection.transport
-        if transport is None or transport.is_closing():
+        if transport is None:
             return
         limits = self.state.limits
         # A sweep comes every quarter second: act before the limit rather than after it.
         now = self.state.coarse_now + TICK_S * SWEEP_PARTS
+        # All that is left to do for it is to see that its client gets the last answer.
+        is_ending = connection.linger_until > 0.0 or transport.is_closing()
         waiting = transport.get_write_buffer_size()
-        if self._tls is not None and connection.bytes_out - connection.acked_then >= HIDDEN_BYTES_MIN:
-            waiting = max(waiting, self._hidden_bytes(connection, transport))
+        if is_ending or (self._tls is not None and connection.bytes_out - connection.read_then >= HIDDEN_BYTES_MIN):
+            waiting = max(waiting, hidden_bytes(connection, transport))
         if connection.writing_paused or waiting >= UNREAD_BYTES_MIN:
             self._unread_seen += waiting
             if self.state.unread_bytes > limits.unread_bytes_max and waiting >= UNREAD_BYTES_MIN:
                 transport.abort()
                 return
-        if connection.linger_until and waiting == 0:
-            if now >= connection.linger_until:
+        if is_ending:
+            if waiting or not connection.linger_until:
+                connection.linger_until = now + LINGER_S
+            elif now >= connection.linger_until:
                 transport.abort()
-            return
         if connection.receiving_since and now - connection.receiving_since >= limits.receive_timeout_s:
             if connection.reading_paused or connection.continue_owed:
                 pass  # it is we who keep the client waiting
@@ -208,33 +212,21 @@ class HttpServer:
         if waiting == 0:
             connection.stalled_since = 0.0
             if (
-                not connection.pending
+                not is_ending
+                and not connection.pending
                 and not connection.receiving_since
                 and now - connection.idle_since >= limits.idle_timeout_s
             ):
                 transport.close()
             return
         # What was acknowledged, not what left: the kernel takes much at a time, a slow client reads little by little.
-        acked = acked_bytes(transport)
-        if acked is None:
-            acked = connection.bytes_out - waiting
+        progress = tcp_progress(transport)
+        acked = connection.bytes_out - waiting if progress is None else progress[0]
         if connection.stalled_since == 0.0 or acked - connection.acked_then >= READ_BYTES_MIN:
             connection.stalled_since = now
             connection.acked_then = acked
         elif now - connection.stalled_since >= limits.write_timeout_s:
             transport.abort()
-
-    def _hidden_bytes(self, connection: Connection, transport: asyncio.Transport) -> int:
-        """What a client with TLS has not read, about: the transport below that of TLS tells nobody what it holds."""
-        acked = acked_bytes(transport)
-        if acked is None:
-            return 0
-        unread = connection.bytes_out - acked
-        if unread < HIDDEN_BYTES_MIN:
-            connection.acked_then = acked  # all is well: look again when so much more was sent
-            connection.stalled_since = 0.0
-            return 0
-        return unread
 
 
 def close_after_the_last(listener: socket.socket) -> list[socket.socket]:
@@ -253,13 +245,28 @@ def close_after_the_last(listener: socket.socket) -> list[socket.socket]:
     return accepted
 
 
-def acked_bytes(transport: asyncio.Transport) -> int | None:
-    """Bytes that the other end has acknowledged since the connection began; None if the kernel does not tell."""
+def hidden_bytes(connection: Connection, transport: asyncio.Transport) -> int:
+    """What a client has not read, about, with what the kernel holds, and the transport below that of TLS, in secret."""
+    progress = tcp_progress(transport)
+    if progress is None:
+        return 0
+    acked, is_all = progress
+    if is_all:
+        connection.read_then = connection.bytes_out
+        connection.acked_ahead = acked - connection.bytes_out
+        return 0
+    # At least one: what TLS added since then counts as read, and a client may have collected much of that.
+    return max(1, connection.bytes_out + connection.acked_ahead - acked)
+
+
+def tcp_progress(transport: asyncio.Transport) -> tuple[int, bool] | None:
+    """Bytes that the other end has acknowledged so far, and whether the kernel has no others; None if it is silent."""
     connected = transport.get_extra_info("socket")
     if connected is None:
         return None
     try:
-        info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED_AT + 8)
-        return int(struct.unpack_from("Q", info, _BYTES_ACKED_AT)[0])
+        info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        unacked, acked, unsent = _TCP_INFO.unpack(info)
     except (OSError, struct.error, AttributeError):
         return None
+    return acked, not unacked and not unsent
