@@ -87,7 +87,11 @@ class GatewaySettings(Section, frozen=True):
     receive_timeout_s: Annotated[Seconds, doc("a request must have arrived whole within this (408)")] = 10.0
     idle_timeout_s: Annotated[Seconds, doc("a connection with no request is closed after this")] = 75.0
     write_timeout_s: Annotated[
-        Seconds, doc("a client that reads less than 4 KB of an answer in this time is cut off")
+        Seconds,
+        doc(
+            "a client that takes less than 4 KB of an answer in this time is cut off; what a slow one reads shows in "
+            "steps of up to half of its system's receive buffer"
+        ),
     ] = 10.0
     pipeline_max: Annotated[Count, doc("requests in flight on one connection before reading pauses")] = 32
     connections_max: Annotated[int, doc("open client connections; 0: what the file limit allows", ge=0)] = 0
