@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,6 +198,42 @@ async def journal() -> AsyncIterator[Journal]:
         None, asyncio.get_running_loop(), result_ttl_s=60.0, dead_letter_ttl_s=60.0, stored_bytes_max=10_000
     )
     yield journal
+    await journal.close()
+
+
+async def test_a_task_that_was_restored_is_admitted_too(tmp_path: Path) -> None:
+    clock, log = FakeClock(), EventLog()
+
+    def open_journal() -> Journal:
+        return Journal.open(
+            tmp_path / "journal.db",
+            asyncio.get_running_loop(),
+            result_ttl_s=60.0,
+            dead_letter_ttl_s=60.0,
+            stored_bytes_max=10_000,
+            clock=clock,
+        )
+
+    def make_broker() -> MemoryBroker:
+        broker = MemoryBroker(waiting_max=9, bytes_max=1000, lanes_max=9, tiers=1, clock=clock)
+        broker.when_work_arrives("m", lambda lane: None)
+        return broker
+
+    journal = open_journal()
+    accepted: asyncio.Future[CarpoolError | None] = asyncio.get_running_loop().create_future()
+    request = make_request("t", Witness(), now=clock(), is_task=True, total_timeout_s=60.0)
+    Tasks(make_broker(), journal, clock=clock).submit(request, accepted.set_result)
+    assert await accepted is None
+    await journal.close()
+
+    journal, broker = open_journal(), make_broker()
+    broker.events.subscribe(log)
+    tasks = Tasks(broker, journal, clock=clock)
+    assert tasks.restore(frozenset("m"), lambda tier, now: now) == 1
+    tasks.send_restored()
+    (lane,) = broker.lanes("m")
+    broker.settle_batch(broker.take(lane, 1, clock()), [make_output(b"1")])
+    assert log.kinds() == ["admitted", "taken", "settled"]
     await journal.close()
 
 

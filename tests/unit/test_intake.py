@@ -1,6 +1,8 @@
 """The way in (`face/intake.py`): one request, several that belong together, tasks."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -153,6 +155,25 @@ async def test_a_group_that_is_left_is_told_nothing(house: House) -> None:
     house.group.leave()
     assert house.told == [] and house.broker.held == 0
     assert house.take() == []
+
+
+@pytest.mark.parametrize("outcome", [make_output(b"1"), InputRefused("no")])
+async def test_of_a_group_that_is_over_nothing_is_kept_with_its_requests(house: House, outcome: Outcome) -> None:
+    class Told(list[Sequence[Outcome]]):
+        """What a face keeps for a call."""
+
+    told = Told()
+    house.intake.ask_all(
+        caller=ANYBODY, model=house.model, parameters=b"", values=[b'"a"'] * 2, request_id="r", answer=told.append
+    )
+    for request in house.take():
+        house.broker.settle(request, outcome)
+    assert len(told) == 1
+    kept = weakref.ref(told)
+    del told, request
+    gc.collect()
+    assert house.intake.find_recent("r.0") is not None
+    assert kept() is None
 
 
 async def test_a_group_of_none_is_answered(house: House) -> None:

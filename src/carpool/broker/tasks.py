@@ -91,6 +91,8 @@ class Tasks:
             except CarpoolError as error:
                 fault = error
             self._broker.hold(request)  # after `prepare`, which may have made it larger
+            if self._broker.events.subscribers:
+                self._broker.events.admitted(request)
             if fault is not None:
                 self._broker.settle(request, fault)
             else:

@@ -24,7 +24,7 @@ class Subscriber(Protocol):
     """Whoever wants to know. Requests and batches are to be looked at, never changed or kept."""
 
     def admitted(self, request: Request) -> None:
-        """A request came in, at `request.arrived`; over Redis a task when Redis has it."""
+        """A request came in, at `request.arrived`, or was restored then; over Redis a task when Redis has it."""
         ...
 
     def taken(self, batch: Sequence[Request]) -> None:

@@ -248,22 +248,33 @@ class Group:
         """Take the outcome of one of them."""
         if self.is_over:
             return
+        answer, outcomes = self._answer, self._outcomes
         if isinstance(outcome, CarpoolError):
             self.leave()
             if not isinstance(outcome, ClientLeft):
-                self._answer([outcome])
+                answer([outcome])
             return
-        self._outcomes[request.ticket] = outcome
+        outcomes[request.ticket] = outcome
         self._missing -= 1
         if not self._missing:
-            self.is_over = True
-            self._answer([each for each in self._outcomes if each is not None])
+            self._end()
+            answer([each for each in outcomes if each is not None])
 
     def leave(self) -> None:
         """Nobody waits for any of them any more."""
-        self.is_over = True
-        for request in self.requests:
+        requests = self.requests
+        self._end()
+        for request in requests:
             self._intake.cancel(request)  # does nothing to those that have an outcome
+
+    def _end(self) -> None:
+        # The requests are kept for a while, and so is their waiter: what it was told, and whom it tells, must not be.
+        self.is_over = True
+        self._outcomes, self.requests, self._answer = [], [], _tell_nobody
+
+
+def _tell_nobody(outcomes: Sequence[Outcome]) -> None:
+    """Whoever waited was told, or left."""
 
 
 class _Nobody:
