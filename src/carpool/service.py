@@ -269,7 +269,7 @@ class ModelService(ModelFace):
 
     def measure(self, seconds: float) -> None:
         """Work out the rates of the last `seconds`."""
-        arrivals, busy_s = self._broker.arrivals[self.name], self.pool.busy_seconds()
+        arrivals, busy_s = self._broker.arrivals(self.name), self.pool.busy_seconds()
         self.rate += RATE_WEIGHT * ((arrivals - self._arrivals_then) / seconds - self.rate)
         used = (busy_s - self._busy_s_then) / (seconds * self.pool.total())
         self.utilization += RATE_WEIGHT * (min(used, 1.0) - self.utilization)

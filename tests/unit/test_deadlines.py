@@ -9,8 +9,8 @@ from carpool.testing import Witness, make_request
 from support.memory import WatchedRequests
 
 
-def request(name: str = "r") -> Request:
-    return make_request(name, Witness(), now=0.0)
+def request(name: str = "r", *, waits_s: float = 1.0, now: float = 0.0) -> Request:
+    return make_request(name, Witness(), now=now, queue_timeout_s=waits_s)
 
 
 def settled(watched: WatchedRequests) -> Request:
@@ -26,9 +26,9 @@ def watched() -> WatchedRequests:
 
 def test_each_line_is_due_in_its_own_time() -> None:
     deadlines = Deadlines()
-    slow, quick, odd = request("slow"), request("quick"), request("odd")
-    deadlines.add(slow, 10.0, "slow")
-    deadlines.add(quick, 1.0, "quick")
+    slow, quick, odd = request("slow", waits_s=10.0), request("quick"), request("odd")
+    deadlines.add(slow)
+    deadlines.add(quick)
     deadlines.add_unordered(odd, 5.0)
     assert deadlines.due(0.9) == []
     assert deadlines.due(1.0) == [quick]
@@ -56,18 +56,20 @@ def test_the_settled_are_not_told(watched: WatchedRequests) -> None:
     deadlines = Deadlines()
     living = request()
     for each in (settled(watched), living, settled(watched)):
-        deadlines.add(each, 1.0, "line")
+        deadlines.add(each)
+        deadlines.add_end(each)
         deadlines.add_unordered(each, 1.0)
     del each
-    assert deadlines.due(2.0) == [living, living]
+    assert deadlines.due(1e9) == [living, living, living]
     assert watched.kept() == 0
 
 
 def test_the_settled_at_a_head_go_before_their_time(watched: WatchedRequests) -> None:
     deadlines = Deadlines()
-    deadlines.add(settled(watched), 600.0, "line")
+    deadlines.add(settled(watched))
+    deadlines.add_end(settled(watched))
     deadlines.add_unordered(settled(watched), 600.0)
-    assert watched.kept() == 2
+    assert watched.kept() == 3
     deadlines.due(0.0)
     assert watched.kept() == 0
 
@@ -77,17 +79,17 @@ def test_one_that_lasts_does_not_keep_all_the_settled_behind_it(watched: Watched
     """A task that waits ten minutes must not hold the memory of all that came and went after it."""
     deadlines = Deadlines()
 
-    def add(each: Request, due: float) -> None:
+    def add(each: Request) -> None:
         if ordered:
-            deadlines.add(each, due, "line")
+            deadlines.add(each)
         else:
-            deadlines.add_unordered(each, due)
+            deadlines.add_unordered(each, 600.0)
 
-    lasts = request()
-    add(lasts, 600.0)
+    lasts = request(waits_s=2.0, now=598.0)  # as long as the others: in one line with them
+    add(lasts)
     most = 0
     for number in range(10 * REBUILD_MIN):
-        add(settled(watched), 600.0 + number)
+        add(settled(watched))
         if number % 100 == 0:
             assert deadlines.due(1.0) == []
             most = max(most, watched.kept())
@@ -97,10 +99,23 @@ def test_one_that_lasts_does_not_keep_all_the_settled_behind_it(watched: Watched
 
 def test_the_living_all_survive_a_clearance(watched: WatchedRequests) -> None:
     deadlines = Deadlines()
-    living = [request(str(number)) for number in range(REBUILD_MIN)]
+    living = [request(str(number), now=float(number)) for number in range(REBUILD_MIN)]
+    ending = request(waits_s=3.0)
+    deadlines.add_end(ending)
     for number, each in enumerate(living):
-        deadlines.add(each, float(number), "line")
-        deadlines.add(settled(watched), float(number), "line")
+        deadlines.add(each)
+        deadlines.add(settled(watched))
         deadlines.add_unordered(settled(watched), float(number))
     assert deadlines.due(-1.0) == []
-    assert deadlines.due(1e9) == living
+    assert deadlines.due(1e9) == [*living, ending]
+
+
+def test_at_the_end_it_is_due_once_more() -> None:
+    deadlines = Deadlines()
+    each = request(waits_s=1.0)
+    deadlines.add(each)
+    assert deadlines.due(1.0) == [each]
+    deadlines.add_end(each)
+    assert deadlines.due(each.deadline - 0.1) == []
+    assert deadlines.due(each.deadline) == [each]
+    assert deadlines.due(1e9) == []

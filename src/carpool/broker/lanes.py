@@ -63,14 +63,15 @@ class Lane:
         self.waiting += 1
         self.waiting_bytes += request.size
         self.arrivals += 1
-        self._tier_of(request).append(request)
+        tier = request.tier + self._task_lines if request.is_task else request.tier
+        self._tiers[tier].append(request)
 
     def put_back(self, request: Request) -> None:
         """Let a request that was taken wait again, before those behind it: it has waited already."""
         request.phase = QUEUED
         self.waiting += 1
         self.waiting_bytes += request.size
-        tier = self._tier_of(request)
+        tier = self._tiers[request.tier + self._task_lines if request.is_task else request.tier]
         if tier and tier[-1].place <= request.place:  # one that moves to this lane from another
             tier.append(request)
             return
@@ -142,30 +143,35 @@ class Lane:
 
         Returns the bytes left; below 0 if there is no room for the next one.
         """
-        while tier and len(batch) < count and bytes_left >= 0:
-            request = tier[0]
+        popleft, add = tier.popleft, batch.append
+        room = count - len(batch)
+        before = len(batch) + len(expired)
+        taken_bytes = 0
+        while tier and room:
+            request = popleft()
             if request.phase == DONE:
                 self._dead -= 1
-            elif bound is not None and request.place > bound:
-                return bytes_left
+                continue
+            if bound is not None and request.place > bound:
+                tier.appendleft(request)
+                break
+            size = request.size
+            if request.deadline <= now:
+                expired.append(request)
+            elif size > bytes_left and (batch or size > room_bytes):
+                tier.appendleft(request)
+                bytes_left = -1.0
+                break
             else:
-                is_live = request.deadline > now
-                if is_live and request.size > bytes_left and (batch or request.size > room_bytes):
-                    return -1.0
-                self.waiting -= 1
-                self.waiting_bytes -= request.size
-                request.phase = RUNNING
-                request.taken = now
-                if is_live:
-                    bytes_left -= request.size
-                    batch.append(request)
-                else:
-                    expired.append(request)
-            tier.popleft()
+                bytes_left -= size
+                room -= 1
+                add(request)
+            request.phase = RUNNING
+            request.taken = now
+            taken_bytes += size
+        self.waiting -= len(batch) + len(expired) - before
+        self.waiting_bytes -= taken_bytes
         return bytes_left
-
-    def _tier_of(self, request: Request) -> deque[Request]:
-        return self._tiers[request.tier + self._task_lines if request.is_task else request.tier]
 
     def _live_tiers(self) -> list[deque[Request]]:
         """The tiers with somebody waiting, highest first, the dead removed from their heads."""

@@ -61,9 +61,10 @@ class MemoryBroker:
         self._bytes_freed: dict[str, Callable[[], None]] = {}
         self._arrived: dict[str, Callable[[LaneQueue], None]] = {}
         self._deadlines = Deadlines()
-        # For metrics: arrivals by model, outcomes by code, and how long requests waited for a slot. Those that another
-        # broker holds (Redis) are counted there, when that one has their outcome.
-        self.arrivals: dict[str, int] = {}
+        # By model: arrivals in lanes that were dropped.
+        self._arrivals_gone: dict[str, int] = {}
+        # For metrics: outcomes by code, and how long requests waited for a slot. Those that another broker holds
+        # (Redis) are counted there, when that one has their outcome.
         self.outcomes: dict[str, int] = {}
         self.waited = Histogram(SECONDS_BOUNDS)
 
@@ -78,6 +79,11 @@ class MemoryBroker:
     def depth_of(self, model: str) -> int:
         """Requests of one model that wait for a slot."""
         return sum(lane.waiting for lane in self._active[model].values())
+
+    def arrivals(self, model: str) -> int:
+        """Requests of one model that have come so far. The lanes count them already: here they are only summed up."""
+        idle = (lane for lane in self._idle.values() if lane.model == model)
+        return self._arrivals_gone[model] + sum(lane.arrivals for lane in (*self._active[model].values(), *idle))
 
     def others_wait(self, model: str) -> bool:
         """Whether a request waits whose owner is no offender."""
@@ -106,7 +112,7 @@ class MemoryBroker:
         self._active.setdefault(model, {})
         self._opened.setdefault(model, {})
         self._running_bytes.setdefault(model, 0)
-        self.arrivals.setdefault(model, 0)
+        self._arrivals_gone.setdefault(model, 0)
 
     def when_bytes_free(self, model: str, ring: Callable[[], None]) -> None:
         """Have `ring` called when fewer bytes are under way than before."""
@@ -117,27 +123,27 @@ class MemoryBroker:
         return self._running_bytes[model]
 
     def submit(self, request: Request) -> CarpoolError | None:
-        """Queue the request, or say why not."""
-        refusal = self.reserve(request)
-        if refusal is None:
-            # Before it is queued: it may fill a batch, which is taken at once.
-            if self.events.subscribers:
-                self.events.admitted(request)
-            self.enqueue(request)
-        return refusal
+        """Queue the request, or say why not: `reserve` and `enqueue`, on the hot path."""
+        held_bytes = self.held_bytes + request.size
+        if self.held >= self.waiting_max or held_bytes > self.bytes_max or request.parameters or request.lane:
+            refusal = self._refusal(request)
+            if refusal is not None:
+                return refusal
+        self.held += 1
+        self.held_bytes = held_bytes
+        # Before it is queued: it may fill a batch, which is taken at once.
+        if self.events.subscribers:
+            self.events.admitted(request)
+        self.enqueue(request)
+        return None
 
     def reserve(self, request: Request) -> CarpoolError | None:
         """Count the request against the bounds; it must be enqueued or settled later."""
-        if self.held >= self.waiting_max or self.held_bytes + request.size > self.bytes_max:
-            return QueueFull("the queue is full; try again soon", retry_after_s=1)
-        if (request.parameters or request.lane) and self._no_lane_left(request):
-            return QueueFull(
-                "too many different `parameters` are waiting; use fewer distinct ones or try again soon",
-                retry_after_s=1,
-            )
-        self.held += 1
-        self.held_bytes += request.size
-        return None
+        refusal = self._refusal(request)
+        if refusal is None:
+            self.held += 1
+            self.held_bytes += request.size
+        return refusal
 
     def hold(self, request: Request) -> None:
         """Count the request in without asking: it was accepted before this process began, maybe with more tiers."""
@@ -147,22 +153,21 @@ class MemoryBroker:
 
     def enqueue(self, request: Request) -> None:
         """Let a reserved request wait in its lane."""
-        model = request.model
-        if request.is_task:
-            request.place += self._task_patience_s
-        if self._offenders:
+        model, key = request.model, request.parameters
+        if self._offenders or request.lane:
             request.is_apart = (model, request.owner) in self._offenders
-        key = request.lane_key if request.lane or request.is_apart else request.parameters
+            key = request.lane_key
         lane = self._active[model].get(key)
         if lane is None:
             lane = self._activate(model, key, request.owner)
-        lane.append(request)
-        self.arrivals[model] += 1
         if request.is_task:
+            request.place += self._task_patience_s
             self._deadlines.add_unordered(request, request.deadline)
         elif request.queue_timeout_s < inf:
-            self._deadlines.add(request, request.arrived + request.queue_timeout_s, request.queue_timeout_s)
-        self._arrived[model](lane)
+            self._deadlines.add(request)
+        lane.append(request)
+        arrived = self._arrived[model]
+        arrived(lane)
 
     def settle(self, request: Request, outcome: Outcome) -> bool:
         """Give a request its one outcome; false if it has one already."""
@@ -264,11 +269,22 @@ class MemoryBroker:
                 waited = f"no slot was free within {request.queue_timeout_s:g} s; try again, or as a task"
                 self.settle(request, QueueTimeout(waited, retry_after_s=1))
             else:
-                self._deadlines.add(request, request.deadline, ("running", request.queue_timeout_s))
+                self._deadlines.add_end(request)
 
     def waiting_requests(self) -> list[Request]:
         """Everything that waits for a slot."""
         return [request for lanes in self._active.values() for lane in lanes.values() for request in lane.requests()]
+
+    def _refusal(self, request: Request) -> CarpoolError | None:
+        """Why there is no room for a request; None if there is."""
+        if self.held >= self.waiting_max or self.held_bytes + request.size > self.bytes_max:
+            return QueueFull("the queue is full; try again soon", retry_after_s=1)
+        if (request.parameters or request.lane) and self._no_lane_left(request):
+            return QueueFull(
+                "too many different `parameters` are waiting; use fewer distinct ones or try again soon",
+                retry_after_s=1,
+            )
+        return None
 
     def _no_lane_left(self, request: Request) -> bool:
         lanes = self._active[request.model]
@@ -319,4 +335,5 @@ class MemoryBroker:
                 del opened[lane.opener]
         self._idle[lane.model, lane.key] = lane
         if len(self._idle) > IDLE_LANES_KEPT:
-            del self._idle[next(iter(self._idle))]
+            dropped = self._idle.pop(next(iter(self._idle)))
+            self._arrivals_gone[dropped.model] += dropped.arrivals

@@ -65,7 +65,7 @@ class Parking:
         if request.is_task:
             self._deadlines.add_unordered(request, request.deadline)
         else:
-            self._deadlines.add(request, request.arrived + request.queue_timeout_s, request.queue_timeout_s)
+            self._deadlines.add(request)
         if self._events.subscribers:
             self._events.admitted(request)
         return None
@@ -85,7 +85,7 @@ class Parking:
 
     def await_end(self, request: Request) -> None:
         """It is `due` again when its time is over."""
-        self._deadlines.add(request, request.deadline, ("running", request.queue_timeout_s))
+        self._deadlines.add_end(request)
 
     def remove(self, request: Request) -> None:
         """A request goes another way."""

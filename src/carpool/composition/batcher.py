@@ -26,7 +26,7 @@ def make_broker(ground: Ground) -> MemoryBroker:
         tiers=len(settings.tiers),
         strict_order=settings.broker.order == "strict",
         task_patience_s=settings.tasks.patience_ms / 1000,
-        offenders=ground.offenders,
+        offenders=ground.offenders.riders,
         events=ground.events,
         clock=ground.clock,
     )

@@ -35,7 +35,7 @@ class Rider(NamedTuple):
 class Offenders:
     """Who rides apart. `in` asks, and an empty one is false: then nobody need ask."""
 
-    __slots__ = ("_apart", "_scores", "_told", "set_apart")
+    __slots__ = ("_apart", "_scores", "_told", "riders", "set_apart")
 
     def __init__(self) -> None:
         # Score, and when it was that; the longest untouched first.
@@ -43,6 +43,8 @@ class Offenders:
         # By what was seen here; and until when by what others say.
         self._apart: set[tuple[str, str]] = set()
         self._told: dict[tuple[str, str], float] = {}
+        # All of these, in one plain set: asking it whether it is empty, for each request, takes no call into Python.
+        self.riders: set[tuple[str, str]] = set()
         # For metrics: how often somebody was set apart.
         self.set_apart = 0
 
@@ -50,10 +52,10 @@ class Offenders:
         return f"<Offenders apart={len(self._apart)} told={len(self._told)} tracked={len(self._scores)}>"
 
     def __bool__(self) -> bool:
-        return bool(self._apart or self._told)
+        return bool(self.riders)
 
     def __contains__(self, rider: object) -> bool:
-        return rider in self._apart or rider in self._told
+        return rider in self.riders
 
     def is_suspect(self, model: str, owner: str, now: float) -> bool:
         """Whether more than one input of this owner was refused just now."""
@@ -74,6 +76,7 @@ class Offenders:
         self._scores[rider] = (score, now)
         if score >= OFFENDS_FROM and rider not in self._apart:
             self._apart.add(rider)
+            self.riders.add(rider)
             self.set_apart += 1
 
     def take_back(self, model: str, owner: str, now: float) -> None:
@@ -102,12 +105,14 @@ class Offenders:
             else:
                 self._look(rider, self._score(rider, now))
         self._told = {rider: until for rider, until in self._told.items() if until > now}
+        self.riders.intersection_update(self._apart | self._told.keys())
 
     def told(self, riders: Iterable[tuple[str, str]], now: float) -> None:
         """Others have set these apart."""
         for model, owner in riders:
             if len(self._told) < TRACKED_MAX or (model, owner) in self._told:
                 self._told[Rider(model, owner)] = now + TOLD_S
+                self.riders.add(Rider(model, owner))
 
     def seen_at(self, model: str) -> list[str]:
         """The owners that ride apart at a model by what was seen here, the newest last: what others should know.
@@ -118,7 +123,7 @@ class Offenders:
 
     def of_model(self, model: str) -> list[str]:
         """The owners that ride apart at a model, by what was seen here or told."""
-        return sorted({owner for name, owner in (*self._apart, *self._told) if name == model})
+        return sorted(owner for name, owner in self.riders if name == model)
 
     def _score(self, rider: Rider, now: float) -> float:
         score, then = self._scores.get(rider, (0.0, now))
@@ -126,13 +131,18 @@ class Offenders:
 
     def _look(self, rider: Rider, score: float) -> None:
         if score < RETURNS_BELOW:
-            self._apart.discard(rider)
+            self._is_apart_no_more(rider)
         if score < RETURNS_BELOW / 8:
             self._forget(rider)
 
     def _forget(self, rider: Rider) -> None:
         del self._scores[rider]
+        self._is_apart_no_more(rider)
+
+    def _is_apart_no_more(self, rider: Rider) -> None:
         self._apart.discard(rider)
+        if rider not in self._told:
+            self.riders.discard(rider)
 
 
 class CommonOwner:
