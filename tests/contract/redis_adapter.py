@@ -34,7 +34,7 @@ from carpool.broker.redis.gateway.queue import RedisQueue
 from carpool.broker.redis.keys import Keys, lane_name, line_name
 from carpool.broker.redis.scripts import AUDIT
 from carpool.broker.redis.steps import Steps
-from carpool.broker.redis.terms import Budget, View
+from carpool.broker.redis.terms import Budget, Taken
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Broker, LaneQueue
@@ -152,7 +152,7 @@ class LaneFeed(Feed):
 
     @property
     def is_quiet(self) -> bool:
-        return not (self._is_asking or self.turn.is_due)
+        return not (self.unanswered or self.turn.is_due)
 
 
 class Refusals:
@@ -300,7 +300,7 @@ class RedisBroker:
         for lane in self._lanes.values():
             lane.waiting, lane.first_arrival, lane.best_place = 0, inf, inf
         for shard in self._keys.shards:
-            self._steps.look_at(shard, MODELS, self._looked)
+            self._steps.read(shard, b"", MODELS, (), self._looked)
             self._nodes.run(AUDIT, shard.slot, (shard.counts,), (), self._audits.append)
         self._let_run()
         audits, self._audits[:] = list(self._audits), []
@@ -372,9 +372,10 @@ class RedisBroker:
         if request.phase != DONE:
             request.waiter = Crossing(request.waiter, outcome)
 
-    def _looked(self, view: View | RedisFailure) -> None:
-        assert isinstance(view, View)
-        for head in view.heads:
+    def _looked(self, found: Taken | RedisFailure) -> None:
+        assert isinstance(found, Taken)
+        assert found.view is not None
+        for head in found.view.heads:
             arrived_ms = round(head.place) - self._offsets_ms[head.field.partition(b":")[2]]
             lane = self._lanes[head.lane]
             lane.waiting += head.unread

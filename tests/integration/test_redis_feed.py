@@ -452,9 +452,9 @@ class TestReadiness:
         batcher = await halves.batcher(free=1, lease_ms=600)
         assert batcher.feed.why_no_work() is None
         monkeypatch.setattr(feed_module, "SILENT_S_MAX", 0.5)
-        batcher.feed._is_asking = True  # as if its question had been lost
+        batcher.feed.unanswered += 1  # as if its question had been lost
         await until(lambda: "has not been looked at" in (batcher.feed.why_no_work() or ""))
-        batcher.feed._is_asking = False
+        batcher.feed.unanswered -= 1
         batcher.feed.ring()
         await until(lambda: batcher.feed.why_no_work() is None)
 
@@ -534,7 +534,7 @@ class TestLeases:
         (entry,) = await halves.entries()
         await halves.let_lapse(entry, deliveries=2)
         batcher.feed._look_at_all()
-        await until(lambda: batcher.nodes.runs["claim"] > 0 and not batcher.feed._is_asking)
+        await until(lambda: batcher.nodes.runs["claim"] > 0 and not batcher.feed.unanswered)
         await batcher.nodes.ask(0, b"PING")
         (entry,) = await halves.entries()
         assert (entry.owner, entry.deliveries) == (b"b1", 2)  # nobody died over it: this one does not count
@@ -1096,7 +1096,7 @@ class TestDrain:
         batcher.feed.drain()
         asyncio.get_running_loop().call_later(0.02, batcher.nodes.let_replies_come)
         await batcher.feed.finish_asking(PATIENCE_S)
-        assert not batcher.feed._is_asking
+        assert not batcher.feed.unanswered
         await batcher.until_confirmed()
         assert batcher.broker.depth == 0
         other = await halves.batcher(b"b2")
@@ -1135,4 +1135,4 @@ def questions(batcher: Batcher) -> int:
 async def until_quiet(batcher: Batcher) -> None:
     """Until it has heard that nothing is there, and asks nothing."""
     feed = batcher.feed
-    await until(lambda: not feed._is_asking and not feed.turn.is_due and all(view.heads == [] for view in feed._views))
+    await until(lambda: not feed.unanswered and not feed.turn.is_due and all(view.heads == [] for view in feed._views))

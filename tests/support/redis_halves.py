@@ -103,7 +103,12 @@ class WatchedNodes(Nodes):
         super().run(script, slot, keys, args, replied)
 
     def reader(
-        self, slot: int, *, connected: Callable[[Link], None], received: OnReply, lost: Callable[[], None]
+        self,
+        slot: int,
+        *,
+        connected: Callable[[Link], None],
+        received: OnReply,
+        lost: Callable[[], None] = lambda: None,
     ) -> Reader:
         def heard(reply: Any) -> None:
             received(reply)

@@ -240,21 +240,16 @@ class Steps:
 
     # Out of the queue.
 
-    def look_at(self, shard: Shard, models: Sequence[str], done: Done[View]) -> None:
-        """What waits in a shard."""
-        arguments: list[Argument] = [self._now_ms(), len(models), *models]
-        self._run(LEVEL, shard, arguments, reading(lambda reply: read_view(reply, models), done))
-
     def read(
         self,
         shard: Shard,
         consumer: bytes,
         models: Sequence[str],
         reads: Sequence[tuple[bytes, int]],
-        done: Callable[[Taken | RedisFailure], None],
+        done: Done[Taken],
     ) -> None:
-        """Take so many from each of these streams. A plain read costs Redis a quarter of a script that has to carry
-        the entries; the script behind it only counts.
+        """Take so many from each of these streams, if any, and look what waits in the shard. A plain read costs Redis a
+        quarter of a script that has to carry the entries; the script behind it only counts.
         """
         # All of it or nothing: what comes when the script has failed is nobody's until its lease is over.
         if not self.nodes.has_room(shard.slot, READ_BYTES_MAX * len(reads) + SCRIPT_BYTES_MAX):

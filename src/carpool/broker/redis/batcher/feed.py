@@ -45,8 +45,8 @@ from carpool.broker.redis.client.link import Link, RedisFailure
 from carpool.broker.redis.client.node import Reader
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.keys import Shard, lane_name
-from carpool.broker.redis.steps import Steps
-from carpool.broker.redis.terms import NONE, Budget, Claim, Entry, Head, Stream, Taken, View
+from carpool.broker.redis.steps import Done, Steps
+from carpool.broker.redis.terms import NONE, Budget, Claim, Entry, Head, Stream, Taken
 from carpool.broker.sides import FedModel, SuspectLetters
 from carpool.core.clock import Clock, monotonic
 from carpool.core.request import QUEUED, Request
@@ -124,8 +124,8 @@ class Feed:
         # Taken, and not to be sent yet: other shards are known to have more for the same batch.
         self._landed: list[Request] = []
         self._landed_since = 0.0
-        # True while a question is out; its answer asks the next one.
-        self._is_asking = False
+        # Answers that the question which is out still lacks; the last one asks the next question.
+        self.unanswered = 0
         self.turn = OncePerTurn(self._run)
         # All shards are to be looked at.
         self._is_look_due = True
@@ -159,12 +159,12 @@ class Feed:
 
     def start(self) -> None:
         """Listen to the bells and begin to take."""
-        # Where all shards are on one node, one connection hears all bells.
+        # Where all shards are on one node, one hears all bells; while it is lost, they are asked at intervals.
         heard_together = [[view] for view in self._views] if self._nodes.is_cluster else [self._views]
         for views in heard_together:
             listen = partial(self._listen, views)
             slot = views[0].shard.slot
-            self._bells.append(self._nodes.reader(slot, connected=listen, received=self._bell, lost=_nothing))
+            self._bells.append(self._nodes.reader(slot, connected=listen, received=self._bell))
         for every in self._repeated:
             every.start()
         self._sweeper.start()
@@ -182,7 +182,7 @@ class Feed:
     async def finish_asking(self, timeout_s: float) -> None:
         """Wait for the answer to the last question: what it brings is given back."""
         give_up_at = self._loop.time() + timeout_s
-        while self._is_asking and self._loop.time() < give_up_at:  # noqa: ASYNC110 - once, at the end
+        while self.unanswered and self._loop.time() < give_up_at:  # noqa: ASYNC110 - once, at the end
             await asyncio.sleep(0.002)
 
     def close(self) -> None:
@@ -277,11 +277,11 @@ class Feed:
 
     def _run(self) -> None:
         self._ask_next()
-        if not self._is_asking:
+        if not self.unanswered:
             self._land()
 
     def _ask_next(self) -> None:
-        if self._is_asking or self.draining:
+        if self.unanswered or self.draining:
             return
         budgets = self._budgets()
         if not budgets:
@@ -360,56 +360,31 @@ class Feed:
 
     def _read(self, reads: Reads) -> None:
         """Take by plain commands, from several shards at once."""
-        self._is_asking = True
-        unanswered = len(reads)
-
-        def came(view: ShardView, taken: Taken | RedisFailure) -> None:
-            nonlocal unanswered
-            unanswered -= 1
-            self._digest(view, taken)
-            if not unanswered:
-                self._answered()
-
         for number, streams in reads.items():
             view = self._views[number]
-            view.asked()
-            self._steps.read(view.shard, self._consumer, self._model_names, streams, partial(came, view))
+            self._steps.read(view.shard, self._consumer, self._model_names, streams, self._asks(view))
 
     def _take(self, view: ShardView, budgets: Sequence[Budget]) -> None:
-        self._is_asking = True
-        view.asked()
-
-        def took(taken: Taken | RedisFailure) -> None:
-            self._digest(view, taken)
-            self._answered()
-
-        self._steps.take(view.shard, self._consumer, self._lines, self._for_all(budgets), took)
+        self._steps.take(view.shard, self._consumer, self._lines, self._for_all(budgets), self._asks(view))
 
     def _claim(self, views: Sequence[ShardView], budgets: Sequence[Budget]) -> None:
         """Take over from batchers that died. What one of them had is spread over the shards and rides together here: so
         several are asked at once, each for a part of the room; and one of them for suspects.
         """
-        self._is_asking = True
-        unanswered = len(views)
         for_all, terms = self._for_all(budgets), (self._deliveries_max, COMPANY_MAX)
         welcome = {each.model: self._suspects.welcome(each.model) for each in for_all}
         welcomed = {model for model, which in welcome.items() if which != NONE}
         views = sorted(views, key=lambda view: not view.suspects & welcomed)
 
-        def claimed(view: ShardView, claims: Sequence[Claim], taken: Taken | RedisFailure) -> None:
-            nonlocal unanswered
-            unanswered -= 1
+        def claimed(view: ShardView, claims: Sequence[Claim], came: Done[Taken], taken: Taken | RedisFailure) -> None:
             if isinstance(taken, Taken):
                 view.suspects = taken.suspects
                 if is_due_again(claims, for_all, welcome, taken):
                     self._claim_later(view)
-            self._digest(view, taken)
-            if not unanswered:
-                self._answered()
+            came(taken)
 
         for view, claims in zip(views, plan_claims(for_all, len(views), welcome), strict=True):
-            view.asked()
-            done = partial(claimed, view, claims)
+            done = partial(claimed, view, claims, self._asks(view))
             self._steps.claim(view.shard, self._consumer, self._lease_ms, terms, claims, done)
 
     def _next_to_claim(self, budgets: Sequence[Budget]) -> list[ShardView]:
@@ -430,12 +405,20 @@ class Feed:
         by_model = {budget.model: budget for budget in budgets}
         return [by_model.get(name) or Budget(name, 0, 1, {}) for name in self._model_names]
 
-    def _answered(self) -> None:
-        """All that a question could bring is here."""
-        self._is_asking = False
-        if not self._awaits_company():
-            self._land()
-        self.ring()
+    def _asks(self, view: ShardView) -> Done[Taken]:
+        """A question, or a part of one, goes out to a shard: where its answer goes."""
+        self.unanswered += 1
+        view.asked()
+        return partial(self._answered, view)
+
+    def _answered(self, view: ShardView, taken: Taken | RedisFailure) -> None:
+        """After the last answer all that the question could bring is here."""
+        self._digest(view, taken)
+        self.unanswered -= 1
+        if not self.unanswered:
+            if not self._awaits_company():
+                self._land()
+            self.ring()
 
     def _digest(self, view: ShardView, taken: Taken | RedisFailure) -> None:
         """Learn from an answer, and stage what it brought. Whatever that is, the next question is asked."""
@@ -509,21 +492,6 @@ class Feed:
 
     def _look_at(self, views: Sequence[ShardView], *, for_leases: bool = False) -> None:
         """Learn what is there."""
-        self._is_asking = True
-        left = len(views)
-
-        def told(view: ShardView, found: View | RedisFailure) -> None:
-            nonlocal left
-            left -= 1
-            if isinstance(found, RedisFailure):
-                view.failed(self._clock() + ASK_AGAIN_S)
-            else:
-                view.barren_until = 0.0
-                view.told(found)
-                self._told_at = self._clock()
-            if not left:
-                self._is_asking = False
-                self.ring()
 
         def lapsed(view: ShardView, is_over: bool | RedisFailure) -> None:
             if view in self._lapsed:
@@ -533,10 +501,9 @@ class Feed:
                 self._claim_later(view)
 
         for view in views:
-            view.asked()
             if for_leases:  # before the view, whose answer asks the next question
                 self._steps.has_lapsed(view.shard, self._lease_ms, partial(lapsed, view))
-            self._steps.look_at(view.shard, self._model_names, partial(told, view))
+            self._steps.read(view.shard, self._consumer, self._model_names, (), self._asks(view))
 
     # Staging.
 
@@ -615,7 +582,3 @@ def head_of(message: bytes) -> Head | None:
     if len(parts) != 4 or not (parts[0].isdigit() and parts[1].isdigit()):
         return None
     return Head(parts[2], parts[3].decode(errors="replace"), float(parts[1]), int(parts[0]))
-
-
-def _nothing() -> None:
-    """A lost bell is connected again; until then shards are asked at intervals."""

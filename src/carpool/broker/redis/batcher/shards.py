@@ -34,7 +34,7 @@ class ShardView(msgspec.Struct, eq=False):
 
     def told(self, view: View) -> None:
         """Redis has said what is there."""
-        self.heads = view.heads
+        self.heads, self.barren_until = view.heads, 0.0
         rung, self.rung = self.rung or {}, None
         for head in rung.values():
             self._add(head)

@@ -172,7 +172,7 @@ class Nodes:
         *,
         connected: Callable[[Link], None],
         received: OnReply,
-        lost: Callable[[], None],
+        lost: Callable[[], None] = lambda: None,
     ) -> Reader:
         """A connection of its own to the node of a slot, made again for ever.
 
