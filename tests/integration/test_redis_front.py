@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from carpool.broker.redis.client.link import ignore
-from carpool.broker.redis.formats import REPLY_FORMAT, CallRecord, Reply, encode_reply
+from carpool.broker.redis.formats import Reply, encode_reply
 from carpool.broker.redis.gateway.queue import STREAMS_A_CALL_MAX
 from carpool.core.clock import monotonic
 from carpool.core.errors import (
@@ -25,7 +25,7 @@ from carpool.core.errors import (
     QueueTimeout,
     UpstreamFailed,
 )
-from carpool.core.outcome import Output
+from carpool.core.outcome import CallFacts, Output
 from support.processes import until
 from support.redis_halves import Gateway, Halves, open_halves, until_seen
 from support.redis_servers import RedisServer, running_redis
@@ -51,7 +51,7 @@ async def own_halves(tmp_path: Path) -> AsyncIterator[Halves]:
 
 
 def reply_to(number: int, value: bytes = b'"out"') -> Reply:
-    return Reply(REPLY_FORMAT, [CallRecord(1, 0.1, None)], [(number, 0, 0.0, value, None)], [], [])
+    return Reply(calls=[CallFacts(1, 0.1)], outputs=[(number, 0, 0.0, value, None)])
 
 
 async def queued(halves: Halves, gateway: Gateway, *names: str, **options: Any) -> None:
@@ -416,7 +416,7 @@ class TestReplies:
             gateway.queue.reply_came(reply_to(first.number))
         error = (second.number, UpstreamFailed.code, "it failed", None)
         for _ in range(2):
-            gateway.queue.reply_came(Reply(REPLY_FORMAT, [], [], [error], []))
+            gateway.queue.reply_came(Reply(errors=[error]))
         gateway.queue.reply_came(reply_to(second.number))
         told = gateway.outcomes()
         assert [type(told[name]) for name in ("first", "second")] == [Output, UpstreamFailed]
@@ -446,7 +446,7 @@ class TestReplies:
         await queued(halves, gateway, "r")
         (request,) = gateway.queue.parking.requests()
         stream = halves.keys.replies(b"g1")
-        finished = Reply(REPLY_FORMAT, [], [], [], ["task"])
+        finished = Reply(finished=["task"])
         async with halves.client.pipeline() as together:  # both are read at once
             for reply in (finished, reply_to(request.number)):
                 together.xadd(stream, {"r": encode_reply(reply)})

@@ -7,8 +7,11 @@ import msgspec
 from carpool.core.errors import CarpoolError
 
 
-class CallFacts(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What is known of the call that brought the outputs of a batch; one object for all its members."""
+class CallFacts(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):
+    """What is known of the call that brought the outputs of a batch; one object for all its members.
+
+    Over Redis it is written in this order. Older programs skip what they do not know: new facts come last.
+    """
 
     batch_size: int
     upstream_s: float

@@ -69,67 +69,29 @@ class EntryRecord(msgspec.Struct, frozen=True, gc=False):
     owner: str
     # From the entry's own time, on Redis's clock: it must have its outcome.
     remaining_ms: int
-    # W3C `traceparent` and `tracestate`, and the client's own name for the request. Nobody writes these yet.
-    trace: str = ""
+    # The client's own name for itself.
     client_id: str = ""
 
 
 class More(msgspec.Struct, frozen=True, array_like=True):
     """The end of a record, where there is one."""
 
+    # W3C `traceparent` and `tracestate`. Nobody writes these yet.
     trace: str = ""
     client_id: str = ""
-
-
-class CallRecord(msgspec.Struct, frozen=True, array_like=True):
-    """`CallFacts` on the wire."""
-
-    batch_size: int
-    upstream_s: float
-    model_version: str | None
-    # Older programs do not write these, and skip them.
-    cached: bool = False
-    endpoint: str = ""
-    attempts: int = 1
-    started_s: float = 0.0
-
-    def facts(self) -> CallFacts:
-        """As the face knows them."""
-        return CallFacts(
-            self.batch_size,
-            self.upstream_s,
-            self.model_version,
-            self.cached,
-            self.endpoint,
-            self.attempts,
-            self.started_s,
-        )
-
-
-def record_of(call: CallFacts) -> CallRecord:
-    """As they are written."""
-    return CallRecord(
-        call.batch_size,
-        call.upstream_s,
-        call.model_version,
-        call.cached,
-        call.endpoint,
-        call.attempts,
-        call.started_s,
-    )
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
     """One entry of a gateway's reply stream: the outcomes of a turn of a batcher's event loop."""
 
-    version: int
-    calls: list[CallRecord]
+    version: int = REPLY_FORMAT
+    calls: list[CallFacts] = []
     # Number, number of its call in `calls`, seconds in the queue, the output's bytes, tokens used.
-    outputs: list[tuple[int, int, float, bytes, int | None]]
+    outputs: list[tuple[int, int, float, bytes, int | None]] = []
     # Number, the error's code, its detail, its Retry-After.
-    errors: list[tuple[int, str, str, int | None]]
+    errors: list[tuple[int, str, str, int | None]] = []
     # Tasks with an outcome for which somebody waits at this gateway.
-    finished: list[str]
+    finished: list[str] = []
     # Gateways that look for a request, with its id; and what is told to one that looked.
     wanted: list[tuple[bytes, str]] = []
     found: list[tuple[str, RequestState]] = []
@@ -174,9 +136,9 @@ def encode_record(number: int, request_id: str, owner: str, remaining_ms: int, m
     return _pack(ENTRY_FORMAT, length, number, remaining_ms, len(request_id), len(owner)) + names + more
 
 
-def encode_more(trace: str, client_id: str) -> bytes:
+def encode_more(client_id: str) -> bytes:
     """The end of a record."""
-    return _encoder.encode(More(trace, client_id))
+    return _encoder.encode(More(client_id=client_id))
 
 
 def decode_value(data: bytes, header: Header) -> tuple[EntryRecord, bytes]:
@@ -194,7 +156,7 @@ def decode_value(data: bytes, header: Header) -> tuple[EntryRecord, bytes]:
     if version != ENTRY_FORMAT or end > len(data):
         raise UnknownFormatError("the value of an entry is not what its header says")
     owner = names[id_length:]
-    return EntryRecord(number, names[:id_length], owner, remaining_ms, more.trace, more.client_id), data[end:]
+    return EntryRecord(number, names[:id_length], owner, remaining_ms, more.client_id), data[end:]
 
 
 def _decode_value_2(data: bytes, header: Header) -> tuple[EntryRecord, bytes]:

@@ -4,7 +4,7 @@ Only a hint: a gateway that is not told looks by itself within a second. So noth
 """
 
 from carpool.broker.redis.client.link import ignore
-from carpool.broker.redis.formats import REPLY_FORMAT, Reply, encode_reply
+from carpool.broker.redis.formats import Reply, encode_reply
 from carpool.broker.redis.steps import Steps
 from carpool.core.timers import OncePerTurn
 
@@ -30,5 +30,5 @@ class Notices:
         leaving, self._leaving = self._leaving, {}
         for gateway, task_ids in leaving.items():
             for start in range(0, len(task_ids), TASKS_A_NOTICE_MAX):
-                reply = encode_reply(Reply(REPLY_FORMAT, [], [], [], task_ids[start : start + TASKS_A_NOTICE_MAX]))
+                reply = encode_reply(Reply(finished=task_ids[start : start + TASKS_A_NOTICE_MAX]))
                 self._steps.reply(gateway, reply, ignore)

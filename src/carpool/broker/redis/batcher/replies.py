@@ -18,7 +18,7 @@ from carpool.broker.redis.batcher.leases import Haul, Lease, by_stream, parts_of
 from carpool.broker.redis.batcher.results import TaskResults
 from carpool.broker.redis.client.link import RedisFailure, Refused
 from carpool.broker.redis.dead_letters.letters import letter_of
-from carpool.broker.redis.formats import FAILED, REPLY_FORMAT, SUCCESS, CallRecord, Reply, encode_reply, record_of
+from carpool.broker.redis.formats import FAILED, SUCCESS, Reply, encode_reply
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.steps import Steps, TaskResult
 from carpool.core.clock import Clock, monotonic
@@ -43,14 +43,13 @@ class Outbox:
     """Outcomes that leave for one gateway at the end of this turn."""
 
     def __init__(self) -> None:
-        self.calls: list[CallRecord] = []
+        self.calls: list[CallFacts] = []
         self.outputs: list[tuple[int, int, float, Any, int | None]] = []
         self.errors: list[tuple[int, str, str, int | None]] = []
         self.leases: list[Lease] = []
         # When nobody waits any more for any of them.
         self.useless_at = 0.0
         self.size = 0
-        self.last_call: CallFacts | None = None
 
 
 class ReplyWriter:
@@ -117,9 +116,8 @@ class ReplyWriter:
         if isinstance(outcome, CarpoolError):
             outbox.errors.append((request.number, outcome.code, outcome.detail, outcome.retry_after_s))
             return
-        if outcome.call is not outbox.last_call:
-            outbox.last_call = outcome.call
-            outbox.calls.append(record_of(outcome.call))
+        if not outbox.calls or outbox.calls[-1] is not outcome.call:
+            outbox.calls.append(outcome.call)
         # A slice of the upstream's answer, which msgspec would take for a value of its own if it were a Raw.
         value = memoryview(outcome.value)
         outbox.size += len(value)
@@ -170,12 +168,12 @@ class ReplyWriter:
 
     def _send(self, gateway: bytes, outbox: Outbox) -> None:
         try:
-            reply = encode_reply(Reply(REPLY_FORMAT, outbox.calls, outbox.outputs, outbox.errors, []))
+            reply = encode_reply(Reply(calls=outbox.calls, outputs=outbox.outputs, errors=outbox.errors))
         except Exception:  # a value that cannot be written must not cost others their outcomes
             logger.exception("outcomes could not be written")
             numbers = [output[0] for output in outbox.outputs] + [error[0] for error in outbox.errors]
             sorry = InternalError.code, "the outcome could not be written", None
-            reply = encode_reply(Reply(REPLY_FORMAT, [], [], [(number, *sorry) for number in numbers], []))
+            reply = encode_reply(Reply(errors=[(number, *sorry) for number in numbers]))
         self._write(gateway, reply, outbox.leases, outbox.useless_at)
 
     def _write(self, gateway: bytes, reply: bytes, leases: list[Lease], useless_at: float) -> None:

@@ -31,7 +31,7 @@ def values_of(requests: Iterable[Request], now: float) -> list[tuple[bytes, byte
 
 def record_of(request: Request, remaining_ms: int) -> bytes:
     """What the value of its entry begins with."""
-    more = encode_more("", request.client_id) if request.client_id and request.is_task else b""
+    more = encode_more(request.client_id) if request.client_id and request.is_task else b""
     return encode_record(request.number, request.id, request.owner, remaining_ms, more)
 
 

@@ -21,10 +21,7 @@ import msgspec
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.parking import Parking
 from carpool.broker.redis.client.link import NoRoom, RedisFailure, Refused
-from carpool.broker.redis.formats import (
-    Reply,
-    make_error,
-)
+from carpool.broker.redis.formats import Reply, make_error
 from carpool.broker.redis.gateway.entries import ENTRIES_A_CALL_MAX, header_of, parts_of, stream_of, values_of
 from carpool.broker.redis.gateway.refusals import REFUSALS, error_of
 from carpool.broker.redis.gateway.replies import ReplyReader
@@ -228,7 +225,7 @@ class RedisQueue:
     def reply_came(self, reply: Reply) -> None:
         """Outcomes from a batcher."""
         if reply.outputs:
-            self.parking.settle_all(reply.outputs, [call.facts() for call in reply.calls])
+            self.parking.settle_all(reply.outputs, reply.calls)
         for number, code, detail, retry_after_s in reply.errors:
             self.parking.fail(number, make_error(code, detail, retry_after_s))
         for task_id in reply.finished:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from carpool.broker.redis.client.link import RedisFailure, ignore
-from carpool.broker.redis.formats import REPLY_FORMAT, Reply, encode_reply
+from carpool.broker.redis.formats import Reply, encode_reply
 from carpool.broker.redis.gateway.refusals import out_of_reach
 from carpool.broker.redis.gateway.tasks import names_a_shard
 from carpool.broker.redis.keys import Shard
@@ -77,4 +77,4 @@ class RequestStates:
                 answer(state)
 
     def _write(self, gateway: bytes, **words: Any) -> None:
-        self._steps.reply(gateway, encode_reply(Reply(REPLY_FORMAT, [], [], [], [], **words)), ignore)
+        self._steps.reply(gateway, encode_reply(Reply(**words)), ignore)
