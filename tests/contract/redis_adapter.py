@@ -25,7 +25,6 @@ from broker_contract import MODELS, TARGETS_S, Adapter
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.redis.batcher.feed import Feed
 from carpool.broker.redis.batcher.replies import ReplyWriter
-from carpool.broker.redis.batcher.results import TaskResults
 from carpool.broker.redis.client.address import parse_broker_url
 from carpool.broker.redis.client.link import OnReply, RedisFailure
 from carpool.broker.redis.client.nodes import Nodes, Script
@@ -223,8 +222,7 @@ class RedisBroker:
             clock=clock,
         )
         bounds = letter_bounds()
-        results = TaskResults(steps, result_ttl_ms=60_000, letter_bounds=bounds)
-        self._replies = ReplyWriter(steps, results, b"batcher", clock)
+        self._replies = ReplyWriter(steps, b"batcher", clock, result_ttl_ms=60_000, letter_bounds=bounds)
         self._feed = LaneFeed(
             steps,
             b"batcher",

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from carpool.broker.redis.batcher.results import TaskResults
 from carpool.broker.redis.dead_letters import box as box_module
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
@@ -228,7 +227,7 @@ async def test_letters_have_a_part_of_the_memory_at_most(redis_server: RedisServ
 async def test_letters_of_tasks_are_bounded_in_bytes(redis_server: RedisServer) -> None:
     async with open_office(redis_server.url, shards=1) as office:
         letters = LetterOffice(office, bounds=letter_bounds(bytes_max=2500))
-        office.results = TaskResults(office.steps, result_ttl_ms=1000, letter_bounds=letters.bounds)
+        office.replies = office.writer(result_ttl_ms=1000, letter_bounds=letters.bounds)
         for _ in range(5):
             await office.submit(letters.tasks, b'"%b"' % (b"x" * 1000))
             (taken,) = await office.take()
@@ -437,7 +436,7 @@ async def test_replay_all_ends_though_its_tasks_come_back(redis_server: RedisSer
     async with open_office(redis_server.url, shards=2) as office:
         letters = LetterOffice(office)
         await letters.bury(*(f"r{number}" for number in range(200)))
-        office.results = TaskResults(office.steps, result_ttl_ms=1000, letter_bounds=letter_bounds(1000))
+        office.replies = office.writer(result_ttl_ms=1000, letter_bounds=letter_bounds(1000))
         over = asyncio.Event()
 
         async def fail_everything() -> None:

@@ -11,13 +11,11 @@ from unittest.mock import ANY
 
 import pytest
 
-from carpool.broker.redis.batcher.results import TaskResults
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.gateway import task_intake as intake_module
 from carpool.broker.redis.gateway import task_removals as removals_module
 from carpool.broker.redis.gateway import tasks as tasks_module
 from carpool.broker.redis.gateway.tasks import RedisTasks
-from carpool.broker.redis.steps import Steps
 from carpool.core.errors import (
     BrokerDown,
     BrokerMemoryFull,
@@ -34,7 +32,7 @@ from carpool.core.task import StoredTask
 from carpool.testing import ANYBODY, make_output
 from support.processes import PATIENCE_S, until
 from support.redis_servers import RedisCluster, RedisServer, running_redis
-from support.redis_tasks import RESULT_TTL_MS, Office, connected, letter_bounds, open_office, told
+from support.redis_tasks import RESULT_TTL_MS, Office, connected, open_office, told
 
 OUTPUT = make_output(b'{"answer":42}')
 # Longer than `told` waits: what comes, comes for another reason.
@@ -447,8 +445,7 @@ async def test_a_result_is_kept_for_a_time_from_the_outcome(office: Office) -> N
     await office.finish(taken, OUTPUT)
     assert 0 < await office.nodes.ask(shard.slot, b"PTTL", shard.task(task_id)) <= RESULT_TTL_MS
 
-    brief = TaskResults(office.steps, result_ttl_ms=1000, letter_bounds=letter_bounds(1))
-    office.results = brief
+    office.replies = office.writer(result_ttl_ms=1000)
     task_id = await office.submit(tasks)
     (taken,) = await office.take()
     await office.finish(taken, OUTPUT)
@@ -462,9 +459,7 @@ async def test_a_result_is_kept_for_a_time_from_the_outcome(office: Office) -> N
 
 async def test_the_clock_may_be_given(office: Office) -> None:
     tasks = office.gateway(now_ms=lambda: b"1000000")
-    office.results = TaskResults(
-        Steps(office.nodes, office.keys, lambda: b"2000000"), result_ttl_ms=1000, letter_bounds=letter_bounds(1)
-    )
+    office.replies = office.writer(now_ms=lambda: b"2000000", result_ttl_ms=1000)
     task_id = await office.submit(tasks)
     assert (await look(tasks, task_id)).timestamp_wall == 1000.0
     (taken,) = await office.take()

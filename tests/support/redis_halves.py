@@ -18,7 +18,6 @@ import redis.asyncio
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.redis.batcher.feed import Feed
 from carpool.broker.redis.batcher.replies import ReplyWriter
-from carpool.broker.redis.batcher.results import TaskResults
 from carpool.broker.redis.client.address import parse_broker_url
 from carpool.broker.redis.client.link import Link, OnReply
 from carpool.broker.redis.client.node import Reader
@@ -283,8 +282,7 @@ class Halves:
         broker, model = local_broker(), SlotsModel(free, largest)
         steps = Steps(nodes, self.keys)
         bounds: LetterBounds = options.pop("letter_bounds", None) or letter_bounds()
-        results = TaskResults(steps, result_ttl_ms=60_000, letter_bounds=bounds)
-        replies = ReplyWriter(steps, results, name)
+        replies = ReplyWriter(steps, name, result_ttl_ms=60_000, letter_bounds=bounds)
         letters = RedisDeadLetterBox(steps, bounds=bounds)
         settings: dict[str, Any] = {"lease_ms": NEVER_MS, **options}
         settings |= {"lines": list(LINE_OFFSETS_MS), "tier_target_s": TARGETS_S, "letter_bounds": bounds}

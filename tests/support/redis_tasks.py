@@ -9,22 +9,21 @@ from typing import Any
 
 import msgspec
 
-from carpool.broker.redis.batcher.results import TaskResults
+from carpool.broker.redis.batcher.leases import Haul, Lease
+from carpool.broker.redis.batcher.replies import ReplyWriter
 from carpool.broker.redis.client.address import parse_broker_url
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
-from carpool.broker.redis.dead_letters.letters import letter_of
-from carpool.broker.redis.formats import FAILED, SUCCESS, EntryRecord, Header, Reply, decode_header, decode_value
+from carpool.broker.redis.formats import EntryRecord, Header, Reply, decode_header, decode_value
 from carpool.broker.redis.gateway.replies import ReplyReader
 from carpool.broker.redis.gateway.task_intake import TaskIntake
 from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import Keys, Shard
 from carpool.broker.redis.scripts import TAKE
-from carpool.broker.redis.steps import Steps, TaskResult
+from carpool.broker.redis.steps import Steps
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Output
-from carpool.core.problem import problem_json
 from carpool.core.request import Request
 from carpool.testing import Witness, make_request
 from support.processes import PATIENCE_S, until
@@ -64,21 +63,22 @@ def task_board(steps: Steps, gateway: bytes, **options: Any) -> RedisTasks:
 
 
 class Office:
-    """One namespace in one Redis; `gateway` and `results` are made for it."""
+    """One namespace in one Redis; `gateway` and `replies` are made for it."""
 
     def __init__(self, nodes: Nodes, shards: int) -> None:
         self.nodes = nodes
         self.keys = Keys(f"test-{secrets.token_hex(4)}", shards)
         self.steps = Steps(nodes, self.keys)
-        self.results = TaskResults(
-            self.steps, result_ttl_ms=RESULT_TTL_MS, letter_bounds=letter_bounds(), buried=self._note
-        )
         self.buried: list[str] = []
+        self.replies = self.writer()
         self._gateways: list[RedisTasks] = []
         self._readers: list[ReplyReader] = []
 
-    def _note(self, cause: str) -> None:
-        self.buried.append(cause)
+    def writer(self, **options: Any) -> ReplyWriter:
+        """What gives tasks their results, as at a batcher."""
+        steps = Steps(self.nodes, self.keys, options.pop("now_ms", lambda: b""))
+        given = {"result_ttl_ms": RESULT_TTL_MS, "letter_bounds": letter_bounds(), **options}
+        return ReplyWriter(steps, b"b1", buried=self.buried.append, **given)
 
     def gateway(self, name: bytes = b"g1", **options: Any) -> RedisTasks:
         """A gateway that is not told of finished tasks."""
@@ -125,18 +125,15 @@ class Office:
         return taken
 
     async def finish(self, taken: Taken, outcome: Output | CarpoolError, sends: int = 0) -> bool:
-        """Give a task its outcome, as a batcher does; false if Redis did not take it."""
-        letter = b""
-        if isinstance(outcome, CarpoolError):
-            status, result = FAILED, problem_json(outcome, taken.task_id)
-            request = self.request(parameters=taken.header.parameters, tier=taken.header.tier)
-            request.id, request.owner, request.sends, request.input = taken.task_id, taken.record.owner, sends, b""
-            letter = letter_of(request, outcome)
-        else:
-            status, result = SUCCESS, outcome.value
-        place = (taken.shard, taken.field, taken.entry_id, TaskResult(taken.task_id, status, result, letter))
-        was_done: bool = await told(lambda done: self.results.finish(*place, done))
-        return was_done
+        """Give a task its outcome, as a batcher does; false if Redis does not take it at once."""
+        request = self.request(parameters=taken.header.parameters, tier=taken.header.tier, owner=taken.record.owner)
+        haul = Haul(taken.shard, taken.field, 0.0, 0.0, {taken.entry_id: request})
+        request.id, request.sends, request.waiter = taken.task_id, sends, self.replies
+        request.ticket = Lease(haul, taken.entry_id, taken.header)
+        retries = self.replies.retries
+        request.settle(outcome, request.arrived)
+        await until(lambda: not haul.open or self.replies.retries > retries)
+        return not haul.open
 
     async def counts(self) -> tuple[int, int]:
         """Entries held and unread, as the shards say; and that these are true."""

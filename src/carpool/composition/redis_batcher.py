@@ -7,7 +7,6 @@ from functools import partial
 
 from carpool.broker.redis.batcher.feed import Feed
 from carpool.broker.redis.batcher.replies import ReplyWriter
-from carpool.broker.redis.batcher.results import TaskResults
 from carpool.broker.redis.fleet.view import Beat, FleetView, ModelBeat, endpoint_beat
 from carpool.broker.sides import BatcherSide
 from carpool.composition.batcher import BatcherHalf, make_broker
@@ -31,14 +30,11 @@ class RedisBatcherHalf(BatcherHalf):
         meeting.counted = self.broker
         self.replies = ReplyWriter(
             meeting.steps,
-            TaskResults(
-                meeting.steps,
-                result_ttl_ms=round(settings.tasks.result_ttl_s * 1000),
-                letter_bounds=meeting.letter_bounds,
-                buried=meeting.dead_letters.count,
-            ),
             meeting.name,
             ground.clock,
+            result_ttl_ms=round(settings.tasks.result_ttl_s * 1000),
+            letter_bounds=meeting.letter_bounds,
+            buried=meeting.dead_letters.count,
             outcomes=self.broker.outcomes,
             waited=self.broker.waited,
             events=ground.events,

@@ -5,6 +5,7 @@
    dies in between causes work to be done twice, never an outcome to be lost.
 3. A gateway that is gone has no stream any more: nobody waits, and the entry is acknowledged.
 4. What Redis does not take (it is away, or its memory is full) is tried again until nobody can wait for it.
+5. A task's result, its dead letter and the acknowledgement of its entry are one step.
 """
 
 import asyncio
@@ -15,12 +16,13 @@ from functools import partial
 from typing import Any
 
 from carpool.broker.redis.batcher.leases import Haul, Lease, by_stream, parts_of
-from carpool.broker.redis.batcher.results import TaskResults
 from carpool.broker.redis.client.link import RedisFailure, Refused
+from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.dead_letters.letters import letter_of
 from carpool.broker.redis.formats import FAILED, SUCCESS, Reply, encode_reply
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.steps import Steps, TaskResult
+from carpool.broker.redis.notices import Notices
+from carpool.broker.redis.steps import Finished, Steps, TaskResult
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, Draining, InternalError
 from carpool.core.events import Events
@@ -58,10 +60,13 @@ class ReplyWriter:
     def __init__(
         self,
         steps: Steps,
-        results: TaskResults,
         consumer: bytes,
         clock: Clock = monotonic,
         *,
+        result_ttl_ms: int,
+        letter_bounds: LetterBounds,
+        # Is told the cause of each task that became a dead letter.
+        buried: Callable[[str], None] = lambda cause: None,
         # Where tasks are counted whose result was written here. The gateways count their own requests.
         outcomes: dict[str, int] | None = None,
         waited: Histogram | None = None,
@@ -70,8 +75,11 @@ class ReplyWriter:
         self._steps = steps
         self._nodes = steps.nodes
         self._keys = steps.keys
-        self._results = results
         self._consumer = consumer
+        self.result_ttl_ms = result_ttl_ms
+        self._letter_bounds = letter_bounds
+        self._buried = buried
+        self._notices = Notices(steps)
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._outboxes: dict[bytes, Outbox] = {}
@@ -89,11 +97,6 @@ class ReplyWriter:
         self._outcomes = {} if outcomes is None else outcomes
         self._waited = Histogram(SECONDS_BOUNDS) if waited is None else waited
         self._events = events or Events()
-
-    @property
-    def result_ttl_ms(self) -> int:
-        """How long the results of tasks are kept."""
-        return self._results.result_ttl_ms
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Send an outcome on its way."""
@@ -221,15 +224,19 @@ class ReplyWriter:
         waited_s = request.taken - request.arrived if request.taken else None
         # The answer to its whole batch is kept until Redis has the result only if somebody is to be told.
         told = (request, outcome) if self._events.subscribers else None
-        counts = partial(self._count_task, request.result_code, waited_s, told)
+        counts = partial(self._count_task, request.result_code, bool(result.letter), waited_s, told)
         self._write_result(lease, result, counts)
 
     def count(self, code: str, number: int = 1) -> None:
         """So many tasks more have this outcome."""
         self._outcomes[code] = self._outcomes.get(code, 0) + number  # bounded: codes come from the error tree
 
-    def _count_task(self, code: str, waited_s: float | None, told: tuple[Request, Outcome] | None) -> None:
+    def _count_task(
+        self, code: str, is_buried: bool, waited_s: float | None, told: tuple[Request, Outcome] | None
+    ) -> None:
         self.count(code)
+        if is_buried:
+            self._buried(code)
         if waited_s is not None:
             self._waited.observe(waited_s)
         if told is not None:
@@ -238,20 +245,28 @@ class ReplyWriter:
     def _write_result(
         self, lease: Lease, result: TaskResult, counts: Callable[[], None], pause_s: float = RETRY_S
     ) -> None:
-        def done(was_written: bool) -> None:
-            if was_written:
-                self.unconfirmed -= 1
-                self._closed(lease)
-            else:  # for ever: the outcome of a task is owed; if this process dies, another batcher does it again
+        """Give a task its result, if it has none; `counts` is called if this one is the first."""
+        shard, bounds = lease.haul.shard, self._letter_bounds
+
+        def done(found: Finished | RedisFailure) -> None:
+            if isinstance(found, RedisFailure):
+                # For ever: the outcome of a task is owed; if this process dies, another batcher does it again.
                 self.retries += 1
                 again = partial(self._write_result, lease, result, counts)
-                if self._nodes.is_up(haul.shard.slot):  # it refuses
+                if self._nodes.is_up(shard.slot):  # it refuses
                     self._loop.call_later(pause_s, again, min(2 * pause_s, RETRY_S_MAX))
                 else:
-                    self._when_up(haul.shard.slot, again)
+                    self._when_up(shard.slot, again)
+                return
+            bounds.note_dropped(found.letters_dropped)
+            if found.was_first:
+                counts()
+            self._notices.tell(found.gateways, result.task_id)
+            self.unconfirmed -= 1
+            self._closed(lease)
 
-        haul = lease.haul
-        self._results.finish(haul.shard, haul.field, lease.entry_id, result, done, counts)
+        place = (shard, lease.haul.field, lease.entry_id)
+        self._steps.finish_task(*place, result, done, kept_ms=self.result_ttl_ms, letter_bounds=bounds.arguments())
 
     def _when_up(self, slot: int, again: Callable[[], None]) -> None:
         """Do it as soon as the node of this slot is back, which may be for a moment only."""

@@ -60,7 +60,7 @@ class RedisDeadLetterBox:
         """Nobody waits for such an entry."""
 
     def count(self, cause: str) -> None:
-        """A request was given up on; also for tasks (TaskResults tells of them)."""
+        """A request was given up on; also for tasks (ReplyWriter tells of them)."""
         self.buried[cause] = self.buried.get(cause, 0) + 1
 
     def _bury(self, request: Request, error: CarpoolError, sends: int) -> None:

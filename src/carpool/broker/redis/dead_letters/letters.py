@@ -59,12 +59,6 @@ def decode_head(data: bytes) -> LetterHead:
     return head
 
 
-def cause_of(letter: bytes) -> str:
-    """The cause in a letter that this program has encoded."""
-    head_at, parameters_at, _ = _places(letter)
-    return decode_head(letter[head_at:parameters_at]).cause
-
-
 def summary_of(letter_id: int, data: bytes, size: int) -> DeadLetterSummary:
     """What a list shows. Also of a letter that this program cannot read, so that a person can drop it."""
     buried_wall = letter_id // IDS_A_MS / 1000
