@@ -25,7 +25,7 @@ class EmbeddedProcess(Process):
         """Plug the stages together, from the back to the front, and listen."""
         ground = self.ground
         tasks, gateway = ground.settings.tasks, ground.settings.gateway
-        self.journal = Journal.open(
+        self.journal = Journal(
             Path(tasks.data_dir) / "journal.db" if tasks.journal else None,
             asyncio.get_running_loop(),
             result_ttl_s=tasks.result_ttl_s,

@@ -27,7 +27,7 @@ from carpool.broker.journal import Journal
 from carpool.broker.journal_records import TaskRecord, TaskResult
 
 async def main(path, round_name):
-    journal = Journal.open(Path(path), asyncio.get_running_loop(),
+    journal = Journal(Path(path), asyncio.get_running_loop(),
                            result_ttl_s=3600.0, dead_letter_ttl_s=3600.0, stored_bytes_max=1 << 30)
     def appended(error, task_id):
         assert error is None, error
@@ -105,7 +105,7 @@ async def test_every_acknowledgement_survives_kill_9(tmp_path: Path) -> None:
         appended |= {line[2:] for line in lines if line.startswith("A ")}
         finished |= {line[2:] for line in lines if line.startswith("F ")}
 
-        journal = Journal.open(path, asyncio.get_running_loop(), **OPEN)
+        journal = Journal(path, asyncio.get_running_loop(), **OPEN)
         pending = {record.id: record for record in journal.pending()}
         found = await read_all(journal, sorted(appended))
         assert found.keys() == appended

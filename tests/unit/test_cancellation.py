@@ -305,7 +305,7 @@ def test_half_of_all_clients_leave_at_random_moments(seed: int) -> None:
 class TaskStand(Stand):
     def __init__(self, gpu: FakeUpstream) -> None:
         super().__init__(FakeClock(), gpu)
-        self.journal = Journal.open(
+        self.journal = Journal(
             None,
             asyncio.get_running_loop(),
             result_ttl_s=600.0,

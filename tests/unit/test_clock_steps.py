@@ -190,7 +190,7 @@ class Office:
         self.clock = FakeClock()
         self.broker = MemoryBroker(waiting_max=100, bytes_max=1000, lanes_max=1, tiers=1, clock=self.clock)
         self.broker.when_work_arrives("m", lambda lane: None)
-        self.journal = Journal.open(
+        self.journal = Journal(
             None,
             asyncio.get_running_loop(),
             result_ttl_s=600.0,

@@ -42,7 +42,7 @@ class Office:
         self.clock = FakeClock()
         self.broker = MemoryBroker(waiting_max=waiting_max, bytes_max=10**9, lanes_max=9, tiers=2, clock=self.clock)
         self.broker.when_work_arrives("m", lambda lane: None)
-        self.journal = Journal.open(
+        self.journal = Journal(
             None,
             asyncio.get_running_loop(),
             result_ttl_s=600.0,
@@ -309,7 +309,7 @@ async def test_restored_tasks_are_prepared_too(tmp_path: Any) -> None:
     path = tmp_path / "journal.db"
     options: dict[str, Any] = {"result_ttl_s": 600.0, "dead_letter_ttl_s": 600.0, "stored_bytes_max": 10**6}
     for _ in range(2):
-        office.journal = Journal.open(path, asyncio.get_running_loop(), **options)
+        office.journal = Journal(path, asyncio.get_running_loop(), **options)
         office.tasks = Tasks(office.broker, office.journal, prepare=office.prepare)
         restored = office.tasks.restore(frozenset("m"), lambda tier, now: now)
         office.tasks.send_restored()

@@ -194,7 +194,7 @@ def test_whoever_unsubscribes_is_told_no_more() -> None:
 
 @pytest.fixture
 async def journal() -> AsyncIterator[Journal]:
-    journal = Journal.open(
+    journal = Journal(
         None, asyncio.get_running_loop(), result_ttl_s=60.0, dead_letter_ttl_s=60.0, stored_bytes_max=10_000
     )
     yield journal
@@ -205,7 +205,7 @@ async def test_a_task_that_was_restored_is_admitted_too(tmp_path: Path) -> None:
     clock, log = FakeClock(), EventLog()
 
     def open_journal() -> Journal:
-        return Journal.open(
+        return Journal(
             tmp_path / "journal.db",
             asyncio.get_running_loop(),
             result_ttl_s=60.0,

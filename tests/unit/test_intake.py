@@ -72,7 +72,7 @@ class House:
 
 @pytest.fixture
 async def house() -> House:
-    journal = Journal.open(
+    journal = Journal(
         None, asyncio.get_running_loop(), result_ttl_s=60.0, dead_letter_ttl_s=60.0, stored_bytes_max=10_000
     )
     return House(journal)

@@ -50,7 +50,7 @@ class Opener:
             "stored_bytes_max": 1 << 30,
             "clock": self.clock,
         }
-        journal = Journal.open(path or self.path, asyncio.get_running_loop(), **{**settings, **options})
+        journal = Journal(path or self.path, asyncio.get_running_loop(), **{**settings, **options})
         self.opened.append(journal)
         return journal
 
@@ -105,6 +105,10 @@ def counts(journal: Journal) -> tuple[int, int, int, int]:
     return journal.tasks_pending, journal.results, journal.dead_letters, journal.stored_bytes
 
 
+def commits(journal: Journal) -> int:
+    return sum(journal.commit_seconds.counts)
+
+
 # A task's life.
 
 
@@ -121,7 +125,6 @@ async def test_task_is_pending_then_has_its_result(opener: Opener) -> None:
 async def test_unknown_tasks(opener: Opener) -> None:
     journal = opener()
     assert await ask(journal.read, "nobody") is None
-    assert await ask(journal.read, "nobody", forget=True) is None
     assert await ask(journal.delete, "nobody") is False
     assert await ask(journal.finish, "nobody", success()) is False
     assert counts(journal) == (0, 0, 0, 0)
@@ -135,20 +138,6 @@ async def test_first_result_wins(opener: Opener) -> None:
     assert await ask(journal.finish, "a", FAILURE) is False
     assert (await ask(journal.read, "a")).output == b"0"
     assert counts(journal) == (0, 1, 0, 1)
-
-
-async def test_exactly_one_reader_gets_a_result_that_is_forgotten(opener: Opener) -> None:
-    journal = opener()
-    await ask(journal.append, task("a"))
-    pending = [asking(journal.read, "a", forget=True) for _ in range(3)]
-    assert [(await answer).status for answer in pending] == ["PENDING"] * 3
-    await ask(journal.finish, "a", success())
-    readers = [asking(journal.read, "a", forget=True) for _ in range(5)]
-    await asyncio.sleep(0.01)
-    readers += [asking(journal.read, "a", forget=True) for _ in range(5)]
-    got = [answer for answer in [await reader for reader in readers] if answer is not None]
-    assert [answer.output for answer in got] == [b'"out"']
-    assert counts(journal) == (0, 0, 0, 0)
 
 
 async def test_delete_in_any_state_and_a_late_result_is_discarded(opener: Opener) -> None:
@@ -232,10 +221,8 @@ async def test_random_operations_agree_with_a_dictionary(opener: Opener) -> None
             case 2:
                 assert await ask(journal.delete, task_id) is (model.pop(task_id, None) is not None)
             case _:
-                found = await ask(journal.read, task_id, forget=step % 2 == 0)
+                found = await ask(journal.read, task_id)
                 assert (found and found.status) == model.get(task_id)
-                if step % 2 == 0 and model.get(task_id) == "SUCCESS":
-                    del model[task_id]
     before = counts(journal)
     assert before[0] == list(model.values()).count("PENDING")
     await journal.close()
@@ -262,7 +249,7 @@ async def test_one_commit_and_one_call_into_the_loop_for_a_group(
     answers = [asking(journal.append, task(str(n))) for n in range(500)]
     assert [await answer for answer in answers] == [None] * 500
     assert len(calls) <= 5
-    assert sum(journal.commit_seconds.counts) == journal.commits <= 6  # a tick may be among them
+    assert commits(journal) <= 6  # a tick may be among them
 
 
 async def test_callback_that_raises_does_not_take_the_answers_of_others(
@@ -554,15 +541,15 @@ async def test_uptime_is_saved_while_something_is_stored_and_the_disk_left_alone
     monkeypatch.setattr(journal_writer, "TICK_S", 0.01)
     journal = opener()
     await asyncio.sleep(0.1)
-    assert journal.commits == 0
+    assert commits(journal) == 0
     await ask(journal.append, task("a"))
     opener.clock.now += 7.0
     await until(lambda: rows(opener.path, "SELECT value FROM meta WHERE key = 'uptime'") == [(7.0,)])
     await ask(journal.delete, "a")
     await asyncio.sleep(0.05)
-    commits = journal.commits
+    before = commits(journal)
     await asyncio.sleep(0.1)
-    assert journal.commits == commits
+    assert commits(journal) == before
 
 
 async def test_expired_result_is_not_returned_even_before_it_is_purged(
@@ -578,7 +565,7 @@ async def test_expired_result_is_not_returned_even_before_it_is_purged(
     assert (await ask(journal.read, "a")).status == "SUCCESS"
     opener.clock.now += 2.0
     assert await ask(journal.read, "a") is None
-    assert await ask(journal.read, "b", forget=True) is None
+    assert await ask(journal.read, "b") is None
     assert await ask(journal.delete, "b") is False
     assert (await ask(journal.read, "pending")).status == "PENDING"
     assert journal.results == 2  # still there, but for nobody
@@ -689,10 +676,8 @@ async def test_locked_file_fails_the_group_and_works_again(opener: Opener, monke
     stranger.execute("BEGIN IMMEDIATE")
     finish = asking(journal.finish, "a", success())
     delete = asking(journal.delete, "a")
-    forget = asking(journal.read, "a", forget=True)
     assert isinstance(await ask(journal.append, task("b")), JournalFailed)
     assert isinstance(await delete, JournalFailed)
-    assert isinstance(await forget, JournalFailed)
     assert (await ask(journal.read, "a")).status == "PENDING"
     stranger.execute("ROLLBACK")
     stranger.close()
@@ -831,7 +816,7 @@ async def test_directory_that_cannot_be_made(opener: Opener) -> None:
 
 async def test_without_a_path_it_lives_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    journal = Journal.open(
+    journal = Journal(
         None,
         asyncio.get_running_loop(),
         result_ttl_s=1.0,
@@ -841,7 +826,8 @@ async def test_without_a_path_it_lives_in_memory(tmp_path: Path, monkeypatch: py
     assert list(journal.pending()) == []
     assert await ask(journal.append, task("a")) is None
     assert await ask(journal.finish, "a", success()) is True
-    assert (await ask(journal.read, "a", forget=True)).output == b'"out"'
+    assert (await ask(journal.read, "a")).output == b'"out"'
+    assert await ask(journal.delete, "a") is True
     assert await ask(journal.read, "a") is None
     await journal.close()
     assert os.listdir(tmp_path) == []

@@ -50,7 +50,7 @@ async def test_a_face() -> None:
     loop = asyncio.get_running_loop()
     broker = MemoryBroker(waiting_max=9, bytes_max=1000, lanes_max=9, tiers=1, clock=loop.time)
     broker.when_work_arrives("m", lambda lane: None)
-    journal = Journal.open(None, loop, result_ttl_s=60.0, dead_letter_ttl_s=60.0, stored_bytes_max=1000)
+    journal = Journal(None, loop, result_ttl_s=60.0, dead_letter_ttl_s=60.0, stored_bytes_max=1000)
     tasks = Tasks(broker, journal)
     intake = Intake(
         Gate(broker, tasks, {"m": Up()}, lowest_tier=0),

@@ -45,7 +45,7 @@ class Office:
         self.clock = clock or FakeClock()
         self.broker = MemoryBroker(waiting_max=100, bytes_max=1000, lanes_max=9, tiers=tiers, clock=self.clock)
         self.broker.when_work_arrives("m", lambda lane: None)
-        self.journal = Journal.open(
+        self.journal = Journal(
             path,
             asyncio.get_running_loop(),
             result_ttl_s=600.0,

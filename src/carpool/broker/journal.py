@@ -19,7 +19,6 @@ from pathlib import Path
 
 from carpool.broker.journal_records import (
     Append,
-    Burial,
     Bury,
     DeadLetter,
     Delete,
@@ -58,19 +57,20 @@ DEAD_LETTER_SHARE = 0.25
 
 
 class Journal:
-    """Keeps tasks and results. Made by `open` on the loop that will use it; `close` ends it."""
+    """Keeps tasks and results. Made on the loop that will use it; `close` ends it."""
 
     def __init__(
         self,
-        store: Store,
+        path: Path | None,
         loop: asyncio.AbstractEventLoop,
-        clock: Clock,
         *,
         result_ttl_s: float,
         dead_letter_ttl_s: float,
         stored_bytes_max: int,
+        clock: Clock = monotonic,
     ) -> None:
-        self._store = store
+        """Open or create the journal at `path` (None: in memory); raises JournalLocked or JournalUnusable."""
+        self._store = Store(path, int(stored_bytes_max * DEAD_LETTER_SHARE))
         self._loop = loop
         self._clock = clock
         self._opened = clock()
@@ -88,34 +88,13 @@ class Journal:
         self._is_closing = False
         self._closed = asyncio.Event()
         self._writer = Writer(
-            store,
+            self._store,
             loop,
             self.now,
             self._answer,
             self._closed.set,
             result_ttl_s=result_ttl_s,
             dead_letter_ttl_s=dead_letter_ttl_s,
-        )
-
-    @classmethod
-    def open(
-        cls,
-        path: Path | None,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        result_ttl_s: float,
-        dead_letter_ttl_s: float,
-        stored_bytes_max: int,
-        clock: Clock = monotonic,
-    ) -> "Journal":
-        """Open or create the journal at `path` (None: in memory); raises JournalLocked or JournalUnusable."""
-        return cls(
-            Store(path, int(stored_bytes_max * DEAD_LETTER_SHARE)),
-            loop,
-            clock,
-            result_ttl_s=result_ttl_s,
-            dead_letter_ttl_s=dead_letter_ttl_s,
-            stored_bytes_max=stored_bytes_max,
         )
 
     def now(self) -> float:
@@ -150,11 +129,9 @@ class Journal:
                 self._count(dead_letter)
             self._put(Finish(task_id, done, result_size_of(result), result, dead_letter))
 
-    def read(
-        self, task_id: str, done: Callable[[StoredTask | CarpoolError | None], None], *, forget: bool = False
-    ) -> None:
-        """Look a task up; with `forget`, a finished one is removed and exactly one reader gets it."""
-        self._offer(Read(task_id, done, 0, forget))
+    def read(self, task_id: str, done: Callable[[StoredTask | CarpoolError | None], None]) -> None:
+        """Look a task up."""
+        self._offer(Read(task_id, done, 0))
 
     def delete(self, task_id: str, done: Callable[[bool | CarpoolError], None]) -> None:
         """Remove a task in any state; `done` says whether there was one. Its dead letter stays."""
@@ -175,7 +152,7 @@ class Journal:
             self._burying_bytes -= size
             self.letters_lost += was_kept is not True  # no room, or the disk did not take it
 
-        self._put(Bury(record.id, done, 0, Burial(record, dead_letter, time.time())))
+        self._put(Bury(record.id, done, 0, record, dead_letter, time.time()))
 
     def list_letters(
         self,
@@ -269,11 +246,6 @@ class Journal:
     def stored_bytes(self) -> int:
         """Bytes of the inputs and results of tasks, on the disk and on their way to it."""
         return self._store.counts.stored_bytes + self._unanswered_bytes
-
-    @property
-    def commits(self) -> int:
-        """Transactions committed."""
-        return self._writer.commits
 
     @property
     def commit_failures(self) -> int:

@@ -54,15 +54,6 @@ class DeadLetter(msgspec.Struct, frozen=True, gc=False):
     sends: int
 
 
-class Burial(msgspec.Struct, frozen=True, gc=False):
-    """A request that was given up on, whole."""
-
-    record: TaskRecord
-    dead_letter: DeadLetter
-    # Unix time.
-    buried_wall: float
-
-
 class Counts(msgspec.Struct):
     """How much is stored."""
 
@@ -101,9 +92,7 @@ class Finish(Operation, eq=False):
 
 
 class Read(Operation, eq=False):
-    """A task to be looked up, and forgotten if asked and finished."""
-
-    forget: bool
+    """A task to be looked up."""
 
 
 class Delete(Operation, eq=False):
@@ -113,7 +102,10 @@ class Delete(Operation, eq=False):
 class Bury(Operation, eq=False):
     """A dead letter of a request that is no task."""
 
-    burial: Burial
+    record: TaskRecord
+    dead_letter: DeadLetter
+    # Unix time.
+    buried_wall: float
 
 
 class ListLetters(Operation, eq=False):

@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from carpool.broker.journal_records import (
-    Burial,
+    Bury,
     Counts,
     DeadLetter,
     JournalLocked,
@@ -77,8 +77,9 @@ SCHEMA = (
 # From the schema of an older version to the next one.
 UPGRADES = {1: ("ALTER TABLE tasks ADD COLUMN client_id TEXT NOT NULL DEFAULT ''", "PRAGMA user_version = 2")}
 
-APPEND = """INSERT INTO tasks (id, owner, model, tier, submitted, deadline, status, bytes, client_id, parameters, input)
-    VALUES (?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?)"""
+# A TaskRecord, and its size.
+APPEND = """INSERT INTO tasks (id, owner, model, parameters, input, tier, submitted, deadline, client_id, bytes, status)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)"""
 # Pending rows are those that never expire; the list of their numbers comes from the index, in order.
 PENDING_TASKS = """SELECT id, owner, model, parameters, input, tier, submitted, deadline, client_id FROM tasks
     WHERE seq IN (SELECT seq FROM tasks WHERE expires IS NULL) ORDER BY seq"""
@@ -209,24 +210,10 @@ class Store:
 
     def append(self, tasks: Sequence[TaskRecord]) -> None:
         """Add pending tasks."""
-        rows = [
-            (
-                t.id,
-                t.owner,
-                t.model,
-                t.tier,
-                t.submitted_wall,
-                t.deadline,
-                size_of(t),
-                t.client_id,
-                t.parameters,
-                t.input,
-            )
-            for t in tasks
-        ]
+        rows = [(*msgspec.structs.astuple(task), size_of(task)) for task in tasks]
         self._connection.executemany(APPEND, rows)
         self._draft.tasks_pending += len(rows)
-        self._draft.stored_bytes += sum(row[6] for row in rows)
+        self._draft.stored_bytes += sum(row[-1] for row in rows)
 
     def finish(
         self,
@@ -250,8 +237,8 @@ class Store:
             finished.append((status, result.finished_wall, result_expires, size, result.output, result.error, task_id))
             self._draft.stored_bytes += size - size_before
             if dead_letter is not None and self._is_room_for_letter(input_bytes):
-                why = (dead_letter.cause, dead_letter.detail, dead_letter.sends)
-                buried.append((self._next_letter(), result.finished_wall, *why, dead_letter_expires, task_id))
+                reason = (result.finished_wall, *msgspec.structs.astuple(dead_letter))
+                buried.append((self._next_letter(), *reason, dead_letter_expires, task_id))
                 self._draft.dead_letter_bytes += input_bytes
         self._connection.executemany(BURY_TASK, buried)  # first: FINISH drops the input
         self._connection.executemany(FINISH, finished)
@@ -261,17 +248,17 @@ class Store:
             self._letters_added(len(buried))
         return stored
 
-    def bury(self, burials: Sequence[Burial], expires: float) -> list[bool]:
+    def bury(self, burials: Sequence[Bury], expires: float) -> list[bool]:
         """Add dead letters of requests that were no tasks, and say which; the oldest letters make room."""
         rows: list[tuple[object, ...]] = []
         kept: list[bool] = []
         for burial in burials:
-            record, why = burial.record, burial.dead_letter
+            record = burial.record
             size = size_of(record)
             kept.append(self._is_room_for_letter(size))
             if kept[-1]:
                 identity = (record.id, record.owner, record.model, record.tier, record.submitted_wall)
-                reason = (burial.buried_wall, why.cause, why.detail, why.sends)
+                reason = (burial.buried_wall, *msgspec.structs.astuple(burial.dead_letter))
                 rows.append((self._next_letter(), *identity, *reason, expires, size, record.parameters, record.input))
                 self._draft.dead_letter_bytes += size
         if rows:

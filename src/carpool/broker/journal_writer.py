@@ -4,7 +4,7 @@ The loop puts operations into the queue; the thread takes what is there, makes o
 hands all answers of that group back in one call. Rules:
 
 1. Nobody hears of a success before its commit. Operations of one group are all unanswered, so they count as
-   simultaneous: they run by kind (append, finish, bury, read-and-forget, delete, drop), plain reads after the commit.
+   simultaneous: they run by kind (append, finish, bury, delete, drop), reads after the commit.
 2. A commit that fails fails its whole group, except results: an outcome must not be lost, so they are kept
    and tried again, apart from the groups, so that what frees space can get through meanwhile.
 3. An operation that can never be written (a defect) is found by halving the group, and fails alone.
@@ -57,6 +57,8 @@ CLOSE_PATIENCE_S = 5.0
 FAILURE_LOG_S = 10.0
 EVICTION_LOG_S = 60.0
 
+# They change nothing, so they need no transaction.
+READS = (Read, ListLetters, ReadLetter)
 COMMIT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
@@ -87,7 +89,6 @@ class Writer:
         self._wake = threading.Event()
         self._is_closing = False
         # For metrics: written by the thread, read by whoever likes.
-        self.commits = 0
         self.commit_failures = 0
         self.commit_seconds = Histogram(COMMIT_SECONDS)
         # Results that the disk did not take, when to try again, and how many at once.
@@ -166,7 +167,7 @@ class Writer:
     def _gather(self) -> list[Operation]:
         group: list[Operation] = []
         self._take(group)
-        is_write_waiting = not all(map(_is_plain_read, group))
+        is_write_waiting = not all(isinstance(op, READS) for op in group)
         if is_write_waiting and len(group) < GROUP_MAX and not self._is_closing:
             time.sleep(GATHER_S)
             self._take(group)
@@ -177,9 +178,9 @@ class Writer:
         group.extend(self._queue.popleft() for _ in range(min(len(self._queue), room)))
 
     def _execute(self, group: list[Operation]) -> None:
-        reads = [op for op in group if isinstance(op, Read) and not op.forget]
+        reads = [op for op in group if isinstance(op, Read)]
         letter_reads = [op for op in group if isinstance(op, ListLetters | ReadLetter)]
-        writes = [op for op in group if not _is_plain_read(op)]
+        writes = [op for op in group if not isinstance(op, READS)]
         if self._unwritten:
             # The disk fails: results join those that wait, and leave the rest of the group a chance.
             self._unwritten.extend(op for op in writes if isinstance(op, Finish))
@@ -211,7 +212,6 @@ class Writer:
         appends = [op for op in operations if isinstance(op, Append)]
         finishes = [op for op in operations if isinstance(op, Finish)]
         burials = [op for op in operations if isinstance(op, Bury)]
-        forgets = [op for op in operations if isinstance(op, Read)]
         deletes = [op for op in operations if isinstance(op, Delete)]
         drops = [op for op in operations if isinstance(op, DropLetters)]
         replies: list[Reply] = []
@@ -226,18 +226,8 @@ class Writer:
                 )
                 replies.extend(zip(finishes, stored, strict=True))
             if burials:
-                kept = self._store.bury([op.burial for op in burials], now + self._dead_letter_ttl_s)
+                kept = self._store.bury(burials, now + self._dead_letter_ttl_s)
                 replies.extend(zip(burials, kept, strict=True))
-            if forgets:
-                found = self._store.read([op.task_id for op in forgets], now)
-                forgotten: list[str] = []
-                for read in forgets:
-                    task = found.get(read.task_id)
-                    if task is not None and task.status != "PENDING":
-                        del found[read.task_id]  # the next reader in this group finds nothing
-                        forgotten.append(read.task_id)
-                    replies.append((read, task))
-                self._store.delete(forgotten, now)
             if deletes:
                 removed = self._store.delete([op.task_id for op in deletes], now)
                 for delete in deletes:
@@ -328,7 +318,6 @@ class Writer:
         self._tick_at = time.monotonic() + pause_s
 
     def _note_commit(self, started: float) -> None:
-        self.commits += 1
         self.commit_seconds.observe(time.perf_counter() - started)
         if self._is_failing and not self._unwritten:
             self._is_failing = False
@@ -362,13 +351,6 @@ class Writer:
 def disk_failed() -> JournalFailed:
     """The failure of an operation that could not be written or read."""
     return JournalFailed("The disk of the journal failed. Retry later.", retry_after_s=1)
-
-
-def _is_plain_read(operation: Operation) -> bool:
-    """Whether it changes nothing, so that it needs no transaction."""
-    if isinstance(operation, Read):
-        return not operation.forget
-    return isinstance(operation, ListLetters | ReadLetter)
 
 
 def _is_of_the_disk(error: Exception) -> bool:
