@@ -10,23 +10,16 @@ from collections.abc import Awaitable, Callable, Container
 from functools import partial
 from typing import TypeVar
 
-import msgspec
-
 from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.dead_letters.letters import IDS_A_MS, decode_body, summary_of
 from carpool.broker.redis.formats import UnknownFormatError
 from carpool.broker.redis.gateway.refusals import out_of_reach
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.steps import Steps
+from carpool.broker.redis.steps import LetterHeads, Steps
 from carpool.broker.replays import ReplayRun, answer_of, no_such_letter, not_served, replay_request
 from carpool.core.clock import Clock, monotonic
-from carpool.core.dead_letter import (
-    DeadLetterSummary,
-    Replayed,
-    ReplayReport,
-    StoredDeadLetter,
-)
+from carpool.core.dead_letter import DeadLetterSummary, Replayed, ReplayReport, StoredDeadLetter
 from carpool.core.errors import Malformed
 from carpool.core.request import Request
 
@@ -35,15 +28,6 @@ LETTERS_A_CALL_MAX = 64
 LOOKED_THROUGH_BYTES_MAX = 4 * 1024 * 1024
 
 Found = TypeVar("Found")
-
-
-class ShardPage(msgspec.Struct, frozen=True):
-    """Some letters of one shard."""
-
-    # How many it has, and the highest id it ever gave.
-    total: int
-    last: int
-    letters: list[DeadLetterSummary]
 
 
 class RedisDeadLetterDesk:
@@ -82,21 +66,18 @@ class RedisDeadLetterDesk:
     async def page(self, after: int, limit: int) -> list[DeadLetterSummary]:
         """Those with an id above `after`, the oldest first."""
         found: list[DeadLetterSummary] = []
-        pages = await self._of_all(lambda shard: self._shard_page(shard, after, limit))
+        pages = await self._of_all(lambda shard: self._heads(shard, after, limit))
         self._total = sum(page.total for page in pages)
-        waiting = {shard.number: page.letters for shard, page in zip(self._keys.shards, pages, strict=True)}
-        while len(found) < limit:
-            heads = [letters[0] for letters in waiting.values() if letters]
-            if not heads:
-                break
-            letter = min(heads, key=lambda letter: letter.id)
-            found.append(letter)
-            number = letter.id % IDS_A_MS
+        waiting = [page.rows for page in pages]
+        while len(found) < limit and (firsts := [rows[0] for rows in waiting if rows]):
+            row = min(firsts)
+            found.append(summary_of(*row))
+            number = row[0] % IDS_A_MS
             waiting[number].pop(0)
             if not waiting[number] and len(found) < limit:
                 # What it has beyond may still be older than what other shards show.
-                more = await self._shard_page(self._keys.shards[number], letter.id, limit - len(found))
-                waiting[number] = more.letters
+                more = await self._heads(self._keys.shards[number], row[0], limit - len(found))
+                waiting[number] = more.rows
         return found
 
     async def show(self, letter_id: int) -> StoredDeadLetter:
@@ -124,9 +105,8 @@ class RedisDeadLetterDesk:
     async def replay_all(self, cause: str | None) -> ReplayReport:
         """Make all there are now, or those of one cause, tasks again, until no more tasks are accepted."""
         run = ReplayRun(self.replay)
-        for shard, start in zip(
-            self._keys.shards, await self._of_all(lambda shard: self._shard_page(shard, 0, 1)), strict=True
-        ):
+        starts = await self._of_all(lambda shard: self._heads(shard, 0, 1))
+        for shard, start in zip(self._keys.shards, starts, strict=True):
             # Each shard up to where it was: their clocks may differ, so one's letters of now may look old to another.
             await run.go(start.last, partial(self._page_of_cause, shard, cause))
         return run.report()
@@ -148,17 +128,17 @@ class RedisDeadLetterDesk:
 
     async def _page_of_cause(self, shard: Shard, cause: str | None, after: int, limit: int) -> list[DeadLetterSummary]:
         """Some letters of one shard and cause; none only if there are no more."""
-        while letters := (await self._shard_page(shard, after, limit)).letters:
+        while rows := (await self._heads(shard, after, limit)).rows:
+            letters = [summary_of(*row) for row in rows]
             after = letters[-1].id
             if chosen := [letter for letter in letters if cause is None or letter.cause == cause]:
                 return chosen
         return []
 
-    async def _shard_page(self, shard: Shard, after: int, limit: int) -> ShardPage:
+    async def _heads(self, shard: Shard, after: int, limit: int) -> LetterHeads:
         """Some letters of one shard, maybe fewer than asked for; none only if there are no more."""
         limit = min(limit, LETTERS_A_CALL_MAX)
-        found = await answered(self._steps.letters(shard, after, limit, LOOKED_THROUGH_BYTES_MAX))
-        return ShardPage(found.total, found.last, [summary_of(*row) for row in found.rows])
+        return await answered(self._steps.letters(shard, after, limit, LOOKED_THROUGH_BYTES_MAX))
 
     async def _drop(self, shard: Shard, letter: bytes) -> int:
         return await answered(self._steps.drop_letters(shard, letter))
