@@ -28,6 +28,7 @@ SENTINEL_PORT = 26379
 NO_FILES = TlsFiles()
 
 Kind = Literal["single", "sentinel", "cluster"]
+HostPort = tuple[str, int]
 
 _SCHEMES: dict[str, tuple[Kind, bool]] = {
     "redis": ("single", False),
@@ -56,7 +57,7 @@ class BrokerAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Kind
     # The server, the Sentinels, or some nodes of the Cluster.
-    hosts: tuple[tuple[str, int], ...]
+    hosts: tuple[HostPort, ...]
     username: str = ""
     password: str = ""
     db: int = 0
@@ -131,7 +132,7 @@ def _decode(text: str, what: str) -> str:
         raise BadBrokerUrlError(f"the broker's URL cannot be used: the {what} is not UTF-8") from None
 
 
-def _read_hosts(kind: Kind, text: str) -> tuple[tuple[str, int], ...]:
+def _read_hosts(kind: Kind, text: str) -> tuple[HostPort, ...]:
     default_port = SENTINEL_PORT if kind == "sentinel" else REDIS_PORT
     parts = text.split(",")
     if len(parts) > HOSTS_MAX:
@@ -141,7 +142,7 @@ def _read_hosts(kind: Kind, text: str) -> tuple[tuple[str, int], ...]:
     return tuple(_read_host(kind, part, default_port) for part in parts)
 
 
-def _read_host(kind: Kind, text: str, default_port: int) -> tuple[str, int]:
+def _read_host(kind: Kind, text: str, default_port: int) -> HostPort:
     # What is wrong is not quoted: it may be a piece of a password.
     found = _HOST_AND_PORT.fullmatch(text)
     if not found:

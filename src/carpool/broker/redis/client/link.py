@@ -157,6 +157,7 @@ class Link(asyncio.Protocol):
         # Greeted, and neither closed nor broken.
         self.is_open = False
         self._is_over = False
+        self.ended = asyncio.Event()
         # Since the last look.
         self._has_received = False
         # What the server said to the greeting: "" if all is well, else why not.
@@ -169,15 +170,11 @@ class Link(asyncio.Protocol):
         packed = _pack(command)
         self._outgoing_bytes += len(packed)
         if self._outgoing_bytes > self._bytes_max:
-            self._end("it reads too slowly")
+            self.close("it reads too slowly")
             return
         if not self._outgoing:
             self._loop.call_soon(self._flush)
         self._outgoing.append(packed)
-
-    def close(self, reason: str = "closed") -> None:
-        """End the connection now; the owner is told that it is lost."""
-        self._end(reason)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Greet the server."""
@@ -192,7 +189,7 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, failure: Exception | None) -> None:
         """The other side closed, or this one did."""
-        self._end(reason_of(failure) if failure is not None else "the server closed the connection")
+        self.close(reason_of(failure) if failure is not None else "the server closed the connection")
         self._transport = None
 
     def data_received(self, data: bytes) -> None:
@@ -206,9 +203,9 @@ class Link(asyncio.Protocol):
                 return
             self._deliver()
             if self._reader.len() > REPLY_BYTES_MAX:
-                self._end("a reply is too long")
+                self.close("a reply is too long")
         except ProtocolError:
-            self._end("it does not speak Redis's protocol")
+            self.close("it does not speak Redis's protocol")
 
     def pause_writing(self) -> None:
         """The server reads more slowly than this side writes."""
@@ -226,7 +223,7 @@ class Link(asyncio.Protocol):
             if reply is _NOTHING:
                 return False
             if objection := objection_to(self._greeting.popleft(), reply):
-                self._end(objection)
+                self.close(objection)
                 return False
         self.is_open = True
         self._opened()
@@ -264,7 +261,8 @@ class Link(asyncio.Protocol):
         self._outgoing_bytes -= len(data)
         self._transport.write(data)
 
-    def _end(self, reason: str) -> None:
+    def close(self, reason: str = "closed") -> None:
+        """End the connection now; the owner is told that it is lost."""
         if self._is_over:
             return
         was_open, self._is_over, self.is_open = self.is_open, True, False
@@ -276,6 +274,7 @@ class Link(asyncio.Protocol):
         self._outgoing = []
         if was_open:
             self._call(self._lost, reason)
+        self.ended.set()
 
     def _call(self, callback: Callable[[Any], None], argument: Any) -> None:
         try:
@@ -364,7 +363,7 @@ class CommandLink(Link):
         """Close once all pending commands have their replies. The owner sends no more."""
         self._is_retiring = True
         if not self._pending:
-            self._end("the connection was given up")
+            self.close("the connection was given up")
 
     def _not_sent(self) -> NotSent:
         return NoRoom("too much waits for Redis") if self.is_open else NotSent("the connection to Redis is closed")
@@ -376,7 +375,7 @@ class CommandLink(Link):
         gets, pending = self._reader.gets, self._pending
         while (reply := gets()) is not _NOTHING:
             if self._answered >= self._written:
-                self._end("it sent a reply that nobody waits for")
+                self.close("it sent a reply that nobody waits for")
                 return
             self._answered += 1
             entry = pending.popleft()
@@ -391,7 +390,7 @@ class CommandLink(Link):
             if self._is_over:
                 return
         if self._is_retiring and not pending:
-            self._end("the connection was given up")
+            self.close("the connection was given up")
 
     def _write(self, packed: list[bytes]) -> None:
         assert self._transport is not None
@@ -408,7 +407,7 @@ class CommandLink(Link):
         self._has_received = False
         # A server that is late but goes on answering is overloaded: to connect anew would only add to that.
         if is_late and (self._silent_ticks >= TICKS_PER_TIMEOUT or self._late_ticks >= LATE_TICKS_MAX):
-            self._end("no reply in time")
+            self.close("no reply in time")
             return
         marks.append(sent)
         is_idle = not self._pending and self._answered == self._answered_at_tick
@@ -419,12 +418,12 @@ class CommandLink(Link):
             self.request(ignore, (b"PING",))
         self._answered_at_tick = self._answered
 
-    def _end(self, reason: str) -> None:
+    def close(self, reason: str = "closed") -> None:
+        """End the connection now; the owner is told first, so that a caller who sends again is not sent here."""
         if self._is_over:
             return
         self._ticks.stop()
-        # The owner hears of it first, so that a caller who sends again is not sent here.
-        super()._end(reason)
+        super().close(reason)
         lost, not_sent = Lost(reason), NotSent(reason)
         maybe_executed = self._written - self._answered
         pending, self._pending = self._pending, deque()

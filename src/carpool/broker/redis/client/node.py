@@ -6,9 +6,10 @@ Both connect in the background for ever, with a pause that doubles from 50 ms to
 import asyncio
 import random
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
+from carpool.broker.redis.client.address import HostPort
 from carpool.broker.redis.client.link import (
     Command,
     CommandLink,
@@ -20,8 +21,6 @@ from carpool.broker.redis.client.link import (
     ignore,
     reason_of,
 )
-
-HostPort = tuple[str, int]
 
 # The place of slots that nobody knows of.
 NOWHERE: HostPort = ("", 0)
@@ -50,10 +49,6 @@ class Pause:
         self._pause_s = PAUSE_S_MIN
 
 
-class NotConnectedError(Exception):
-    """A connection could not be made; the text says why."""
-
-
 class Connector:
     """How connections are made to any server of one deployment."""
 
@@ -63,31 +58,41 @@ class Connector:
         self.bytes_max = bytes_max
         self._tls = tls
 
-    async def open(self, at: HostPort, make: Callable[[], AnyLink]) -> AnyLink:
-        """A connection that was greeted; raises NotConnectedError."""
+    async def keep(
+        self,
+        where: Callable[[], HostPort],
+        make: Callable[[], AnyLink],
+        use: Callable[[AnyLink], Awaitable[None]],
+        failed: Callable[[str], None],
+    ) -> None:
+        """Connect for ever: `use` has a connection until that ends, `failed` is told why there is none."""
+        loop, pause = asyncio.get_running_loop(), Pause()
+        while True:
+            at, link = where(), make()
+            if objection := await self._greet(at, link):
+                failed(objection)
+            else:
+                connected_at = loop.time()
+                if link.is_open:  # it may have ended in the same turn
+                    await use(link)
+                if loop.time() - connected_at >= GOOD_S:
+                    pause.reset()
+            await asyncio.sleep(pause.next_s())
+
+    async def _greet(self, at: HostPort, link: Link) -> str:
+        """Connect a link to a server, and say why it cannot be used; "" if it can."""
         if at == NOWHERE:
-            raise NotConnectedError("nobody knows where it is")
-        made: list[AnyLink] = []  # known also if the connection is made in the moment in which this is given up
-
-        def make_link() -> AnyLink:
-            made.append(make())
-            return made[-1]
-
+            return "nobody knows where it is"
         try:
             async with asyncio.timeout(max(self.timeout_s, CONNECT_S_MIN)):
-                _, link = await asyncio.get_running_loop().create_connection(make_link, at[0], at[1], ssl=self._tls)
-                objection = await link.greeted
+                await asyncio.get_running_loop().create_connection(lambda: link, *at, ssl=self._tls)
+                return await link.greeted
         except (OSError, TimeoutError) as failure:
-            for each in made:
-                each.close()
-            raise NotConnectedError(reason_of(failure)) from None
+            link.close()  # the connection may be made in the moment in which it is given up
+            return reason_of(failure)
         except asyncio.CancelledError:
-            for each in made:
-                each.close()
+            link.close()
             raise
-        if objection:
-            raise NotConnectedError(objection)
-        return link
 
 
 class Owner(Protocol):
@@ -120,7 +125,6 @@ class Node:
         # Redirected commands that came before the first connection.
         self._waiting: list[tuple[OnReply, Command, int, bool]] = []
         self._is_closed = False
-        self._ended = asyncio.Event()
         # A retiring link still has replies to bring.
         self._retiring: CommandLink | None = None
         self._task: asyncio.Task[None] | None = None
@@ -133,7 +137,8 @@ class Node:
 
     def start(self) -> None:
         """Begin to connect."""
-        self._task = asyncio.get_running_loop().create_task(self._keep_connected())
+        kept = self._connector.keep(lambda: self.at, self._make_link, self._use, self._failed)
+        self._task = asyncio.get_running_loop().create_task(kept)
 
     def redirect(self, on_reply: OnReply, command: Command, hops: int, asking: bool) -> None:
         """Send a command that another node does not serve; a new connection is waited for."""
@@ -175,27 +180,12 @@ class Node:
                 link.close()
         self._give_up_waiting()
 
-    async def _keep_connected(self) -> None:
-        loop = asyncio.get_running_loop()
-        pause = Pause()
-        while True:
-            try:
-                link = await self._connector.open(self.at, self._make_link)
-            except NotConnectedError as failure:
-                self.trouble = str(failure)
-                self._give_up_waiting()
-                self._owner.node_changed(True)
-            else:
-                connected_at = loop.time()
-                if link.is_open:  # it may have ended in the same turn
-                    self._came_up(link)
-                    await self._ended.wait()
-                if loop.time() - connected_at >= GOOD_S:
-                    pause.reset()
-            await asyncio.sleep(pause.next_s())
+    def _failed(self, reason: str) -> None:
+        self.trouble = reason
+        self._give_up_waiting()
+        self._owner.node_changed(True)
 
     def _make_link(self) -> CommandLink:
-        self._ended.clear()
         return CommandLink(
             self._connector.greeting,
             refused=self._on_refused,
@@ -204,12 +194,13 @@ class Node:
             pending_bytes_max=self._connector.bytes_max,
         )
 
-    def _came_up(self, link: CommandLink) -> None:
+    async def _use(self, link: CommandLink) -> None:
         self.link, self.trouble = link, ""
         waiting, self._waiting = self._waiting, []
         for redirected in waiting:
             ask_and_request(link, *redirected)
         self._owner.node_changed(False)
+        await link.ended.wait()
 
     def _on_refused(self, link: CommandLink, entry: Entry, refusal: Refused) -> None:
         self._owner.refused(self, link, entry, refusal)
@@ -217,7 +208,6 @@ class Node:
     def _on_lost(self, reason: str) -> None:
         self.link = self._retiring = None
         self.trouble = self.trouble or reason
-        self._ended.set()
         # What made this connection end concerns them too, and they have no timeout to find it by themselves.
         for reader in list(self.readers):
             reader.reconnect(reason)
@@ -257,9 +247,10 @@ class Reader:
         self._lost = lost
         self._link: Link | None = None
         self._node: Node | None = None
-        self._ended = asyncio.Event()
         self.is_closed = False
-        self._task = asyncio.get_running_loop().create_task(self._keep_connected())
+        # The node's own connection has the same trouble, and shows it.
+        kept = connector.keep(self._where, self._make_link, self._use, ignore)
+        self._task = asyncio.get_running_loop().create_task(kept)
 
     def close(self) -> None:
         """Read no more. `lost` is not called."""
@@ -282,25 +273,11 @@ class Reader:
         if self._node is not None and self._node is not self._owner.node_of(self._slot):
             self.reconnect("the slot is on another node")
 
-    async def _keep_connected(self) -> None:
-        loop = asyncio.get_running_loop()
-        pause = Pause()
-        while True:
-            self._node = self._owner.node_of(self._slot)
-            try:
-                link = await self._connector.open(self._node.at, self._make_link)
-            except NotConnectedError:
-                pass  # the node's own connection has the same trouble, and shows it
-            else:
-                connected_at = loop.time()
-                await self._serve(link)
-                if loop.time() - connected_at >= GOOD_S:
-                    pause.reset()
-            await asyncio.sleep(pause.next_s())
+    def _where(self) -> HostPort:
+        self._node = self._owner.node_of(self._slot)
+        return self._node.at
 
-    async def _serve(self, link: Link) -> None:
-        if not link.is_open:
-            return
+    async def _use(self, link: Link) -> None:
         if self._node is None or self._node is not self._owner.node_of(self._slot):
             link.close()  # the slot moved meanwhile
             return
@@ -308,7 +285,7 @@ class Reader:
         self._node.readers.add(self)
         try:
             self._connected(link)
-            await self._ended.wait()
+            await link.ended.wait()
         except Exception as failure:  # the owner's fault; it gets another connection
             link.close()
             asyncio.get_running_loop().call_exception_handler(
@@ -319,7 +296,6 @@ class Reader:
             self._link = None
 
     def _make_link(self) -> Link:
-        self._ended.clear()
         return Link(
             self._connector.greeting,
             received=self._on_received,
@@ -341,4 +317,3 @@ class Reader:
         # `connected` was called for this link, unless it ended in the turn in which it was greeted.
         if self._link is not None and not self.is_closed:
             self._lost()
-        self._ended.set()

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS as SLOTS
 
-from carpool.broker.redis.client.address import BrokerAddress
+from carpool.broker.redis.client.address import BrokerAddress, HostPort
 from carpool.broker.redis.client.link import (
     PACKED,
     CommandLink,
@@ -25,7 +25,7 @@ from carpool.broker.redis.client.link import (
     greeting_of,
     tls_context,
 )
-from carpool.broker.redis.client.node import NOWHERE, Connector, HostPort, Node, Pause, Reader, ask_and_request
+from carpool.broker.redis.client.node import NOWHERE, Connector, Node, Pause, Reader, ask_and_request
 from carpool.broker.redis.client.topology import NODES_MAX, SlotRange, UnknownTopologyError, topology_of
 from carpool.core.timers import OncePerTurn
 
@@ -64,7 +64,6 @@ class Nodes:
         self._timeout_s = timeout_s
         self._changed = changed
         self._connector = Connector(greeting_of(address), tls_context(address), timeout_s, pending_bytes_max)
-        self._topology = topology_of(address, max(timeout_s, 0.5))
         self._nodes: dict[HostPort, Node] = {}
         # Nodes that no longer have slots, but may still owe replies.
         self._leaving: list[Node] = []
@@ -145,12 +144,8 @@ class Nodes:
         on_reply: OnReply,
     ) -> None:
         """Run a script on the node of a slot; never calls back before it returned."""
-        link = self._by_slot[slot].link
-        if link is None:
-            self._not_sent(on_reply)
-            return
         self._sources[script.sha] = script.source
-        link.request(on_reply, (b"EVALSHA", script.sha, len(keys), *keys, *args))
+        self.send(slot, on_reply, b"EVALSHA", script.sha, len(keys), *keys, *args)
 
     async def ask(self, slot: int, *command: bytes | int | str) -> Any:
         """Send a command and wait for its reply; raises RedisFailure."""
@@ -201,7 +196,6 @@ class Nodes:
             await reader.wait_closed()
         for node in nodes:
             await node.close()
-        await self._topology.close()
         # Transports let go of their sockets in the turn after.
         await asyncio.sleep(0)
 
@@ -260,25 +254,26 @@ class Nodes:
 
     async def _keep_looking(self) -> None:
         pause = Pause()
-        while not self._is_closed:
-            self._look_again.clear()
-            try:
-                # At first the nodes that work are asked.
-                self._apply(await self._topology.look([at for at, node in self._nodes.items() if node.link]))
-            except UnknownTopologyError as failure:
-                self._unknown = str(failure)
-            except Exception as failure:  # whatever it is, to stop looking would be worse
-                self._unknown = f"the servers could not be asked where the slots are ({type(failure).__name__})"
-            if self.trouble:
+        async with topology_of(self._address, max(self._timeout_s, 0.5)) as look:
+            while not self._is_closed:
+                self._look_again.clear()
+                try:
+                    # At first the nodes that work are asked.
+                    self._apply(await look([at for at, node in self._nodes.items() if node.link]))
+                except UnknownTopologyError as failure:
+                    self._unknown = str(failure)
+                except Exception as failure:  # whatever it is, to stop looking would be worse
+                    self._unknown = f"the servers could not be asked where the slots are ({type(failure).__name__})"
+                if self.trouble:
+                    await asyncio.sleep(pause.next_s())
+                    continue
+                pause.reset()
+                try:
+                    await asyncio.wait_for(self._look_again.wait(), LOOK_EVERY_S)
+                except TimeoutError:
+                    continue
+                # Many commands are redirected at once when slots move: one look is enough for them all.
                 await asyncio.sleep(pause.next_s())
-                continue
-            pause.reset()
-            try:
-                await asyncio.wait_for(self._look_again.wait(), LOOK_EVERY_S)
-            except TimeoutError:
-                continue
-            # Many commands are redirected at once when slots move: one look is enough for them all.
-            await asyncio.sleep(pause.next_s())
 
     def _apply(self, ranges: list[SlotRange]) -> None:
         by_slot = [self._nowhere] * SLOTS
