@@ -743,7 +743,7 @@ def test_redirections() -> None:
 
 def test_slots() -> None:
     reply = [[0, 99, [b"h1", 1, b"id", []], [b"replica", 2, b"id"]], [100, 16383, [None, 3, b"id"]], [5, 5, [b"?", 4]]]
-    assert parse_slots(reply, "asked") == [SlotRange(0, 99, ("h1", 1)), SlotRange(100, 16383, ("asked", 3))]
+    assert parse_slots(reply, "asked") == [SlotRange(0, 99, ("h1", 1), 1), SlotRange(100, 16383, ("asked", 3))]
     for nonsense in ([[0, 16384, [b"h", 1]]], [[2, 1, [b"h", 1]]], [[0, 1]], [[0, 1, []]], b"text"):
         with pytest.raises((ValueError, TypeError, IndexError)):
             parse_slots(nonsense, "asked")

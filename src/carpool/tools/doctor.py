@@ -22,7 +22,6 @@ from carpool.broker.redis.fleet.servers import (
     no_answer,
     node_facts,
     reason_of,
-    served,
 )
 from carpool.broker.redis.fleet.view import FleetView, read_view
 from carpool.broker.redis.keys import Keys, Shard
@@ -136,14 +135,14 @@ class Doctor:
 
     async def _fleet(self, deployment: Deployment) -> FleetView:
         keys = self._keys
-        server = served(deployment, keys.fleet_slot)
+        server = deployment.server_of(keys.fleet_slot)
         seconds, micros = await server.ask("TIME")
         members = [await server.ask("HGETALL", key) for key in (keys.gateways, keys.batchers)]
         now_ms = int(seconds) * 1000 + int(micros) // 1000
         return read_view([now_ms, *members], seen_at=0.0, stale_s=STALE_S)
 
     async def _audit(self, deployment: Deployment, shard: Shard) -> ShardFacts:
-        server = served(deployment, shard.slot)
+        server = deployment.server_of(shard.slot)
         reply = await server.ask("EVAL", AUDIT.source, 1, shard.counts)
         return parse_audit(shard.number, shard.stream(b""), reply)
 
@@ -198,12 +197,12 @@ class Doctor:
             await asyncio.sleep(SECOND_LOOK_S)
             suspects = orphans(suspects, await self._fleet(deployment))
         for stream in suspects:
-            await served(deployment, self._keys.slot_of(stream.key)).ask("UNLINK", stream.key)
+            await deployment.server_of(self._keys.slot_of(stream.key)).ask("UNLINK", stream.key)
         return f"reply streams removed, of gateways that are gone: {len(suspects)}"
 
     async def _count_again(self, deployment: Deployment) -> str:
         for shard in self._keys.shards:
-            server, cursor = served(deployment, shard.slot), b"0"
+            server, cursor = deployment.server_of(shard.slot), b"0"
             for _ in range(PARTS_OF_A_SWEEP_MAX):
                 letters = (NO_BOUND, NO_BOUND, 0, NEVER_MS, 0)  # none is dropped; all are counted
                 arguments = (cursor, b"", NEVER_MS, *letters)

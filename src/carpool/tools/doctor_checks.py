@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from carpool.broker.redis.fleet.memory import SHARE_MAX
 from carpool.broker.redis.fleet.persistence import check_no_disk, is_replica
 from carpool.broker.redis.fleet.servers import Finding, Level, NodeFacts
 from carpool.broker.redis.fleet.view import FleetView
@@ -18,7 +19,7 @@ LEVELS: tuple[Level, ...] = ("ok", "warning", "problem")
 VERSION_MIN = (7, 0)
 LATENCY_MS_MAX = 10.0
 CLOCK_S_MAX = 1.0
-MEMORY_SHARE_FULL, MEMORY_SHARE_HIGH = 0.8, 0.6
+MEMORY_SHARE_HIGH = 0.6
 NAMED_MAX = 3
 # After the lease, a batcher claims at its next look.
 CLAIM_SPARE_MS = 3000
@@ -181,10 +182,10 @@ def check_memory(info: Mapping[str, str], memory_max: int) -> Finding:
     share = used / limit
     says = f"{_size(used)} of {_size(limit)} in use ({share:.0%})"
     more = "give Redis more memory, add primaries, or let fewer requests wait (broker.waiting_max)"
-    if share > MEMORY_SHARE_FULL:
-        return Finding("memory", "problem", f"{says}: above {MEMORY_SHARE_FULL:.0%} requests get 429", more)
+    if share > SHARE_MAX:
+        return Finding("memory", "problem", f"{says}: above {SHARE_MAX:.0%} requests get 429", more)
     if share > MEMORY_SHARE_HIGH:
-        return Finding("memory", "warning", f"{says}: from {MEMORY_SHARE_FULL:.0%} on requests get 429", more)
+        return Finding("memory", "warning", f"{says}: from {SHARE_MAX:.0%} on requests get 429", more)
     return Finding("memory", "ok", says)
 
 

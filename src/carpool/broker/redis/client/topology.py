@@ -31,6 +31,8 @@ class SlotRange(msgspec.Struct, frozen=True):
     first: int
     last: int
     at: HostPort
+    # How many follow that primary.
+    replicas: int = 0
 
 
 class UnknownTopologyError(Exception):
@@ -98,13 +100,13 @@ async def _ask_cluster(
 def parse_slots(reply: Any, asked: str) -> list[SlotRange]:
     """The answer to CLUSTER SLOTS; a node that knows no name for itself is meant by the one that was `asked`."""
     ranges = []
-    for first, last, primary, *_ in reply:
+    for first, last, primary, *replicas in reply:
         host, port = primary[0], int(primary[1])
         host = host.decode() if isinstance(host, bytes) else host or ""
         if not 0 <= int(first) <= int(last) < SLOTS:
             raise ValueError("a slot that does not exist")
         if host != "?":  # a node whose name is not known yet
-            ranges.append(SlotRange(int(first), int(last), (host or asked, port)))
+            ranges.append(SlotRange(int(first), int(last), (host or asked, port), len(replicas)))
     if len({part.at for part in ranges}) > NODES_MAX:
         raise ValueError("too many nodes")
     return ranges

@@ -7,17 +7,17 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 from redis.asyncio import Redis
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS as SLOTS
 from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from carpool.broker.redis.client.address import BrokerAddress
-from carpool.broker.redis.client.topology import connection_options, login_of
+from carpool.broker.redis.client.address import BrokerAddress, HostPort
+from carpool.broker.redis.client.topology import SlotRange, connection_options, login_of, parse_slots
 from carpool.broker.redis.keys import Keys
 
 Level = Literal["ok", "warning", "problem"]
 ANSWER_S_MAX = 5.0
 PINGS = 5
-PRIMARIES_MAX = 256
 SENTINELS_MIN = 3
 REASON_CHARS_MAX = 200
 CONFIG_NAMES = ("appendfsync", "save", "min-replicas-to-write", "repl-diskless-sync", "repl-diskless-load")
@@ -76,21 +76,23 @@ class Server:
 class Deployment:
     """The primaries of a Redis, and which of them serves a slot."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, ranges: Sequence[SlotRange], make: Callable[..., Server]) -> None:
         self.kind = kind
-        self.servers: list[Server] = []
-        # First and last slot, the number of the server in `servers`, its replicas.
-        self.ranges: list[tuple[int, int, int, int]] = []
+        self._ranges = ranges
+        self._by_place = {at: make(*at) for at in dict.fromkeys(part.at for part in ranges)}
+        self.servers = list(self._by_place.values())
 
-    def server_of(self, slot: int) -> Server | None:
-        """None: nobody serves it."""
-        if self.kind != "cluster":
-            return self.servers[0]
-        return next((self.servers[number] for first, last, number, _ in self.ranges if first <= slot <= last), None)
+    def server_of(self, slot: int) -> Server:
+        """Raises ResponseError if nobody serves it."""
+        part = range_of(self._ranges, slot)
+        if part is None:
+            raise ResponseError(f"nobody serves slot {slot}")
+        return self._by_place[part.at]
 
-    def replicas_of(self, slot: int) -> int | None:
-        """How many follow the slot's primary; None: nobody serves it."""
-        return next((replicas for first, last, _, replicas in self.ranges if first <= slot <= last), None)
+
+def range_of(ranges: Sequence[SlotRange], slot: int) -> SlotRange | None:
+    """Where a slot lies."""
+    return next((part for part in ranges if part.first <= slot <= part.last), None)
 
 
 class NoWayInError(Exception):
@@ -118,18 +120,21 @@ class Inspection:
                 opened.push_async_callback(made.close)
                 return made
 
-            deployment, findings = Deployment(self.address.kind), []
-            if self.address.kind == "sentinel":
-                findings.append(await self._ask_sentinels(deployment, server))
-            elif self.address.kind == "cluster":
-                findings.append(await self._ask_cluster(deployment, server))
+            kind, place, findings = self.address.kind, self.address.hosts[0], list[Finding]()
+            if kind == "cluster":
+                ranges, finding = await self._ask_cluster(server)
+                findings.append(finding)
             else:
-                deployment.servers.append(server(*self.address.hosts[0]))
-            yield deployment, findings
+                if kind == "sentinel":
+                    place, finding = await self._ask_sentinels(server)
+                    findings.append(finding)
+                ranges = [SlotRange(0, SLOTS - 1, place)]
+            yield Deployment(kind, ranges, server), findings
 
-    async def _ask_sentinels(self, deployment: Deployment, make: Callable[..., Server]) -> Finding:
+    async def _ask_sentinels(self, make: Callable[..., Server]) -> tuple[HostPort, Finding]:
         """Find the primary."""
-        answering, reason, facts = 0, "", dict[bytes, bytes]()
+        answers: list[tuple[dict[bytes, bytes], HostPort]] = []
+        reason = ""
         for host, port in self.address.hosts:
             sentinel = make(host, port, is_sentinel=True)
             command = ("SENTINEL", "MASTER", self.address.service)
@@ -138,58 +143,39 @@ class Inspection:
                     flat = await sentinel.ask(*command)
                 except AuthenticationError:  # Sentinels often have no password where the servers have one
                     flat = await make(host, port, is_sentinel=True, log_in=False).ask(*command)
-                found = dict(_pairs(flat))
-                place = found[b"ip"].decode(), int(found[b"port"])
+                facts = dict(_pairs(flat))
+                answers.append((facts, (facts[b"ip"].decode(), int(facts[b"port"]))))
             except FAILURES as failure:
                 reason = f"{sentinel.name}: {reason_of(failure)}"
-                continue
             except (KeyError, TypeError, ValueError):
                 reason = f"{sentinel.name}: no Sentinel's answer"
-                continue
-            answering += 1
-            if not facts:
-                facts = found
-                deployment.servers.append(make(*place))
-        if not facts:
+        if not answers:
             do = "name Sentinels that run, and the service as they know it: redis+sentinel://host:26379/service"
             raise NoWayInError(Finding("sentinels", "problem", f"no Sentinel names the primary ({reason})", do))
+        facts, primary = answers[0]
         quorum, others = (int(facts.get(name, b"0")) for name in (b"quorum", b"num-other-sentinels"))
-        return check_sentinels(answering, len(self.address.hosts), quorum, others + 1)
+        return primary, check_sentinels(len(answers), len(self.address.hosts), quorum, others + 1)
 
-    async def _ask_cluster(self, deployment: Deployment, make: Callable[..., Server]) -> Finding:
+    async def _ask_cluster(self, make: Callable[..., Server]) -> tuple[list[SlotRange], Finding]:
         """Find the primaries, from the first node that tells."""
         reason = ""
         for host, port in self.address.hosts:
             node = make(host, port)
             try:
                 state = parse_info(await node.ask("CLUSTER", "INFO"))
-                ranges = await node.ask("CLUSTER", "SLOTS")
-            except ResponseError as failure:
-                if "cluster support disabled" not in str(failure):
-                    reason = f"{node.name}: {reason_of(failure)}"
-                    continue
-                says, do = f"{node.name} is no node of a Cluster", "write redis:// in place of redis+cluster://"
-                raise NoWayInError(Finding("cluster", "problem", says, do)) from None
+                ranges = parse_slots(await node.ask("CLUSTER", "SLOTS"), host)
             except FAILURES as failure:
+                if "cluster support disabled" in str(failure):
+                    says, do = f"{node.name} is no node of a Cluster", "write redis:// in place of redis+cluster://"
+                    raise NoWayInError(Finding("cluster", "problem", says, do)) from None
                 reason = f"{node.name}: {reason_of(failure)}"
-                continue
-            self._note_ranges(deployment, ranges, host, make)
-            return check_cluster(state, [deployment.replicas_of(shard.slot) for shard in self._keys.shards])
+            except (ValueError, TypeError, IndexError):
+                reason = f"{node.name}: no Cluster's answer"
+            else:
+                of_shards = [range_of(ranges, shard.slot) for shard in self._keys.shards]
+                return ranges, check_cluster(state, [None if part is None else part.replicas for part in of_shards])
         do = "see that the nodes run and can be reached from here, and that user and password are right"
         raise NoWayInError(Finding("cluster", "problem", f"no node answers ({reason})", do))
-
-    def _note_ranges(
-        self, deployment: Deployment, ranges: Sequence[Any], asked_host: str, make: Callable[..., Server]
-    ) -> None:
-        numbers: dict[tuple[str, int], int] = {}
-        for first, last, primary, *replicas in ranges:
-            # A node that does not know its own address leaves it empty: then it is the one that was asked.
-            place = (primary[0].decode() if primary[0] else asked_host, primary[1])
-            if place not in numbers and len(numbers) < PRIMARIES_MAX:
-                numbers[place] = len(deployment.servers)
-                deployment.servers.append(make(*place))
-            if place in numbers:
-                deployment.ranges.append((first, last, numbers[place], len(replicas)))
 
 
 def check_cluster(state: Mapping[str, str], replicas_of_shards: Sequence[int | None]) -> Finding:
@@ -253,14 +239,6 @@ def reason_of(failure: Exception) -> str:
 def at(server: Server, finding: Finding) -> Finding:
     """A finding, with the server it was found at."""
     return msgspec.structs.replace(finding, where=(server.name,))
-
-
-def served(deployment: Deployment, slot: int) -> Server:
-    """The server of a slot; raises ResponseError."""
-    server = deployment.server_of(slot)
-    if server is None:
-        raise ResponseError(f"nobody serves slot {slot}")
-    return server
 
 
 async def _config(server: Server) -> dict[str, str] | None:
