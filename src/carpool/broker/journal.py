@@ -14,7 +14,8 @@ when the writer thread (journal_writer) has committed it to the file (journal_st
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from carpool.broker.journal_records import (
@@ -81,8 +82,9 @@ class Journal:
         # Dead letters among the operations, and their bytes, which are not among those.
         self._burying = 0
         self._burying_bytes = 0
-        # Every cause from the start: an alert on an increase needs the zero before the first one.
-        self._buried = dict.fromkeys(dead_letter_causes(), 0)
+        # Requests given up on since the start; also those whose letter is no longer kept. All causes are in it: to see
+        # an increase, an alert needs the zero before the first one.
+        self.buried = Counter(dict.fromkeys(dead_letter_causes(), 0))
         # Synchronous requests that should have become dead letters, and did not.
         self.letters_lost = 0
         self._is_closing = False
@@ -126,7 +128,7 @@ class Journal:
             self._loop.call_soon(done, _closed())
         else:
             if dead_letter is not None:
-                self._count(dead_letter)
+                self.buried[dead_letter.cause] += 1
             self._put(Finish(task_id, done, result_size_of(result), result, dead_letter))
 
     def read(self, task_id: str, done: Callable[[StoredTask | CarpoolError | None], None]) -> None:
@@ -139,7 +141,7 @@ class Journal:
 
     def bury(self, record: TaskRecord, dead_letter: DeadLetter) -> None:
         """Keep a request that was no task as a dead letter, if there is room. Nobody is told."""
-        self._count(dead_letter)
+        self.buried[dead_letter.cause] += 1
         size = size_of(record)
         if self._is_closing or self._burying >= BURYING_MAX or self._burying_bytes + size > BURYING_BYTES_MAX:
             self.letters_lost += 1
@@ -182,9 +184,6 @@ class Journal:
         self._writer.close()
         await self._closed.wait()
         self._writer.join()
-
-    def _count(self, dead_letter: DeadLetter) -> None:
-        self._buried[dead_letter.cause] = self._buried.get(dead_letter.cause, 0) + 1
 
     def _offer(self, operation: Operation) -> None:
         """Queue an operation that a client causes, within the bounds."""
@@ -236,11 +235,6 @@ class Journal:
     def dead_letter_bytes(self) -> int:
         """Bytes of their inputs and parameters."""
         return self._store.counts.dead_letter_bytes
-
-    @property
-    def buried(self) -> Mapping[str, int]:
-        """Requests given up on since the start, by cause; also those whose letter is no longer kept."""
-        return self._buried
 
     @property
     def stored_bytes(self) -> int:

@@ -4,6 +4,7 @@ Bounded by count and bytes of everything admitted and not yet settled (waiting o
 lanes in which requests wait. All settling goes through `settle`, the one place that keeps those counts true.
 """
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from math import inf
 
@@ -54,7 +55,7 @@ class MemoryBroker:
         # Per model, by lane key: the lanes in which requests wait, and those that are empty now.
         self._active: dict[str, dict[bytes, Lane]] = {}
         # By model and owner: how many lanes with parameters it opened that still wait.
-        self._opened: dict[str, dict[str, int]] = {}
+        self._opened: dict[str, Counter[str]] = {}
         self._idle: dict[tuple[str, bytes], Lane] = {}
         # By model: bytes of the inputs that were taken and have no outcome yet; whom to tell that they became fewer.
         self._running_bytes: dict[str, int] = {}
@@ -65,7 +66,7 @@ class MemoryBroker:
         self._arrivals_gone: dict[str, int] = {}
         # For metrics: outcomes by code, and how long requests waited for a slot. Those that another broker holds
         # (Redis) are counted there, when that one has their outcome.
-        self.outcomes: dict[str, int] = {}
+        self.outcomes: Counter[str] = Counter()
         self.waited = Histogram(SECONDS_BOUNDS)
 
     def __repr__(self) -> str:
@@ -110,7 +111,7 @@ class MemoryBroker:
         """Have `arrived(lane)` called for each arrival. Models are known before the first request."""
         self._arrived[model] = arrived
         self._active.setdefault(model, {})
-        self._opened.setdefault(model, {})
+        self._opened.setdefault(model, Counter())
         self._running_bytes.setdefault(model, 0)
         self._arrivals_gone.setdefault(model, 0)
 
@@ -176,8 +177,7 @@ class MemoryBroker:
         self._leave(request)
         request.settle(outcome, self._clock())
         if request.held_by is None:
-            code = request.result_code
-            self.outcomes[code] = self.outcomes.get(code, 0) + 1  # bounded: codes come from the error tree
+            self.outcomes[request.result_code] += 1  # bounded: codes come from the error tree
             if self.events.subscribers:
                 self.events.settled(request, outcome)
         return True
@@ -199,7 +199,7 @@ class MemoryBroker:
                 request.settle(output, now)
                 if is_heard and request.held_by is None:
                     self.events.settled(request, output)
-        self.outcomes["ok"] = self.outcomes.get("ok", 0) + counted
+        self.outcomes["ok"] += counted
         if settled:
             self._runs_no_more(batch[0].model, settled_bytes)
 
@@ -292,7 +292,7 @@ class MemoryBroker:
             return False
         # Whoever has opened less than its share of them is not refused because of what others have opened.
         opened = self._opened[request.model]
-        own = opened.get(request.owner, 0)
+        own = opened[request.owner]
         return own >= max(1, self.lanes_max // (len(opened) + (own == 0)))
 
     def _leave(self, request: Request) -> None:
@@ -321,7 +321,7 @@ class MemoryBroker:
         self._active[model][key] = lane
         if key:
             lane.opener = owner
-            self._opened[model][owner] = self._opened[model].get(owner, 0) + 1
+            self._opened[model][owner] += 1
         return lane
 
     def _retire(self, lane: Lane) -> None:

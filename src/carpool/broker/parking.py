@@ -4,6 +4,7 @@ A request is known by its number here: clients choose ids, and may repeat them. 
 later is dropped.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from carpool.broker.deadlines import Deadlines
@@ -25,7 +26,7 @@ class Parking:
         bytes_max: int,
         models: Iterable[str],
         # Where outcomes are counted; those of a local broker, if there is one, belong to the same sum.
-        outcomes: dict[str, int] | None = None,
+        outcomes: Counter[str] | None = None,
         waited: Histogram | None = None,
         events: Events | None = None,
         clock: Clock = monotonic,
@@ -41,7 +42,7 @@ class Parking:
         self.held_bytes = 0
         # For metrics.
         self.arrivals = dict.fromkeys(models, 0)
-        self.outcomes: dict[str, int] = {} if outcomes is None else outcomes
+        self.outcomes: Counter[str] = Counter() if outcomes is None else outcomes
         self.waited = Histogram(SECONDS_BOUNDS) if waited is None else waited
         self.late_outcomes = 0
 
@@ -98,8 +99,7 @@ class Parking:
         """Settle a parked request and give back what it counts for."""
         self.remove(request)
         request.settle(outcome, self._clock())
-        code = request.result_code
-        self.outcomes[code] = self.outcomes.get(code, 0) + 1  # bounded: codes come from the error tree
+        self.outcomes[request.result_code] += 1  # bounded: codes come from the error tree
         if self._events.subscribers:
             self._events.settled(request, outcome)
 
@@ -136,5 +136,5 @@ class Parking:
             if is_heard:
                 self._events.settled(request, output)
         if settled:
-            self.outcomes["ok"] = self.outcomes.get("ok", 0) + settled
+            self.outcomes["ok"] += settled
             self.waited.observe_all(waits)

@@ -1,37 +1,13 @@
-"""The two sides of a broker whose gateways and batchers are different processes, and what they need of others.
+"""What a broker has in common with others whose gateways and batchers are different processes.
 
-`broker/redis` has one of each: `gateway/queue.py` and `batcher/feed.py`.
+A gateway's side is a `RequestQueue` (core/ports.py) over `parking.py`; a batcher's side, and what it needs, is here.
+In `broker/redis` these are `gateway/queue.py` and `batcher/feed.py`.
 """
 
 from typing import Protocol
 
-from carpool.broker.parking import Parking
 from carpool.core.errors import CarpoolError
-from carpool.core.outcome import Outcome
-from carpool.core.ports import RequestQueue
 from carpool.core.request import Request
-from carpool.core.snapshot import Mode
-
-
-class GatewaySide(RequestQueue, Protocol):
-    """Takes requests from clients, and gives them the outcomes that come from batchers."""
-
-    mode: Mode
-    parking: Parking
-    # Requests that were queued once more because their first way was lost.
-    sent_again: int
-
-    def settle(self, request: Request, outcome: Outcome) -> bool:
-        """Give a request an outcome that came from nobody else; false if it has one already."""
-        ...
-
-    def expire(self, now: float) -> None:
-        """Look at the requests whose time is over."""
-        ...
-
-    def close(self) -> None:
-        """Stop; what is still parked was answered, or its clients are gone."""
-        ...
 
 
 class BatcherSide(Protocol):

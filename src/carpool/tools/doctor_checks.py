@@ -3,6 +3,7 @@
 A problem loses or refuses requests, or soon will; a warning is a choice that the operator should know of.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -241,9 +242,9 @@ def check_fleet(view: FleetView) -> Finding:
 
 def check_waiting(shards: Sequence[ShardFacts], view: FleetView) -> Finding:
     """Whether what waits has somebody who takes it."""
-    waiting: dict[str, int] = {}
+    waiting: Counter[str] = Counter()
     for stream in _streams(shards):
-        waiting[stream.model] = waiting.get(stream.model, 0) + stream.length
+        waiting[stream.model] += stream.length
     total = sum(waiting.values())
     served = set(view.models())
     stuck = {model: number for model, number in waiting.items() if number and model not in served}

@@ -13,6 +13,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -344,10 +345,10 @@ class Feed:
     def _staged(self, model: str) -> dict[bytes, int]:
         """How many are here and not sent yet, by lane."""
         # Offenders wait until there is time for them, and must not keep slots from others meanwhile.
-        staged = {lane.key: lane.waiting for lane in self._broker.lanes(model) if not lane.is_apart}
+        staged = Counter({lane.key: lane.waiting for lane in self._broker.lanes(model) if not lane.is_apart})
         for request in self._landed:
             if request.model == model:
-                staged[request.lane_key] = staged.get(request.lane_key, 0) + 1
+                staged[request.lane_key] += 1
         return staged
 
     def _lane_name(self, model: str, key: bytes) -> bytes:

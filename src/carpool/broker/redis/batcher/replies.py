@@ -10,7 +10,7 @@
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -68,7 +68,7 @@ class ReplyWriter:
         # Is told the cause of each task that became a dead letter.
         buried: Callable[[str], None] = lambda cause: None,
         # Where tasks are counted whose result was written here. The gateways count their own requests.
-        outcomes: dict[str, int] | None = None,
+        outcomes: Counter[str] | None = None,
         waited: Histogram | None = None,
         events: Events | None = None,
     ) -> None:
@@ -94,7 +94,7 @@ class ReplyWriter:
         self.retries = 0
         # Is told of each haul whose last entry is done with.
         self.when_emptied: Callable[[Haul], None] = lambda haul: None
-        self._outcomes = {} if outcomes is None else outcomes
+        self._outcomes: Counter[str] = Counter() if outcomes is None else outcomes
         self._waited = Histogram(SECONDS_BOUNDS) if waited is None else waited
         self._events = events or Events()
 
@@ -229,7 +229,7 @@ class ReplyWriter:
 
     def count(self, code: str, number: int = 1) -> None:
         """So many tasks more have this outcome."""
-        self._outcomes[code] = self._outcomes.get(code, 0) + number  # bounded: codes come from the error tree
+        self._outcomes[code] += number  # bounded: codes come from the error tree
 
     def _count_task(
         self, code: str, is_buried: bool, waited_s: float | None, told: tuple[Request, Outcome] | None

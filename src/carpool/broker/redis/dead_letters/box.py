@@ -1,5 +1,6 @@
 """How synchronous requests become dead letters. A task becomes one in the step that writes its result (`letter_of`)."""
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ class RedisDeadLetterBox:
         self._burying = 0
         self._burying_bytes = 0
         # For metrics. Every cause from the start: an alert on an increase needs the zero before the first one.
-        self.buried = dict.fromkeys(dead_letter_causes(), 0)
+        self.buried = Counter(dict.fromkeys(dead_letter_causes(), 0))
         # Letters that Redis did not take.
         self.failures = 0
 
@@ -61,7 +62,7 @@ class RedisDeadLetterBox:
 
     def count(self, cause: str) -> None:
         """A request was given up on; also for tasks (ReplyWriter tells of them)."""
-        self.buried[cause] = self.buried.get(cause, 0) + 1
+        self.buried[cause] += 1
 
     def _bury(self, request: Request, error: CarpoolError, sends: int) -> None:
         if request.is_task or request.phase == DONE:  # a task's result buries it; who has left, left no input

@@ -83,7 +83,7 @@ class Parcel(msgspec.Struct, eq=False):
 
 
 class RedisQueue:
-    """Keeps the requests of one gateway until they have an outcome (broker.sides.GatewaySide)."""
+    """Keeps the requests of one gateway until they have an outcome (core.ports.RequestQueue)."""
 
     def __init__(
         self,
