@@ -269,11 +269,12 @@ class ShardBench:
         about: list[str | bytes | int] = [consumer_gone_ms, *letters, "late: @", 60_000]
         cursor, self.letters_dropped, self.tasks_ended, self.sweeps = b"0", 0, 0, []
         while cursor:
-            cursor, held, unread, dropped, ended, is_more = self.run(SWEEP, cursor, self._now(), *about)
+            cursor, dropped, ended, is_more = self.run(SWEEP, cursor, self._now(), *about)
             self.letters_dropped += dropped
             self.tasks_ended += ended
             self.sweeps.append((ended, bool(is_more)))
-        return held, unread
+        counts = self.counts()
+        return counts["held"], counts["unread"]
 
     # What is true.
 

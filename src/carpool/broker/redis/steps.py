@@ -89,8 +89,6 @@ class Swept(NamedTuple):
 
     # Where the next part begins; empty after the last one.
     cursor: bytes
-    held: int
-    unread: int
     # Before their time.
     letters_dropped: int
     # Because their time was over.

@@ -5,8 +5,8 @@
 --       of them, 1 if memory is short, ms that they are kept, ms after which all is counted again, the result of a
 --       task whose time is over, with @ for its id, ms that this is kept (without
 --       these two, none is ended)
--- Returns: where to go on ('': that was the last part), entries held, unread ones, how many letters were dropped before
---          their time, how many tasks were ended, 1 if more is due than this part did
+-- Returns: where to go on ('': that was the last part), how many letters were dropped before their time, how many tasks
+--          were ended, 1 if more is due than this part did
 -- Work is counted in units of about 10 microseconds.
 local WORK_MAX, STREAM_WORK, ENDED_WORK, LOOKED_WORK, BYTES_A_UNIT = 256, 12, 6, 1, 2048
 local STREAMS_AT_ONCE, DROPPED_AT_ONCE, LETTERS_AT_ONCE, COUNTED_ALWAYS_MAX = 64, 32, 256, 128
@@ -250,4 +250,4 @@ else
   next_part = sweep_streams(ARGV[1])
 end
 drop_idle(DROPPED_AT_ONCE, now)
-return { next_part, count_of('held'), count_of('unread'), dropped, late_tasks, is_more }
+return { next_part, dropped, late_tasks, is_more }
