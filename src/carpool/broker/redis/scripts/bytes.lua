@@ -25,3 +25,14 @@ local function uncount_bytes(field)
     count_bytes(part, -size)
   end
 end
+
+-- Give a task its result in place of its input.
+local function keep_result(task, counted, status, result, now, kept_ms)
+  local part = part_of('result_bytes', now, kept_ms)
+  local size = #result + redis.call('HSTRLEN', task, 'c') + TASK_BYTES -- its client's name for itself stays with it
+  uncount_bytes(counted)
+  count_bytes(part, size)
+  redis.call('HSET', task, 's', status, 'r', result, 't', now, 'b', size .. ' ' .. part)
+  redis.call('HDEL', task, 'f', 'w') -- the id of its entry tells when it was submitted
+  redis.call('PEXPIRE', task, kept_ms)
+end

@@ -122,6 +122,12 @@ local function ends_to_wait(field, bound, model)
   end
 end
 
+-- The lease of an entry: its id, who has it, for how many ms, how often it was delivered; nil if nobody has it.
+local function lease_of(field, id)
+  local found = redis.pcall('XPENDING', stream_of(field), GROUP, id, id, 1)
+  return not found.err and found[1] or nil
+end
+
 -- Change by how much a stream counts.
 local function count(field, held, unread)
   if held ~= 0 then
@@ -233,6 +239,20 @@ local function ended(field, now)
   if length_of(stream_of(field)) == 0 then
     redis.call('ZADD', IDLE, 'NX', now, field)
   end
+end
+
+-- Entries have their outcome. Returns how many of them there were.
+local function forget_entries(field, ids, now)
+  local stream = stream_of(field)
+  local acknowledged = redis.call('XACK', stream, GROUP, unpack(ids))
+  local deleted = redis.call('XDEL', stream, unpack(ids))
+  if deleted > acknowledged then -- a replica that was promoted may not know that they were taken
+    look_again(field)
+  else
+    count(field, -deleted, 0)
+  end
+  ended(field, now)
+  return deleted
 end
 
 local function drop_idle(number, now)

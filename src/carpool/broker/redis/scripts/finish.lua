@@ -20,6 +20,6 @@ if is_first then
     end
   end
 end
-forget_entry(field, entry_id, now)
+forget_entries(field, { entry_id }, now)
 drop_idle(2, now)
 return { is_first and 1 or 0, is_first and state[2] or '', dropped }

@@ -9,12 +9,12 @@ end
 redis.call('DEL', task)
 uncount_bytes(state[5])
 if state[1] == 'P' then
-  local stream, id = stream_of(state[2]), state[3]
-  local pending = redis.pcall('XPENDING', stream, GROUP, id, id, 1)
-  if not pending.err and pending[1] then
-    nobody_waits({ { state[2], id, pending[1][2] } })
-  elseif not pending.err and redis.call('XDEL', stream, id) == 1 then
-    look_again(state[2])
+  local field, id = state[2], state[3]
+  local lease = lease_of(field, id)
+  if lease then
+    nobody_waits({ { field, id, lease[2] } })
+  elseif redis.pcall('XDEL', stream_of(field), id) == 1 then
+    look_again(field)
   end
 end
 return { state[4] or '', state[1] == 'P' and 1 or 0 }

@@ -13,7 +13,7 @@ if state[1] == 'P' then
   if over_at and over_at < now then
     write_also_without_memory(COUNTS)
     keep_result(task, state[5], 'F', ARGV[4], now, tonumber(ARGV[5]))
-    forget_entry(state[6], state[7], now)
+    forget_entries(state[6], { state[7] }, now)
     state[1], state[3], state[4], was_over = 'F', now, ARGV[4], 1
   elseif gateway ~= '' then
     local names = redis.call('HGET', task, 'w') or ''

@@ -3,13 +3,13 @@
 -- Returns: field and id of each entry that another batcher has by now, or that is gone
 local lost, at = {}, 2
 while ARGV[at] do
-  local stream, number = stream_of(ARGV[at]), tonumber(ARGV[at + 1])
+  local field, number = ARGV[at], tonumber(ARGV[at + 1])
   for i = at + 2, at + 1 + number do
-    local state = redis.pcall('XPENDING', stream, GROUP, ARGV[i], ARGV[i], 1)
-    local mine = not state.err and state[1] and state[1][2] == ARGV[1]
+    local lease = lease_of(field, ARGV[i])
+    local mine = lease and lease[2] == ARGV[1]
     -- Redis renews nothing whose entry is gone from the stream.
-    if not (mine and redis.call('XCLAIM', stream, GROUP, ARGV[1], 0, ARGV[i], 'JUSTID')[1]) then
-      lost[#lost + 1] = ARGV[at]
+    if not (mine and redis.call('XCLAIM', stream_of(field), GROUP, ARGV[1], 0, ARGV[i], 'JUSTID')[1]) then
+      lost[#lost + 1] = field
       lost[#lost + 1] = ARGV[i]
     end
   end

@@ -9,8 +9,8 @@ if not status then
 end
 local ended = status == 'P' and clock(ARGV[3]) or tonumber(state[2])
 if status == 'P' then
-  local lease = redis.pcall('XPENDING', stream_of(field), GROUP, id, id, 1)
-  if not lease.err and lease[1] and lease[1][3] < tonumber(ARGV[2]) then
+  local lease = lease_of(field, id)
+  if lease and lease[3] < tonumber(ARGV[2]) then
     status = 'R'
   end
 end
