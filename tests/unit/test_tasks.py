@@ -192,7 +192,7 @@ async def test_a_task_has_an_outcome_by_its_deadline(office: Office) -> None:
     await office.submit(total_timeout_s=600.0)
     office.clock.advance(600.0)
     office.broker.expire(office.clock())
-    await until(lambda: office.journal.results == 1)
+    await until(lambda: "live=0" in repr(office.tasks))  # the loop was told, too
     assert json.loads((await office.look()).error)["status"] == 504
 
 
@@ -429,7 +429,7 @@ async def test_a_restored_task_whose_time_is_over_fails(tmp_path: Path) -> None:
     office.restore()
     clock.advance(0.2)
     office.broker.expire(clock())
-    await until(lambda: office.journal.results == 1)
+    await until(lambda: "live=0" in repr(office.tasks))  # the loop was told, too
     assert json.loads((await office.look("a")).error)["status"] == 504
     await office.journal.close()
 
