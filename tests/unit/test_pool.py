@@ -521,11 +521,11 @@ def test_a_look_for_a_slot_compares_no_endpoint_with_all_others() -> None:
     pool, well = large_pool()
     wish = Wish(pool.members[0], known_well=True)
     found: list[Member | None] = []
-    assert looks_of(lambda: found.append(pool.take_for_search(wish))) < 5 * MANY
+    assert looks_of(lambda: found.append(pool.take_at_once(wish))) < 5 * MANY
     assert looks_of(lambda: pool.has_free(wish)) < 5 * MANY
     assert looks_of(lambda: pool.fits(well, wish)) < 5 * MANY
     assert found == [None]
-    assert looks_of(lambda: found.append(pool.take_for_search(Wish(pool.members[0], known_well=False)))) < 5 * MANY
+    assert looks_of(lambda: found.append(pool.take_at_once(Wish(pool.members[0], known_well=False)))) < 5 * MANY
     assert found[1] not in (None, pool.members[0])
 
 

@@ -240,7 +240,7 @@ class Isolation:
         """Use slots that are free now."""
         while self._pool.free() and (chosen := self._choose(None)):
             case, wish = chosen
-            member = self._pool.take_for_search(wish)
+            member = self._pool.take_at_once(wish)
             if member is None:
                 return
             self._start(case, member)
@@ -484,29 +484,26 @@ class Isolation:
         failure = case.last[index]
         by, by_alone = case.refused_by.get(index, set()), case.refused_alone_by.get(index, set())
         lane = case.batch[index].common_key
+
+        def is_right(since: float) -> bool:
+            if by_alone & case.answered_by:
+                return True
+            return any(self._pool.answered_lane(member, lane, since) for member in by_alone)
+
         lately = self._clock() - WELL_S
         was_search = case.failure is not None and case.failure.size > 1
         if not failure.is_certain:
             lately = case.started if was_search or failure.needs_proof else self._clock() - SURE_S
-        is_right = bool(by_alone & case.answered_by) or any(
-            self._pool.answered_lane(member, lane, lately) for member in by_alone
-        )
         if not self._pool.has_others(failure.member):
-            return is_right
+            return is_right(lately)
         if len(by_alone) >= ASKED_ALONE_MAX:
-            return failure.is_certain or is_right
-        is_right_now = bool(by_alone & case.answered_by) or any(
-            self._pool.answered_lane(member, lane, case.started) for member in by_alone
-        )
-        return len(by) > 1 and is_right_now
+            return failure.is_certain or is_right(lately)
+        return len(by) > 1 and is_right(case.started)
 
     def _convict(self, case: Case, request: Request, failure: Failure) -> None:
         """The model refuses this input: tell its client, keep it for a person, and send it alone from now on."""
-        if request.phase == DONE:
-            return
         self.poisoned += 1
-        now = self._clock()
-        self._known_poison.add(request, now)
+        self._known_poison.add(request, self._clock())
         if request.owner in case.counted:  # for the group that it was in
             case.counted.discard(request.owner)
         else:

@@ -255,15 +255,20 @@ class Pool:
         for ring in self._rings:
             ring()
 
-    def take_for_search(self, wish: "Wish") -> Member | None:
-        """A free slot of the endpoint that fits best; None if there is none now."""
-        return self._take_free(wish)
+    def take_at_once(self, wish: Wish) -> Member | None:
+        """A free slot of the endpoint that fits best, for a retry or a search; None if there is none now."""
+        member = self._find_free(wish)
+        if member is not None:
+            self._free.remove(member)
+            member.offered -= 1
+            self._start(member)
+        return member
 
-    def has_free(self, wish: "Wish") -> bool:
-        """Whether `take_for_search` would find a slot."""
+    def has_free(self, wish: Wish) -> bool:
+        """Whether `take_at_once` would find a slot."""
         return self._find_free(wish) is not None
 
-    def fits(self, member: Member, wish: "Wish") -> bool:
+    def fits(self, member: Member, wish: Wish) -> bool:
         """Whether none of the endpoints in use fits better."""
         return self._fit(member, wish) >= self._best_fit(wish)
 
@@ -379,7 +384,7 @@ class Pool:
     ) -> Member | None:
         """A slot of the endpoint that fits best (see `Wish`); None if none frees in time."""
         wish = Wish(failed, known_well)
-        free = self._take_free(wish)
+        free = self.take_at_once(wish)
         if free is not None:
             return free
         future: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
@@ -470,15 +475,6 @@ class Pool:
                 self._notice_if_down()
             self.ring()
 
-    def _take_free(self, wish: Wish) -> Member | None:
-        """A free slot for a retry."""
-        member = self._find_free(wish)
-        if member is not None:
-            self._free.remove(member)
-            member.offered -= 1
-            self._start(member)
-        return member
-
     def _find_free(self, wish: Wish) -> Member | None:
         """Whose free slot a retry may have. Asked often, of many slots: what is best is worked out once."""
         best = self._best_fit(wish)
@@ -498,7 +494,7 @@ class Pool:
                 return
             if future.done() or wish in unmet:
                 continue
-            member = self._take_free(wish)
+            member = self.take_at_once(wish)
             if member is None:
                 unmet.add(wish)
             else:
