@@ -130,7 +130,7 @@ class Simulation:
             waiting_max=len(self.arrivals), bytes_max=len(self.arrivals), lanes_max=1, tiers=1, clock=clock
         )
         self.pool = Pool([SimulatedEndpoint("sim:", gpu, call_later, clock)], clock, random_share=self.rng.random)
-        self.pool.others_wait = lambda: self.broker.others_wait(MODEL)
+        self.pool.others_wait = lambda: self.broker.all_waiting(MODEL) > 0
         dispatcher = UpstreamDispatcher(
             self.pool,
             JsonCodec(),

@@ -57,7 +57,7 @@ class Stand:
                 clock=self.clock,
             )
             self.pool = Pool(self.upstreams, self.clock, random_share=lambda: 0.5)
-            self.pool.others_wait = lambda: self.broker.others_wait("m")
+            self.pool.others_wait = lambda: self.broker.all_waiting("m") > 0
             self.dispatcher = UpstreamDispatcher(
                 self.pool,
                 JsonCodec(),

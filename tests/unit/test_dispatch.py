@@ -97,7 +97,7 @@ class Stand:
         self.broker.when_work_arrives("m", self._arrived)
         self.pool = Pool(self.upstreams, self.clock, random_share=lambda: 0.5)
         self.pool.when_slot_frees(self._send_those_put_back)
-        self.pool.others_wait = lambda: self.broker.others_wait("m")
+        self.pool.others_wait = lambda: self.broker.all_waiting("m") > 0
         self._is_submitting = False
         self.ended: list[float] = []
         self.dead_letters = Graveyard()

@@ -81,7 +81,7 @@ def test_offenders_get_on_though_others_always_wait() -> None:
                 assert ("m", "X") in stand.offenders
             await asyncio.sleep(0.01)
             stand.broker.expire(stand.clock())
-        assert stand.broker.others_wait("m")
+        assert stand.broker.all_waiting("m")
         told = [stand.witness.outcome(request) for request in apart if request.arrived < stand.clock() - 2.0]
         assert {type(outcome) for outcome in told} == {Output}
 

@@ -122,7 +122,7 @@ class Lane:
                 tier, bound = tiers[0], None
             else:
                 if not self._strict:
-                    tiers.sort(key=_head_place)
+                    tiers.sort(key=lambda tier: tier[0].place)
                 tier = tiers[0]
                 bound = None if self._strict else tiers[1][0].place
             bytes_left = self._take_from(tier, bound, count, now, bytes_left, room_bytes, batch, expired)
@@ -183,7 +183,3 @@ class Lane:
             if tier:
                 live.append(tier)
         return live
-
-
-def _head_place(tier: deque[Request]) -> float:
-    return tier[0].place

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from math import inf
 
-from carpool.broker.deadlines import Deadlines
+from carpool.broker.deadlines import Deadlines, queue_timeout
 from carpool.broker.lanes import Lane
 from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull, QueueTimeout
+from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull
 from carpool.core.events import Events
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import LaneQueue
@@ -85,10 +85,6 @@ class MemoryBroker:
         """Requests of one model that have come so far. The lanes count them already: here they are only summed up."""
         idle = (lane for lane in self._idle.values() if lane.model == model)
         return self._arrivals_gone[model] + sum(lane.arrivals for lane in (*self._active[model].values(), *idle))
-
-    def others_wait(self, model: str) -> bool:
-        """Whether a request waits whose owner is no offender."""
-        return any(not lane.is_apart for lane in self._active[model].values())
 
     def waiting_apart(self, model: str) -> int:
         """Requests of offenders that wait."""
@@ -266,8 +262,7 @@ class MemoryBroker:
             if request.deadline <= now:
                 self.settle(request, DeadlineExceeded("no result in time; the request was given up"))
             elif request.phase == QUEUED and not request.taken:  # else it had its slot, and was put back
-                waited = f"no slot was free within {request.queue_timeout_s:g} s; try again, or as a task"
-                self.settle(request, QueueTimeout(waited, retry_after_s=1))
+                self.settle(request, queue_timeout(request))
             else:
                 self._deadlines.add_end(request)
 

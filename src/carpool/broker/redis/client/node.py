@@ -7,6 +7,7 @@ import asyncio
 import random
 import ssl
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from carpool.broker.redis.client.address import HostPort
@@ -188,7 +189,7 @@ class Node:
     def _make_link(self) -> CommandLink:
         return CommandLink(
             self._connector.greeting,
-            refused=self._on_refused,
+            refused=partial(self._owner.refused, self),
             lost=self._on_lost,
             timeout_s=self._connector.timeout_s,
             pending_bytes_max=self._connector.bytes_max,
@@ -201,9 +202,6 @@ class Node:
             ask_and_request(link, *redirected)
         self._owner.node_changed(False)
         await link.ended.wait()
-
-    def _on_refused(self, link: CommandLink, entry: Entry, refusal: Refused) -> None:
-        self._owner.refused(self, link, entry, refusal)
 
     def _on_lost(self, reason: str) -> None:
         self.link = self._retiring = None

@@ -18,12 +18,13 @@ from typing import Any
 
 import msgspec
 
+from carpool.broker.deadlines import queue_timeout
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.parking import Parking
 from carpool.broker.redis.client.link import NoRoom, RedisFailure, Refused
 from carpool.broker.redis.formats import Reply, make_error
 from carpool.broker.redis.gateway.entries import ENTRIES_A_CALL_MAX, header_of, parts_of, stream_of, values_of
-from carpool.broker.redis.gateway.refusals import REFUSALS, error_of
+from carpool.broker.redis.gateway.refusals import REFUSALS, error_of, out_of_reach
 from carpool.broker.redis.gateway.replies import ReplyReader
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.steps import Added, Addition, Queued, Steps
@@ -36,8 +37,6 @@ from carpool.core.errors import (
     ClientLeft,
     DeadlineExceeded,
     InternalError,
-    QueueFull,
-    QueueTimeout,
 )
 from carpool.core.events import Events
 from carpool.core.outcome import Outcome
@@ -155,7 +154,7 @@ class RedisQueue:
         """Queue the request, or say why not."""
         if self.mode != "redis":
             if self._local is None:
-                return BrokerDown("Redis cannot be reached; try again soon", retry_after_s=1)
+                return out_of_reach()
             refusal = self._local.submit(request)
             self.parking.arrivals[request.model] += refusal is None
             return refusal
@@ -363,7 +362,7 @@ class RedisQueue:
         parcel.entry_ids = list(queued.entry_ids)
         for request in parcel.requests[len(queued.entry_ids) :]:
             if request.held_by is parcel:
-                self.parking.end(request, QueueFull("the queue is full; try again soon", retry_after_s=1))
+                self.parking.end(request, REFUSALS["QUEUEFULL"]())
         self._withdraw_those_who_left(parcel)
 
     def _withdraw_those_who_left(self, parcel: Parcel) -> None:
@@ -380,10 +379,9 @@ class RedisQueue:
         elif not isinstance(failure, Refused) or failure.code in MOVING:
             self._send_again(waiting)
         else:  # LOADING, CLUSTERDOWN, …: nothing was queued, and the nodes are looked at again
+            sorry = BrokerDown("Redis cannot take requests right now; try again soon", retry_after_s=1)
             for request in waiting:
-                self.parking.end(
-                    request, BrokerDown("Redis cannot take requests right now; try again soon", retry_after_s=1)
-                )
+                self.parking.end(request, sorry)
 
     def _send_again(self, requests: Iterable[Request]) -> None:
         """Their entries are out of reach: by another shard, or by the upstreams of this gateway, or not at all."""
@@ -494,9 +492,3 @@ def entry_of(request: Request) -> bytes | None:
     position = parcel.requests.index(request)
     entry_id = parcel.entry_ids[position] if position < len(parcel.entry_ids) else None
     return entry_id if isinstance(entry_id, bytes) else None
-
-
-def queue_timeout(request: Request) -> QueueTimeout:
-    """What is told to whoever waited too long for a slot."""
-    waited = f"no slot was free within {request.queue_timeout_s:g} s; try again, or as a task"
-    return QueueTimeout(waited, retry_after_s=1)
