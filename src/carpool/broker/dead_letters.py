@@ -12,7 +12,7 @@ from collections.abc import Container
 from functools import partial
 
 from carpool.broker.journal import Journal
-from carpool.broker.journal_records import DeadLetter, TaskRecord
+from carpool.broker.journal_records import DeadLetter, record_of
 from carpool.broker.replays import ReplayRun, answer_of, no_such_letter, not_served, replay_request
 from carpool.broker.tasks import Tasks
 from carpool.core.clock import Clock, monotonic
@@ -42,17 +42,7 @@ class DeadLetterBox:
             return
         if not is_kept(self._kept, error):
             return
-        now = time.time()
-        record = TaskRecord(
-            id=request.id,
-            owner=request.owner,
-            model=request.model,
-            parameters=request.parameters,
-            input=request.input,
-            tier=request.tier,
-            submitted_wall=now - (self._clock() - request.arrived),
-            deadline=0.0,
-        )
+        record = record_of(request, time.time() - (self._clock() - request.arrived), deadline=0.0)
         self._journal.bury(record, DeadLetter(error.code, error.detail, sends))
 
 

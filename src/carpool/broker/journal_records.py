@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from carpool.core.errors import QueueFull
+from carpool.core.request import Request
 
 # Stored results leave as they are deleted or expire.
 STORE_RETRY_AFTER_S = 10
@@ -131,6 +132,13 @@ class DropLetters(Operation, eq=False):
 
 # Who is answered, and the answer.
 Reply = tuple[Operation, Any]
+
+
+def record_of(request: Request, submitted_wall: float, deadline: float) -> TaskRecord:
+    """A request as it is kept."""
+    identity = (request.id, request.owner, request.model)
+    content = (request.parameters, request.input, request.tier)
+    return TaskRecord(*identity, *content, submitted_wall, deadline, request.client_id)
 
 
 def size_of(task: TaskRecord) -> int:

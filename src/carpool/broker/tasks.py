@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from carpool.broker.journal import Journal
-from carpool.broker.journal_records import DeadLetter, TaskRecord, TaskResult
+from carpool.broker.journal_records import DeadLetter, TaskResult, record_of
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.polls import Answer, Poll, Polls, no_such_task
 from carpool.core.clock import Clock, monotonic
@@ -125,17 +125,7 @@ class Tasks:
         if self._broker.events.subscribers:
             self._broker.events.admitted(request)
         task = LiveTask(request, time.time())
-        record = TaskRecord(
-            id=request.id,
-            owner=request.owner,
-            model=request.model,
-            parameters=request.parameters,
-            input=request.input,
-            tier=request.tier,
-            submitted_wall=task.submitted_wall,
-            deadline=self._journal.now() + request.deadline - request.arrived,
-            client_id=request.client_id,
-        )
+        deadline = self._journal.now() + request.deadline - request.arrived
 
         def committed(error: CarpoolError | None) -> None:
             if error is not None:
@@ -148,7 +138,7 @@ class Tasks:
                     self._broker.enqueue(request)
             accepted(error)
 
-        self._journal.append(record, committed, letter_id)
+        self._journal.append(record_of(request, task.submitted_wall, deadline), committed, letter_id)
 
     def _full(self) -> CarpoolError | None:
         """Tasks wait for minutes: they must leave room for those who wait on the line."""

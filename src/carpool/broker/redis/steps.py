@@ -10,31 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from carpool.broker.redis import scripts
 from carpool.broker.redis.client.link import NoRoom, RedisFailure, ignore, pack_beginning, pack_rest
 from carpool.broker.redis.client.nodes import Nodes, Script
 from carpool.broker.redis.formats import FAILED, PENDING, SUCCESS
 from carpool.broker.redis.keys import GROUP, Keys, Shard
-from carpool.broker.redis.scripts import (
-    ARRIVED,
-    BURY,
-    CANCEL,
-    CLAIM,
-    DONE,
-    DROP,
-    FINISH,
-    FORGET,
-    LAPSED,
-    LETTERS,
-    LEVEL,
-    LOOK,
-    RELEASE,
-    RENEW,
-    REPLY,
-    STATE,
-    SUBMIT,
-    SWEEP,
-    TAKE,
-)
 from carpool.broker.redis.terms import Budget, Claim, Head, QueueStream, Stream, Taken, View
 from carpool.core.problem import code_of
 from carpool.core.request import RequestState
@@ -188,11 +168,11 @@ class Steps:
             held, lanes = (0, 0) if isinstance(known, RedisFailure) else known
             done(Added(replies, held, lanes, failure))
 
-        self._run(ARRIVED, shard, arguments, arrived)
+        self._run(scripts.ARRIVED, shard, arguments, arrived)
 
     def count_again(self, shard: Shard, fields: Iterable[bytes]) -> None:
         """Of what was to be added to these streams some was refused: see what is there."""
-        self._run(LEVEL, shard, (self._now_ms(), 0, *(part for field in fields for part in (field, 0))), ignore)
+        self._run(scripts.LEVEL, shard, (self._now_ms(), 0, *(part for field in fields for part in (field, 0))), ignore)
 
     def submit(
         self,
@@ -218,9 +198,11 @@ class Steps:
         about = (stream.field, stream.about, held_max, lanes_max, self._now_ms(), header, owner, letter, *task_bounds)
         arguments: list[Argument] = [*about, len(values), *values, *(part for task in tasks for part in task)]
         if eval_on is None:
-            self._run(SUBMIT, shard, arguments, reading(read_queued, done))
+            self._run(scripts.SUBMIT, shard, arguments, reading(read_queued, done))
         else:
-            eval_on.send(shard.slot, reading(read_queued, done), b"EVAL", SUBMIT.source, 1, shard.counts, *arguments)
+            eval_on.send(
+                shard.slot, reading(read_queued, done), b"EVAL", scripts.SUBMIT.source, 1, shard.counts, *arguments
+            )
 
     def cancel(self, shard: Shard, entries: Iterable[tuple[bytes, bytes, bool]], done: Done[list[bool]]) -> None:
         """Delete entries (field, id, whether nobody waits any more) that nobody took, and those for which nobody waits:
@@ -229,7 +211,7 @@ class Steps:
         arguments: list[Argument] = []
         for field, entry_id, has_left in entries:
             arguments += (field, entry_id, int(has_left))
-        self._run(CANCEL, shard, arguments, reading(lambda reply: [bool(each) for each in reply], done))
+        self._run(scripts.CANCEL, shard, arguments, reading(lambda reply: [bool(each) for each in reply], done))
 
     def confirm(self, nodes: Nodes, shard: Shard, replicas: int, timeout_ms: int, done: Done[bool]) -> None:
         """Whether so many replicas have what was sent before on these connections."""
@@ -274,18 +256,18 @@ class Steps:
 
         arguments: list[Argument] = [self._now_ms(), len(models), *models]
         arguments += [part for pair in reads for part in pair]
-        self._run(LEVEL, shard, arguments, levelled)
+        self._run(scripts.LEVEL, shard, arguments, levelled)
 
     def take(
         self, shard: Shard, consumer: bytes, lines: Iterable[bytes], budgets: Sequence[Budget], done: Done[Taken]
     ) -> None:
         """Take the best that free slots can use, in whole batches."""
         arguments = (consumer, self._now_ms(), *lines, b"", *budget_arguments(budgets))
-        self._run(TAKE, shard, arguments, reading(lambda reply: read_taken(reply, budgets), done))
+        self._run(scripts.TAKE, shard, arguments, reading(lambda reply: read_taken(reply, budgets), done))
 
     def has_lapsed(self, shard: Shard, lease_ms: int, done: Done[bool]) -> None:
         """Whether a lease is over."""
-        self._run(LAPSED, shard, (lease_ms,), reading(bool, done))
+        self._run(scripts.LAPSED, shard, (lease_ms,), reading(bool, done))
 
     def claim(
         self,
@@ -301,7 +283,7 @@ class Steps:
         for claim in claims:
             arguments += (claim.model, claim.batches, claim.largest, claim.suspects, len(claim.again))
             arguments += [part for room in claim.again.items() for part in room]
-        self._run(CLAIM, shard, arguments, reading(lambda reply: read_claimed(reply, claims), done))
+        self._run(scripts.CLAIM, shard, arguments, reading(lambda reply: read_claimed(reply, claims), done))
 
     def uncount(self, shard: Shard, field: bytes, consumer: bytes, entry_id: bytes, deliveries: int) -> None:
         """An entry that this batcher has keeps its lease, and has been delivered so often."""
@@ -316,15 +298,15 @@ class Steps:
         def lost(reply: Any) -> set[tuple[bytes, bytes]]:
             return set(zip(reply[::2], reply[1::2], strict=True))
 
-        self._run(RENEW, shard, (consumer, *ids_arguments(ids)), reading(lost, done))
+        self._run(scripts.RENEW, shard, (consumer, *ids_arguments(ids)), reading(lost, done))
 
     def release(self, shard: Shard, consumer: bytes, ids: Mapping[bytes, Sequence[bytes]]) -> None:
         """Let others have entries that were not sent. If this is lost, the leases end by themselves."""
-        self._run(RELEASE, shard, (consumer, *ids_arguments(ids)), ignore)
+        self._run(scripts.RELEASE, shard, (consumer, *ids_arguments(ids)), ignore)
 
     def forget_entries(self, shard: Shard, ids: Mapping[bytes, Sequence[bytes]], done: Done[int]) -> None:
         """They have their outcomes."""
-        self._run(DONE, shard, (self._now_ms(), *ids_arguments(ids)), reading(int, done))
+        self._run(scripts.DONE, shard, (self._now_ms(), *ids_arguments(ids)), reading(int, done))
 
     def sweep(
         self,
@@ -339,7 +321,9 @@ class Steps:
         result of tasks whose time is over, with @ for the id, and ms that it is kept.
         """
         arguments: list[Argument] = [cursor, self._now_ms(), consumer_gone_ms, *letters, *late]
-        self._run(SWEEP, shard, arguments, reading(lambda reply: Swept(bytes(reply[0]), *map(int, reply[1:])), done))
+        self._run(
+            scripts.SWEEP, shard, arguments, reading(lambda reply: Swept(bytes(reply[0]), *map(int, reply[1:])), done)
+        )
 
     # Outcomes.
 
@@ -348,7 +332,7 @@ class Steps:
         stream = self.keys.replies(gateway)
         slot = self.keys.slot_of(stream)
         if by_script:
-            self.nodes.run(REPLY, slot, (stream,), (reply,), done)
+            self.nodes.run(scripts.REPLY, slot, (stream,), (reply,), done)
         else:
             self.nodes.send(slot, done, b"XADD", stream, b"NOMKSTREAM", b"*", b"r", reply)
 
@@ -367,12 +351,14 @@ class Steps:
         arguments: list[Argument] = [result.task_id, field, entry_id, result.status, result.value]
         arguments += (kept_ms, self._now_ms(), result.letter)
         arguments += (shard.number, *letter_bounds)
-        self._run(FINISH, shard, arguments, reading(lambda reply: Finished(bool(reply[0]), *reply[1:]), done))
+        self._run(scripts.FINISH, shard, arguments, reading(lambda reply: Finished(bool(reply[0]), *reply[1:]), done))
 
     def look_at_task(self, task_id: str, gateway: bytes, late: bytes, kept_ms: int, done: Done[LookedAt]) -> None:
         """A task; the gateway, if one is given, is told when it has an outcome. If its time is over, it gets `late`."""
         arguments = (task_id, gateway, self._now_ms(), late, kept_ms)
-        self._run(LOOK, self.keys.shard_of_task(task_id), arguments, reading(partial(read_looked_at, task_id), done))
+        self._run(
+            scripts.LOOK, self.keys.shard_of_task(task_id), arguments, reading(partial(read_looked_at, task_id), done)
+        )
 
     def remove_task(self, task_id: str, done: Done[Removed | None]) -> None:
         """Remove a task; tells None if there was no such task."""
@@ -380,12 +366,12 @@ class Steps:
         def removed(reply: Any) -> Removed | None:
             return None if reply is None else Removed(reply[0], bool(reply[1]))
 
-        self._run(FORGET, self.keys.shard_of_task(task_id), (task_id,), reading(removed, done))
+        self._run(scripts.FORGET, self.keys.shard_of_task(task_id), (task_id,), reading(removed, done))
 
     def state_of_task(self, task_id: str, lease_ms: int, done: Done[RequestState | None]) -> None:
         """How far a task is; None if there is none."""
         arguments = (task_id, lease_ms, self._now_ms())
-        self._run(STATE, self.keys.shard_of_task(task_id), arguments, reading(read_task_state, done))
+        self._run(scripts.STATE, self.keys.shard_of_task(task_id), arguments, reading(read_task_state, done))
 
     def is_leased(self, shard: Shard, field: bytes, entry_id: bytes, lease_ms: int, done: Done[bool]) -> None:
         """Whether a batcher has an entry."""
@@ -401,11 +387,11 @@ class Steps:
 
     def bury(self, shard: Shard, bounds: Sequence[int], letter: bytes, value: bytes, done: Done[int]) -> None:
         """Keep a letter; tells how many were dropped for it."""
-        self._run(BURY, shard, (self._now_ms(), shard.number, *bounds, letter, value), reading(int, done))
+        self._run(scripts.BURY, shard, (self._now_ms(), shard.number, *bounds, letter, value), reading(int, done))
 
     async def letters(self, shard: Shard, after: int, limit: int, bytes_max: int) -> LetterHeads:
         """Some letters of one shard, maybe fewer than asked for; none only if there are no more."""
-        total, last, *rows = await self._ask(LETTERS, shard, (after, limit, bytes_max))
+        total, last, *rows = await self._ask(scripts.LETTERS, shard, (after, limit, bytes_max))
         heads = zip(rows[::3], rows[1::3], rows[2::3], strict=True)
         return LetterHeads(total, int(last), [(int(letter_id), head, size) for letter_id, head, size in heads])
 
@@ -421,7 +407,7 @@ class Steps:
 
     async def drop_letters(self, shard: Shard, letter: bytes = b"") -> int:
         """Remove one, or all; returns how many there were."""
-        dropped: int = await self._ask(DROP, shard, (letter,))
+        dropped: int = await self._ask(scripts.DROP, shard, (letter,))
         return dropped
 
     # How.
