@@ -370,7 +370,7 @@ async def test_deleted_while_running(stand: TaskStand) -> None:
     stand.gpu.release()
     assert await stand.status("stays", wait_s=NEVER_S) == "SUCCESS"
     assert await stand.status("leaves") == "unknown"
-    assert stand.journal.results == 1
+    assert stand.journal.counts.results == 1
 
 
 async def test_deleted_after_the_answer(stand: TaskStand) -> None:
@@ -379,7 +379,7 @@ async def test_deleted_after_the_answer(stand: TaskStand) -> None:
     assert await stand.status("t", wait_s=NEVER_S) == "SUCCESS"
     assert await stand.delete("t") is None
     assert await stand.status("t") == "unknown"
-    assert stand.journal.results == 0
+    assert stand.journal.counts.results == 0
 
 
 async def test_the_client_of_a_task_leaves_before_it_is_accepted(stand: TaskStand) -> None:

@@ -205,9 +205,9 @@ class Office:
         request = make_request(name, Witness(), now=self.clock(), is_task=True, total_timeout_s=600.0)
         assert await self._told(lambda done: self.tasks.submit(request, done)) is None
         wall.ahead_s += step_s
-        results = self.journal.results
+        results = self.journal.counts.results
         self.broker.settle(request, make_output(b'"out"'))
-        await until(lambda: self.journal.results > results and "live=0" in repr(self.tasks))
+        await until(lambda: self.journal.counts.results > results and "live=0" in repr(self.tasks))
 
     async def look(self, name: str) -> StoredTask | CarpoolError:
         found: StoredTask | CarpoolError = await self._told(

@@ -66,10 +66,10 @@ class Office:
         return make_request(name, Witness(), now=self.clock(), value=value, **options)
 
     async def bury(self, *names: str, error: CarpoolError = REFUSED, **options: Any) -> None:
-        kept = self.journal.dead_letters
+        kept = self.journal.counts.dead_letters
         for name in names:
             self.box.bury(self.request(name, b'"%b"' % name.encode(), **options), error, 2)
-        await until(lambda: self.journal.dead_letters == kept + len(names))
+        await until(lambda: self.journal.counts.dead_letters == kept + len(names))
 
     def queued(self) -> list[Request]:
         return self.broker.waiting_requests()
@@ -131,7 +131,7 @@ async def test_which_synchronous_requests_are_kept(kept: SynchronousKept, causes
     office = Office(kept=kept)
     for error in (REFUSED, UpstreamFailed("down"), PROTOCOL_FAULT, DeadlineExceeded("late"), QueueFull("full")):
         office.box.bury(office.request(error.code), error, 4)
-    await until(lambda: office.journal.dead_letters == len(causes))
+    await until(lambda: office.journal.counts.dead_letters == len(causes))
     letters = await office.desk.page(0, 10)
     assert [(letter.cause, letter.request_id, letter.sends) for letter in letters] == [(c, c, 4) for c in causes]
     assert [cause for cause, number in office.journal.buried.items() if number] == sorted(causes, key=CAUSES.index)
@@ -162,12 +162,12 @@ async def test_a_replay_is_a_new_task_that_comes_to_its_outcome(office: Office) 
     assert (request.input, request.parameters, request.tier) == (b'"r1"', b'{"a":1}', 1)
     assert (request.place, request.deadline) == (office.clock() + 0.5, office.clock() + 600.0)
     assert request.lane == b"prepared"
-    assert (office.journal.dead_letters, office.journal.tasks_pending) == (0, 1)
+    assert (office.journal.counts.dead_letters, office.journal.counts.tasks_pending) == (0, 1)
     await office.settle(request, make_output(b'"done"'))
     answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     office.tasks.look(ANYBODY, replayed.task_id, 0.0, False, answer.set_result)
     assert (await answer).output == b'"done"'
-    assert office.journal.dead_letters == 0
+    assert office.journal.counts.dead_letters == 0
 
 
 async def test_a_replay_that_fails_again_is_a_letter_again(office: Office) -> None:
@@ -184,7 +184,7 @@ async def test_of_two_replays_of_one_letter_one_wins(office: Office) -> None:
     await office.bury("r1")
     results = await asyncio.gather(*(office.desk.replay(1) for _ in range(5)), return_exceptions=True)
     assert sum(isinstance(result, NotFound) for result in results) == 4
-    assert len(office.queued()) == office.broker.held == office.journal.tasks_pending == 1
+    assert len(office.queued()) == office.broker.held == office.journal.counts.tasks_pending == 1
 
 
 async def test_what_cannot_be_replayed_stays(office: Office) -> None:
@@ -201,7 +201,7 @@ async def test_what_cannot_be_replayed_stays(office: Office) -> None:
         await office.desk.replay(3)
     with pytest.raises(NotFound):
         await office.desk.replay(4)
-    assert (office.journal.dead_letters, office.journal.tasks_pending, office.broker.held) == (3, 0, 0)
+    assert (office.journal.counts.dead_letters, office.journal.counts.tasks_pending, office.broker.held) == (3, 0, 0)
 
 
 async def test_a_tier_that_is_no_longer_configured_is_the_lowest(office: Office) -> None:
@@ -227,7 +227,7 @@ async def test_replay_of_all_takes_those_there_were_in_their_order(
     assert report.reason is None
     for request in office.queued():
         office.broker.settle(request, UpstreamFailed("still down"))
-    await until(lambda: office.journal.dead_letters == 30)
+    await until(lambda: office.journal.counts.dead_letters == 30)
     letters = await office.desk.page(0, 100)
     assert min(letter.id for letter in letters) > 30
     shown = [await office.desk.show(letter.id) for letter in letters]
@@ -260,7 +260,7 @@ async def test_replay_of_all_stops_when_no_more_is_accepted(office: Office, monk
     report = await office.desk.replay_all(None)
     assert len(report.tasks) == 6
     assert report.reason == "the queue is full; try again soon"
-    assert office.journal.dead_letters == 14
+    assert office.journal.counts.dead_letters == 14
     with pytest.raises(QueueFull):
         await office.desk.replay_all(None)
     office.broker.waiting_max = 1000
@@ -323,5 +323,5 @@ async def test_restored_tasks_are_prepared_too(tmp_path: Any) -> None:
             await office.journal.close()
     assert restored == 2
     assert [(request.input, request.lane) for request in office.queued()] == [(b'"good"', b"prepared")]
-    await until(lambda: office.journal.results == 1)
+    await until(lambda: office.journal.counts.results == 1)
     await office.journal.close()

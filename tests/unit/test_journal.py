@@ -102,11 +102,11 @@ def rows(path: Path, query: str) -> list[tuple[Any, ...]]:
 
 
 def counts(journal: Journal) -> tuple[int, int, int, int]:
-    return journal.tasks_pending, journal.results, journal.dead_letters, journal.stored_bytes
+    return journal.counts.tasks_pending, journal.counts.results, journal.counts.dead_letters, journal.stored_bytes
 
 
 def commits(journal: Journal) -> int:
-    return sum(journal.commit_seconds.counts)
+    return sum(journal.writer.commit_seconds.counts)
 
 
 # A task's life.
@@ -175,7 +175,7 @@ async def test_no_second_dead_letter_for_a_result_that_lost(opener: Opener) -> N
     answer = asyncio.get_running_loop().create_future()
     journal.finish("a", FAILURE, answer.set_result, POISON)
     assert await answer is False
-    assert journal.dead_letters == 0
+    assert journal.counts.dead_letters == 0
 
 
 async def test_pending_tasks_come_back_whole_and_in_order(opener: Opener) -> None:
@@ -273,8 +273,8 @@ async def test_operation_that_can_never_be_written_fails_alone(opener: Opener) -
     failed = [isinstance(await answer, JournalFailed) for answer in answers]
     assert failed == [False, False, True, False, True, False]
     assert isinstance(await ask(journal.read, "\ud800"), JournalFailed)
-    assert journal.tasks_pending == 5
-    assert journal.commit_failures == 0
+    assert journal.counts.tasks_pending == 5
+    assert journal.writer.commit_failures == 0
 
 
 # Bounds.
@@ -288,10 +288,10 @@ async def test_what_a_client_calls_itself_counts_as_long_as_it_is_kept(opener: O
     assert isinstance(await ask(journal.append, named[2]), QueueFull)
     assert await ask(journal.finish, "a", success(b"r")) is True
     assert await ask(journal.finish, "b", FAILURE, dead_letter=POISON) is True
-    assert (journal.stored_bytes, journal.dead_letter_bytes) == (815, 3)
+    assert (journal.stored_bytes, journal.counts.dead_letter_bytes) == (815, 3)
     await journal.close()
     journal = opener(stored_bytes_max=1000)
-    assert (journal.stored_bytes, journal.dead_letter_bytes) == (815, 3)
+    assert (journal.stored_bytes, journal.counts.dead_letter_bytes) == (815, 3)
     assert isinstance(await ask(journal.append, named[2]), QueueFull)
     assert await ask(journal.delete, "a") is True
     assert journal.stored_bytes == 414
@@ -351,7 +351,7 @@ async def test_a_buried_request_is_listed_without_and_shown_with_its_input(opene
     assert await ask(journal.read_letter, 1) == StoredDeadLetter(summary, "owner", 1, b"{}", b'"secret"')
     assert await ask(journal.read_letter, 2) is None
     assert counts(journal) == (0, 0, 1, 0)
-    assert journal.dead_letter_bytes == 10
+    assert journal.counts.dead_letter_bytes == 10
     await journal.close()
     again = opener()
     assert (again.dead_letters, again.dead_letter_bytes, again.stored_bytes) == (1, 10, 0)
@@ -376,7 +376,7 @@ async def test_letters_are_dropped_one_by_one_or_all(opener: Opener) -> None:
     assert await ask(journal.drop_letters, 2) == 0
     assert await letter_ids(journal) == [1, 3]
     assert await ask(journal.drop_letters, None) == 2
-    assert (journal.dead_letters, journal.dead_letter_bytes) == (0, 0)
+    assert (journal.counts.dead_letters, journal.counts.dead_letter_bytes) == (0, 0)
     assert rows(opener.path, "SELECT count(*) FROM dead_letters") == [(0,)]
 
 
@@ -433,7 +433,7 @@ async def test_the_oldest_letters_make_room_and_tasks_are_accepted_all_the_while
     journal = opener(stored_bytes_max=4000)  # 1000 for letters
     await buried(journal, *map(str, range(20)), payload=b"x" * 298)
     assert await letter_ids(journal) == [18, 19, 20]
-    assert (journal.dead_letters, journal.dead_letter_bytes, journal.stored_bytes) == (3, 900, 0)
+    assert (journal.counts.dead_letters, journal.counts.dead_letter_bytes, journal.stored_bytes) == (3, 900, 0)
     answers = [asking(journal.append, task(f"t{n}", b"x" * 398)) for n in range(10)]
     assert [await answer for answer in answers] == [None] * 10  # all 4000 of them
     # The letter of a failed task counts there too, and its result with the tasks.
@@ -442,7 +442,7 @@ async def test_the_oldest_letters_make_room_and_tasks_are_accepted_all_the_while
     # One over the whole budget does not cost the others.
     await buried(journal, "huge", payload=b"x" * 1000)
     assert await letter_ids(journal) == [19, 20, 21]
-    assert (journal.dead_letters, journal.dead_letter_bytes) == (3, 1000)
+    assert (journal.counts.dead_letters, journal.counts.dead_letter_bytes) == (3, 1000)
     assert caplog.text.count("old dead letters were dropped") == 1
     assert (journal.buried["input-refused"], journal.letters_lost) == (21, 1)
 
@@ -568,7 +568,7 @@ async def test_expired_result_is_not_returned_even_before_it_is_purged(
     assert await ask(journal.read, "b") is None
     assert await ask(journal.delete, "b") is False
     assert (await ask(journal.read, "pending")).status == "PENDING"
-    assert journal.results == 2  # still there, but for nobody
+    assert journal.counts.results == 2  # still there, but for nobody
 
 
 async def test_expired_rows_are_purged_in_chunks_and_dead_letters_later(
@@ -585,11 +585,11 @@ async def test_expired_rows_are_purged_in_chunks_and_dead_letters_later(
         await answer
     await ask(journal.append, task("pending"))
     opener.clock.now += 601.0
-    await until(lambda: journal.results == 0)
-    assert (journal.tasks_pending, journal.dead_letters) == (1, 5)
+    await until(lambda: journal.counts.results == 0)
+    assert (journal.counts.tasks_pending, journal.counts.dead_letters) == (1, 5)
     await ask(journal.delete, "pending")
     opener.clock.now += 6000.0
-    await until(lambda: journal.dead_letters == 0)
+    await until(lambda: journal.counts.dead_letters == 0)
     assert counts(journal) == (0, 0, 0, 0)
     assert rows(opener.path, "SELECT count(*) FROM tasks") == [(0,)]
 
@@ -634,7 +634,7 @@ async def test_full_disk_fails_appends_and_keeps_results_until_they_fit(
     # What needs no room works on.
     assert (await ask(journal.read, "a")).status == "PENDING"
     assert await ask(journal.delete, "c") is True
-    await until(lambda: journal.commit_failures >= 2)
+    await until(lambda: journal.writer.commit_failures >= 2)
     assert not first.done()
     assert not second.done()
     assert await ask(journal.read, "large") is None

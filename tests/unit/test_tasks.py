@@ -83,9 +83,9 @@ class Office:
 
     async def finish(self, request: Request, outcome: Outcome) -> None:
         """Settle, and wait until the result is on the disk."""
-        results = self.journal.results
+        results = self.journal.counts.results
         self.broker.settle(request, outcome)
-        await until(lambda: self.journal.results > results and "live=0" in repr(self.tasks))
+        await until(lambda: self.journal.counts.results > results and "live=0" in repr(self.tasks))
 
 
 async def told(call: Callable[[Callable[[Any], None]], object]) -> Any:
@@ -112,7 +112,7 @@ async def test_a_task_is_accepted_and_queued_only_when_it_is_safe(office: Office
     assert (answers, office.broker.depth, office.broker.held) == ([], 0, 1)
     await until(lambda: bool(answers))
     assert answers == [None]
-    assert office.journal.tasks_pending == 1
+    assert office.journal.counts.tasks_pending == 1
     assert request.phase == QUEUED
     assert repr(office.tasks) == "<Tasks live=1>"
 
@@ -120,7 +120,7 @@ async def test_a_task_is_accepted_and_queued_only_when_it_is_safe(office: Office
 async def test_a_full_broker_accepts_no_task(office: Office) -> None:
     request = office.request(value=b"x" * 1001)
     assert isinstance(await told(lambda done: office.tasks.submit(request, done)), QueueFull)
-    assert (office.broker.held, office.journal.tasks_pending) == (0, 0)
+    assert (office.broker.held, office.journal.counts.tasks_pending) == (0, 0)
 
 
 async def test_a_full_journal_accepts_no_task(office: Office) -> None:
@@ -153,7 +153,7 @@ async def test_a_result_is_told_only_when_it_is_safe(office: Office) -> None:
     (stored,) = answers
     assert isinstance(stored, StoredTask)
     assert (stored.id, stored.owner, stored.status, stored.output) == ("t1", "owner", "SUCCESS", b'"out"')
-    assert office.journal.results == 1
+    assert office.journal.counts.results == 1
     assert repr(office.tasks) == "<Tasks live=0>"
     assert await office.look() == stored
 
@@ -185,7 +185,7 @@ async def test_a_failure_is_kept_and_the_upstream_s_are_dead_letters(
     assert (stored.status, stored.output) == ("FAILED", None)
     problem = json.loads(stored.error)
     assert (problem["status"], problem["detail"], problem["request_id"]) == (error.status, error.detail, "t1")
-    assert office.journal.dead_letters == dead_letters
+    assert office.journal.counts.dead_letters == dead_letters
 
 
 async def test_a_task_has_an_outcome_by_its_deadline(office: Office) -> None:
@@ -287,7 +287,7 @@ async def test_deleting_a_waiting_task_cancels_it(office: Office) -> None:
     assert isinstance(await poll, UnknownTask)
     assert list(office.broker.lanes("m")) == []
     assert (request.phase, office.broker.held) == (DONE, 0)
-    assert (office.journal.tasks_pending, office.journal.results) == (0, 0)
+    assert (office.journal.counts.tasks_pending, office.journal.counts.results) == (0, 0)
     assert isinstance(await office.delete(), UnknownTask)
 
 
@@ -298,7 +298,7 @@ async def test_deleting_a_running_task_discards_its_result(office: Office) -> No
     assert not office.broker.settle(request, make_output(b"1"))
     await asyncio.sleep(0.01)
     assert isinstance(await office.look(), UnknownTask)
-    assert (office.journal.tasks_pending, office.journal.results, office.broker.held) == (0, 0, 0)
+    assert (office.journal.counts.tasks_pending, office.journal.counts.results, office.broker.held) == (0, 0, 0)
 
 
 async def test_deleting_a_task_whose_result_is_on_its_way_to_the_disk(office: Office) -> None:
@@ -309,7 +309,7 @@ async def test_deleting_a_task_whose_result_is_on_its_way_to_the_disk(office: Of
     assert await office.delete() is None
     assert isinstance(await poll, UnknownTask | StoredTask)
     assert isinstance(await office.look(), UnknownTask)
-    assert (office.journal.results, repr(office.tasks)) == (0, "<Tasks live=0>")
+    assert (office.journal.counts.results, repr(office.tasks)) == (0, "<Tasks live=0>")
 
 
 async def test_a_result_that_comes_while_the_task_is_being_deleted(office: Office) -> None:
@@ -320,7 +320,7 @@ async def test_a_result_that_comes_while_the_task_is_being_deleted(office: Offic
     assert await deleting is None
     await asyncio.sleep(0.01)
     assert isinstance(await office.look(), UnknownTask)
-    assert (office.journal.results, repr(office.tasks), office.broker.held) == (0, "<Tasks live=0>", 0)
+    assert (office.journal.counts.results, repr(office.tasks), office.broker.held) == (0, "<Tasks live=0>", 0)
 
 
 async def test_deleting_a_finished_task_forgets_it(office: Office) -> None:
@@ -356,17 +356,17 @@ async def test_draining_leaves_waiting_tasks_to_the_next_process(office: Office)
     assert list(office.broker.lanes("m")) == []
     assert waits.phase == DONE
     office.broker.settle(runs, make_output(b"1"))  # a running one is finished
-    await until(lambda: office.journal.results == 1)
-    assert (office.journal.tasks_pending, office.broker.held) == (1, 0)
+    await until(lambda: office.journal.counts.results == 1)
+    assert (office.journal.counts.tasks_pending, office.broker.held) == (1, 0)
 
 
 async def test_while_draining_tasks_are_accepted_for_the_next_process(office: Office) -> None:
     office.tasks.drain()
     await office.submit()
-    assert (office.journal.tasks_pending, office.broker.depth, office.broker.held) == (1, 0, 0)
+    assert (office.journal.counts.tasks_pending, office.broker.depth, office.broker.held) == (1, 0, 0)
     assert (await office.look(wait_s=NEVER_S)).status == "PENDING"
     assert await office.delete() is None
-    assert (office.journal.tasks_pending, office.broker.held) == (0, 0)
+    assert (office.journal.counts.tasks_pending, office.broker.held) == (0, 0)
 
 
 async def test_a_task_cut_off_by_the_end_of_a_drain_stays_for_the_next_process(office: Office) -> None:
@@ -375,7 +375,7 @@ async def test_a_task_cut_off_by_the_end_of_a_drain_stays_for_the_next_process(o
     office.tasks.drain()
     office.broker.settle(request, Draining("leaving"))
     await asyncio.sleep(0.01)
-    assert (office.journal.tasks_pending, office.journal.results) == (1, 0)
+    assert (office.journal.counts.tasks_pending, office.journal.counts.results) == (1, 0)
 
 
 # The next process.
@@ -403,7 +403,7 @@ async def test_restored_tasks_run_in_order_and_downtime_does_not_count(tmp_path:
     assert first.deadline - clock() == pytest.approx(600.0, abs=1.0)
     for request in (first, second):
         office.broker.settle(request, make_output(b"1"))
-    await until(lambda: office.journal.results == 2)
+    await until(lambda: office.journal.counts.results == 2)
     assert office.broker.held == 0
     await office.journal.close()
 

@@ -68,7 +68,7 @@ class DeadLetterDesk:
 
     def total(self) -> int:
         """How many are kept."""
-        return self._journal.dead_letters
+        return self._journal.counts.dead_letters
 
     async def page(self, after: int, limit: int) -> list[DeadLetterSummary]:
         """Those with an id above `after`, the oldest first."""

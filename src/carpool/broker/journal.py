@@ -21,6 +21,7 @@ from pathlib import Path
 from carpool.broker.journal_records import (
     Append,
     Bury,
+    Counts,
     DeadLetter,
     Delete,
     DropLetters,
@@ -41,7 +42,6 @@ from carpool.broker.journal_writer import Writer
 from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import DeadLetterSummary, StoredDeadLetter, dead_letter_causes
 from carpool.core.errors import CarpoolError, JournalFailed, QueueFull
-from carpool.core.tally import Histogram
 from carpool.core.task import StoredTask
 
 logger = logging.getLogger("carpool")
@@ -89,7 +89,7 @@ class Journal:
         self.letters_lost = 0
         self._is_closing = False
         self._closed = asyncio.Event()
-        self._writer = Writer(
+        self.writer = Writer(
             self._store,
             loop,
             self.now,
@@ -181,9 +181,9 @@ class Journal:
     async def close(self) -> None:
         """Commit everything queued, bring the log into the file, end the thread and let go of the file."""
         self._is_closing = True
-        self._writer.close()
+        self.writer.close()
         await self._closed.wait()
-        self._writer.join()
+        self.writer.join()
 
     def _offer(self, operation: Operation) -> None:
         """Queue an operation that a client causes, within the bounds."""
@@ -198,7 +198,7 @@ class Journal:
     def _put(self, operation: Operation) -> None:
         self._unanswered += 1
         self._unanswered_bytes += operation.size
-        self._writer.put(operation)
+        self.writer.put(operation)
 
     def _answer(self, replies: list[Reply]) -> None:
         self._unanswered -= len(replies)
@@ -209,22 +209,10 @@ class Journal:
             except Exception:  # one caller's defect must not take the answers of the others
                 logger.exception("a callback of the journal failed")
 
-    # For metrics.
-
     @property
-    def tasks_pending(self) -> int:
-        """Tasks on the disk without a result."""
-        return self._store.counts.tasks_pending
-
-    @property
-    def results(self) -> int:
-        """Results on the disk."""
-        return self._store.counts.results
-
-    @property
-    def dead_letters(self) -> int:
-        """Dead letters on the disk."""
-        return self._store.counts.dead_letters
+    def counts(self) -> Counts:
+        """What is on the disk."""
+        return self._store.counts
 
     @property
     def last_letter(self) -> int:
@@ -232,24 +220,9 @@ class Journal:
         return self._store.last_letter
 
     @property
-    def dead_letter_bytes(self) -> int:
-        """Bytes of their inputs and parameters."""
-        return self._store.counts.dead_letter_bytes
-
-    @property
     def stored_bytes(self) -> int:
         """Bytes of the inputs and results of tasks, on the disk and on their way to it."""
         return self._store.counts.stored_bytes + self._unanswered_bytes
-
-    @property
-    def commit_failures(self) -> int:
-        """Transactions that the disk did not take."""
-        return self._writer.commit_failures
-
-    @property
-    def commit_seconds(self) -> Histogram:
-        """How long the transactions took."""
-        return self._writer.commit_seconds
 
 
 def _closed() -> JournalFailed:

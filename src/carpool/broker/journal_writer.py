@@ -88,7 +88,7 @@ class Writer:
         self._queue: deque[Operation] = deque()
         self._wake = threading.Event()
         self._is_closing = False
-        # For metrics: written by the thread, read by whoever likes.
+        # For metrics: transactions that the disk did not take, and how long the others took. The thread writes these.
         self.commit_failures = 0
         self.commit_seconds = Histogram(COMMIT_SECONDS)
         # Results that the disk did not take, when to try again, and how many at once.
