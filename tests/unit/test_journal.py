@@ -354,7 +354,7 @@ async def test_a_buried_request_is_listed_without_and_shown_with_its_input(opene
     assert journal.counts.dead_letter_bytes == 10
     await journal.close()
     again = opener()
-    assert (again.dead_letters, again.dead_letter_bytes, again.stored_bytes) == (1, 10, 0)
+    assert (again.counts.dead_letters, again.counts.dead_letter_bytes, again.stored_bytes) == (1, 10, 0)
     assert await ask(again.read_letter, 1) == StoredDeadLetter(summary, "owner", 1, b"{}", b'"secret"')
 
 
@@ -501,7 +501,7 @@ async def test_a_closed_journal_takes_no_letters(opener: Opener) -> None:
     assert isinstance(await ask(journal.list_letters, 0, 1, None), JournalFailed)
     assert isinstance(await ask(journal.read_letter, 1), JournalFailed)
     assert isinstance(await ask(journal.drop_letters, None), JournalFailed)
-    assert opener().dead_letters == 0
+    assert opener().counts.dead_letters == 0
 
 
 # The uptime clock, and expiry.
@@ -704,7 +704,7 @@ async def test_close_commits_everything_queued(opener: Opener) -> None:
     ):
         assert isinstance(await late, JournalFailed)
     again = opener()
-    assert (again.tasks_pending, again.results) == (2999, 1)
+    assert (again.counts.tasks_pending, again.counts.results) == (2999, 1)
 
 
 async def test_files_are_for_their_owner_only_whatever_the_umask(opener: Opener) -> None:
