@@ -19,7 +19,7 @@ from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX
 from carpool.broker.redis.batcher.shards import HEADS_KNOWN_MAX
 from carpool.broker.redis.client.link import RedisFailure, ignore
 from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
-from carpool.broker.redis.formats import ENTRY_FORMAT, Header, decode_header, decode_value, encode_header, encode_record
+from carpool.broker.redis.formats import ENTRY_FORMAT, Header, encode_header, encode_record
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import GROUP
 from carpool.broker.redis.steps import Steps
@@ -40,7 +40,6 @@ from carpool.testing import ANYBODY, FakeClock, Witness, make_request
 from support.processes import PATIENCE_S, until
 from support.redis_halves import LINE_OFFSETS_MS, NEVER_MS, Batcher, Gateway, Halves, open_halves, until_seen
 from support.redis_servers import RedisServer, running_redis
-from support.redis_shard import value_of_format_2
 from support.redis_tasks import letter_bounds, task_board, told
 
 ENTERPRISE, FREE = 0, 2
@@ -401,27 +400,6 @@ class TestStrangeEntries:
         assert batcher.feed.unreadable == len(strange)
         await until_seen(lambda: is_length(halves, 0))
         await until_seen(lambda: are_letters(halves, len(strange)))
-
-    async def test_entries_of_the_older_format_are_served(self, halves: Halves) -> None:
-        gateway, batcher = await halves.gateway(), await halves.batcher(free=0)
-        gateway.submit("r")
-        await halves.until_entries(1)
-        (entry,) = await halves.entries()
-        stream = entry.shard.stream(entry.field)
-        ((entry_id, fields),) = await halves.client.xrange(stream)
-        ((head, value),) = fields.items()
-        header = decode_header(head)
-        record, content = decode_value(value, header)
-        old_value = value_of_format_2(record.number, record.request_id, record.owner, content)
-        old_header = msgspec.structs.replace(header, version=2, total_ms=record.remaining_ms)
-        await halves.client.xadd(stream, {encode_header(old_header): old_value})
-        await halves.client.xdel(stream, entry_id)
-        batcher.model.free = 1
-        batcher.feed.ring()
-        await batcher.until_staged(1)
-        batcher.answer(batcher.start_batch())
-        assert len(await gateway.until_told(1)) == 1
-        await batcher.until_confirmed()
 
     async def test_entries_of_a_newer_format_are_left_to_others(
         self, halves: Halves, caplog: pytest.LogCaptureFixture

@@ -1,8 +1,7 @@
 """What each script promises, on a real Redis: one test a promise."""
 
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from support.redis_shard import (
     Entry,
     ShardBench,
     task_value,
-    value_of_format_2,
 )
 
 PLENTY = Budget(batches=100, largest=64)
@@ -113,11 +111,8 @@ class TestSubmit:
                 b"b": b"%d input_bytes:%d" % (TASK_BYTES + len(task_value(task, "ann", b"0")), PART_END_MS),
             }
 
-    @pytest.mark.parametrize("value_of", [task_value, partial(value_of_format_2, 0)], ids=["now", "format 2"])
-    def test_the_letter_of_a_task_has_its_input(
-        self, shard: ShardBench, value_of: Callable[[str, str, bytes], bytes]
-    ) -> None:
-        shard.submit("a:t0", [b"the input"], tasks=["t1"], owner="ann", value_of=value_of)
+    def test_the_letter_of_a_task_has_its_input(self, shard: ShardBench) -> None:
+        shard.submit("a:t0", [b"the input"], tasks=["t1"], owner="ann")
         assert shard.client.hget(shard.shard.task("t1"), "o") == b"ann"
         (entry,) = shard.take(PLENTY)
         assert shard.finish(entry, "t1", b"problem", letter=b"LETTER", letters_max=9, bytes_max=10**6) == (True, 0)
@@ -489,7 +484,7 @@ class TestEnds:
 
         shard.submit("a:t0", tasks=["long"])
         shard.submit("b:t0", [b"garbage"])
-        shard.submit("c:t0", tasks=["old"], value_of=lambda task, owner, _: value_of_format_2(0, task, owner, b"x"))
+        shard.submit("c:t0", tasks=["old"], value_of=lambda task, owner, _: b"\0" * 40)
         for field in ("a:t0", "b:t0", "c:t0"):
             shard.submit(field, 3, tasks=[f"{field}{number}" for number in range(3)], value_of=short)
         shard.now = START_MS + 5000

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 import redis.asyncio
 
-from carpool.broker.redis.formats import decode_header, decode_value
+from carpool.broker.redis.formats import decode_value
 from carpool.broker.redis.keys import GROUP, Keys
 from support.checker import Checker
 from support.client import Connection, ConnectionBrokenError, Response, ask_once, inference_body
@@ -369,10 +369,5 @@ async def held_by(client: redis.asyncio.Redis, consumer: str, keys: Keys) -> set
         for entry in entries if isinstance(entries, list) else ():
             asked.xrange(stream, entry["message_id"], entry["message_id"])
     found = await asked.execute()
-    return {input_of(*pair) for entries in found for _, fields in entries for pair in fields.items()}
-
-
-def input_of(header: bytes, value: bytes) -> str:
-    """The input in an entry."""
-    text: str = json.loads(decode_value(value, decode_header(header))[1])
-    return text
+    values = [value for entries in found for _, fields in entries for value in fields.values()]
+    return {json.loads(decode_value(value)[1]) for value in values}

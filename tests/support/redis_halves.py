@@ -24,7 +24,7 @@ from carpool.broker.redis.client.node import Reader
 from carpool.broker.redis.client.nodes import Nodes, Script
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.dead_letters.box import RedisDeadLetterBox
-from carpool.broker.redis.formats import decode_header, decode_value
+from carpool.broker.redis.formats import decode_value
 from carpool.broker.redis.gateway.queue import RedisQueue
 from carpool.broker.redis.keys import GROUP, Keys, Shard, line_name
 from carpool.broker.redis.steps import Steps
@@ -307,8 +307,8 @@ class Halves:
             async for stream in self.client.scan_iter(match=shard.stream(b"*"), count=1000):
                 leases = await self._leases(stream)
                 for entry_id, fields in await self.client.xrange(stream):
-                    ((header, value),) = fields.items()
-                    record, given = decode_value(value, decode_header(header))
+                    (value,) = fields.values()
+                    record, given = decode_value(value)
                     field = stream.removeprefix(shard.stream(b""))
                     lease = leases.get(entry_id, (b"", 0, 0))
                     found.append(QueueEntry(shard, field, entry_id, record.request_id, given, *lease))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, count
-from struct import Struct
 from typing import Any
 from uuid import uuid4
 
@@ -60,12 +59,6 @@ class Budget(msgspec.Struct, frozen=True):
     largest: int = 4
     # Room in batches of a lane that are begun.
     rooms: Mapping[str, int] = {}
-
-
-def value_of_format_2(number: int, request_id: str, owner: str, content: bytes) -> bytes:
-    """The value of an entry as an older Carpool wrote it."""
-    names = (request_id + owner).encode()
-    return Struct(">QBB").pack(number, len(request_id), len(owner)) + names + content
 
 
 def task_value(task: str, owner: str, content: bytes) -> bytes:

@@ -119,7 +119,7 @@ class Office:
             reply = await self.nodes.ask_script(TAKE, shard.slot, (shard.counts,), [b"b1", b"", b"", *wanted])
             for field, entries in zip(reply[1::2], reply[2::2], strict=True):
                 for entry_id, (header, value) in entries:
-                    record, given = decode_value(value, decode_header(header))
+                    record, given = decode_value(value)
                     assert record.number == 0
                     taken.append(Taken(shard, field, entry_id, decode_header(header), record, given))
         return taken

@@ -25,14 +25,12 @@ from carpool.broker.redis.formats import (
     encode_reply,
 )
 from carpool.core.outcome import CallFacts
-from support.redis_shard import value_of_format_2
 
 ids = st.text(string.ascii_letters + string.digits + "-_", max_size=255)
 owners = st.text(string.hexdigits + ".:/", max_size=64)
 texts = st.text(max_size=200)
 records = st.builds(EntryRecord, st.integers(0, 2**63), ids, owners, st.integers(0, 2**63), texts)
 HEADER = Header(ENTRY_FORMAT, b"g1", "m", b"{}", b"", 0, False, 2000)
-OLD_HEADER = msgspec.structs.replace(HEADER, version=2, total_ms=4000)
 
 
 def beginning_of(record: EntryRecord, more: bytes) -> bytes:
@@ -42,38 +40,30 @@ def beginning_of(record: EntryRecord, more: bytes) -> bytes:
 @given(records, st.binary(max_size=300))
 def test_a_value_reads_as_it_was_written(record: EntryRecord, content: bytes) -> None:
     whole = beginning_of(record, encode_more(record.client_id))
-    assert decode_value(whole + content, HEADER) == (record, content)
+    assert decode_value(whole + content) == (record, content)
     short = beginning_of(record, b"")
-    assert decode_value(short + content, HEADER) == (msgspec.structs.replace(record, client_id=""), content)
-
-
-@given(st.integers(0, 2**56 - 1), ids, owners, st.binary(max_size=300))
-def test_a_value_of_format_2_is_still_read(number: int, request_id: str, owner: str, content: bytes) -> None:
-    assert decode_header(encode_header(OLD_HEADER)) == OLD_HEADER
-    value = value_of_format_2(number, request_id, owner, content)
-    assert decode_value(value, OLD_HEADER) == (EntryRecord(number, request_id, owner, 4000), content)
+    assert decode_value(short + content) == (msgspec.structs.replace(record, client_id=""), content)
 
 
 @given(records, st.binary(max_size=50), st.lists(st.one_of(st.none(), st.integers(0, 9), ids), min_size=1, max_size=4))
 def test_what_a_newer_program_adds_is_skipped(record: EntryRecord, content: bytes, more: list[object]) -> None:
     value = beginning_of(record, msgspec.msgpack.encode(["trace", record.client_id, *more])) + content
-    assert decode_value(value, HEADER) == (record, content)
-    header = msgspec.msgpack.encode([*msgspec.structs.astuple(OLD_HEADER), *more])
-    assert decode_header(header) == OLD_HEADER
+    assert decode_value(value) == (record, content)
+    header = msgspec.msgpack.encode([*msgspec.structs.astuple(HEADER), *more])
+    assert decode_header(header) == HEADER
 
 
 @given(st.binary(max_size=60))
 def test_whatever_a_value_is_it_is_read_or_refused(data: bytes) -> None:
-    for header in (HEADER, OLD_HEADER):
-        with suppress(UnknownFormatError):
-            decode_value(data, header)
+    with suppress(UnknownFormatError):
+        decode_value(data)
 
 
 def test_entries_of_other_formats_are_told_apart() -> None:
     assert decode_header(encode_header(HEADER)) == HEADER
     with pytest.raises(NewerFormatError, match=f"format {ENTRY_FORMAT + 1}"):
         decode_header(encode_header(msgspec.structs.replace(HEADER, version=ENTRY_FORMAT + 1)))
-    for version in (0, 1):
+    for version in (0, 1, 2):
         with pytest.raises(UnknownFormatError, match=f"format {version}"):
             decode_header(encode_header(msgspec.structs.replace(HEADER, version=version)))
 

@@ -19,7 +19,7 @@ from support.upstreams import scripted_upstream
 
 # A stream and an entry's id.
 Entry = tuple[bytes, Any]
-HEADER = encode_header(Header(ENTRY_FORMAT, b"nobody", "default", b"", b"", 2, False, 2000, 4000))
+HEADER = encode_header(Header(ENTRY_FORMAT, b"nobody", "default", b"", b"", 2, False, 2000))
 UNREADABLE: tuple[dict[bytes, bytes], ...] = (
     {b"one": b"1", b"two": b"2"},
     {b"one": b"1", b"two": b"2", b"three": b"3"},

@@ -7,7 +7,7 @@ length, remaining ms and the id too.
 
 A record is number, remaining ms, lengths of id and owner, id, owner, and what may come behind that: a msgpack array.
 Headers, these arrays and replies may become longer: a program skips what it does not know. Only what an old program
-would misunderstand needs a new number. Entries of format 2, which had less, are still read.
+would misunderstand needs a new number.
 """
 
 from struct import Struct, error
@@ -20,14 +20,11 @@ from carpool.core.request import RequestState
 
 # Entries of a newer format are left to newer programs.
 ENTRY_FORMAT = 3
-OLDEST_ENTRY_FORMAT = 2
 REPLY_FORMAT = 1
 # The format and the length of the record, with which a value begins; the record up to its names.
 _BEGINNING = Struct(">BHQQBB")
 _RECORD_AT, _NAMES_AT = 3, _BEGINNING.size
 _pack = _BEGINNING.pack  # for every request
-# Format 2: the number, and the lengths of id and owner. Numbers begin with a zero byte, which is no format.
-_PREFIX_2 = Struct(">QBB")
 # The outcome of a task that no batcher ends.
 LATE = DeadlineExceeded("no batcher had a result in time")
 # The state of a task.
@@ -56,8 +53,6 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     is_task: bool
     # From the entry's own time, on Redis's clock: it must have been taken.
     queue_ms: int
-    # In format 2: it must have its outcome.
-    total_ms: int = 0
 
 
 class EntryRecord(msgspec.Struct, frozen=True, gc=False):
@@ -119,7 +114,7 @@ def decode_header(data: bytes) -> Header:
         header = _decode_header(data)
     except (msgspec.MsgspecError, ValueError) as failure:
         raise UnknownFormatError("the header of an entry cannot be read") from failure
-    if not OLDEST_ENTRY_FORMAT <= header.version <= ENTRY_FORMAT:
+    if header.version != ENTRY_FORMAT:
         raise UnknownFormatError(f"the entry has format {header.version}, this program reads {ENTRY_FORMAT}")
     return header
 
@@ -141,31 +136,20 @@ def encode_more(client_id: str) -> bytes:
     return _encoder.encode(More(client_id=client_id))
 
 
-def decode_value(data: bytes, header: Header) -> tuple[EntryRecord, bytes]:
+def decode_value(data: bytes) -> tuple[EntryRecord, bytes]:
     """The record, and the client's bytes. Raises UnknownFormatError."""
     try:
-        if data[0] == 0:
-            return _decode_value_2(data, header)
         version, length, number, remaining_ms, id_length, owner_length = _BEGINNING.unpack_from(data)
         names_end = _NAMES_AT + id_length + owner_length
         end = _RECORD_AT + length
         names = data[_NAMES_AT:names_end].decode()
         more = _NO_MORE if names_end == end else _decode_more(data[names_end:end])
-    except (error, IndexError, UnicodeDecodeError, msgspec.MsgspecError) as failure:
+    except (error, UnicodeDecodeError, msgspec.MsgspecError) as failure:
         raise UnknownFormatError("the value of an entry cannot be read") from failure
     if version != ENTRY_FORMAT or end > len(data):
         raise UnknownFormatError("the value of an entry is not what its header says")
     owner = names[id_length:]
     return EntryRecord(number, names[:id_length], owner, remaining_ms, more.client_id), data[end:]
-
-
-def _decode_value_2(data: bytes, header: Header) -> tuple[EntryRecord, bytes]:
-    number, id_length, owner_length = _PREFIX_2.unpack_from(data)
-    end = _PREFIX_2.size + id_length + owner_length
-    names = data[_PREFIX_2.size : end].decode()
-    if end > len(data):
-        raise UnknownFormatError("the value of an entry is too short")
-    return EntryRecord(number, names[:id_length], names[id_length:], header.total_ms), data[end:]
 
 
 def encode_reply(reply: Reply) -> bytes:

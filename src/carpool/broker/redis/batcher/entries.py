@@ -46,7 +46,7 @@ class Unpacker:
         header = self._headers.get(head) or self._understand(head)
         if header is None:
             return None
-        record, content = decode_value(value, header)
+        record, content = decode_value(value)
         waited_ms = now_ms - int(entry_id.partition(b"-")[0])
         arrived = now - waited_ms / 1000
         request = Request(

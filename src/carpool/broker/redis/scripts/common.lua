@@ -306,13 +306,8 @@ local function nobody_waits(entries)
   end
 end
 
--- Where the client's own bytes begin in an entry's value (formats.py): that is the number of the format (a byte), the length of the record (two), the record,
--- these bytes. One of format 2: a number that begins with a zero byte (8), a byte each for the lengths of id and
--- owner, the id, the owner, these bytes.
+-- Where the client's own bytes begin in an entry's value (formats.py): behind the number of the format (a byte), the
+-- length of the record (two) and the record.
 local function input_at(value)
-  if string.byte(value) == 0 then
-    local id_length, owner_length = string.byte(value, 9, 10)
-    return 11 + id_length + owner_length
-  end
   return 4 + struct.unpack('>H', value, 2)
 end
