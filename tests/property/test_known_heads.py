@@ -4,12 +4,13 @@ import asyncio
 import re
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carpool.face.http.connection import Connection
 from carpool.face.http.exchange import Exchange
-from carpool.face.http.known_heads import KEPT_MAX, KnownHead, KnownHeads
+from carpool.face.http.known_heads import KEPT_MAX, NO_HEAD, WHOLE_MAX, KnownHeads
 from carpool.face.http.state import HttpLimits, HttpState
 
 
@@ -114,40 +115,75 @@ def test_known_heads_change_nothing(first: list[bytes], times: int, data: st.Dat
     if data.draw(st.booleans()):
         reads.append(b"".join(first))
     limit = data.draw(st.sampled_from([3, 1000]))
-    known_heads = KnownHeads()
+    known_heads = KnownHeads(limit)
     for read in first:  # fill it from connections of their own, as a server with many clients does
-        run([read, read], known_heads, 1000)
-    assert run(reads, known_heads, limit) == run(reads, NeverKnown(), limit)
+        run([read, read], known_heads, limit)
+    assert run(reads, known_heads, limit) == run(reads, NeverKnown(limit), limit)
 
 
+NOTHING = (NO_HEAD, b"")
 PLAIN = b"POST /a HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n"
 
 
 def test_a_plain_head_is_known_for_any_length() -> None:
-    known_heads = KnownHeads()
+    known_heads = KnownHeads(1000)
     run([PLAIN % 2 + b"{}"], known_heads, 1000)
     assert len(known_heads) == 1
-    match = known_heads.match(PLAIN % 12 + b"x" * 12)
-    assert match is not None
-    before, after = PLAIN.split(b"%d")
-    assert match[0] == KnownHead(b"POST", b"/a", {b"host": b"h"}, before, after)
-    assert (PLAIN % 12 + b"x" * 12)[match[1] :] == b"x" * 12
+    known, head = known_heads.match(PLAIN % 12 + b"x" * 12)
+    assert (known.method, known.target, known.headers, known.is_plain) == (b"POST", b"/a", {b"host": b"h"}, True)
+    assert head == PLAIN % 12
+    # From now on that is enough.
+    assert known.whole[len(head) + 12] == head
+
+
+def test_a_body_that_is_too_long_is_left_to_the_parser() -> None:
+    known_heads = KnownHeads(11)
+    run([PLAIN % 2 + b"{}"], known_heads, 11)
+    assert known_heads.match(PLAIN % 11 + b"x" * 11)[1]
+    assert known_heads.match(PLAIN % 12 + b"x" * 12) == NOTHING
+
+
+@pytest.mark.parametrize(
+    "line", [b"Connection: keep-alive", b"Prefer: wait=1", b"X-Request-Id: a", b"Content-Type: a/b"]
+)
+def test_a_head_that_asks_for_something_special_is_not_plain(line: bytes) -> None:
+    known_heads = KnownHeads(1000)
+    read = b"POST /a HTTP/1.1\r\nHost: h\r\n%b\r\n\r\n" % line
+    run([read], known_heads, 1000)
+    known, head = known_heads.match(read)
+    assert head == read
+    assert not known.is_plain
 
 
 def test_what_is_not_exactly_one_request_is_not_matched() -> None:
-    known_heads = KnownHeads()
+    known_heads = KnownHeads(1000)
     run([PLAIN % 2 + b"{}"], known_heads, 1000)
     for read in (PLAIN % 3 + b"{}", PLAIN % 1 + b"{}", PLAIN % 2 + b"{}" + PLAIN % 2, PLAIN[:-4] % 2):
-        assert known_heads.match(read) is None
+        assert known_heads.match(read) == NOTHING
 
 
 def test_the_memory_is_bounded() -> None:
-    known_heads = KnownHeads()
+    known_heads = KnownHeads(1000)
     for number in range(KEPT_MAX + 10):
         read = b"GET /%d HTTP/1.1\r\nHost: h\r\n\r\n" % number
         known_heads.keep(read, b"GET", b"/%d" % number, {b"host": b"h"})
     assert 0 < len(known_heads) <= KEPT_MAX
-    known_heads = KnownHeads()
+    known_heads = KnownHeads(1000)
     long = b"GET /%b HTTP/1.1\r\nHost: h\r\n\r\n" % (b"x" * 5000)
     known_heads.keep(long, b"GET", b"/", {b"host": b"h"})
     assert len(known_heads) == 0
+
+
+def test_the_heads_that_are_remembered_whole_are_bounded_over_all_sizes() -> None:
+    known_heads = KnownHeads(1_000_000)
+    reads = [b"POST /%d HTTP/1.1\r\nHost: h\r\nContent-Length: %%d\r\n\r\n" % number for number in range(3)]
+    heads = []
+    for read in reads:
+        run([read % 0], known_heads, 1000)
+        heads.append(known_heads.match(read % 0)[0])
+    for number in range(KEPT_MAX):  # until these heads are known to their connections alone
+        known_heads.keep(b"GET /x%d HTTP/1.1\r\nHost: h\r\n\r\n" % number, b"GET", b"/", {b"host": b"h"})
+    for size in range(WHOLE_MAX):
+        for read, head in zip(reads, heads, strict=True):
+            assert known_heads.match(read % size + b"x" * size, head)[1] == read % size
+        assert 0 < sum(len(head.whole) for head in heads) <= WHOLE_MAX

@@ -43,9 +43,9 @@ def make_router() -> Router:
 def ask(method: str, target: str) -> tuple[int, dict[str, str]]:
     """Status and headers of the answer."""
     router = make_router()
-    connection = Connection(HttpState(router, HttpLimits()))
+    connection = Connection(HttpState(router.serve, HttpLimits()))
     exchange = Exchange(connection, method.encode(), target.encode("latin-1"), {}, b"", True)
-    router(exchange)
+    router.serve(exchange)
     assert exchange.response is not None
     line, *headers = exchange.response.partition(b"\r\n\r\n")[0].decode().split("\r\n")
     return int(line.split()[1]), dict(header.split(": ", 1) for header in headers)
@@ -141,7 +141,7 @@ def test_split_target() -> None:
 
 
 def query(target: bytes) -> dict[str, str]:
-    connection = Connection(HttpState(make_router(), HttpLimits()))
+    connection = Connection(HttpState(make_router().serve, HttpLimits()))
     return query_of(Exchange(connection, b"GET", target, {}, b"", True))
 
 

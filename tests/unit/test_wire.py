@@ -111,7 +111,7 @@ def test_the_canonical_forms_kept_are_bounded() -> None:
 def test_answers() -> None:
     request = make_request("id-1", Witness(), now=10.0, model='mo"del')
     request.taken, request.ended = 10.005, 10.25
-    answers = wire.InferenceAnswers()
+    answers = wire.InferenceAnswers().body
     plain = Output(b'{"echo": 1}', CallFacts(3, 0.2))
     rich = Output(b"[]", CallFacts(1, 0.1, model_version='v"1', cached=True), tokens_used=7)
     metadata = {"latency_ms": 250.0, "queue_ms": 5.0, "model": 'mo"del'}

@@ -96,7 +96,7 @@ class GatewayHalf:
             face_settings(settings),
             gateway_openapi(list(ground.models), settings.model, settings.tasks.wait_ms_max),
         )
-        self.http = HttpServer(routes.router, http_limits(settings, models), ground.clock)
+        self.http = HttpServer(routes.router.serve, http_limits(settings, models), ground.clock)
         self.servers: list[Server] = [self.http]
         self.port = 0
 

@@ -55,6 +55,10 @@ class Request(msgspec.Struct, eq=False):
     waiter: Waiter
     # The waiter's own reference (for a parked connection: its exchange). Nobody else touches it.
     ticket: Any = None
+    # Whom it counts for, in at most 64 ASCII characters; "" if that is not known. Admission says so.
+    owner: str = ""
+    # What the client calls itself, for people who look for its requests; "" if it does not say.
+    client_id: str = ""
     # For protocols that look into inputs: what the codec made of it, and what else must be equal to share a batch.
     prepared: Any = None
     lane: bytes = b""
@@ -63,10 +67,6 @@ class Request(msgspec.Struct, eq=False):
     number: int = 0
     # A task outlives its client and this process; a synchronous request does not.
     is_task: bool = False
-    # Whom it counts for, in at most 64 ASCII characters; "" if that is not known. Admission says so.
-    owner: str = ""
-    # What the client calls itself, for people who look for its requests; "" if it does not say.
-    client_id: str = ""
     # Its owner is an offender: it rides with offenders only. Kept by the broker.
     is_apart: bool = False
     phase: int = ADMITTED
@@ -94,7 +94,8 @@ class Request(msgspec.Struct, eq=False):
             return False
         self.phase = DONE
         self.input = b""
-        self.prepared = None
+        if self.prepared is not None:
+            self.prepared = None
         self.ended = now
         if isinstance(outcome, CarpoolError):
             self.result_code = outcome.code

@@ -10,6 +10,7 @@ A face translates: bytes of its protocol to the arguments here, outcomes back to
 """
 
 import secrets
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
@@ -23,17 +24,12 @@ from carpool.core.ports import Admission, Caller, Peer, RequestQueue, TaskBoard
 from carpool.core.request import Request, Waiter
 from carpool.core.task import StoredTask
 
-# How many of the last requests can be asked for at /internal/requests/{id}; a power of two.
+# How many of the last requests can be asked for at /internal/requests/{id}.
 RECENT_KEPT = 8192
-RECENT_MASK = RECENT_KEPT - 1
 # A prefix of this process and a number: unique, and cheaper than drawing randomness for each request.
 _PREFIX = f"req_{secrets.token_hex(6)}-"
-_numbers = count(1)
-
-
-def new_request_id() -> str:
-    """An id for a request whose client gave it none."""
-    return f"{_PREFIX}{next(_numbers)}"
+# An id for a request whose client gave it none. All of it at C speed: each request of most clients needs one.
+new_request_id: Callable[[], str] = map(_PREFIX.__add__, map(str, count(1))).__next__
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -79,9 +75,8 @@ class Intake:
         self.default_model = models[settings.default_model]
         self._settings = settings
         self._clock = clock
-        self._serial = count()
-        # The last requests in a ring, found by scanning it: only a person who looks for one pays.
-        self._recent: list[Request | None] = [None] * RECENT_KEPT
+        # The last requests, found by looking at them all: only a person who looks for one pays.
+        self._recent: deque[Request] = deque(maxlen=RECENT_KEPT)
 
     def model(self, name: str) -> ServedModel:
         """The model with this name; raises UnknownModel."""
@@ -92,7 +87,6 @@ class Intake:
 
     def ask(
         self,
-        *,
         caller: Caller,
         model: ServedModel,
         parameters: bytes,
@@ -107,7 +101,8 @@ class Intake:
         `parameters` are canonical JSON, or b""; `ticket` is the waiter's own. Raises Malformed if the model's protocol
         cannot carry the input: then nobody waits.
         """
-        settings, tier, now = self._settings, caller.tier, self._clock()
+        settings, tier, clock = self._settings, caller.tier, self._clock
+        now = clock()
         request = Request(
             request_id,
             model.name,
@@ -121,12 +116,12 @@ class Intake:
             now + settings.total_timeout_s,
             waiter,
             ticket,
-            owner=caller.owner,
-            client_id=client_id,
+            caller.owner,
+            client_id,
         )
         if model.prepare is not None:
             model.prepare(request)
-        self._recent[next(self._serial) & RECENT_MASK] = request
+        self._recent.append(request)
         refusal = self._gate.admit(request)
         if refusal is not None:
             request.settle(refusal, now)  # and the ring must not keep inputs of those who were refused
@@ -200,7 +195,7 @@ class Intake:
         )
         if model.prepare is not None:
             model.prepare(request)
-        self._recent[next(self._serial) & RECENT_MASK] = request
+        self._recent.append(request)
         self._gate.admit_task(request, lambda error: accepted(request, error))
 
     def look(
@@ -229,7 +224,7 @@ class Intake:
 
     def find_recent(self, request_id: str) -> Request | None:
         """One of the last requests, by its id."""
-        return next((r for r in self._recent if r is not None and r.id == request_id), None)
+        return next((request for request in self._recent if request.id == request_id), None)
 
 
 class Group:

@@ -55,7 +55,7 @@ class AdminRoutes:
         if refusal is not None:
             respond_problem(exchange, refusal)
         else:
-            self._router(exchange)
+            self._router.serve(exchange)
 
     def health(self, exchange: Exchange, _: str) -> None:
         """`GET /internal/health`."""

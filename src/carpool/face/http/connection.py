@@ -175,23 +175,26 @@ class Connection(asyncio.Protocol):
             return
         at_boundary = not self.receiving_since
         if at_boundary:
-            # The head that this connection sent last is tried first: looking for another one takes three times as long.
             known = self.known_head
-            body_at = known.body_at(data)
-            if not body_at:
-                match = self.known_heads.match(data)
-                if match is not None:
-                    known, body_at = match
-                    self.known_head = known
-            if body_at and len(data) - body_at <= self.limits.body_bytes_max:
-                exchange = Exchange(self, known.method, known.target, known.headers, data[body_at:], True)
-                if self.pending or self.backlog or self.writing_paused or self.state.draining:
+            head = known.whole.get(len(data))
+            if head is None or not data.startswith(head):
+                known, head = self.known_heads.match(data, known)
+                self.known_head = known
+            if head:
+                body = data[len(head) :]
+                exchange = Exchange(self, known.method, known.target, known.headers, body, True, known.is_plain)
+                state = self.state
+                if self.pending or self.reading_paused or state.draining:
                     self.accept(exchange)
                     if self.backlog:
                         self.after_read(len(data))
-                else:
-                    self.pending.append(exchange)
-                    self.handle(exchange)
+                    return
+                self.pending.append(exchange)
+                try:
+                    handler = state.handler
+                    handler(exchange)
+                except Exception:
+                    self.handler_failed(exchange)
                 return
         self.messages = 0
         while True:  # once more for each request that asks for an upgrade
@@ -358,9 +361,13 @@ class Connection(asyncio.Protocol):
         try:
             self.state.handler(exchange)
         except Exception:
-            logger.exception("a route failed on a request")
-            if exchange.response is None or exchange.is_unfinished:
-                respond_problem(exchange, InternalError("the gateway failed on this request"))
+            self.handler_failed(exchange)
+
+    def handler_failed(self, exchange: Exchange) -> None:
+        """Tell of a defect, and answer what it left unanswered."""
+        logger.exception("a route failed on a request")
+        if exchange.response is None or exchange.is_unfinished:
+            respond_problem(exchange, InternalError("the gateway failed on this request"))
 
     def after_read(self, size: int) -> None:
         """A read ended inside a message, or brought more requests than are handled at once."""
@@ -435,16 +442,38 @@ class Connection(asyncio.Protocol):
         if exchange.is_unfinished:
             self.break_off()  # the head of another one is out
             return
+        if not exchange.is_plain or state.draining or status != 200 or content_type is not JSON:
+            exchange.response = self.whole_response(exchange, status, body, content_type, headers)
+            self.flush()
+            return
+        # Added up, not formatted: a long body is then copied at twice the speed.
+        response = exchange.response = state.head_ok + headers + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        pending, transport = self.pending, self.transport
+        if transport is None or self.reading_paused or not pending or pending[0] is not exchange:
+            self.flush()
+            return
+        # What `flush` comes to where nothing stands still and it is the turn of this one.
+        pending.popleft()
+        self.bytes_out += len(response)
+        transport.write(response)
+        if self.writing_paused and self.reads_too_little(transport, len(response)):
+            transport.abort()
+        elif pending or self.continue_owed:
+            self.flush()
+        else:
+            self.idle_since = state.coarse_now
+
+    def whole_response(
+        self, exchange: Exchange, status: int, body: bytes, content_type: bytes, headers: bytes
+    ) -> bytes:
+        """The bytes of a response, for any status, type and request."""
+        state = self.state
         if state.draining or not exchange.keep_alive or b"connection" in exchange.headers:
             headers += self.connection_line(exchange)
         if status == 204:
-            exchange.response = b"%b%b\r\n" % (state.head(204, b""), headers)
-        else:
-            head = state.head_ok if status == 200 and content_type is JSON else state.head(status, content_type)
-            sent = b"" if exchange.method == b"HEAD" else body
-            # Added up, not formatted: a long body is then copied at twice the speed.
-            exchange.response = head + headers + b"Content-Length: %d\r\n\r\n" % len(body) + sent
-        self.flush()
+            return b"%b%b\r\n" % (state.head(204, b""), headers)
+        sent = b"" if exchange.method == b"HEAD" else body
+        return state.head(status, content_type) + headers + b"Content-Length: %d\r\n\r\n" % len(body) + sent
 
     def begin(self, exchange: Exchange, status: int, content_type: bytes, headers: bytes) -> None:
         """Take the head of a response that comes in parts; to HTTP/1.0 the end of the connection is its end."""

@@ -79,6 +79,8 @@ class Exchange(msgspec.Struct, eq=False):
     headers: dict[bytes, bytes]
     body: bytes
     keep_alive: bool
+    # It is known that its head asks for nothing special (`known_heads.is_plain`): nobody need look again.
+    is_plain: bool = False
     # What is known of the response and has not left yet; it leaves when those before it on the connection have left.
     response: bytes | None = None
     # What the route keeps for this exchange (for an inference: the Request), and whom to tell if the client leaves.

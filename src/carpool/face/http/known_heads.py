@@ -7,23 +7,35 @@ kept, by the bytes of the head without that value. It is used only where the par
 1. A whole request in one read, at a message boundary: head, and exactly Content-Length bytes of body.
 2. Same bytes, same result: the head equals, byte for byte, one that the parser accepted before, but for the digits
    on the line that starts with `Content-Length: `. A head with two such lines was never accepted.
-3. Only plain requests are kept: keep-alive, no Transfer-Encoding, no Expect, no Upgrade.
+3. Only these are kept: keep-alive, no Transfer-Encoding, no Expect, no Upgrade.
+4. A head that was found is remembered whole, by the size of its request. So the next request of that size is known by
+   one comparison: same size and same head, so the same Content-Length, and the right one.
 
 `tests/property/test_known_heads.py` feeds the same bytes with and without this and compares everything that comes out.
 """
 
 import msgspec
 
-# Longer heads are parsed each time; so the memory is bounded by about 4 MiB.
+# Longer heads are parsed each time; so the memory is bounded by about 8 MiB.
 HEAD_BYTES_MAX = 1024
 KEPT_MAX = 4096
+# Rule 4: whole heads, all together.
+WHOLE_MAX = 4096
 
 # A body with a longer length comes in several reads anyway, and int() of many digits is slow.
 LENGTH_DIGITS_MAX = 7
 
 _LENGTH_LINES = (b"\r\nContent-Length: ", b"\r\ncontent-length: ")
 _LENGTH_LINE_BYTES = len(_LENGTH_LINES[0])
-_NOT_PLAIN = (b"transfer-encoding", b"expect", b"upgrade")
+_NOT_KEPT = (b"transfer-encoding", b"expect", b"upgrade")
+# Headers by which a request may ask for another treatment, or another answer, than most.
+_SPECIAL = (b"connection", b"content-encoding", b"prefer", b"x-request-id")
+
+
+def is_plain(method: bytes, headers: dict[bytes, bytes]) -> bool:
+    """Whether a head asks for nothing special: JSON is sent, and an ordinary response is wanted."""
+    is_json = headers.get(b"content-type", b"application/json") == b"application/json"
+    return is_json and method != b"HEAD" and not any(name in headers for name in _SPECIAL)
 
 
 class KnownHead(msgspec.Struct, frozen=True, gc=False):
@@ -36,6 +48,10 @@ class KnownHead(msgspec.Struct, frozen=True, gc=False):
     # The bytes of the head before and after the value of Content-Length; all of it, and b"", for one without.
     before: bytes
     after: bytes
+    # It asks for nothing special.
+    is_plain: bool
+    # Rule 4: the whole head, by the size of a request with it.
+    whole: dict[int, bytes]
 
     def body_at(self, data: bytes) -> int:
         """Where the body begins, if these bytes are one whole request with this head; else 0."""
@@ -54,22 +70,42 @@ class KnownHead(msgspec.Struct, frozen=True, gc=False):
 
 
 # Matches nothing.
-NO_HEAD = KnownHead(b"", b"", {}, b"", b"")
+NO_HEAD = KnownHead(b"", b"", {}, b"", b"", False, {})
 
 
 class KnownHeads:
     """The heads seen lately, over all connections of a server."""
 
-    __slots__ = ("_kept",)
+    __slots__ = ("_body_bytes_max", "_kept", "_whole")
 
-    def __init__(self) -> None:
+    def __init__(self, body_bytes_max: int) -> None:
+        self._body_bytes_max = body_bytes_max
         self._kept: dict[bytes, KnownHead] = {}
+        # Where heads are remembered whole, as often as there are such heads: also those that are not kept any more.
+        self._whole: list[dict[int, bytes]] = []
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def match(self, data: bytes) -> tuple[KnownHead, int] | None:
-        """The known head that these bytes begin with and where their body begins, if they are one whole request."""
+    def match(self, data: bytes, likely: KnownHead = NO_HEAD) -> tuple[KnownHead, bytes]:
+        """The known head that these bytes begin with, and all of it, if they are one whole request; else `likely`, b"".
+
+        `likely` is tried first: looking for another one takes three times as long.
+        """
+        known, body_at = likely, likely.body_at(data)
+        if not body_at:
+            known, body_at = self._find(data) or (likely, 0)
+        if not body_at or len(data) - body_at > self._body_bytes_max:
+            return likely, b""
+        if len(self._whole) >= WHOLE_MAX:
+            for whole in self._whole:
+                whole.clear()
+            self._whole.clear()
+        self._whole.append(known.whole)
+        head = known.whole[len(data)] = data[:body_at]
+        return known, head
+
+    def _find(self, data: bytes) -> tuple[KnownHead, int] | None:
         end = data.find(b"\r\n\r\n", 0, HEAD_BYTES_MAX) + 4
         line = data.find(_LENGTH_LINES[0], 0, end)
         if line < 0:
@@ -90,7 +126,7 @@ class KnownHeads:
         end = data.find(b"\r\n\r\n", 0, HEAD_BYTES_MAX) + 4
         length = headers.get(b"content-length", b"0")
         # `end` is 3 for a head that is too long, and a first line that is empty would not be the head's.
-        if end < 5 or len(data) - end != int(length) or any(name in headers for name in _NOT_PLAIN):
+        if end < 5 or len(data) - end != int(length) or any(name in headers for name in _NOT_KEPT):
             return
         key, before, after = data[:end], data[:end], b""
         if b"content-length" in headers:
@@ -106,4 +142,4 @@ class KnownHeads:
         if len(self._kept) >= KEPT_MAX:
             self._kept.clear()
         headers = {name: value for name, value in headers.items() if name != b"content-length"}
-        self._kept[key] = KnownHead(method, target, headers, before, after)
+        self._kept[key] = KnownHead(method, target, headers, before, after, is_plain(method, headers), {})

@@ -25,14 +25,15 @@ class Router:
         routes = self._patterns if b"*" in pattern else self._routes
         routes.setdefault(pattern, {})[method] = route
 
-    def __call__(self, exchange: Exchange) -> None:
+    def serve(self, exchange: Exchange) -> None:
         """Serve one exchange. What a route raises of the error tree becomes its answer."""
         try:
-            routes = self._routes.get(exchange.target)
-            if routes is not None and (route := routes.get(exchange.method)) is not None:
-                route(exchange, "")  # the hot path: an exact target with a method that is served
-            else:
+            try:
+                route = self._routes[exchange.target][exchange.method]
+            except KeyError:
                 self._search(exchange)
+            else:
+                route(exchange, "")  # the hot path: an exact target with a method that is served
         except CarpoolError as error:
             respond_problem(exchange, error)
 

@@ -39,7 +39,7 @@ class HttpState:
         # The start of a response, with the date of this second: for any status, and ready-made for the usual one.
         self._heads: dict[tuple[int, bytes], bytes] = {}
         self.head_ok = self.head(200, JSON)
-        self.known_heads = KnownHeads()
+        self.known_heads = KnownHeads(limits.body_bytes_max)
         # Connections that are open, and how many more are agreeing upon their TLS.
         self.connections: set[asyncio.Protocol] = set()
         self.handshakes = 0

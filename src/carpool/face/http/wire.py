@@ -119,7 +119,7 @@ class InferenceAnswers:
         self._call: CallFacts | None = None
         self._call_part = b""
 
-    def __call__(self, request: Request, output: Output) -> bytes:
+    def body(self, request: Request, output: Output) -> bytes:
         """The body for one request."""
         if output.call is not self._call:
             self._call = output.call

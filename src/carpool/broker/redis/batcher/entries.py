@@ -62,13 +62,13 @@ class Unpacker:
             arrived + record.remaining_ms / 1000,
             self._replies,
             Lease(haul, entry_id, header),
+            record.owner,
+            record.client_id,
             None,
             header.lane,
             haul,
             record.number,
             header.is_task,
-            record.owner,
-            record.client_id,
         )
         fault = self._fault_of(request, header, now, delivery)
         if delivery > 1:  # it rides with others like it, and at the end alone
