@@ -122,6 +122,19 @@ async def test_who_reads_late_gets_all(tmp_path: Path, has_tls: bool) -> None:
         await until(lambda: not server.connections)
 
 
+@with_and_without_tls
+@on_uvloop
+async def test_who_reads_late_in_a_drain_gets_all(tmp_path: Path, has_tls: bool) -> None:
+    async with serving(tmp_path, has_tls, HttpLimits()) as (server, connect):
+        client = await ask(connect, LAST.replace(b"close", b"keep-alive"))
+        await until(lambda: any(connection.bytes_out for connection in server.connections))
+        server.stop_listening()
+        drained = asyncio.ensure_future(server.finish(server.state.clock() + PATIENCE_S))
+        await asyncio.sleep(3.0)
+        assert (await read_all(client)).endswith(b"\r\n\r\n" + LONG)
+        await drained
+
+
 @on_uvloop
 async def test_what_comes_behind_the_last_request_does_no_harm(tmp_path: Path) -> None:
     answered = asyncio.Event()
