@@ -31,7 +31,13 @@ class NowhereTransport(asyncio.Transport):
     written = 0
 
     def is_closing(self) -> bool:
-        return True
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         NowhereTransport.written += 1

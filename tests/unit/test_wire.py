@@ -111,23 +111,23 @@ def test_the_canonical_forms_kept_are_bounded() -> None:
 def test_answers() -> None:
     request = make_request("id-1", Witness(), now=10.0, model='mo"del')
     request.taken, request.ended = 10.005, 10.25
-    answers = wire.InferenceAnswers().body
+    answers = wire.InferenceAnswers().pieces
     plain = Output(b'{"echo": 1}', CallFacts(3, 0.2))
     rich = Output(b"[]", CallFacts(1, 0.1, model_version='v"1', cached=True), tokens_used=7)
     metadata = {"latency_ms": 250.0, "queue_ms": 5.0, "model": 'mo"del'}
     for _ in range(2):
-        assert json.loads(answers(request, plain)) == {
+        assert json.loads(b"".join(answers(request, plain))) == {
             "request_id": "id-1",
             "output": {"echo": 1},
             "metadata": {**metadata, "upstream_ms": 200.0, "batch_size": 3, "cached": False},
         }
         more = {"model_version": 'v"1', "tokens_used": 7}
-        assert json.loads(answers(request, rich)) == {
+        assert json.loads(b"".join(answers(request, rich))) == {
             "request_id": "id-1",
             "output": [],
             "metadata": {**metadata, "upstream_ms": 100.0, "batch_size": 1, "cached": True, **more},
         }
-    assert json.loads(wire.predict_json(request, plain)) == {
+    assert json.loads(b"".join(wire.predict_pieces(request, plain))) == {
         "request_id": "id-1",
         "output": {"echo": 1},
         "latency_ms": 250.0,

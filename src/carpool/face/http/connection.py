@@ -438,16 +438,21 @@ class Connection(asyncio.Protocol):
 
     def respond(self, exchange: Exchange, status: int, body: bytes, content_type: bytes, headers: bytes) -> None:
         """Take a whole response."""
-        state = self.state
         if exchange.is_unfinished:
             self.break_off()  # the head of another one is out
             return
-        if not exchange.is_plain or state.draining or status != 200 or content_type is not JSON:
-            exchange.response = self.whole_response(exchange, status, body, content_type, headers)
-            self.flush()
+        exchange.response = self.whole_response(exchange, status, body, content_type, headers)
+        self.flush()
+
+    def answer(self, exchange: Exchange, pieces: tuple[bytes, bytes, bytes], headers: bytes) -> None:
+        """Take the usual response, on the hot path: each block of memory of its size costs as much as all else here."""
+        state = self.state
+        if not exchange.is_plain or state.draining or exchange.is_unfinished:
+            self.respond(exchange, 200, b"".join(pieces), JSON, headers)
             return
-        # Added up, not formatted: a long body is then copied at twice the speed.
-        response = exchange.response = state.head_ok + headers + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        before, output, after = pieces
+        length = len(before) + len(output) + len(after)
+        response = exchange.response = b"".join((state.head_ok % length, before, output, after))
         pending, transport = self.pending, self.transport
         if transport is None or self.reading_paused or not pending or pending[0] is not exchange:
             self.flush()

@@ -43,6 +43,10 @@ class Sink(Protocol):
         """Take a whole answer."""
         ...
 
+    def answer(self, exchange: "Exchange", pieces: tuple[bytes, bytes, bytes], headers: bytes) -> None:
+        """Take a whole 200 of JSON, in pieces: the usual answer."""
+        ...
+
     def begin(self, exchange: "Exchange", status: int, content_type: bytes, headers: bytes) -> None:
         """Take the start of an answer that comes in parts."""
         ...

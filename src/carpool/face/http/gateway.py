@@ -22,11 +22,12 @@ from carpool.face.http.problem import respond_problem
 from carpool.face.http.router import Router, query_of
 from carpool.face.http.wire import (
     InferenceAnswers,
+    Pieces,
     canonical_parameters,
     checked_input,
     decode_inference,
     decode_predict,
-    predict_json,
+    predict_pieces,
 )
 from carpool.face.intake import Intake, ServedModel, new_request_id
 
@@ -44,7 +45,7 @@ class HttpFaceSettings(msgspec.Struct, frozen=True):
 class ParkedReplies:
     """Waits for the outcomes of synchronous requests and answers their exchanges."""
 
-    def __init__(self, form: Callable[[Request, Output], bytes]) -> None:
+    def __init__(self, form: Callable[[Request, Output], Pieces]) -> None:
         self._form = form
 
     def settled(self, request: Request, outcome: Outcome) -> None:
@@ -53,7 +54,7 @@ class ParkedReplies:
         if isinstance(outcome, Output):
             form = self._form
             echo = b"" if exchange.is_plain else echo_line(exchange.headers)
-            exchange.sink.respond(exchange, 200, form(request, outcome), JSON, echo)
+            exchange.sink.answer(exchange, form(request, outcome), echo)
         elif not isinstance(outcome, ClientLeft):
             respond_problem(exchange, outcome, request.id)
 
@@ -66,8 +67,8 @@ class GatewayRoutes:
         self._settings = settings
         self._default_mode = settings.default_mode
         self._openapi = openapi
-        self._inference_replies = ParkedReplies(InferenceAnswers().body)
-        self._predict_replies = ParkedReplies(predict_json)
+        self._inference_replies = ParkedReplies(InferenceAnswers().pieces)
+        self._predict_replies = ParkedReplies(predict_pieces)
         self.router = Router()
         self.router.add(b"POST", b"/v1/inference", self.inference)
         self.router.add(b"POST", b"/v1/predict", self.predict)

@@ -36,9 +36,9 @@ class HttpState:
         self.limits = limits
         self.clock = clock
         self.coarse_now = clock()
-        # The start of a response, with the date of this second: for any status, and ready-made for the usual one.
+        # The start of a response, with the date of this second: for any status, and the whole head of the usual one.
         self._heads: dict[tuple[int, bytes], bytes] = {}
-        self.head_ok = self.head(200, JSON)
+        self.head_ok = self._usual_head()
         self.known_heads = KnownHeads(limits.body_bytes_max)
         # Connections that are open, and how many more are agreeing upon their TLS.
         self.connections: set[asyncio.Protocol] = set()
@@ -66,12 +66,16 @@ class HttpState:
             self._heads[status, content_type] = head
         return head
 
+    def _usual_head(self) -> bytes:
+        """To be filled in with the length of the body."""
+        return self.head(200, JSON) + b"Content-Length: %d\r\n\r\n"
+
     def tick(self) -> float:
         """Move the coarse clock on, by so many seconds; with a new second, responses get a new date."""
         now, before = self.clock(), self.coarse_now
         if int(now) != int(before):
             self._heads.clear()
-            self.head_ok = self.head(200, JSON)
+            self.head_ok = self._usual_head()
         self.coarse_now = now
         return now - before
 

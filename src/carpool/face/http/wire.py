@@ -48,6 +48,9 @@ _decode_inference = msgspec.json.Decoder(InferenceCall).decode
 _decode_predict = msgspec.json.Decoder(PredictCall).decode
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 _canonical: dict[bytes, bytes] = {}
+# An answer: what comes before the output, the output, and the rest. Whoever sends it puts them together, so that a
+# long output is copied once.
+Pieces = tuple[bytes, bytes, bytes]
 
 
 def decode_inference(body: bytes) -> InferenceCall:
@@ -119,20 +122,20 @@ class InferenceAnswers:
         self._call: CallFacts | None = None
         self._call_part = b""
 
-    def body(self, request: Request, output: Output) -> bytes:
+    def pieces(self, request: Request, output: Output) -> Pieces:
         """The body for one request."""
         if output.call is not self._call:
             self._call = output.call
             self._call_part = call_part(request.model, output.call)
         tokens = b"" if output.tokens_used is None else b',"tokens_used":%d' % output.tokens_used
         arrived = request.arrived
-        times = b',"metadata":{"latency_ms":%.2f,"queue_ms":%.2f' % (
+        end = b',"metadata":{"latency_ms":%.2f,"queue_ms":%.2f%b%b' % (
             (request.ended - arrived) * 1000.0,
             (request.taken - arrived) * 1000.0,
+            tokens,
+            self._call_part,
         )
-        return b"".join(
-            (b'{"request_id":"', request.id.encode(), b'","output":', output.value, times, tokens, self._call_part)
-        )
+        return b'{"request_id":"%b","output":' % request.id.encode(), output.value, end
 
 
 def call_part(model: str, call: CallFacts) -> bytes:
@@ -147,10 +150,7 @@ def call_part(model: str, call: CallFacts) -> bytes:
     )
 
 
-def predict_json(request: Request, output: Output) -> bytes:
+def predict_pieces(request: Request, output: Output) -> Pieces:
     """The 200 of `POST /v1/predict`."""
-    return b'{"request_id":"%b","output":%b,"latency_ms":%d}' % (
-        request.id.encode(),
-        output.value,
-        round((request.ended - request.arrived) * 1000.0),
-    )
+    latency_ms = round((request.ended - request.arrived) * 1000.0)
+    return b'{"request_id":"%b","output":' % request.id.encode(), output.value, b',"latency_ms":%d}' % latency_ms
