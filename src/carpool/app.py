@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import uvloop
 
-from carpool.broker.journal_records import JournalLocked, JournalUnusable
+from carpool.broker.journal_records import JournalUnusable
 from carpool.composition.process import Process
 from carpool.core.names import Role
 from carpool.settings import Settings
@@ -34,7 +34,7 @@ def run(
     configure_logging(settings.log.level, settings.log.format)
     try:
         return uvloop.run(_serve(settings, on_ready, reload, role, listen))
-    except (JournalLocked, JournalUnusable, ssl.SSLError) as failure:
+    except (JournalUnusable, ssl.SSLError) as failure:
         print(f"carpool: {failure}", file=sys.stderr)  # noqa: T201 - for the person at the terminal
     except OSError as failure:
         where = f"{settings.gateway.host}:{settings.gateway.port}"

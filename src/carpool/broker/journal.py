@@ -70,7 +70,7 @@ class Journal:
         stored_bytes_max: int,
         clock: Clock = monotonic,
     ) -> None:
-        """Open or create the journal at `path` (None: in memory); raises JournalLocked or JournalUnusable."""
+        """Open or create the journal at `path` (None: in memory); raises JournalUnusable."""
         self._store = Store(path, int(stored_bytes_max * DEAD_LETTER_SHARE))
         self._loop = loop
         self._clock = clock

@@ -12,10 +12,6 @@ from carpool.core.request import Request
 STORE_RETRY_AFTER_S = 10
 
 
-class JournalLocked(Exception):
-    """Another process owns the journal; the text is for the person who started this one."""
-
-
 class JournalUnusable(Exception):
     """The journal cannot be opened; the text is for the person who started this process."""
 

@@ -23,7 +23,6 @@ from carpool.broker.journal_records import (
     Bury,
     Counts,
     DeadLetter,
-    JournalLocked,
     JournalUnusable,
     TaskRecord,
     TaskResult,
@@ -395,7 +394,7 @@ def _lock(path: Path) -> int:
             os.close(lock)
             raise
     except BlockingIOError:
-        raise JournalLocked(
+        raise JournalUnusable(
             f"{path}: another carpool process owns this journal; stop it or use another --data-dir"
         ) from None
     except OSError as error:

@@ -397,8 +397,7 @@ class Steps:
 
     async def number_of_letters(self, shard: Shard) -> int:
         """How many letters a shard has."""
-        number: int = await self.nodes.ask(shard.slot, b"ZCARD", shard.letters)
-        return number
+        return int(await self.nodes.ask(shard.slot, b"ZCARD", shard.letters))
 
     async def read_letter(self, shard: Shard, letter_id: int) -> bytes | None:
         """A whole letter."""
@@ -407,8 +406,7 @@ class Steps:
 
     async def drop_letters(self, shard: Shard, letter: bytes = b"") -> int:
         """Remove one, or all; returns how many there were."""
-        dropped: int = await self._ask(scripts.DROP, shard, (letter,))
-        return dropped
+        return int(await self._ask(scripts.DROP, shard, (letter,)))
 
     # How.
 

@@ -113,12 +113,12 @@ class RedisDeadLetterDesk:
 
     async def drop(self, letter_id: int) -> None:
         """Remove one; raises NotFound."""
-        if await self._drop(self._shard_of(letter_id), b"%d" % letter_id) == 0:
+        if await answered(self._steps.drop_letters(self._shard_of(letter_id), b"%d" % letter_id)) == 0:
             raise no_such_letter()
 
     async def drop_all(self) -> int:
         """Remove all; returns how many."""
-        return sum(await self._of_all(lambda shard: self._drop(shard, b"")))
+        return sum(await self._of_all(lambda shard: answered(self._steps.drop_letters(shard))))
 
     def _shard_of(self, letter_id: int) -> Shard:
         number = letter_id % IDS_A_MS
@@ -139,9 +139,6 @@ class RedisDeadLetterDesk:
         """Some letters of one shard, maybe fewer than asked for; none only if there are no more."""
         limit = min(limit, LETTERS_A_CALL_MAX)
         return await answered(self._steps.letters(shard, after, limit, LOOKED_THROUGH_BYTES_MAX))
-
-    async def _drop(self, shard: Shard, letter: bytes) -> int:
-        return await answered(self._steps.drop_letters(shard, letter))
 
     async def _of_all(self, ask: Callable[[Shard], Awaitable[Found]]) -> list[Found]:
         """What every shard answers: one that cannot be reached must not look as if it had none."""
