@@ -135,7 +135,7 @@ class LaneFeed(Feed):
     def look_for(self, lane: WaitingLane, count: int) -> None:
         """Take up to `count` of a lane, wherever they are."""
         self._wanted = (lane, count)
-        self._look_at_all()
+        self.look_at_all()
 
     def hear_bells(self) -> None:
         """Something was queued."""

@@ -7,7 +7,6 @@ import logging
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -23,7 +22,7 @@ from carpool.broker.redis.formats import ENTRY_FORMAT, Header, encode_header, en
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import GROUP
 from carpool.broker.redis.steps import Steps
-from carpool.broker.redis.terms import Head, Taken
+from carpool.broker.redis.terms import Taken
 from carpool.core.clock import monotonic
 from carpool.core.errors import (
     CarpoolError,
@@ -140,8 +139,7 @@ class TestOrder:
             gateway.submit(f"r{number}", tier=tier)
             await halves.until_entries(number)
             await gateway.nodes.ask(0, b"PING")
-            batcher.feed._views[0].heads = None  # something is there; nobody says in which stream
-            batcher.feed.ring()
+            batcher.feed.look_at_all()  # something is there; nobody says in which stream
             await batcher.until_staged(number)
 
     async def test_shards_share_a_batch(self, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,23 +157,29 @@ class TestOrder:
 
 class TestBells:
     @pytest.mark.usefixtures("only_bells")
-    @pytest.mark.parametrize("question", ["look", "take", "read"])
-    async def test_a_bell_that_crosses_an_answer(self, halves: Halves, question: str) -> None:
+    @pytest.mark.parametrize(
+        ("script", "gone"), [("level", 0), ("level", 1), ("take", 2)], ids=["look", "read", "take"]
+    )
+    async def test_a_bell_that_crosses_an_answer(self, halves: Halves, script: str, gone: int) -> None:
         """The answer, which was older, said that nothing was there: nobody asked again for a while."""
-        gateway, batcher = await halves.gateway(), await halves.batcher()
-        (view,) = batcher.feed._views
+        gateway, batcher = await halves.gateway(), await halves.batcher(largest=1)
         await until_quiet(batcher)
-        batcher.nodes.keep_replies()
-        if question == "look":
-            view.heads = None
-        else:  # somebody else was quicker, in a stream of its own or where the order must be found out
-            gone = [Head(b"%d:s0" % number, "m", 0.0, 10**6) for number in range(1 if question == "read" else 2)]
-            view.heads = gone
+        batcher.model.free = 0
+        other = await halves.batcher(b"quicker", started=False)
+        for tier in range(gone):  # each in a stream of its own: with two, the order must be found out
+            gateway.submit(f"gone-{tier}", tier=tier)
+        await until(lambda: batcher.nodes.bells == gone)
+        other.feed.ring()
+        await other.until_staged(gone)
+        other.feed.drain()
+        batcher.nodes.keep_replies(script)
+        batcher.model.free = 1
+        if not gone:
+            batcher.feed.look_at_all()
         batcher.feed.ring()
         await until(lambda: batcher.nodes.kept == 1)
-        assert (batcher.nodes.runs["take"] == 1) == (question == "take")
         gateway.submit("r")
-        await until(lambda: len(view.rung or ()) == 1)
+        await until(lambda: batcher.nodes.bells == gone + 1)
         batcher.nodes.let_replies_come()
         await batcher.until_staged(1)
 
@@ -190,7 +194,7 @@ class TestBells:
             gateway.submit("in one shard")
             await until(lambda: batcher.nodes.kept == 1)
             gateway.submit("in the other")
-            await until(lambda: all(view.heads for view in batcher.feed._views))
+            await until(lambda: batcher.feed.unread("m") == 2)
             batcher.nodes.let_replies_come()
             await until(lambda: batcher.feed.taken == already + 2)
             await until_quiet(batcher)
@@ -216,16 +220,14 @@ class TestBells:
         """Shards were asked when the subscription was sent, which may be before Redis has it."""
         gateway, batcher = await own_halves.gateway(), await own_halves.batcher()
         await until_quiet(batcher)
-        listen = batcher.feed._bell
-        missed: list[Any] = []
-        batcher.feed._bells[0]._received = missed.append
+        batcher.nodes.keep_bells()
         await own_halves.cut("ssubscribe")
-        await until(lambda: len(missed) == 1)  # the subscription is made, but not heard of
+        await until(lambda: batcher.nodes.kept_bells == 1)  # the subscription is made, but not heard of
         await until_quiet(batcher)
         gateway.submit("r")
-        await until(lambda: len(missed) == 2)
+        await until(lambda: batcher.nodes.kept_bells == 2)
         assert batcher.feed.taken == 0
-        listen(missed[0])
+        batcher.nodes.let_one_bell_come()
         await batcher.until_staged(1)
 
     @pytest.mark.usefixtures("only_bells")
@@ -242,7 +244,7 @@ class TestBells:
     async def test_while_memory_is_short_a_sweep_drops_letters(self, halves: Halves) -> None:
         is_short = False
         bounds = letter_bounds(is_memory_short=lambda: is_short)
-        batcher = await halves.batcher(started=False, letter_bounds=bounds)
+        batcher = await halves.batcher(started=False)
         box = RedisDeadLetterBox(Steps(batcher.nodes, halves.keys), bounds=bounds)
         for number in range(2 * len(halves.keys.shards)):
             request = make_request(f"r{number}", Witness(), now=monotonic())
@@ -256,7 +258,7 @@ class TestBells:
 
         await until_seen(are_there)
         is_short = True
-        batcher.feed._sweeper.sweep_all()
+        halves.sweeper(batcher, bounds).sweep_all()
         await until(lambda: bounds.dropped == len(halves.keys.shards))
         assert await number_of_letters() == len(halves.keys.shards)
 
@@ -272,7 +274,7 @@ class TestBells:
         async def is_mended() -> bool:
             return len(await halves.client.xinfo_groups(stream)) == 1
 
-        batcher.feed._sweeper.sweep_all()
+        halves.sweeper(batcher).sweep_all()
         await until_seen(is_mended)
         batcher.feed.ring()
         await batcher.until_staged(2)
@@ -287,12 +289,13 @@ class TestSweeps:
     async def test_shards_are_swept_one_after_the_other(self, halves: Halves) -> None:
         """All went in one pipeline, and Redis did nothing else meanwhile."""
         batcher = await halves.batcher(started=False)
+        sweeper = halves.sweeper(batcher)
         batcher.nodes.keep_replies()
-        batcher.feed._sweeper.sweep_all()
+        sweeper.sweep_all()
         await until(lambda: batcher.nodes.kept == 1)
         assert await batcher.nodes.ask(0, b"PING") == b"PONG"
         assert batcher.nodes.runs["sweep"] == 1
-        batcher.feed._sweeper.sweep_all()  # the last one is not over
+        sweeper.sweep_all()  # the last one is not over
         batcher.nodes.let_replies_come()
         await until(lambda: batcher.nodes.runs["sweep"] == 8)
         await asyncio.sleep(0.05)
@@ -313,7 +316,7 @@ class TestSweeps:
         async def are_ended() -> bool:
             return not sum([await halves.client.xlen(stream) for stream in streams])
 
-        batcher.feed._sweeper.sweep_all()  # once; there is no timer
+        halves.sweeper(batcher).sweep_all()  # once; there is no timer
         await until_seen(are_ended)
 
 
@@ -325,7 +328,7 @@ class TestWithoutMemory:
         batcher.model.free = 0
         gateway.submit(*(f"r{number}" for number in range(20)))
         await own_halves.until_entries(20)
-        await until(lambda: bool(batcher.feed._views[0].heads))
+        await until(lambda: batcher.feed.unread("m") > 0)
         await own_halves.fill_memory()
         batcher.model.free = 100
         batcher.feed.ring()
@@ -391,8 +394,7 @@ class TestStrangeEntries:
         await until_seen(lambda: is_length(halves, len(strange) + 2))
         batcher.model.free = 1
         with caplog.at_level(logging.CRITICAL, "carpool.broker"):
-            batcher.feed._is_look_due = True
-            batcher.feed.ring()
+            batcher.feed.look_at_all()
             await batcher.until_staged(2)
             batcher.answer(batcher.start_batch())
             assert len(await gateway.until_told(2)) == 2
@@ -412,8 +414,7 @@ class TestStrangeEntries:
         await halves.client.xadd(entry.shard.stream(entry.field), {header: b"new"})
         batcher.model.free = 1
         with caplog.at_level(logging.CRITICAL, "carpool.broker"):
-            batcher.feed._is_look_due = True
-            batcher.feed.ring()
+            batcher.feed.look_at_all()
             await batcher.until_staged(1)
             batcher.answer(batcher.start_batch())
             assert len(await gateway.until_told(1)) == 1
@@ -430,10 +431,10 @@ class TestReadiness:
         batcher = await halves.batcher(free=1, lease_ms=600)
         assert batcher.feed.why_no_work() is None
         monkeypatch.setattr(feed_module, "SILENT_S_MAX", 0.5)
-        batcher.feed.unanswered += 1  # as if its question had been lost
+        batcher.nodes.keep_replies()  # its question has no answer
+        batcher.feed.look_at_all()
         await until(lambda: "has not been looked at" in (batcher.feed.why_no_work() or ""))
-        batcher.feed.unanswered -= 1
-        batcher.feed.ring()
+        batcher.nodes.let_replies_come()
         await until(lambda: batcher.feed.why_no_work() is None)
 
     async def test_one_without_a_free_slot_is_well(self, halves: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,7 +512,7 @@ class TestLeases:
         batch = batcher.start_batch()
         (entry,) = await halves.entries()
         await halves.let_lapse(entry, deliveries=2)
-        batcher.feed._look_at_all()
+        batcher.feed.look_at_all()
         await until(lambda: batcher.nodes.runs["claim"] > 0 and not batcher.feed.unanswered)
         await batcher.nodes.ask(0, b"PING")
         (entry,) = await halves.entries()
@@ -535,12 +536,11 @@ class TestLeases:
         for entry in await halves.entries():
             await halves.let_lapse(entry, deliveries=deaths)
         batcher = await halves.batcher(started=False, largest=64, free=4)
-        batcher.feed._look_at_all()
+        batcher.feed.look_at_all()
         await batcher.until_staged(together)
         gateway.submit("fresh")
         await halves.until_entries(101)
-        batcher.feed._is_look_due = True
-        batcher.feed.ring()
+        batcher.feed.look_at_all()
         await batcher.until_staged(together + 1)
         assert sorted(lane.waiting for lane in batcher.broker.lanes("m")) == sorted([1, together])
         waiting = [entry for entry in await halves.entries() if entry.owner == b"dead" or entry.idle_ms > NEVER_MS]
@@ -549,7 +549,7 @@ class TestLeases:
         batcher.answer(batcher.start_batch())
         await batcher.until_confirmed()
         while told < 101:  # the others come, as many at a time
-            batcher.feed._look_at_all()
+            batcher.feed.look_at_all()
             await until(lambda: batcher.broker.depth > 0)
             batch = batcher.start_batch()
             assert len(batch) <= together
@@ -569,7 +569,7 @@ class TestLeases:
         for entry in await halves.entries():
             await halves.let_lapse(entry, deliveries=1)
         batcher = await halves.batcher(started=False, largest=64, free=4)
-        batcher.feed._look_at_all()
+        batcher.feed.look_at_all()
         await batcher.until_staged(200)
 
     async def test_who_was_never_sent_does_not_wait_for_suspects(self, halves: Halves) -> None:
@@ -582,20 +582,19 @@ class TestLeases:
         await leaving.until_staged(1)
         (entry,) = await halves.entries()
         await halves.let_lapse(entry, deliveries=3)
-        batcher.feed._look_at_all()
+        batcher.feed.look_at_all()
         await batcher.until_staged(1)
         batcher.start_batch()  # and it runs on
         gateway.submit("innocent")
         await halves.until_entries(2)
-        leaving.feed._views[0].heads = None
-        leaving.feed.ring()
+        leaving.feed.look_at_all()
         await until(lambda: leaving.feed.taken == 2)
         leaving.feed.drain()
         for request in leaving.broker.waiting_requests():
             if request.id == "innocent":
                 leaving.broker.settle(request, Draining("it leaves"))
         await leaving.until_confirmed()
-        batcher.feed._look_at_all()
+        batcher.feed.look_at_all()
         await batcher.until_staged(1)
         assert [request.id for request in batcher.broker.waiting_requests()] == ["innocent"]
 
@@ -609,7 +608,7 @@ class TestLeases:
         for entry in await halves.entries():
             await halves.let_lapse(entry, deliveries=5)
         batcher = await halves.batcher(started=False)
-        batcher.feed._look_at_all()  # once; there is no timer
+        batcher.feed.look_at_all()  # once; there is no timer
         for _ in range(3):
             await batcher.until_staged(1)
             batcher.answer(batcher.start_batch())
@@ -625,7 +624,7 @@ class TestLeases:
         (entry,) = await halves.entries()
         await halves.let_lapse(entry, deliveries=6)
         other = await halves.batcher(b"b2", started=False)
-        other.feed._look_at_all()
+        other.feed.look_at_all()
         outcome = (await gateway.until_told(1))["r"]
         assert isinstance(outcome, UpstreamFailed) and "6 batchers" in outcome.detail
 
@@ -640,7 +639,7 @@ class TestLeases:
         (entry,) = await halves.entries()
         await halves.let_lapse(entry, deliveries=6)
         other = await halves.batcher(b"b2", started=False)
-        other.feed._look_at_all()
+        other.feed.look_at_all()
         await gateway.until_told(1)
         await other.until_confirmed()
         slow.answer(batch)
@@ -652,30 +651,27 @@ class TestLeases:
     async def test_what_came_lately_is_not_stuck(self, halves: Halves) -> None:
         """A model that had no slot twice in a row lost what was staged for the slot that it had in between."""
         clock = FakeClock(monotonic())
-        gateway, batcher = await halves.gateway(), await halves.batcher(started=False, clock=clock)
+        gateway, batcher = await halves.gateway(), await halves.batcher(clock=clock)
         feed, model = batcher.feed, batcher.model
         tick_s = NEVER_MS / 1000 / LOOKS_A_LEASE
 
         async def stage(name: str) -> None:
             """A slot is free just long enough."""
-            gateway.submit(name)
-            await gateway.nodes.ask(0, b"PING")
             model.free = 1
-            feed._views[0].heads, feed._views[0].barren_until = None, 0.0
-            feed.ring()
+            gateway.submit(name)
             await batcher.until_staged(1)
             model.free = 0
 
         await stage("old")
-        feed._look_at_all()  # the first time without a slot
+        feed.look_at_all()  # the first time without a slot
         batcher.start_batch()
         clock.advance(tick_s * 0.9)
         await stage("new")
         clock.advance(tick_s * 0.1)
-        feed._look_at_all()
+        feed.look_at_all()
         assert [request.id for request in batcher.broker.waiting_requests()] == ["new"]
         clock.advance(tick_s)
-        feed._look_at_all()
+        feed.look_at_all()
         assert batcher.broker.depth == 0
         other = await halves.batcher(b"b2")
         await other.until_staged(1)
@@ -688,7 +684,7 @@ class TestLeases:
         await halves.until_entries(1)
         tasks = await submit_tasks(halves, batcher, names := task_names(3))
         batcher.model.refusal = QueueFull("many of your inputs were refused")
-        batcher.feed._look_at_all()
+        batcher.feed.look_at_all()
         assert isinstance((await gateway.until_told(1))["r"], QueueFull)  # somebody waits on the line for this one
         await halves.until_entries(3)
         await until_quiet(batcher)
@@ -701,7 +697,7 @@ class TestLeases:
         batcher.model.refusal = None
         for entry in left:
             await halves.let_lapse(entry, entry.deliveries)
-        batcher.feed._look_at_all()
+        batcher.feed.look_at_all()
         await batcher.until_staged(3)
         batcher.answer(batcher.start_batch())
         await batcher.until_confirmed()
@@ -734,7 +730,7 @@ class TestOrphansInAllShards:
         await self.orphans(halves, await halves.gateway(), 1)
         for number in range(1, 17):
             batcher = await halves.batcher(b"b%d" % number, started=False, free=1, largest=1)
-            batcher.feed._look_at_all()
+            batcher.feed.look_at_all()
             await batcher.until_staged(1)
             await batcher.feed.finish_asking(PATIENCE_S)
             assert batcher.feed.claimed == 1
@@ -742,7 +738,7 @@ class TestOrphansInAllShards:
     async def test_they_ride_together_in_one_slot(self, halves: Halves) -> None:
         await self.orphans(halves, await halves.gateway(), 3)
         batcher = await halves.batcher(started=False, free=1, largest=64)
-        batcher.feed._look_at_all()
+        batcher.feed.look_at_all()
         await batcher.until_staged(48)
         assert [lane.waiting for lane in batcher.broker.lanes("m")] == [48]
 
@@ -750,7 +746,7 @@ class TestOrphansInAllShards:
         """Those that were asked last had more, and were asked first again, while others waited."""
         await self.orphans(halves, gateway := await halves.gateway(), 2)
         batcher = await halves.batcher(started=False, free=1, largest=1)
-        batcher.feed._look_at_all()
+        batcher.feed.look_at_all()
         for _ in range(16):
             batcher.feed.ring()
             await batcher.until_staged(1)
@@ -771,12 +767,12 @@ class TestOrphansInAllShards:
         gateway, batcher = await halves.gateway(), await halves.batcher(started=False)
         for name in ("a", "b", "c", "d"):
             gateway.submit(name)
-            batcher.feed._look_at_all()
+            batcher.feed.look_at_all()
             await batcher.until_staged(1)
             (entry,) = [entry for entry in await halves.entries() if entry.request_id == name]
             await halves.let_lapse(entry, deliveries=3)
             other = await halves.batcher(b"after-" + name.encode(), started=False)
-            other.feed._look_at_all()  # once; there is no timer
+            other.feed.look_at_all()  # once; there is no timer
             await other.until_staged(1)
             other.answer(other.start_batch())
             await other.until_confirmed()
@@ -790,12 +786,12 @@ class TestOrphansInAllShards:
         batcher = await halves.batcher(started=False)
         with monkeypatch.context() as patch:
             patch.setattr(Leases, "open_ids", lambda *_: 1 / 0)
-            batcher.feed._look_at_all()
+            batcher.feed.look_at_all()
             await until(lambda: batcher.nodes.runs["claim"] >= 16)
             await batcher.nodes.ask(0, b"PING")
         for entry in await halves.entries():
             await halves.let_lapse(entry, 1)
-        batcher.feed._look_at_all()
+        batcher.feed.look_at_all()
         await batcher.until_staged(16)
 
 
@@ -878,7 +874,7 @@ class TestWhoLeaves:
         await until(lambda: batcher.nodes.bells == heard + 1)
         if reason == "long ago":
             clock.advance(feed_module.LEFT_EARLY_S)
-            batcher.feed._look_at_all()
+            batcher.feed.look_at_all()
         batcher.nodes.let_replies_come()
         await batcher.until_staged(1)
 
@@ -903,7 +899,7 @@ class TestWhoLeaves:
         for entry in await halves.entries():
             await halves.let_lapse(entry, deliveries=5)
         batcher = await halves.batcher()
-        batcher.feed._look_at_all()  # once: the timer comes much later
+        batcher.feed.look_at_all()  # once: the timer comes much later
         await batcher.until_staged(1)
         (first,) = batcher.start_batch()
         gateway.queue.cancel(next(request for request in requests if request.id == first.id))
@@ -1061,15 +1057,10 @@ class TestLanding:
 class TestDrain:
     async def test_while_a_question_is_out(self, halves: Halves) -> None:
         """What it brought was staged after the drain, and left to its lease."""
-        gateway, batcher = await halves.gateway(), await halves.batcher(started=False)
-        batcher.feed.ring()
+        gateway, batcher = await halves.gateway(), await halves.batcher()
         await until_quiet(batcher)
-        gateway.submit("r")
-        await halves.until_entries(1)
-        (entry,) = await halves.entries()
         batcher.nodes.keep_replies()
-        batcher.feed._views[0].heads = [Head(entry.field, "m", 0.0, 1)]
-        batcher.feed.ring()
+        gateway.submit("r")
         await until(lambda: batcher.nodes.kept == 1)
         batcher.feed.drain()
         asyncio.get_running_loop().call_later(0.02, batcher.nodes.let_replies_come)
@@ -1092,9 +1083,8 @@ class TestDrain:
         batch = batcher.start_batch()
         (entry,) = await halves.entries()
         await halves.let_lapse(entry, deliveries=1)
-        batcher.nodes.keep_replies()
-        batcher.feed._claims_due.append(batcher.feed._views[0])
-        batcher.feed.ring()
+        batcher.nodes.keep_replies("claim")
+        batcher.feed.look_at_all()
         await until(lambda: batcher.nodes.kept == 1)
         batcher.feed.drain()
         batcher.nodes.let_replies_come()
@@ -1111,6 +1101,6 @@ def questions(batcher: Batcher) -> int:
 
 
 async def until_quiet(batcher: Batcher) -> None:
-    """Until it has heard that nothing is there, and asks nothing."""
+    """Until one with free slots knows of nothing to take, and asks nothing."""
     feed = batcher.feed
-    await until(lambda: not feed.unanswered and not feed.turn.is_due and all(view.heads == [] for view in feed._views))
+    await until(lambda: not feed.unanswered and not feed.turn.is_due and feed.unread("m") == 0)

@@ -18,6 +18,7 @@ import redis.asyncio
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.redis.batcher.feed import Feed
 from carpool.broker.redis.batcher.replies import ReplyWriter
+from carpool.broker.redis.batcher.sweeper import Sweeper
 from carpool.broker.redis.client.address import parse_broker_url
 from carpool.broker.redis.client.link import Link, OnReply
 from carpool.broker.redis.client.node import Reader
@@ -61,6 +62,7 @@ class WatchedNodes(Nodes):
         self.bells = 0
         self._kept: list[tuple[OnReply, Any]] | None = None
         self._kept_names: tuple[str, ...] = ()
+        self._kept_bells: list[tuple[OnReply, Any]] | None = None
 
     def keep_replies(self, *names: str) -> None:
         """From now on, scripts (these, or all) are run but their replies stay on the way."""
@@ -82,6 +84,21 @@ class WatchedNodes(Nodes):
     def kept(self) -> int:
         """Replies on the way."""
         return len(self._kept or ())
+
+    def keep_bells(self) -> None:
+        """From now on, nothing is heard of bells and subscriptions."""
+        self._kept_bells = []
+
+    def let_one_bell_come(self) -> None:
+        """The first of what was kept."""
+        assert self._kept_bells is not None
+        received, message = self._kept_bells.pop(0)
+        received(message)
+
+    @property
+    def kept_bells(self) -> int:
+        """Bells and subscriptions on the way."""
+        return len(self._kept_bells or ())
 
     def run(
         self,
@@ -110,6 +127,9 @@ class WatchedNodes(Nodes):
         lost: Callable[[], None] = lambda: None,
     ) -> Reader:
         def heard(reply: Any) -> None:
+            if self._kept_bells is not None:
+                self._kept_bells.append((received, reply))
+                return
             received(reply)
             self.bells += isinstance(reply, list) and reply[0] == b"smessage"
 
@@ -299,6 +319,13 @@ class Halves:
         nodes = self._connect(lambda: None, **options)
         await until(lambda: nodes.is_up(0))
         return nodes
+
+    def sweeper(self, batcher: Batcher, bounds: LetterBounds | None = None) -> Sweeper:
+        """As a batcher has one, but without a timer."""
+        steps = Steps(batcher.nodes, self.keys)
+        sweeper = Sweeper(steps, bounds or letter_bounds(), batcher.replies.result_ttl_ms, batcher.replies.count)
+        self._opened.callback(sweeper.close)
+        return sweeper
 
     async def entries(self) -> list[QueueEntry]:
         """Everything in the queue."""

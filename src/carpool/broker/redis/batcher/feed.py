@@ -144,7 +144,7 @@ class Feed:
         self._deliveries_max = deliveries_max
         replies.when_emptied = self._emptied
         self._next_shard = 0
-        self._repeated = [Every(self._look_every_s, self._look_at_all), Every(self._renew_every_s, self._leases.renew)]
+        self._repeated = [Every(self._look_every_s, self.look_at_all), Every(self._renew_every_s, self._leases.renew)]
         self._landing: asyncio.TimerHandle | None = None
         self._bells: list[Reader] = []
         # While true, nothing more is taken.
@@ -174,6 +174,17 @@ class Feed:
     def ring(self) -> None:
         """Something changed (a slot is free, a bell rang): see at the end of this turn what can be taken."""
         self.turn.ring()
+
+    def look_at_all(self) -> None:
+        """Look at all shards: for leases that are over, and for entries whose bell was lost. A timer does it."""
+        self._is_look_due = True
+        now = self._clock()
+        if not self._budgets():
+            self._busy_at = now
+        if self._left_early:
+            self._left_early = {key: at for key, at in self._left_early.items() if now - at < LEFT_EARLY_S}
+        self._release_what_is_stuck()
+        self.ring()
 
     def drain(self) -> None:
         """Take nothing more. What is staged is sent, what runs finishes."""
@@ -248,16 +259,6 @@ class Feed:
             # Bells are on another connection, and may be quicker.
             if not requests and len(self._left_early) < LEFT_EARLY_MAX:
                 self._left_early[view.shard.number, field, entry_id] = self._clock()
-
-    def _look_at_all(self) -> None:
-        self._is_look_due = True
-        now = self._clock()
-        if not self._budgets():
-            self._busy_at = now
-        if self._left_early:
-            self._left_early = {key: at for key, at in self._left_early.items() if now - at < LEFT_EARLY_S}
-        self._release_what_is_stuck()
-        self.ring()
 
     def _release_what_is_stuck(self) -> None:
         """Slots that were free when requests were taken may be gone (an endpoint failed): others may have some."""
