@@ -39,6 +39,11 @@ class BarePool(Pool):
     def free(self) -> int:
         return len(self.bare)
 
+    def is_free_again(self, endpoint: Endpoint) -> None:
+        self.bare.append(endpoint)
+        for ring in self._rings:
+            ring()
+
 
 class BareDispatcher:
     """One call for each batch; a failure is a failure."""
@@ -62,9 +67,7 @@ class BareDispatcher:
     async def deliver(self, batch: list[Request], endpoint: Endpoint, ended: Callable[[float], None]) -> None:
         started = monotonic()
         answer = await endpoint.post(self.codec.encode(batch), 3.0)
-        self.pool.bare.append(endpoint)
-        for ring in self.pool._rings:
-            ring()
+        self.pool.is_free_again(endpoint)
         seconds = monotonic() - started
         ended(seconds)
         facts = CallFacts(len(batch), seconds)

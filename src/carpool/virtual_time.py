@@ -111,7 +111,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         for _ in range(len(ready)):
             handle = ready.popleft()
             if not handle.cancelled():
-                handle._run()
+                handle._run()  # noqa: SLF001 - as an event loop does
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Drop them when there are many: a timeout is set for long, and as a rule cancelled soon."""

@@ -362,7 +362,7 @@ class RedisBroker:
         if self._nodes.outstanding or self.queue.flush.is_due or self._replies.flush.is_due:
             return False
         written = self._nodes.written.get(self._stream, b"0-0")
-        return self._feed.is_quiet and entry_key(self.queue.replies._last_seen) >= entry_key(written)
+        return self._feed.is_quiet and entry_key(self.queue.replies.last_seen) >= entry_key(written)
 
     # Outcomes and lanes.
 

@@ -72,7 +72,7 @@ class LetterOffice:
     async def bury(self, *names: str, error: CarpoolError = REFUSED, **options: Any) -> None:
         for name in names:
             self.box.bury(self.request(name, b'"%b"' % name.encode(), **options), error, 2)
-        await until(lambda: self.box._burying == 0)
+        await until(lambda: self.box.burying == 0)
         assert self.box.failures == 0
 
     async def names(self, after: int = 0, limit: int = 1000) -> list[str]:
@@ -137,7 +137,7 @@ async def test_which_synchronous_requests_are_kept(
     assert [letter.cause for letter in await letters.desk.page(0, 10)] == causes
     assert sum(letters.box.buried.values()) == len(causes)
     letters.box.bury_suspect(letters.request("suspect"), UpstreamFailed("given up: 3 batchers did not come back"), 3)
-    await until(lambda: letters.box._burying == 0)
+    await until(lambda: letters.box.burying == 0)
     assert ("suspect" in await letters.names()) == (kept != "none")
 
 
@@ -200,13 +200,13 @@ async def test_letters_are_bounded_in_bytes(redis_server: RedisServer, caplog: p
         letters = LetterOffice(office, bounds=letter_bounds(bytes_max=5000))
         for number in range(40):
             letters.box.bury(letters.request(f"r{number}", b'"%b"' % (b"x" * 800)), REFUSED, 1)
-        await until(lambda: letters.box._burying == 0)
+        await until(lambda: letters.box.burying == 0)
         names = await letters.names()
         assert 8 <= len(names) <= 12
         assert set(names) == {f"r{number}" for number in range(40 - len(names), 40)}
         assert letters.bounds.dropped == 40 - len(names)
         letters.box.bury(letters.request("large", b'"%b"' % (b"x" * 5000)), REFUSED, 1)
-        await until(lambda: letters.box._burying == 0)
+        await until(lambda: letters.box.burying == 0)
         assert await letters.names() == names
         assert letters.bounds.dropped == 41 - len(names)
     assert [record.message for record in caplog.records] == ["1 dead letters were dropped to make room"]
@@ -243,7 +243,7 @@ async def test_letters_do_not_fill_the_memory_of_redis(tmp_path: Path) -> None:
         letters = LetterOffice(office, bounds=letter_bounds(is_memory_short=lambda: share > LETTERS_SHARE_MAX))
         for number in range(60):
             letters.box.bury(letters.request(f"r{number}", b'"%b"' % (b"x" * 900_000)), REFUSED, 1)
-            await until(lambda: letters.box._burying == 0)
+            await until(lambda: letters.box.burying == 0)
             facts = memory_facts(await office.nodes.ask(0, b"INFO", b"memory"))
             assert facts is not None
             share = memory_fraction(*facts)
@@ -273,7 +273,7 @@ async def test_letters_on_their_way_are_bounded(letters: LetterOffice, monkeypat
     for number in range(5):
         letters.box.bury(letters.request(str(number)), REFUSED, 1)
     assert letters.box.failures == 2
-    await until(lambda: letters.box._burying == 0)
+    await until(lambda: letters.box.burying == 0)
     assert len(await letters.names()) == 3
     monkeypatch.setattr(box_module, "BURYING_BYTES_MAX", 5)
     letters.box.bury(letters.request("fits"), REFUSED, 1)
@@ -503,7 +503,7 @@ async def test_a_replay_whose_answer_was_lost_loses_no_letter(tmp_path: Path) ->
         assert isinstance(error, BrokerDown)
         server.go_on()
         await until(lambda: office.nodes.is_up(0))
-        assert not letters.tasks._removals._doubtful
+        assert letters.tasks.doubtful == 0
         assert [entry.input for entry in await office.take()] == [b'"r1"']
         assert await letters.names() == []
 

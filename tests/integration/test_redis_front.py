@@ -85,7 +85,7 @@ class TestConnections:
         own_halves.server.kill()
         await gateway.until_mode("down")
         await asyncio.sleep(OUTAGE_S)
-        assert (gateway.queue.parking.held, gateway.queue._strays) == (len(NAMES), [])
+        assert (gateway.queue.parking.held, gateway.queue.to_withdraw) == (len(NAMES), 0)
 
     async def test_what_is_handed_on_is_withdrawn(self, own_halves: Halves) -> None:
         """Only the reader of replies is lost: the entries would be done here and by a batcher."""
@@ -93,15 +93,14 @@ class TestConnections:
         await queued(own_halves, gateway, *NAMES)
         await own_halves.cut(READER)
         await gateway.until_mode("direct")
-        local = gateway.queue._local
-        assert local is not None and local.depth == len(NAMES)
+        assert gateway.local is not None and gateway.local.depth == len(NAMES)
         await gateway.until_mode("redis")
         await own_halves.until_entries(0)
-        assert gateway.queue._strays == []
+        assert gateway.queue.to_withdraw == 0
 
     async def test_what_is_handed_on_while_it_is_under_way_is_withdrawn(self, own_halves: Halves) -> None:
         """Its entry's id is known only later."""
-        gateway = await own_halves.gateway(with_upstream=True)
+        gateway = await own_halves.informed_gateway(with_upstream=True)
         gateway.nodes.keep_replies()
         gateway.submit(*NAMES)
         await own_halves.until_entries(len(NAMES))
@@ -236,7 +235,7 @@ class TestQueueing:
 
     async def test_one_turn_is_one_step_whatever_its_lanes_and_tiers(self, own_halves: Halves) -> None:
         """Each lane and tier went its own way, into a shard of its own: with many of both, Redis had far more to do."""
-        gateway = await own_halves.gateway()
+        gateway = await own_halves.informed_gateway()
         kinds = [(b'{"lane":%d}' % lane, tier) for lane in range(4) for tier in range(3)]
         for turn in (1, 2):
             for parameters, tier in kinds:
@@ -250,7 +249,7 @@ class TestQueueing:
         assert all(isinstance(outcome, Output) for outcome in told.values())
 
     async def test_no_step_sees_to_more_than_so_many_streams(self, own_halves: Halves) -> None:
-        gateway = await own_halves.gateway()
+        gateway = await own_halves.informed_gateway()
         for lane in range(STREAMS_A_CALL_MAX + 1):
             gateway.submit(f"r{lane}", parameters=b'{"lane":%d}' % lane)
         await own_halves.until_entries(STREAMS_A_CALL_MAX + 1)
@@ -274,7 +273,7 @@ class TestQueueing:
 
     async def test_entries_that_batchers_may_not_know_of_are_withdrawn(self, halves: Halves) -> None:
         """They were added, but could not be counted and announced."""
-        gateway = await halves.gateway()
+        gateway = await halves.informed_gateway()
         await halves.client.set(halves.keys.shards[0].lanes, "no hash")
         gateway.submit(*NAMES)
         told = await gateway.until_told(len(NAMES))
@@ -299,7 +298,7 @@ class TestQueueing:
         """Entries that never came were counted, others came and were never withdrawn, and all were tried again in every
         turn.
         """
-        gateway = await halves.gateway(pending_bytes_max=pending_bytes_max)
+        gateway = await halves.informed_gateway(pending_bytes_max=pending_bytes_max)
         for tier in range(3):
             names = (f"r{tier}-{number}" for number in range(100))
             gateway.submit(*names, tier=tier, value=b'"' + 1000 * b"x" + b'"')
@@ -318,7 +317,7 @@ class TestQueueing:
 
     async def test_what_redis_refuses_does_not_count(self, own_halves: Halves) -> None:
         """The script behind the plain commands counted what had been refused before it."""
-        gateway = await own_halves.gateway()
+        gateway = await own_halves.informed_gateway()
         await own_halves.fill_memory()
         gateway.submit("a", "b")
         told = await gateway.until_told(2)
@@ -345,7 +344,7 @@ class TestQueueing:
     async def test_the_bound_holds_in_an_overload(self, halves: Halves) -> None:
         """A gateway that was told that the queue is full forgot how much was in it, and added without asking."""
         bound = 50
-        crowd, gateway = await halves.gateway(b"g1"), await halves.gateway(b"g2", waiting_max=bound)
+        crowd, gateway = await halves.gateway(), await halves.informed_gateway(b"g2", waiting_max=bound)
         await queued(halves, crowd, *(f"crowd-{number}" for number in range(bound)))
         for turn in range(10):
             gateway.submit(f"r{turn}-0", f"r{turn}-1")
@@ -358,7 +357,7 @@ class TestQueueing:
 
 class TestWhoLeaves:
     async def test_before_the_id_of_its_entry_is_known(self, halves: Halves) -> None:
-        gateway = await halves.gateway()
+        gateway = await halves.informed_gateway()
         gateway.nodes.keep_replies("arrived")
         leaves, _ = gateway.submit("leaves", "stays")
         await until(lambda: gateway.nodes.kept == 1)
@@ -370,7 +369,7 @@ class TestWhoLeaves:
         assert gateway.queue.parking.held == 1
 
     async def test_its_time_in_the_queue_is_over_before_the_id_is_known(self, halves: Halves) -> None:
-        gateway = await halves.gateway()
+        gateway = await halves.informed_gateway()
         gateway.nodes.keep_replies("arrived")
         gateway.submit("late", queue_timeout_s=0.01)
         gateway.submit("stays")

@@ -634,7 +634,7 @@ async def test_a_submission_that_was_lost_is_removed_when_redis_is_back(
         assert all(error is not None and "may or may not" in error.detail for error in answers)
         server.go_on()
         await until(lambda: office.nodes.is_up(0))
-        await until(lambda: not tasks._removals._doubtful)
+        await until(lambda: tasks.doubtful == 0)
         assert await office.counts() == (1, 1)
         assert [taken.task_id for taken in await office.take()] == [kept]
 

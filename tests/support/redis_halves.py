@@ -287,11 +287,23 @@ class Halves:
         settings |= {"line_offsets_ms": LINE_OFFSETS_MS}
         queue = RedisQueue(Steps(nodes, self.keys), name, models=[MODEL], local=local, **settings)
         queues.append(queue)
-        # As after the first requests in every shard, which go by a script: nothing was there.
-        queue._held_in = [0] * len(self.keys.shards)
         self._opened.callback(queue.close)
         gateway = Gateway(nodes, queue, local)
         await gateway.until_mode("redis")
+        return gateway
+
+    async def informed_gateway(self, name: bytes = b"g1", **options: Any) -> Gateway:
+        """One that has heard from every shard that next to nothing is there: so it adds by plain commands. The queue
+        must be empty.
+        """
+        gateway = await self.gateway(name, **options)
+        for shard in self.keys.shards:
+            (request,) = gateway.submit(f"first-{shard.number}")
+            await self.until_entries(1)
+            gateway.queue.cancel(request)
+            await self.until_entries(0)
+        gateway.witness.told.clear()
+        gateway.nodes.runs.clear()
         return gateway
 
     async def batcher(

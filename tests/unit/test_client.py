@@ -8,7 +8,7 @@ import pytest
 
 from carpool.testing import FakeClock
 from carpool.upstream import tls
-from carpool.upstream.client import _without
+from carpool.upstream.client import without_secrets
 from carpool.upstream.tls import LOOK_EVERY_S, Credentials, UpstreamSecurity
 
 
@@ -117,4 +117,4 @@ class TestErrorBodies:
         ],
     )
     def test_a_secret_that_is_repeated_is_taken_out(self, value: str, body: bytes, left: bytes) -> None:
-        assert _without({"Authorization": value}, body) == left
+        assert without_secrets({"Authorization": value}, body) == left

@@ -738,19 +738,19 @@ async def test_a_round_of_the_sweep_is_not_slowed_by_connections_that_go(monkeyp
 
     monkeypatch.setattr(face.server, "sweep", sweep)
     for _ in range(SWEEP_PARTS):
-        face.server._tick()
+        face.server.tick()
     assert len(swept) == 100
 
 
 def test_after_a_stop_of_the_process_what_came_meanwhile_is_read_first() -> None:
     face = Face()
-    face.server._tick()
+    face.server.tick()
     face.feed(post(b"hello")[:-1])
     face.clock.advance(30.0)
-    face.server._tick()  # timers come before sockets
+    face.server.tick()  # timers come before sockets
     face.feed(b"o")
     for _ in range(SWEEP_PARTS):
-        face.server._tick()
+        face.server.tick()
     face.answer_all()
     assert face.statuses == [200]
 

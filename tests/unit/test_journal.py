@@ -63,6 +63,33 @@ async def opener(tmp_path: Path) -> AsyncIterator[Opener]:
         await journal.close()
 
 
+class TinyDisk:
+    """Makes SQLite report a full disk, by its own limit on the pages that a connection may use."""
+
+    def __init__(self) -> None:
+        # The one that the journal opens.
+        self.connection: sqlite3.Connection
+
+    def fill(self) -> None:
+        (pages,) = self.connection.execute("PRAGMA page_count").fetchone()
+        self.connection.execute(f"PRAGMA max_page_count = {pages}")
+
+    def empty(self) -> None:
+        self.connection.execute("PRAGMA max_page_count = 1000000")
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> TinyDisk:
+    disk, connect = TinyDisk(), sqlite3.connect
+
+    def connect_to_disk(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        disk.connection = connect(*arguments, **options)
+        return disk.connection
+
+    monkeypatch.setattr(sqlite3, "connect", connect_to_disk)
+    return disk
+
+
 def task(task_id: str, payload: bytes = b'"in"', deadline: float = 600.0) -> TaskRecord:
     return TaskRecord(task_id, "owner", "model", b"{}", payload, 1, 1.7e9, deadline)
 
@@ -413,10 +440,9 @@ async def test_a_replay_takes_the_letter_and_keeps_the_task_together_or_neither(
     assert await letter_ids(journal) == [2]
 
 
-async def test_a_full_disk_leaves_letter_and_task_as_they_were(opener: Opener) -> None:
+async def test_a_full_disk_leaves_letter_and_task_as_they_were(opener: Opener, disk: TinyDisk) -> None:
     journal = opener()
     await buried(journal, "a", payload=b'"small"')
-    disk = TinyDisk(journal)
     disk.fill()
     failure = await ask(lambda t, done: journal.append(t, done, 1), task("large", LARGE))
     assert isinstance(failure, JournalFailed)
@@ -597,25 +623,11 @@ async def test_expired_rows_are_purged_in_chunks_and_dead_letters_later(
 # A disk that fails.
 
 
-class TinyDisk:
-    """Makes SQLite report a full disk, by its own limit on the pages of the file."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._connection = journal._store._connection
-
-    def fill(self) -> None:
-        (pages,) = self._connection.execute("PRAGMA page_count").fetchone()
-        self._connection.execute(f"PRAGMA max_page_count = {pages}")
-
-    def empty(self) -> None:
-        self._connection.execute("PRAGMA max_page_count = 1000000")
-
-
 LARGE = CANARY * 20_000
 
 
 async def test_full_disk_fails_appends_and_keeps_results_until_they_fit(
-    opener: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    opener: Opener, disk: TinyDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(journal_writer, "RETRY_LAST_S", 0.1)
     monkeypatch.setattr(journal_writer, "TICK_S", 3600.0)
@@ -623,7 +635,6 @@ async def test_full_disk_fails_appends_and_keeps_results_until_they_fit(
     for name in ("a", "b", "c"):
         await ask(journal.append, task(name))
     before = counts(journal)
-    disk = TinyDisk(journal)
     disk.fill()
 
     append = asking(journal.append, task("large", LARGE))
@@ -652,13 +663,15 @@ async def test_full_disk_fails_appends_and_keeps_results_until_they_fit(
     assert counts(opener()) == after
 
 
-async def test_result_that_does_not_fit_does_not_block_others(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_result_that_does_not_fit_does_not_block_others(
+    opener: Opener, disk: TinyDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(journal_writer, "RETRY_LAST_S", 0.05)
     monkeypatch.setattr(journal_writer, "CLOSE_PATIENCE_S", 0.2)
     journal = opener()
     for n in range(20):
         await ask(journal.append, task(str(n), b"x" * 2000))
-    TinyDisk(journal).fill()
+    disk.fill()
     large = asking(journal.finish, "0", success(LARGE))
     small = [asking(journal.finish, str(n), success()) for n in range(1, 20)]
     assert await asyncio.wait_for(asyncio.gather(*small), PATIENCE_S) == [True] * 19

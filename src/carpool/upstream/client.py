@@ -104,7 +104,7 @@ class HttpEndpoint:
         if trip.is_doubtful:
             raise DoubtfulAnswerError("the answer may be the one to the call before, again")
         load = parse_load(response.headers.get(self._load_header, "")) if self._load_header else None
-        return Answer(response.status, body if response.status < 400 else _without(secrets, body), load)
+        return Answer(response.status, body if response.status < 400 else without_secrets(secrets, body), load)
 
     async def _send(self, call: Call, secrets: Mapping[str, str], trip: Trip) -> tuple[aiohttp.ClientResponse, bytes]:
         trip_now.set(trip)
@@ -203,7 +203,7 @@ def _reason(failure: Exception) -> str:
     return f"the call broke off ({type(failure).__name__})"
 
 
-def _without(secrets: Mapping[str, str], body: bytes) -> bytes:
+def without_secrets(secrets: Mapping[str, str], body: bytes) -> bytes:
     """The body of an error, in case that it repeats the headers of the call: a client may be shown a part of it."""
     for value in secrets.values():
         for secret in (value, value.rpartition(" ")[2]):  # also without the scheme, such as `Bearer`

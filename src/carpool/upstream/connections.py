@@ -227,7 +227,8 @@ class UpstreamConnection(ResponseHandler):
 
 def watched(connector: aiohttp.BaseConnector) -> aiohttp.BaseConnector:
     """Have a connector make connections that keep these rules."""
-    connector._factory = functools.partial(_make_connection, asyncio.get_running_loop())
+    factory = functools.partial(_make_connection, asyncio.get_running_loop())
+    connector._factory = factory  # noqa: SLF001 - aiohttp has no public way
     return connector
 
 

@@ -101,6 +101,11 @@ class GrpcEndpoint:
         # Those that are not closed. Only the last one gets further calls.
         self._channels: list[Channel] = []
 
+    @property
+    def open_channels(self) -> int:
+        """One, and those with other certificates whose calls have not ended."""
+        return len(self._channels)
+
     async def post(self, call: Call, timeout_s: float) -> Answer:
         """Send one call and read its answer; raises AttemptFailedError, or is cancelled."""
         from grpc import RpcError  # type: ignore[import-untyped]

@@ -53,7 +53,7 @@ class HttpServer:
         self._to_sweep: list[Connection] = []
         self._swept_at_once = 0
         self._unread_seen = 0
-        self._ticks = Every(TICK_S, self._tick)
+        self._ticks = Every(TICK_S, self.tick)
 
     @property
     def connections(self) -> set[Connection]:
@@ -169,7 +169,8 @@ class HttpServer:
         self._ticks.stop()
         await asyncio.sleep(0)  # let connection_lost run
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
+        """What a timer does: look at the clock, and sweep some of the connections."""
         if self.state.tick() > STOOD_STILL_S:
             return  # what clients sent and read meanwhile is seen first
         if not self._to_sweep:

@@ -14,7 +14,7 @@ from carpool.core.dead_letter import SynchronousKept, dead_letter_causes, is_kep
 from carpool.core.errors import CarpoolError, Malformed
 from carpool.core.request import DONE, Request
 
-# Letters on their way into Redis.
+# On their way into Redis.
 BURYING_MAX = 1000
 BURYING_BYTES_MAX = 64 * 1024 * 1024
 
@@ -35,7 +35,8 @@ class RedisDeadLetterBox:
         self._kept = kept
         self._bounds = bounds
         self._next_shard = 0
-        self._burying = 0
+        # Letters on their way into Redis.
+        self.burying = 0
         self._burying_bytes = 0
         # For metrics. Every cause from the start: an alert on an increase needs the zero before the first one.
         self.buried = Counter(dict.fromkeys(dead_letter_causes(), 0))
@@ -69,16 +70,16 @@ class RedisDeadLetterBox:
             return
         self.count(error.code)
         shard = self._shard()
-        if shard is None or self._burying >= BURYING_MAX or self._burying_bytes + request.size > BURYING_BYTES_MAX:
+        if shard is None or self.burying >= BURYING_MAX or self._burying_bytes + request.size > BURYING_BYTES_MAX:
             self.failures += 1
             return
-        self._burying += 1
+        self.burying += 1
         self._burying_bytes += request.size
         letter, done = encode_letter(request, error, sends), partial(self._done, request.size)
         self._steps.bury(shard, self._bounds.arguments(), letter, request.input, done)
 
     def _done(self, size: int, reply: Any) -> None:
-        self._burying -= 1
+        self.burying -= 1
         self._burying_bytes -= size
         if isinstance(reply, RedisFailure):
             self.failures += 1

@@ -51,7 +51,7 @@ CANCELS_A_CALL_MAX = 500
 STREAMS_A_CALL_MAX = 32
 # What a gateway remembers about lanes, and about entries that it must withdraw when Redis is back.
 GROUPS_KEPT_MAX = 4096
-STRAYS_KEPT_MAX = 100_000
+TO_WITHDRAW_MAX = 100_000
 # After so long a node that is up, but did not delete entries, is asked again.
 TRY_AGAIN_S = 0.25
 MOVING = ("MOVED", "ASK")
@@ -132,9 +132,9 @@ class RedisQueue:
         self._groups: dict[tuple[str, bytes, bytes, int, float, bool], Group] = {}
         self._leaving: list[Group] = []
         self._cancelled: defaultdict[int, list[tuple[bytes, bytes, Request | None]]] = defaultdict(list)
-        self._strays: list[tuple[Shard, bytes, bytes]] = []
+        self._to_withdraw: list[tuple[Shard, bytes, bytes]] = []
         # Runs while a node that is up has not deleted some.
-        self._tries = Every(TRY_AGAIN_S, self._withdraw_strays)
+        self._tries = Every(TRY_AGAIN_S, self._withdraw_left)
         self.flush = OncePerTurn(self._flush)
         self._next_shard = 0
         self._up: list[Shard] = []
@@ -144,6 +144,11 @@ class RedisQueue:
         # For metrics.
         self.sent_again = 0
         self.replies = ReplyReader(nodes, keys, name, came=self.reply_came, changed=self.nodes_changed)
+
+    @property
+    def to_withdraw(self) -> int:
+        """Entries of requests that went another way, in shards that cannot be reached now."""
+        return len(self._to_withdraw)
 
     def __repr__(self) -> str:
         return f"<RedisQueue {self.mode} {self.parking!r}>"
@@ -209,8 +214,8 @@ class RedisQueue:
             self._send_again(r for r in parked if r.held_by is not None and r.held_by.shard not in up)
         if mode == "direct":
             self._send_again(self.parking.requests())
-        if self._strays and up:
-            self._withdraw_strays()
+        if self._to_withdraw and up:
+            self._withdraw_left()
         if is_other:
             self._mode_changed(mode)
 
@@ -407,8 +412,8 @@ class RedisQueue:
             return
         parcel.has_left = True
         entry_id = entry_of(request)
-        if entry_id is not None and len(self._strays) < STRAYS_KEPT_MAX:
-            self._strays.append((parcel.shard, parcel.field, entry_id))
+        if entry_id is not None and len(self._to_withdraw) < TO_WITHDRAW_MAX:
+            self._to_withdraw.append((parcel.shard, parcel.field, entry_id))
 
     def _move_to_local(self, request: Request) -> None:
         assert self._local is not None
@@ -450,7 +455,7 @@ class RedisQueue:
         if isinstance(deleted, RedisFailure):
             # Those who wait still have their deadline; the entries of the others are left until the shard is back.
             left = [(shard, field, entry_id) for field, entry_id, request in entries if request is None]
-            self._strays += left[: STRAYS_KEPT_MAX - len(self._strays)]
+            self._to_withdraw += left[: TO_WITHDRAW_MAX - len(self._to_withdraw)]
             if self._nodes.is_up(shard.slot):  # it was never away: there was no room for this, or it was refused
                 self._tries.start()
             return
@@ -458,15 +463,15 @@ class RedisQueue:
             if request is not None and was_deleted and request in self.parking:
                 self.parking.end(request, queue_timeout(request))
 
-    def _withdraw_strays(self) -> None:
+    def _withdraw_left(self) -> None:
         self._tries.stop()
-        strays, self._strays = self._strays, []
-        for stray in strays:
-            shard, field, entry_id = stray
+        left, self._to_withdraw = self._to_withdraw, []
+        for entry in left:
+            shard, field, entry_id = entry
             if shard in self._up:
                 self._cancelled[shard.number].append((field, entry_id, None))
             else:
-                self._strays.append(stray)
+                self._to_withdraw.append(entry)
         self.flush.ring()
 
 

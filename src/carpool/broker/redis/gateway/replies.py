@@ -43,7 +43,8 @@ class ReplyReader:
         self._changed = changed
         # True while replies can come.
         self.is_up = False
-        self._last_seen = b"0-0"
+        # The id of the last entry that was read.
+        self.last_seen = b"0-0"
         self._read_since_trim = 0
         self._link: Link | None = None
         self._reader = nodes.reader(self.slot, connected=self._connected, received=self._received, lost=self._lost)
@@ -61,7 +62,7 @@ class ReplyReader:
         self._link = link
         # From the beginning: what was read is trimmed but for the last few, and an outcome that comes again is dropped.
         # To go on after the last entry would skip some where Redis lost data, or another clock writes the ids now.
-        self._last_seen = b"0-0"
+        self.last_seen = b"0-0"
         # Makes the stream. At maxmemory that is refused; then it must be there.
         link.send(b"XADD", self._stream, b"*", b"hello", b"")
         link.send(b"EXPIRE", self._stream, EXPIRE_S)
@@ -93,12 +94,12 @@ class ReplyReader:
     def _ask(self) -> None:
         if self._link is not None:
             self._link.send(
-                *(b"XREAD", b"COUNT", ENTRIES_AT_ONCE, b"BLOCK", BLOCK_MS, b"STREAMS", self._stream, self._last_seen)
+                *(b"XREAD", b"COUNT", ENTRIES_AT_ONCE, b"BLOCK", BLOCK_MS, b"STREAMS", self._stream, self.last_seen)
             )
 
     def _read(self, entries: list[tuple[bytes, list[bytes]]]) -> None:
         for entry_id, fields in entries:
-            self._last_seen = entry_id
+            self.last_seen = entry_id
             if fields[0] != b"r":
                 continue
             try:
@@ -114,7 +115,7 @@ class ReplyReader:
     def _trim(self) -> None:
         """Remove what was read; the last one may stay."""
         self._read_since_trim = 0
-        self._nodes.send(self.slot, ignore, b"XTRIM", self._stream, b"MINID", self._last_seen)
+        self._nodes.send(self.slot, ignore, b"XTRIM", self._stream, b"MINID", self.last_seen)
 
     def _renew(self) -> None:
         self._nodes.send(self.slot, self._renewed, b"EXPIRE", self._stream, EXPIRE_S)

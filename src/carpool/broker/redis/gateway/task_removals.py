@@ -54,6 +54,11 @@ class TaskRemovals:
             self._doubtful[task_id] = ATTEMPTS
             self._tries.start()
 
+    @property
+    def doubtful(self) -> int:
+        """Tasks that nobody was promised, and that Redis may have."""
+        return len(self._doubtful)
+
     def close(self) -> None:
         """Give up."""
         self._doubtful.clear()

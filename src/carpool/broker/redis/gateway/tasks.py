@@ -128,6 +128,11 @@ class RedisTasks:
         for poll in self._polls.take_all():
             self._read(poll)
 
+    @property
+    def doubtful(self) -> int:
+        """Tasks that nobody was promised, that Redis may have, and that are being removed."""
+        return self._removals.doubtful
+
     def close(self) -> None:
         """Stop the timers; whoever still waits is not answered."""
         self._removals.close()
