@@ -35,7 +35,8 @@ from carpool.core.request import DONE, Request
 from carpool.testing import Witness, make_request
 from support.processes import PATIENCE_S, until
 from support.redis_servers import RedisCluster, RedisServer, running_redis
-from support.redis_tasks import Office, letter_bounds, open_office, told
+from support.redis_tasks import Office, letter_bounds, open_office
+from support.tasks import told
 
 REFUSED = InputRefused("the model refused this input: too long")
 TARGETS_S = (0.05, 0.5)

@@ -39,7 +39,8 @@ from carpool.testing import ANYBODY, FakeClock, Witness, make_request
 from support.processes import PATIENCE_S, until
 from support.redis_halves import LINE_OFFSETS_MS, NEVER_MS, Batcher, Gateway, Halves, open_halves, until_seen
 from support.redis_servers import RedisServer, running_redis
-from support.redis_tasks import letter_bounds, task_board, told
+from support.redis_tasks import letter_bounds, task_board
+from support.tasks import told
 
 ENTERPRISE, FREE = 0, 2
 

@@ -32,7 +32,8 @@ from carpool.core.task import StoredTask
 from carpool.testing import ANYBODY, make_output
 from support.processes import PATIENCE_S, until
 from support.redis_servers import RedisCluster, RedisServer, running_redis
-from support.redis_tasks import RESULT_TTL_MS, Office, connected, open_office, told
+from support.redis_tasks import RESULT_TTL_MS, Office, connected, open_office
+from support.tasks import told
 
 OUTPUT = make_output(b'{"answer":42}')
 # Longer than `told` waits: what comes, comes for another reason.

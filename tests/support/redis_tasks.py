@@ -1,9 +1,8 @@
 """Tasks on a real Redis, with a batcher and gateways that are as small as they can be."""
 
-import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,6 +26,7 @@ from carpool.core.outcome import Output
 from carpool.core.request import Request
 from carpool.testing import Witness, make_request
 from support.processes import PATIENCE_S, until
+from support.tasks import told
 
 RESULT_TTL_MS = 60_000
 LETTERS_MAX = 100
@@ -198,10 +198,3 @@ async def clear_shard(nodes: Nodes, shard: Shard) -> None:
             await nodes.ask(shard.slot, b"DEL", *names)
         if cursor == b"0":
             return
-
-
-async def told(call: Callable[[Callable[[Any], None]], object]) -> Any:
-    """What a callback is called with, and that it is called once."""
-    answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    call(answer.set_result)  # a second call raises
-    return await asyncio.wait_for(answer, PATIENCE_S)

@@ -4,6 +4,7 @@ and nothing is left behind.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 
 from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import Fixed
-from carpool.broker.journal import Journal
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.tasks import Tasks
 from carpool.core.errors import CarpoolError, ClientLeft, InputRefused, QueueFull, UnknownTask
@@ -22,6 +22,7 @@ from carpool.upstream.codecs import JsonCodec
 from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.pool import Pool
 from support.processes import PATIENCE_S, until
+from support.tasks import open_journal, told
 
 # Longer than a test waits: what comes, comes for another reason.
 NEVER_S = 600.0
@@ -305,32 +306,19 @@ def test_half_of_all_clients_leave_at_random_moments(seed: int) -> None:
 class TaskStand(Stand):
     def __init__(self, gpu: FakeUpstream) -> None:
         super().__init__(FakeClock(), gpu)
-        self.journal = Journal(
-            None,
-            asyncio.get_running_loop(),
-            result_ttl_s=600.0,
-            dead_letter_ttl_s=600.0,
-            stored_bytes_max=10_000,
-            clock=self.clock,
-        )
+        self.journal = open_journal(clock=self.clock)
         self.tasks = Tasks(self.broker, self.journal, clock=self.clock)
 
     async def submit(self, name: str) -> Request:
         request = self.request(name, is_task=True, total_timeout_s=600.0)
-        accepted: asyncio.Future[CarpoolError | None] = asyncio.get_running_loop().create_future()
-        self.tasks.submit(request, accepted.set_result)
-        assert await accepted is None
+        assert await told(partial(self.tasks.submit, request)) is None
         return request
 
-    async def delete(self, name: str) -> CarpoolError | None:
-        done: asyncio.Future[CarpoolError | None] = asyncio.get_running_loop().create_future()
-        self.tasks.delete(ANYBODY, name, done.set_result)
-        return await asyncio.wait_for(done, PATIENCE_S)
+    async def delete(self, name: str) -> Any:
+        return await told(partial(self.tasks.delete, ANYBODY, name))
 
     async def status(self, name: str, wait_s: float = 0.0) -> str:
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.tasks.look(ANYBODY, name, wait_s, False, answer.set_result)
-        found = await asyncio.wait_for(answer, PATIENCE_S)
+        found = await told(partial(self.tasks.look, ANYBODY, name, wait_s, False))
         return "unknown" if isinstance(found, UnknownTask) else found.status
 
     def send_now(self) -> None:

@@ -14,16 +14,12 @@ from typing import Any
 import pytest
 
 import carpool
-from carpool.broker.journal import Journal
-from carpool.broker.memory import MemoryBroker
-from carpool.broker.tasks import Tasks
-from carpool.core.errors import CarpoolError
+from carpool.core.errors import UnknownTask
 from carpool.core.outcome import Output
-from carpool.core.request import Request, RequestState
-from carpool.core.task import StoredTask
+from carpool.core.request import Request
 from carpool.core.timers import Every
-from carpool.testing import ANYBODY, FakeClock, FakeUpstream, Witness, make_output, make_request
-from support.processes import PATIENCE_S, until
+from carpool.testing import FakeUpstream, make_output
+from support.tasks import Office, open_office
 from support.virtual_gateway import Stand
 
 ROOT = Path(carpool.__file__).parent
@@ -183,68 +179,25 @@ def test_a_step_of_the_wall_clock_changes_no_dispatch(wall: WallClock, step_s: f
     assert run(step_s) == unstepped
 
 
-class Office:
-    """Tasks over a real journal."""
-
-    def __init__(self) -> None:
-        self.clock = FakeClock()
-        self.broker = MemoryBroker(waiting_max=100, bytes_max=1000, lanes_max=1, tiers=1, clock=self.clock)
-        self.broker.when_work_arrives("m", lambda lane: None)
-        self.journal = Journal(
-            None,
-            asyncio.get_running_loop(),
-            result_ttl_s=600.0,
-            dead_letter_ttl_s=600.0,
-            stored_bytes_max=10_000,
-            clock=self.clock,
-        )
-        self.tasks = Tasks(self.broker, self.journal, clock=self.clock)
-
-    async def finish_task(self, name: str, wall: WallClock, step_s: float) -> None:
-        """Accept a task, set the wall clock, and give the task its result."""
-        request = make_request(name, Witness(), now=self.clock(), is_task=True, total_timeout_s=600.0)
-        assert await self._told(lambda done: self.tasks.submit(request, done)) is None
-        wall.ahead_s += step_s
-        results = self.journal.counts.results
-        self.broker.settle(request, make_output(b'"out"'))
-        await until(lambda: self.journal.counts.results > results and "live=0" in repr(self.tasks))
-
-    async def look(self, name: str) -> StoredTask | CarpoolError:
-        found: StoredTask | CarpoolError = await self._told(
-            lambda done: self.tasks.look(ANYBODY, name, 0.0, False, done)
-        )
-        return found
-
-    async def state(self, name: str) -> RequestState:
-        state: RequestState = await self._told(lambda done: self.tasks.state(name, done))
-        return state
-
-    async def _told(self, call: Callable[[Callable[[Any], None]], object]) -> Any:
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call(answer.set_result)  # a second call raises
-        return await asyncio.wait_for(answer, PATIENCE_S)
-
-
 @pytest.fixture
 async def office() -> AsyncIterator[Office]:
-    office = Office()
-    yield office
-    await office.journal.close()
+    async with open_office() as office:
+        yield office
 
 
 @pytest.mark.parametrize("step_s", [HOUR_S, -HOUR_S])
 async def test_results_are_kept_for_their_time_whatever_the_wall_clock_says(
     office: Office, wall: WallClock, step_s: float
 ) -> None:
-    await office.finish_task("t1", wall, step_s)
+    request = await office.submit()
+    wall.ahead_s += step_s
+    await office.finish(request, make_output(b'"out"'))
     wall.ahead_s += step_s
     office.clock.advance(590.0)
-    found = await office.look("t1")
-    assert isinstance(found, StoredTask)
-    assert found.status == "SUCCESS"
-    assert (await office.state("t1")).latency_ms >= 0.0
+    assert (await office.look()).status == "SUCCESS"
+    assert (await office.state()).latency_ms >= 0.0
     office.clock.advance(11.0)
-    assert isinstance(await office.look("t1"), CarpoolError)
+    assert isinstance(await office.look(), UnknownTask)
 
 
 def reads_wall_clock(path: Path) -> bool:

@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from carpool.broker import replays as replays_module
 from carpool.broker.dead_letters import DeadLetterBox, DeadLetterDesk
-from carpool.broker.journal import Journal
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.tasks import Tasks
 from carpool.core.dead_letter import SynchronousKept, dead_letter_causes, is_dead_letter
@@ -29,6 +29,7 @@ from carpool.core.errors import (
 from carpool.core.request import QUEUED, Request
 from carpool.testing import ANYBODY, FakeClock, Witness, make_output, make_request
 from support.processes import until
+from support.tasks import open_journal, told
 
 TARGETS_S = (0.05, 0.5)
 REFUSED = InputRefused("the model refused this input: too long")
@@ -42,14 +43,7 @@ class Office:
         self.clock = FakeClock()
         self.broker = MemoryBroker(waiting_max=waiting_max, bytes_max=10**9, lanes_max=9, tiers=2, clock=self.clock)
         self.broker.when_work_arrives("m", lambda lane: None)
-        self.journal = Journal(
-            None,
-            asyncio.get_running_loop(),
-            result_ttl_s=600.0,
-            dead_letter_ttl_s=6000.0,
-            stored_bytes_max=10**9,
-            clock=self.clock,
-        )
+        self.journal = open_journal(stored_bytes_max=10**9, clock=self.clock)
         self.tasks = Tasks(self.broker, self.journal, prepare=self.prepare, clock=self.clock)
         self.box = DeadLetterBox(self.journal, kept, clock=self.clock)
         self.desk = DeadLetterDesk(
@@ -164,9 +158,8 @@ async def test_a_replay_is_a_new_task_that_comes_to_its_outcome(office: Office) 
     assert request.lane == b"prepared"
     assert (office.journal.counts.dead_letters, office.journal.counts.tasks_pending) == (0, 1)
     await office.settle(request, make_output(b'"done"'))
-    answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    office.tasks.look(ANYBODY, replayed.task_id, 0.0, False, answer.set_result)
-    assert (await answer).output == b'"done"'
+    found = await told(partial(office.tasks.look, ANYBODY, replayed.task_id, 0.0, False))
+    assert found.output == b'"done"'
     assert office.journal.counts.dead_letters == 0
 
 
@@ -307,17 +300,15 @@ async def test_restored_tasks_are_prepared_too(tmp_path: Any) -> None:
     office = Office()
     await office.journal.close()
     path = tmp_path / "journal.db"
-    options: dict[str, Any] = {"result_ttl_s": 600.0, "dead_letter_ttl_s": 600.0, "stored_bytes_max": 10**6}
     for _ in range(2):
-        office.journal = Journal(path, asyncio.get_running_loop(), **options)
+        office.journal = open_journal(path)
         office.tasks = Tasks(office.broker, office.journal, prepare=office.prepare)
         restored = office.tasks.restore(frozenset("m"), lambda tier, now: now)
         office.tasks.send_restored()
         if restored == 0:
             for name in (b'"good"', b'"bad"'):
-                answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-                office.tasks.submit(office.request(name.decode(), name, is_task=True), answer.set_result)
-                assert await answer is None
+                request = office.request(name.decode(), name, is_task=True)
+                assert await told(partial(office.tasks.submit, request)) is None
             office.tasks.drain()
             office.unacceptable = b"bad"
             await office.journal.close()

@@ -18,6 +18,7 @@ from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.request import Request
 from carpool.testing import AttemptFailedError, FakeClock, FakeUpstream, Witness, echo, make_output, make_request
 from support.event_log import EventLog
+from support.tasks import open_journal
 from support.virtual_gateway import SERVICE_S, Stand
 
 
@@ -194,9 +195,7 @@ def test_whoever_unsubscribes_is_told_no_more() -> None:
 
 @pytest.fixture
 async def journal() -> AsyncIterator[Journal]:
-    journal = Journal(
-        None, asyncio.get_running_loop(), result_ttl_s=60.0, dead_letter_ttl_s=60.0, stored_bytes_max=10_000
-    )
+    journal = open_journal()
     yield journal
     await journal.close()
 

@@ -1,6 +1,5 @@
 """The way in (`face/intake.py`): one request, several that belong together, tasks."""
 
-import asyncio
 import gc
 import weakref
 from collections.abc import Sequence
@@ -15,19 +14,9 @@ from carpool.core.errors import CarpoolError, InputRefused, Malformed, QueueFull
 from carpool.core.outcome import Outcome, Output
 from carpool.core.request import DONE, Request
 from carpool.face.intake import RECENT_KEPT, Intake, IntakeSettings, ServedModel
-from carpool.testing import ANYBODY, FakeClock, Witness, make_output
-
-
-class Up:
-    """An upstream that is well."""
-
-    is_down = is_shut_to_some = False
-
-    def is_shut_to(self, owner: str) -> bool:
-        return False
-
-    def retry_after_s(self) -> int:
-        return 1
+from carpool.testing import ANYBODY, FakeClock, FakeUpstream, Witness, make_output
+from carpool.upstream.pool import Pool
+from support.tasks import open_journal
 
 
 def prepare(request: Request) -> None:
@@ -43,7 +32,7 @@ class House:
         self.broker = MemoryBroker(waiting_max=4, bytes_max=1000, lanes_max=9, tiers=1, clock=self.clock)
         self.broker.when_work_arrives("m", lambda lane: None)
         tasks = Tasks(self.broker, journal, clock=self.clock)
-        gate = Gate(self.broker, tasks, {"m": Up()}, lowest_tier=0)
+        gate = Gate(self.broker, tasks, {"m": Pool([FakeUpstream()], self.clock)}, lowest_tier=0)
         self.model = ServedModel("m", 1000, lambda data: data, prepare)
         settings = IntakeSettings("m", (0.5,), 2.0, 4.0, 600.0)
         self.intake = Intake(gate, self.broker, tasks, {"m": self.model}, settings, self.clock)
@@ -72,10 +61,7 @@ class House:
 
 @pytest.fixture
 async def house() -> House:
-    journal = Journal(
-        None, asyncio.get_running_loop(), result_ttl_s=60.0, dead_letter_ttl_s=60.0, stored_bytes_max=10_000
-    )
-    return House(journal)
+    return House(open_journal())
 
 
 async def test_a_request_has_what_its_caller_and_the_settings_say(house: House) -> None:

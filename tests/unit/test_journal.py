@@ -23,6 +23,7 @@ from carpool.core.dead_letter import DeadLetterSummary, StoredDeadLetter
 from carpool.core.errors import JournalFailed, NotFound, QueueFull
 from carpool.core.task import StoredTask
 from support.processes import PATIENCE_S, until
+from support.tasks import open_journal
 
 CANARY = b"canary-7f3a"
 
@@ -44,13 +45,7 @@ class Opener:
         self.opened: list[Journal] = []
 
     def __call__(self, path: Path | None = None, **options: Any) -> Journal:
-        settings: dict[str, Any] = {
-            "result_ttl_s": 600.0,
-            "dead_letter_ttl_s": 6000.0,
-            "stored_bytes_max": 1 << 30,
-            "clock": self.clock,
-        }
-        journal = Journal(path or self.path, asyncio.get_running_loop(), **{**settings, **options})
+        journal = open_journal(path or self.path, **{"stored_bytes_max": 1 << 30, "clock": self.clock, **options})
         self.opened.append(journal)
         return journal
 
@@ -829,13 +824,7 @@ async def test_directory_that_cannot_be_made(opener: Opener) -> None:
 
 async def test_without_a_path_it_lives_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    journal = Journal(
-        None,
-        asyncio.get_running_loop(),
-        result_ttl_s=1.0,
-        dead_letter_ttl_s=1.0,
-        stored_bytes_max=1000,
-    )
+    journal = open_journal()
     assert list(journal.pending()) == []
     assert await ask(journal.append, task("a")) is None
     assert await ask(journal.finish, "a", success()) is True

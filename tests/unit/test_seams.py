@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from carpool.admission.gate import Gate
-from carpool.broker.journal import Journal
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.tasks import Tasks
 from carpool.core.errors import InputRefused
@@ -15,7 +14,9 @@ from carpool.core.outcome import Output
 from carpool.core.request import Request
 from carpool.face.intake import Intake, IntakeSettings, ServedModel
 from carpool.testing import FakeClock, FakeUpstream, Witness, make_output, make_request
+from carpool.upstream.pool import Pool
 from support.processes import PATIENCE_S, until
+from support.tasks import open_journal
 from support.toys.broker import ToyFeed, ToyQueue, Wire
 from support.toys.face import LineFace
 from support.toys.subscriber import Diary
@@ -31,16 +32,6 @@ def test_a_toy_is_small_and_uses_what_is_public(toy: Path) -> None:
     assert "._" not in text.replace("self._", "")
 
 
-class Up:
-    is_down = is_shut_to_some = False
-
-    def is_shut_to(self, owner: str) -> bool:
-        return False
-
-    def retry_after_s(self) -> int:
-        return 1
-
-
 def taken(broker: MemoryBroker) -> list[Request]:
     now = asyncio.get_running_loop().time()
     return [request for lane in broker.lanes("m") for request in broker.take(lane, 64, now)]
@@ -50,10 +41,10 @@ async def test_a_face() -> None:
     loop = asyncio.get_running_loop()
     broker = MemoryBroker(waiting_max=9, bytes_max=1000, lanes_max=9, tiers=1, clock=loop.time)
     broker.when_work_arrives("m", lambda lane: None)
-    journal = Journal(None, loop, result_ttl_s=60.0, dead_letter_ttl_s=60.0, stored_bytes_max=1000)
+    journal = open_journal()
     tasks = Tasks(broker, journal)
     intake = Intake(
-        Gate(broker, tasks, {"m": Up()}, lowest_tier=0),
+        Gate(broker, tasks, {"m": Pool([FakeUpstream()], loop.time)}, lowest_tier=0),
         broker,
         tasks,
         {"m": ServedModel("m", 1000, lambda data: data)},

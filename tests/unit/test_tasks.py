@@ -2,16 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from carpool.broker.journal import Journal
-from carpool.broker.memory import MemoryBroker
 from carpool.broker.polls import Poll
-from carpool.broker.tasks import Tasks
 from carpool.core.errors import (
     CarpoolError,
     DeadlineExceeded,
@@ -23,83 +21,21 @@ from carpool.core.errors import (
     UnknownTask,
     UpstreamFailed,
 )
-from carpool.core.outcome import Outcome
 from carpool.core.ports import Caller
-from carpool.core.request import DONE, QUEUED, Request
+from carpool.core.request import DONE, QUEUED
 from carpool.core.task import StoredTask
-from carpool.testing import ANYBODY, FakeClock, Witness, make_output, make_request
-from support.processes import PATIENCE_S, until
+from carpool.testing import ANYBODY, FakeClock, make_output
+from support.processes import until
+from support.tasks import Office, open_office, told
 
 # Longer than a test waits: what comes, comes for another reason.
 NEVER_S = 600.0
 
-TARGETS_S = (0.05, 0.15, 0.5)
-
-
-class Office:
-    """Tasks, their journal and their broker; the upstream is whoever calls `finish`."""
-
-    def __init__(
-        self, path: Path | None = None, *, tiers: int = 3, clock: FakeClock | None = None, waiting_max: int = 100
-    ) -> None:
-        self.clock = clock or FakeClock()
-        self.broker = MemoryBroker(waiting_max=100, bytes_max=1000, lanes_max=9, tiers=tiers, clock=self.clock)
-        self.broker.when_work_arrives("m", lambda lane: None)
-        self.journal = Journal(
-            path,
-            asyncio.get_running_loop(),
-            result_ttl_s=600.0,
-            dead_letter_ttl_s=6000.0,
-            stored_bytes_max=10_000,
-            clock=self.clock,
-        )
-        self.tasks = Tasks(self.broker, self.journal, waiting_max=waiting_max, clock=self.clock)
-
-    def request(self, name: str = "t1", **options: Any) -> Request:
-        given = {"is_task": True, "total_timeout_s": 600.0, "tier": 2, "owner": "owner", **options}
-        return make_request(name, Witness(), now=self.clock(), **given)
-
-    def restore(self, models: str = "m") -> int:
-        restored = self.tasks.restore(frozenset(models), lambda tier, now: now + TARGETS_S[tier])
-        self.tasks.send_restored()
-        return restored
-
-    async def submit(self, name: str = "t1", **options: Any) -> Request:
-        request = self.request(name, **options)
-        assert await told(lambda done: self.tasks.submit(request, done)) is None
-        return request
-
-    async def look(
-        self, name: str = "t1", wait_s: float = 0.0, *, forget: bool = False, caller: Caller = ANYBODY
-    ) -> Any:
-        return await told(lambda done: self.tasks.look(caller, name, wait_s, forget, done))
-
-    async def delete(self, name: str = "t1", caller: Caller = ANYBODY) -> Any:
-        return await told(lambda done: self.tasks.delete(caller, name, done))
-
-    def take(self, count: int = 64) -> list[Request]:
-        (lane,) = self.broker.lanes("m")
-        return self.broker.take(lane, count, self.clock())
-
-    async def finish(self, request: Request, outcome: Outcome) -> None:
-        """Settle, and wait until the result is on the disk."""
-        results = self.journal.counts.results
-        self.broker.settle(request, outcome)
-        await until(lambda: self.journal.counts.results > results and "live=0" in repr(self.tasks))
-
-
-async def told(call: Callable[[Callable[[Any], None]], object]) -> Any:
-    """What a callback is called with, and that it is called once."""
-    answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    call(answer.set_result)  # a second call raises
-    return await asyncio.wait_for(answer, PATIENCE_S)
-
 
 @pytest.fixture
 async def office() -> AsyncIterator[Office]:
-    office = Office()
-    yield office
-    await office.journal.close()
+    async with open_office() as office:
+        yield office
 
 
 # Accepting.
@@ -119,13 +55,13 @@ async def test_a_task_is_accepted_and_queued_only_when_it_is_safe(office: Office
 
 async def test_a_full_broker_accepts_no_task(office: Office) -> None:
     request = office.request(value=b"x" * 1001)
-    assert isinstance(await told(lambda done: office.tasks.submit(request, done)), QueueFull)
+    assert isinstance(await told(partial(office.tasks.submit, request)), QueueFull)
     assert (office.broker.held, office.journal.counts.tasks_pending) == (0, 0)
 
 
 async def test_a_full_journal_accepts_no_task(office: Office) -> None:
     request = office.request(parameters=b"x" * 10_001)
-    assert isinstance(await told(lambda done: office.tasks.submit(request, done)), QueueFull)
+    assert isinstance(await told(partial(office.tasks.submit, request)), QueueFull)
     assert (request.phase, office.broker.held) == (DONE, 0)
     assert isinstance(await office.look(request.id), UnknownTask)
 
@@ -134,7 +70,7 @@ async def test_a_journal_that_fails_accepts_no_task() -> None:
     office = Office()
     await office.journal.close()
     request = office.request()
-    assert isinstance(await told(lambda done: office.tasks.submit(request, done)), JournalFailed)
+    assert isinstance(await told(partial(office.tasks.submit, request)), JournalFailed)
     assert (office.broker.held, request.phase, repr(office.tasks)) == (0, DONE, "<Tasks live=0>")
 
 
@@ -249,7 +185,7 @@ async def test_a_result_that_nobody_was_there_to_read_is_not_forgotten(office: O
 async def test_tasks_leave_room_for_those_who_wait_on_the_line() -> None:
     office = Office(waiting_max=1)
     await office.submit()
-    refusal = await told(lambda done: office.tasks.submit(office.request("t2"), done))
+    refusal = await told(partial(office.tasks.submit, office.request("t2")))
     assert isinstance(refusal, QueueFull)
     await office.journal.close()
 
@@ -493,13 +429,13 @@ async def test_what_the_client_calls_itself_stays_with_its_task(tmp_path: Path) 
     office = Office(tmp_path / "journal.db")
     request = office.request()
     request.client_id = "nightly"
-    assert await told(lambda done: office.tasks.submit(request, done)) is None
+    assert await told(partial(office.tasks.submit, request)) is None
     await office.journal.close()
     office = Office(tmp_path / "journal.db")
     office.restore()
-    assert (await told(lambda done: office.tasks.state("t1", done))).client_id == "nightly"
+    assert (await office.state()).client_id == "nightly"
     (restored,) = office.take()
     await office.finish(restored, make_output(b"1"))
-    state = await told(lambda done: office.tasks.state("t1", done))
+    state = await office.state()
     assert (state.status, state.client_id) == ("completed", "nightly")
     await office.journal.close()
