@@ -14,20 +14,9 @@ from carpool.cli import main
 from carpool.settings import Settings
 from carpool.settings.keys import FLAGS
 from carpool.version import __version__
+from support.processes import CLEAN_ENVIRONMENT, carpool
 
-CLEAN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
-
-
-def carpool(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "carpool", *arguments],
-        cwd=cwd,
-        env=CLEAN_ENVIRONMENT | {"COLUMNS": "160"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+REDIS = "redis://127.0.0.1:1"
 
 
 def test_version() -> None:
@@ -49,14 +38,15 @@ def test_no_command_shows_the_help() -> None:
     assert (done.returncode, done.stderr) == (2, "")
 
 
-@pytest.mark.parametrize("command", ["serve", "config"])
+@pytest.mark.parametrize("command", ["serve", "config", "gateway", "batcher"])
 def test_help_of_a_command_lists_its_flags(command: str) -> None:
     done = carpool(command, "--help")
     assert done.returncode == 0
     for flags in [*FLAGS.values(), "--config"]:
         for flag in flags.split("/"):
             assert f" {flag} " in done.stdout
-    assert "Examples" in done.stdout
+    assert f" carpool {command} --" in done.stdout.partition("Examples")[2]
+    assert "--listen-fd" not in done.stdout
 
 
 def test_help_does_not_load_the_network_libraries() -> None:
@@ -109,6 +99,15 @@ def test_config_prints_what_is_in_effect(tmp_path: Path) -> None:
         (["serve", "--port"], ["--port", "requires an argument"]),
         (["serve", "extra"], ["extra", "carpool serve --help"]),
         (["srve"], ["srve", "Did you mean 'serve'?"]),
+        (["gateway"], ["no broker", "--broker redis://HOST:6379", "carpool serve"]),
+        (["gateway", "--upstream", "sim:"], ["no broker"]),
+        (["batcher", "--upstream", "sim:"], ["no broker"]),
+        (["batcher", "--broker", REDIS], ["no upstream", "--upstream URL"]),
+        (["serve", "--broker", REDIS], ["no upstream"]),
+        (["gateway", "--broker", "redis:/h"], ["broker.url (flag --broker) cannot be used", "redis://"]),
+        (["serve", "--upstream", "sim:", "--processes", "2"], ["gateway.processes (flag --processes)", "--broker"]),
+        (["batcher", "--broker", REDIS, "--upstream", "sim:", "--processes", "2"], ["another `carpool batcher`"]),
+        (["gateway", "--broker", REDIS, "--listen-fd", "99"], ["--listen-fd is for the processes that --processes"]),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(arguments: list[str], parts: list[str], tmp_path: Path) -> None:

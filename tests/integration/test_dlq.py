@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +11,10 @@ from typing import Any
 import pytest
 
 from support.client import Response, ask_once, inference_body
-from support.processes import PATIENCE_S, GatewayProcess, running_gateway, until
+from support.processes import PATIENCE_S, GatewayProcess, dlq, run_dlq, running_gateway, until
 from support.stream_server import stream_server
 from support.upstreams import ScriptedUpstream, scripted_upstream
 
-CLEAN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
 JSON = "Content-Type: application/json\r\n"
 ASYNC = JSON + "Prefer: respond-async\r\n"
 TOKEN = "hunter2"
@@ -35,22 +31,6 @@ async def upstream() -> AsyncIterator[ScriptedUpstream]:
 async def gateway(tmp_path: Path, upstream: ScriptedUpstream) -> AsyncIterator[GatewayProcess]:
     async with running_gateway(tmp_path, upstream.url, "--max-batch", "1") as running:
         yield running
-
-
-async def carpool(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    def run() -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", "carpool", "dlq", *arguments]
-        environ = CLEAN_ENVIRONMENT | {"COLUMNS": "200"} | environment
-        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
-
-    return await asyncio.to_thread(run)
-
-
-async def dlq(gateway: GatewayProcess, *arguments: str) -> str:
-    """What a command that works prints."""
-    done = await carpool(*arguments, "--admin", f"http://127.0.0.1:{gateway.admin_port}")
-    assert (done.returncode, done.stderr) == (0, ""), done
-    return done.stdout
 
 
 async def admin(gateway: GatewayProcess, method: str, target: str) -> Response:
@@ -210,14 +190,14 @@ async def test_letters_and_replayed_tasks_survive_a_kill(tmp_path: Path, upstrea
 async def test_with_a_token(tmp_path: Path, upstream: ScriptedUpstream) -> None:
     async with running_gateway(tmp_path, upstream.url, settings={"gateway.admin_token": TOKEN}) as gateway:
         where = ("--admin", f"http://127.0.0.1:{gateway.admin_port}")
-        refused = await carpool("list", *where)
+        refused = await run_dlq("list", *where)
         assert (refused.returncode, refused.stdout) == (1, "")
         assert "--token or CARPOOL_GATEWAY_ADMIN_TOKEN" in refused.stderr and refused.stderr.count("\n") == 1
-        assert (await carpool("list", *where, "--token", "wrong")).returncode == 1
-        assert (await carpool("list", *where, "--token", TOKEN)).stdout == "no dead letters\n"
-        assert (await carpool("list", *where, CARPOOL_GATEWAY_ADMIN_TOKEN=TOKEN)).returncode == 0
+        assert (await run_dlq("list", *where, "--token", "wrong")).returncode == 1
+        assert (await run_dlq("list", *where, "--token", TOKEN)).stdout == "no dead letters\n"
+        assert (await run_dlq("list", *where, CARPOOL_GATEWAY_ADMIN_TOKEN=TOKEN)).returncode == 0
         # The clients' port knows nothing of it.
-        done = await carpool("list", "--admin", f"http://127.0.0.1:{gateway.port}")
+        done = await run_dlq("list", "--admin", f"http://127.0.0.1:{gateway.port}")
         assert done.returncode == 1
 
 
@@ -227,10 +207,10 @@ async def test_letters_that_are_left_are_told_and_what_strangers_sent_does_not_d
     await fail_tasks(gateway, "bell \x07 and \x1b[2J and \x9b2J")
     shown = await dlq(gateway, "show", "1")
     assert not set(shown) & {"\x07", "\x1b", "\x9b"}
-    missing = await carpool("show", "7", "--admin", f"http://127.0.0.1:{gateway.admin_port}")
+    missing = await run_dlq("show", "7", "--admin", f"http://127.0.0.1:{gateway.admin_port}")
     assert (missing.returncode, missing.stdout) == (1, "")
     assert missing.stderr.startswith("carpool dlq: there is no such dead letter")
-    wrong = await carpool("replay", "--all", "--cause", "bad", "--admin", f"http://127.0.0.1:{gateway.admin_port}")
+    wrong = await run_dlq("replay", "--all", "--cause", "bad", "--admin", f"http://127.0.0.1:{gateway.admin_port}")
     assert wrong.returncode == 2 and "`cause` must be one of" in wrong.stderr
 
 
@@ -249,7 +229,7 @@ async def test_letters_that_are_left_are_told_and_what_strangers_sent_does_not_d
     ],
 )
 async def test_a_wrong_command_line(arguments: list[str], says: str) -> None:
-    done = await carpool(*arguments)
+    done = await run_dlq(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr and done.stderr.count("\n") == 1
 
@@ -257,7 +237,7 @@ async def test_a_wrong_command_line(arguments: list[str], says: str) -> None:
 async def test_no_gateway_there() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        done = await carpool("list", "--admin", f"http://127.0.0.1:{free.getsockname()[1]}")
+        done = await run_dlq("list", "--admin", f"http://127.0.0.1:{free.getsockname()[1]}")
     assert (done.returncode, done.stdout) == (1, "")
     assert "no gateway at" in done.stderr and "is `carpool serve` running?" in done.stderr
     assert done.stderr.count("\n") == 1
@@ -269,7 +249,7 @@ async def test_something_else_there() -> None:
         writer.write(b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 2\r\n\r\nhi")
 
     async with stream_server(answer) as server:
-        done = await carpool("list", "--admin", f"http://127.0.0.1:{server.port}")
+        done = await run_dlq("list", "--admin", f"http://127.0.0.1:{server.port}")
     assert (done.returncode, done.stdout) == (1, "")
     assert "is not the admin port of a gateway" in done.stderr
 

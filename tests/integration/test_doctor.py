@@ -1,10 +1,7 @@
 """`carpool doctor` against real deployments: what it finds, what it mends, and what it leaves alone."""
 
 import json
-import os
 import secrets
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +14,9 @@ from carpool.broker.redis.fleet.view import Beat, ModelBeat, encode_beat
 from carpool.broker.redis.keys import GROUP, Keys, Shard
 from carpool.tools.doctor import Doctor
 from carpool.tools.doctor_checks import Wants
+from support.processes import carpool
 from support.redis_servers import RedisCluster, RedisServer, running_redis, running_sentinels
 
-CLEAN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
 LANE = b"00112233445566778899aabbccddeeff:s0"
 
 
@@ -243,22 +240,10 @@ async def test_sentinels(tmp_path: Path, keys: Keys) -> None:
 # The command
 
 
-def carpool(*arguments: str, cwd: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "carpool", "doctor", *arguments],
-        cwd=cwd,
-        env=CLEAN_ENVIRONMENT | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
 async def test_the_command(redis_server: RedisServer, keys: Keys, tmp_path: Path) -> None:
     namespace = keys.namespace.decode()
     async with redis_server.client() as client:
-        fine = carpool("--broker", redis_server.url, cwd=tmp_path, CARPOOL_BROKER_NAMESPACE=namespace)
+        fine = carpool("doctor", "--broker", redis_server.url, cwd=tmp_path, CARPOOL_BROKER_NAMESPACE=namespace)
         assert (fine.returncode, fine.stderr) == (0, "")
         lines = fine.stdout.splitlines()
         assert all(line.startswith(("ok: ", "warning: ")) for line in lines)
@@ -266,7 +251,7 @@ async def test_the_command(redis_server: RedisServer, keys: Keys, tmp_path: Path
 
         await queue(client, keys.shards[0], 1, held=2)
         (tmp_path / "carpool.toml").write_text(f'[broker]\nurl = "{redis_server.url}"\nnamespace = "{namespace}"\n')
-        bad = carpool("--json", "--fix", cwd=tmp_path)
+        bad = carpool("doctor", "--json", "--fix", cwd=tmp_path)
         report: dict[str, Any] = json.loads(bad.stdout)
         levels = {finding["check"]: finding["level"] for finding in report["findings"]}
         assert (bad.returncode, report["status"]) == (1, "problem")
@@ -274,13 +259,13 @@ async def test_the_command(redis_server: RedisServer, keys: Keys, tmp_path: Path
 
 
 def test_the_command_without_a_broker(tmp_path: Path) -> None:
-    done = carpool(cwd=tmp_path)
+    done = carpool("doctor", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("carpool: no broker: give --broker redis://")
     assert done.stdout == ""
 
 
 def test_the_command_shows_no_password(tmp_path: Path) -> None:
-    done = carpool("--broker", "redis://user:canary@127.0.0.1:1", "--json", cwd=tmp_path)
+    done = carpool("doctor", "--broker", "redis://user:canary@127.0.0.1:1", "--json", cwd=tmp_path)
     assert done.returncode == 1
     assert "canary" not in done.stdout + done.stderr

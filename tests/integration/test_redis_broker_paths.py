@@ -6,11 +6,8 @@ releases. They leave it idle. All run in one event loop, because that upstream l
 
 import asyncio
 import json
-import os
 import secrets
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -36,7 +33,7 @@ from carpool.testing import Witness, make_request
 from carpool.tools.doctor_checks import parse_audit
 from support.checker import Checker
 from support.client import Connection, Response, ask_once, inference_body
-from support.processes import GatewayProcess, until
+from support.processes import GatewayProcess, dlq, until
 from support.redis_fleet import Clients, Fleet, WatchedUpstream, fleet_over, held_by
 from support.redis_servers import RedisServer, running_redis
 from support.upstreams import scripted_upstream
@@ -45,7 +42,6 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group(
 
 JSON = "Content-Type: application/json\r\n"
 ASYNC = JSON + "Prefer: respond-async\r\n"
-CLEAN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
 MAX_BATCH = 64
 # Longer than a test waits for anything.
 NEVER_S = 600
@@ -376,19 +372,6 @@ async def test_dead_letters_on_the_command_line(workshop: Workshop) -> None:
     assert (await result(workshop.one, replayed["task_id"], WAIT_MS)).json["output"] == "desufer"
     assert await dlq(workshop.one, "list") == "no dead letters\n"
     await until(lambda: workshop.holds(0, 0))
-
-
-async def dlq(gateway: GatewayProcess, *arguments: str) -> str:
-    """What a command that works prints."""
-    command = [sys.executable, "-m", "carpool", "dlq", *arguments, "--admin", f"http://127.0.0.1:{gateway.admin_port}"]
-    environment = CLEAN_ENVIRONMENT | {"COLUMNS": "200"}
-
-    def run() -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-
-    done = await asyncio.to_thread(run)
-    assert (done.returncode, done.stderr) == (0, ""), done
-    return done.stdout
 
 
 async def test_a_gateway_sees_batchers_come_and_endpoints_go(tmp_path: Path, redis_server: RedisServer) -> None:

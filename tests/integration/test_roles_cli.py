@@ -2,7 +2,6 @@
 
 import os
 import socket
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -13,57 +12,9 @@ import pytest
 from carpool.cli import main
 from carpool.core.names import Role
 from carpool.settings import Settings
-from carpool.settings.keys import FLAGS
+from support.processes import CLEAN_ENVIRONMENT, carpool
 
-CLEAN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
 REDIS = "redis://127.0.0.1:1"
-
-
-def carpool(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "carpool", *arguments],
-        cwd=cwd,
-        env=CLEAN_ENVIRONMENT | {"COLUMNS": "160"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-@pytest.mark.parametrize("command", ["gateway", "batcher"])
-def test_help_lists_the_flags_of_serve_with_examples(command: str) -> None:
-    done = carpool(command, "--help")
-    assert done.returncode == 0
-    for flags in [*FLAGS.values(), "--config"]:
-        for flag in flags.split("/"):
-            assert f" {flag} " in done.stdout
-    assert "Examples" in done.stdout
-    assert f"carpool {command} --broker redis://127.0.0.1:6379" in done.stdout
-    assert "--listen-fd" not in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["gateway"], ["no broker", "--broker redis://HOST:6379", "carpool serve"]),
-        (["gateway", "--upstream", "sim:"], ["no broker"]),
-        (["batcher", "--upstream", "sim:"], ["no broker"]),
-        (["batcher", "--broker", REDIS], ["no upstream", "--upstream URL"]),
-        (["serve", "--broker", REDIS], ["no upstream"]),
-        (["gateway", "--broker", "redis:/h"], ["broker.url (flag --broker) cannot be used", "redis://"]),
-        (["serve", "--upstream", "sim:", "--processes", "2"], ["gateway.processes (flag --processes)", "--broker"]),
-        (["batcher", "--broker", REDIS, "--upstream", "sim:", "--processes", "2"], ["another `carpool batcher`"]),
-        (["gateway", "--broker", REDIS, "--listen-fd", "99"], ["--listen-fd is for the processes that --processes"]),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_2(arguments: list[str], parts: list[str], tmp_path: Path) -> None:
-    done = carpool(*arguments, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    [line] = done.stderr.splitlines()
-    assert line.startswith("carpool: ")
-    for part in parts:
-        assert part in line
 
 
 def test_no_password_is_printed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from carpool.core.snapshot import FleetState, Health
 from support.client import ask_once, inference_body
-from support.processes import PATIENCE_S, until
+from support.processes import CLEAN_ENVIRONMENT, PATIENCE_S, until
 from support.redis_servers import RedisServer
 
 SIM = "sim:?latency_ms=20&slots=8"
@@ -52,8 +52,7 @@ def start(command: list[str], log: Path, environment: dict[str, str]) -> Running
 @asynccontextmanager
 async def started(directory: Path, redis: RedisServer, *commands: list[str]) -> AsyncIterator[list[Running]]:
     """These commands on free ports, until the block ends; ready is another matter."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
-    environment |= {"CARPOOL_BROKER_URL": redis.url, "CARPOOL_BROKER_NAMESPACE": directory.name}
+    environment = CLEAN_ENVIRONMENT | {"CARPOOL_BROKER_URL": redis.url, "CARPOOL_BROKER_NAMESPACE": directory.name}
     environment |= {"CARPOOL_GATEWAY_DRAIN_GRACE_S": "0.1"}
     environment |= {"CARPOOL_BROKER_QUEUE_TIMEOUT_S": "600", "CARPOOL_BROKER_TOTAL_TIMEOUT_S": "600"}
     running: list[Running] = []

@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import os
 import shutil
 import ssl
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +17,7 @@ from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
 from carpool.upstream.tls import LOOK_EVERY_S, Credentials, UpstreamSecurity
 from support.certificates import Certificates
 from support.client import ask_once, inference_body
-from support.processes import PATIENCE_S, running_gateway, until
+from support.processes import PATIENCE_S, carpool, running_gateway, until, variable
 from support.stream_server import Serve, stream_server
 
 CALL = Call(b'{"inputs":["abc"]}')
@@ -351,10 +348,6 @@ class TestGateway:
 
 def carpool_config(settings: dict[str, Any], directory: Path) -> str:
     """What `carpool config` prints with these settings."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
-    environment |= {"CARPOOL_" + key.upper().replace(".", "_"): str(value) for key, value in settings.items()}
-    command = [sys.executable, "-m", "carpool", "config"]
-    done = subprocess.run(
-        command, env=environment, cwd=directory, capture_output=True, text=True, timeout=30, check=True
-    )
+    done = carpool("config", cwd=directory, **{variable(key): str(value) for key, value in settings.items()})
+    assert done.returncode == 0
     return done.stdout + done.stderr

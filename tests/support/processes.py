@@ -20,6 +20,8 @@ from support.client import ask_once
 PATIENCE_S = 60.0
 _SERVING = re.compile(r"(?:serving on 127\.0\.0\.1:(\d+)|batching), admin on 127\.0\.0\.1:(\d+)")
 _NAME = re.compile(r'"role": "[a-z]+", "name": "([^"]+)"')
+# No setting of whoever runs the tests.
+CLEAN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -174,10 +176,38 @@ def start_role(directory: Path, role: str, flags: Sequence[str], settings: Mappi
     """Start a process of this role; it may not serve yet."""
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / f"{role}-{time.monotonic_ns()}.log"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
-    for key, value in settings.items():
-        environment["CARPOOL_" + key.upper().replace(".", "_")] = str(value)
+    environment = CLEAN_ENVIRONMENT | {variable(key): str(value) for key, value in settings.items()}
     command = [sys.executable, "-m", "carpool", role, "--port", "0", "--log-format", "json", *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=directory)
     return GatewayProcess(process, log)
+
+
+def variable(key: str) -> str:
+    """The environment's name of a setting."""
+    return "CARPOOL_" + key.upper().replace(".", "_")
+
+
+def carpool(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run a command of `carpool` to its end, in a wide terminal."""
+    return subprocess.run(
+        [sys.executable, "-m", "carpool", *arguments],
+        cwd=cwd,
+        env=CLEAN_ENVIRONMENT | {"COLUMNS": "200"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+async def run_dlq(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run `carpool dlq`; whom it asks may be in this event loop."""
+    return await asyncio.to_thread(lambda: carpool("dlq", *arguments, cwd=None, **environment))
+
+
+async def dlq(gateway: GatewayProcess, *arguments: str) -> str:
+    """What `carpool dlq` prints, which works."""
+    done = await run_dlq(*arguments, "--admin", f"http://127.0.0.1:{gateway.admin_port}")
+    assert (done.returncode, done.stderr) == (0, ""), done
+    return done.stdout
