@@ -507,12 +507,8 @@ class TestLeases:
         """A batcher that stood still claimed what it was running, took it for a suspect and gave it away."""
         gateway, batcher = await halves.gateway(), await halves.batcher(started=False)
         gateway.submit("r")
-        await halves.until_entries(1)
-        batcher.feed.ring()
-        await batcher.until_staged(1)
+        await halves.stand_still(batcher, 1, deliveries=2)
         batch = batcher.start_batch()
-        (entry,) = await halves.entries()
-        await halves.let_lapse(entry, deliveries=2)
         batcher.feed.look_at_all()
         await until(lambda: batcher.nodes.runs["claim"] > 0 and not batcher.feed.unanswered)
         await batcher.nodes.ask(0, b"PING")
@@ -528,14 +524,9 @@ class TestLeases:
         self, halves: Halves, deaths: int, together: int
     ) -> None:
         """They had a batcher for themselves alone, so everybody else waited; and were given up after three deaths."""
-        gateway, dead = await halves.gateway(), await halves.batcher(b"dead", started=False, largest=64, free=4)
+        gateway = await halves.gateway()
         gateway.submit(*(f"r{number}" for number in range(100)))
-        await halves.until_entries(100)
-        dead.feed.ring()
-        await dead.until_staged(100)
-        dead.feed.close()
-        for entry in await halves.entries():
-            await halves.let_lapse(entry, deliveries=deaths)
+        await halves.orphan(100, deliveries=deaths)
         batcher = await halves.batcher(started=False, largest=64, free=4)
         batcher.feed.look_at_all()
         await batcher.until_staged(together)
@@ -561,14 +552,9 @@ class TestLeases:
 
     async def test_after_one_death_all_come_again_at_once(self, halves: Halves) -> None:
         """They came one company after the other, from one shard at a time, and many ran out of time."""
-        gateway, dead = await halves.gateway(), await halves.batcher(b"dead", started=False, largest=64, free=4)
+        gateway = await halves.gateway()
         gateway.submit(*(f"r{number}" for number in range(200)))
-        await halves.until_entries(200)
-        dead.feed.ring()
-        await dead.until_staged(200)
-        dead.feed.close()
-        for entry in await halves.entries():
-            await halves.let_lapse(entry, deliveries=1)
+        await halves.orphan(200, deliveries=1)
         batcher = await halves.batcher(started=False, largest=64, free=4)
         batcher.feed.look_at_all()
         await batcher.until_staged(200)
@@ -578,11 +564,7 @@ class TestLeases:
         gateway, leaving = await halves.gateway(), await halves.batcher(b"leaving", started=False)
         batcher = await halves.batcher(started=False, free=4)
         gateway.submit("suspect")
-        await halves.until_entries(1)
-        leaving.feed.ring()
-        await leaving.until_staged(1)
-        (entry,) = await halves.entries()
-        await halves.let_lapse(entry, deliveries=3)
+        await halves.stand_still(leaving, 1, deliveries=3)
         batcher.feed.look_at_all()
         await batcher.until_staged(1)
         batcher.start_batch()  # and it runs on
@@ -600,14 +582,9 @@ class TestLeases:
         assert [request.id for request in batcher.broker.waiting_requests()] == ["innocent"]
 
     async def test_after_suspects_the_next_ones_come_at_once(self, halves: Halves) -> None:
-        gateway, dead = await halves.gateway(), await halves.batcher(b"dead", started=False)
+        gateway = await halves.gateway()
         gateway.submit("a", "b", "c")
-        await halves.until_entries(3)
-        dead.feed.ring()
-        await dead.until_staged(3)
-        dead.feed.close()
-        for entry in await halves.entries():
-            await halves.let_lapse(entry, deliveries=5)
+        await halves.orphan(3, deliveries=5)
         batcher = await halves.batcher(started=False)
         batcher.feed.look_at_all()  # once; there is no timer
         for _ in range(3):
@@ -616,16 +593,11 @@ class TestLeases:
         assert len(await gateway.until_told(3)) == 3
 
     async def test_after_six_it_is_given_up(self, halves: Halves) -> None:
-        gateway, batcher = await halves.gateway(), await halves.batcher(started=False)
+        gateway = await halves.gateway()
         gateway.submit("r")
-        await halves.until_entries(1)
-        batcher.feed.ring()
-        await batcher.until_staged(1)
-        batcher.feed.close()
-        (entry,) = await halves.entries()
-        await halves.let_lapse(entry, deliveries=6)
-        other = await halves.batcher(b"b2", started=False)
-        other.feed.look_at_all()
+        await halves.orphan(1, deliveries=6)
+        batcher = await halves.batcher(started=False)
+        batcher.feed.look_at_all()
         outcome = (await gateway.until_told(1))["r"]
         assert isinstance(outcome, UpstreamFailed) and "6 batchers" in outcome.detail
 
@@ -633,12 +605,8 @@ class TestLeases:
         """Its batcher stood still, and comes back with an outcome that nobody waits for."""
         gateway, slow = await halves.gateway(), await halves.batcher(started=False)
         gateway.submit("r")
-        await halves.until_entries(1)
-        slow.feed.ring()
-        await slow.until_staged(1)
+        await halves.stand_still(slow, 1, deliveries=6)
         batch = slow.start_batch()
-        (entry,) = await halves.entries()
-        await halves.let_lapse(entry, deliveries=6)
         other = await halves.batcher(b"b2", started=False)
         other.feed.look_at_all()
         await gateway.until_told(1)
@@ -714,17 +682,12 @@ class TestOrphansInAllShards:
         async with open_halves(redis_server, shards=16) as halves:
             yield halves
 
-    async def orphans(self, halves: Halves, gateway: Gateway, a_shard: int, deliveries: int = 1) -> None:
+    async def orphans(self, halves: Halves, gateway: Gateway, a_shard: int) -> None:
         """So many in each shard."""
-        dead = await halves.batcher(b"dead", started=False, free=100)
         for turn in range(16):
             gateway.submit(*(f"{turn}-{number}" for number in range(a_shard)))
             await halves.until_entries(a_shard * (turn + 1))
-        dead.feed.ring()
-        await dead.until_staged(16 * a_shard)
-        dead.feed.close()
-        for entry in await halves.entries():
-            await halves.let_lapse(entry, deliveries)
+        await halves.orphan(16 * a_shard)
 
     async def test_a_slot_is_spent_once(self, halves: Halves) -> None:
         """Each of eight shards was asked for what one slot can send; others with free slots got nothing."""
@@ -891,14 +854,9 @@ class TestWhoLeaves:
         assert batcher.broker.depth == 1
 
     async def test_a_suspect_makes_room_for_the_next(self, halves: Halves) -> None:
-        gateway, dead = await halves.gateway(), await halves.batcher(b"dead", started=False)
+        gateway = await halves.gateway()
         requests = gateway.submit("a", "b")
-        await halves.until_entries(2)
-        dead.feed.ring()
-        await dead.until_staged(2)
-        dead.feed.close()
-        for entry in await halves.entries():
-            await halves.let_lapse(entry, deliveries=5)
+        await halves.orphan(2, deliveries=5)
         batcher = await halves.batcher()
         batcher.feed.look_at_all()  # once: the timer comes much later
         await batcher.until_staged(1)
@@ -988,16 +946,13 @@ class TestLanding:
 
     async def test_one_that_it_claims_again(self, halves: Halves) -> None:
         """Its lease is over while it waits for company. What is claimed next brings it once more; it is sent once."""
-        gateway, dead = await halves.gateway(), await halves.batcher(b"dead", started=False)
+        gateway = await halves.gateway()
         for number, name in enumerate(("b", "a", "c", "suspect"), 1):  # shards take turns
             gateway.submit(name)
             await halves.until_entries(number)
-        dead.feed.ring()
-        await dead.until_staged(4)
-        dead.feed.close()
+        await halves.orphan(4)
         entries = {entry.request_id: entry for entry in await halves.entries()}
-        for name, entry in entries.items():
-            await halves.let_lapse(entry, deliveries=3 if name == "suspect" else 1)
+        await halves.let_lapse(entries["suspect"], deliveries=3)
         batcher = await halves.batcher(started=False, free=1)
         batcher.nodes.keep_replies("claim")
         batcher.feed.start()
@@ -1078,12 +1033,8 @@ class TestDrain:
         """What runs here finishes here, also if the question that is out brings it once more."""
         gateway, batcher = await halves.gateway(), await halves.batcher(started=False)
         gateway.submit("r")
-        await halves.until_entries(1)
-        batcher.feed.ring()
-        await batcher.until_staged(1)
+        await halves.stand_still(batcher, 1, deliveries=1)
         batch = batcher.start_batch()
-        (entry,) = await halves.entries()
-        await halves.let_lapse(entry, deliveries=1)
         batcher.nodes.keep_replies("claim")
         batcher.feed.look_at_all()
         await until(lambda: batcher.nodes.kept == 1)

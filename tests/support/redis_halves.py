@@ -375,6 +375,20 @@ class Halves:
             stream, GROUP, entry.owner, 0, [entry.id], idle=2 * NEVER_MS, retrycount=deliveries, justid=True
         )
 
+    async def stand_still(self, batcher: Batcher, number: int, deliveries: int) -> None:
+        """A batcher takes what there is, so many, and stands still until its leases are over, as others before it."""
+        await self.until_entries(number)
+        batcher.feed.ring()
+        await batcher.until_staged(number)
+        for entry in await self.entries():
+            await self.let_lapse(entry, deliveries)
+
+    async def orphan(self, number: int, deliveries: int = 1) -> None:
+        """Another batcher takes what there is, so many, and dies; it is the last of so many that did."""
+        dead = await self.batcher(b"dead", started=False)
+        await self.stand_still(dead, number, deliveries)
+        dead.feed.close()
+
     async def fill_memory(self) -> None:
         """From now on Redis refuses whatever needs memory."""
         await self.client.config_set("maxmemory", "1mb")
