@@ -107,6 +107,7 @@ class Face:
         self.clock = FakeClock()
         self.seen: list[Exchange] = []
         self.left: list[Exchange] = []
+        self.writable: list[Exchange] = []
         self.answer_at_once = answer_at_once
         self.server = HttpServer(self.route, limits, self.clock)
         self.connect()
@@ -119,6 +120,7 @@ class Face:
     def route(self, exchange: Exchange) -> None:
         self.seen.append(exchange)
         exchange.when_client_leaves = self.left.append
+        exchange.when_writable = self.writable.append
         if exchange.target == b"/defect":
             raise ZeroDivisionError("a defect of a route")
         if self.answer_at_once:
@@ -774,11 +776,16 @@ def chunks(written: bytes) -> list[bytes]:
         found.append(part)
 
 
-def test_parts_leave_as_they_come() -> None:
+def writing(requests: bytes) -> tuple[Face, Exchange]:
+    """A face, and the last of these requests, whose response is written in parts."""
     face = Face()
-    face.feed(get("/a"))
-    (exchange,) = face.seen
-    exchange.begin(200, b"text/event-stream")
+    face.feed(requests)
+    face.seen[-1].begin(200, b"text/plain")
+    return face, face.seen[-1]
+
+
+def test_parts_leave_as_they_come() -> None:
+    face, exchange = writing(get("/a"))
     assert face.transport.written.endswith(b"\r\n\r\n")
     assert exchange.write(b"one")
     assert face.transport.written.endswith(b"3\r\none\r\n")
@@ -792,52 +799,36 @@ def test_parts_leave_as_they_come() -> None:
 
 
 def test_parts_wait_for_the_responses_before_them() -> None:
-    face = Face()
-    face.feed(get("/a") + get("/b"))
-    first, second = face.seen
-    second.begin(200, b"text/plain")
+    face, second = writing(get("/a") + get("/b"))
     second.write(b"x")
     second.end()
     assert face.transport.written == b""
-    face.answer(first)
+    face.answer(face.seen[0])
     whole, _, streamed = face.transport.written.partition(b"/aHTTP")
     assert whole and chunks(b"HTTP" + streamed) == [b"x"]
 
 
 def test_a_writer_waits_for_its_turn_when_much_is_unsent() -> None:
-    face = Face()
-    face.feed(get("/a") + get("/b"))
-    first, second = face.seen
-    called: list[Exchange] = []
-    second.when_writable = called.append
-    second.begin(200, b"text/plain")
+    face, second = writing(get("/a") + get("/b"))
     assert second.write(b"x")
     assert not second.write(b"x" * UNSENT_PARTS_MAX)
-    assert called == []
-    face.answer(first)
-    assert called == [second]
+    assert face.writable == []
+    face.answer(face.seen[0])
+    assert face.writable == [second]
     assert second.write(b"y")
 
 
 def test_a_writer_waits_for_a_client_that_does_not_read() -> None:
-    face = Face()
-    face.feed(get("/a"))
-    (exchange,) = face.seen
-    called: list[Exchange] = []
-    exchange.when_writable = called.append
-    exchange.begin(200, b"text/plain")
+    face, exchange = writing(get("/a"))
     face.connection.pause_writing()
     assert not exchange.write(b"x")
     face.connection.resume_writing()
-    assert called == [exchange]
+    assert face.writable == [exchange]
     assert exchange.write(b"y")
 
 
 def test_whoever_writes_in_parts_is_told_that_the_client_left() -> None:
-    face = Face()
-    face.feed(get("/a"))
-    (exchange,) = face.seen
-    exchange.begin(200, b"text/plain")
+    face, exchange = writing(get("/a"))
     face.connection.connection_lost(None)
     assert face.left == [exchange]
     assert exchange.sink.is_gone()
@@ -847,29 +838,21 @@ def test_whoever_writes_in_parts_is_told_that_the_client_left() -> None:
 
 
 def test_a_writer_that_was_told_to_wait_is_called_when_its_turn_comes() -> None:
-    face = Face()
-    face.feed(get("/z") + get("/a") + get("/b"))
-    before, first, second = face.seen
-    called: list[Exchange] = []
-    second.when_writable = called.append
-    face.answer(before)
-    second.begin(200, b"text/plain")
+    face, third = writing(get("/z") + get("/a") + get("/b"))
+    face.answer(face.seen[0])
     face.connection.pause_writing()
-    assert not second.write(b"x")
+    assert not third.write(b"x")
     face.connection.resume_writing()
-    assert called == []  # others are before it
-    face.answer(first)
-    assert called == [second]
+    assert face.writable == []  # others are before it
+    face.answer(face.seen[1])
+    assert face.writable == [third]
 
 
 def test_a_writer_that_was_not_told_to_wait_is_not_called() -> None:
-    face = Face()
-    face.feed(get("/a"))
-    (exchange,) = face.seen
-    exchange.when_writable = lambda exchange: pytest.fail("called from inside write")
-    exchange.begin(200, b"text/plain")
+    face, exchange = writing(get("/a"))
     for _ in range(3):
         assert exchange.write(b"x" * UNSENT_PARTS_MAX)
+    assert face.writable == []
 
 
 @pytest.mark.parametrize("failure", [ValueError("a defect"), Malformed("too late")])
@@ -890,10 +873,7 @@ def test_a_response_that_breaks_in_the_middle_ends_its_connection(failure: Excep
 
 
 def test_an_http_1_0_client_gets_parts_until_the_connection_ends() -> None:
-    face = Face()
-    face.feed(b"GET /a HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
-    (exchange,) = face.seen
-    exchange.begin(200, b"text/plain")
+    face, exchange = writing(b"GET /a HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
     exchange.write(b"one")
     assert not face.transport.closed
     exchange.end()
@@ -932,10 +912,7 @@ def test_an_http_1_0_client_is_known_as_one_each_time() -> None:
 
 
 def test_a_head_request_gets_no_parts() -> None:
-    face = Face()
-    face.feed(b"HEAD /a HTTP/1.1\r\nHost: h\r\n\r\n")
-    (exchange,) = face.seen
-    exchange.begin(200, b"text/plain")
+    face, exchange = writing(b"HEAD /a HTTP/1.1\r\nHost: h\r\n\r\n")
     exchange.write(b"one")
     exchange.end()
     assert face.transport.written.endswith(b"\r\n\r\n") and b"one" not in face.transport.written
