@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from hashlib import sha1
 from pathlib import Path
 from typing import Any
 
@@ -28,33 +27,17 @@ from carpool.broker.redis.client.link import (
     RedisFailure,
     Refused,
 )
-from carpool.broker.redis.client.nodes import Nodes, Script, parse_redirection
+from carpool.broker.redis.client.nodes import Nodes, parse_redirection
 from carpool.broker.redis.client.topology import SlotRange, parse_slots
 from carpool.core.names import TlsFiles
 from carpool.testing import FakeClock
 from support.processes import PATIENCE_S, until
+from support.redis_nodes import connected, script_of
 from support.redis_servers import HOST, RedisServer, free_port, running_redis
 from support.stream_server import stream_server
 
 RUNNERS = [asyncio.run, uvloop.run]
 Run = Callable[[Coroutine[Any, Any, None]], None]
-
-
-def script_of(source: bytes) -> Script:
-    return Script("test", source, sha1(source, usedforsecurity=False).hexdigest().encode())
-
-
-@asynccontextmanager
-async def connected(url: str, *, timeout_s: float = PATIENCE_S, **options: Any) -> AsyncIterator[Nodes]:
-    """Connections that are up."""
-    login = {name: options.pop(name) for name in ("files", "password") if name in options}
-    nodes = Nodes(parse_broker_url(url, **login), timeout_s=timeout_s, **options)
-    nodes.start()
-    try:
-        await until(lambda: nodes.trouble == "")
-        yield nodes
-    finally:
-        await nodes.close()
 
 
 async def answers_of(nodes: Nodes, slot: int, commands: list[Command]) -> list[Any]:

@@ -2,21 +2,19 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from carpool.broker.redis.client.address import parse_broker_url
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.fleet.registry import Registry
 from carpool.broker.redis.fleet.view import Beat, EndpointBeat, ModelBeat, fleet_state
 from carpool.broker.redis.keys import Keys
 from carpool.core.names import Role
 from support.processes import until
+from support.redis_nodes import connected
 from support.redis_servers import RedisCluster, RedisServer, running_redis
 
 INTERVAL_S = 0.05
@@ -27,16 +25,6 @@ STALE_S = 20.0
 @pytest.fixture
 def keys() -> Keys:
     return Keys("test-" + secrets.token_hex(6))
-
-
-@asynccontextmanager
-async def connected(url: str) -> AsyncIterator[Nodes]:
-    nodes = Nodes(parse_broker_url(url))
-    nodes.start()
-    try:
-        yield nodes
-    finally:
-        await nodes.close()
 
 
 def description(healthy_slots: int = 4) -> Beat:

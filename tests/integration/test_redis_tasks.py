@@ -31,8 +31,9 @@ from carpool.core.request import DONE, QUEUED
 from carpool.core.task import StoredTask
 from carpool.testing import ANYBODY, make_output
 from support.processes import PATIENCE_S, until
+from support.redis_nodes import connect
 from support.redis_servers import RedisCluster, RedisServer, running_redis
-from support.redis_tasks import RESULT_TTL_MS, Office, connected, open_office
+from support.redis_tasks import RESULT_TTL_MS, Office, open_office
 from support.tasks import told
 
 OUTPUT = make_output(b'{"answer":42}')
@@ -141,7 +142,7 @@ async def test_one_that_cannot_be_queued_refuses_itself_alone(
     office: Office, redis_server: RedisServer, replicas: int
 ) -> None:
     """The others of its turn were refused too, and ran all the same."""
-    durable = await connected(redis_server.url) if replicas else None
+    durable = await connect(redis_server.url) if replicas else None
     tasks = office.gateway(replicas=replicas, durable_nodes=durable)
     odd = office.request(parameters=b'{"p":1}')
     odd.number = -1  # does not fit into a record
@@ -561,7 +562,7 @@ async def test_tasks_wait_for_replicas(tmp_path: Path) -> None:
     async with running_redis(tmp_path / "primary", "--repl-diskless-sync-delay", "0") as primary:
         follow = ("--replicaof", f"127.0.0.1 {primary.port}")
         async with running_redis(tmp_path / "replica", *follow) as replica, open_office(primary.url) as office:
-            durable = await connected(primary.url)
+            durable = await connect(primary.url)
             try:
                 await until(lambda: is_in_step(primary))
                 patient = office.gateway(replicas=1, replicas_timeout_ms=REPLICAS_MS, durable_nodes=durable)
@@ -611,7 +612,7 @@ class SlowAnswers(Nodes):
 
 
 async def test_a_task_behind_the_wait_is_not_covered_by_it(office: Office, redis_server: RedisServer) -> None:
-    durable = await connected(redis_server.url, kind=SlowAnswers)
+    durable = await connect(redis_server.url, kind=SlowAnswers)
     try:
         # WAIT is content with any number here; what it did not cover is refused all the same.
         tasks = office.gateway(replicas=-1, replicas_timeout_ms=1, durable_nodes=durable)
@@ -667,7 +668,7 @@ async def test_without_redis_everybody_is_told_so(tmp_path: Path, monkeypatch: p
 
 async def test_in_a_cluster(redis_cluster: RedisCluster, no_looking_again: None) -> None:
     async with open_office(redis_cluster.url) as office:
-        durable = await connected(redis_cluster.url)
+        durable = await connect(redis_cluster.url)
         try:
             here = office.gateway(b"here", replicas=1, replicas_timeout_ms=REPLICAS_MS, durable_nodes=durable)
             there = await office.told_gateway(b"there")

@@ -3,8 +3,6 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from hashlib import sha1
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,9 @@ from redis.crc import key_slot
 
 from carpool.broker.redis.client.address import parse_broker_url
 from carpool.broker.redis.client.link import Link, RedisFailure
-from carpool.broker.redis.client.nodes import Nodes, Script
-from support.processes import PATIENCE_S, until
+from carpool.broker.redis.client.nodes import Nodes
+from support.processes import until
+from support.redis_nodes import connected, script_of
 from support.redis_servers import HOST, RedisCluster, RedisServer, running_cluster, running_sentinels
 
 pytestmark = pytest.mark.xdist_group("moving cluster")
@@ -28,21 +27,6 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Red
     """One of this file's own: its slots are moved, and a primary of it is killed."""
     async with running_cluster(tmp_path_factory.mktemp("moving-cluster"), node_timeout_ms=2000) as cluster:
         yield cluster
-
-
-@asynccontextmanager
-async def connected(url: str, timeout_s: float = PATIENCE_S) -> AsyncIterator[Nodes]:
-    nodes = Nodes(parse_broker_url(url), timeout_s=timeout_s)
-    nodes.start()
-    try:
-        await until(lambda: nodes.trouble == "")
-        yield nodes
-    finally:
-        await nodes.close()
-
-
-def script_of(source: bytes) -> Script:
-    return Script("test", source, sha1(source, usedforsecurity=False).hexdigest().encode())
 
 
 def key_and_slot() -> tuple[bytes, int]:

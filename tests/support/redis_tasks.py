@@ -10,7 +10,6 @@ import msgspec
 
 from carpool.broker.redis.batcher.leases import Haul, Lease
 from carpool.broker.redis.batcher.replies import ReplyWriter
-from carpool.broker.redis.client.address import parse_broker_url
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.formats import EntryRecord, Header, Reply, decode_header, decode_value
@@ -26,6 +25,7 @@ from carpool.core.outcome import Output
 from carpool.core.request import Request
 from carpool.testing import Witness, make_request
 from support.processes import PATIENCE_S, until
+from support.redis_nodes import connect
 from support.tasks import told
 
 RESULT_TTL_MS = 60_000
@@ -174,19 +174,11 @@ class Office:
 @asynccontextmanager
 async def open_office(url: str, *, shards: int = 16, timeout_s: float = PATIENCE_S) -> AsyncIterator[Office]:
     """An office that is connected."""
-    office = Office(await connected(url, timeout_s), shards)
+    office = Office(await connect(url, timeout_s=timeout_s), shards)
     try:
         yield office
     finally:
         await office.close()
-
-
-async def connected(url: str, timeout_s: float = PATIENCE_S, kind: type[Nodes] = Nodes) -> Nodes:
-    """Nodes that are all up."""
-    nodes = kind(parse_broker_url(url), timeout_s=timeout_s)
-    nodes.start()
-    await until(lambda: not nodes.trouble)
-    return nodes
 
 
 async def clear_shard(nodes: Nodes, shard: Shard) -> None:
