@@ -68,6 +68,7 @@ async def test_a_request_has_what_its_caller_and_the_settings_say(house: House) 
     request = house.ask()
     now = house.clock()
     assert (request.owner, request.tier, request.client_id) == (ANYBODY.owner, ANYBODY.tier, "c1")
+    assert request.size == len(b'"x"') + len("c1")
     assert (request.arrived, request.place, request.deadline) == (now, now + 0.5, now + 4.0)
     assert house.intake.find_recent("r1") is request
 
