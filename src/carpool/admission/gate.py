@@ -34,13 +34,16 @@ class Gate:
 
     def identify(self, headers: dict[bytes, bytes], peer: Peer) -> Caller:
         """The caller behind a request with these headers, which came over the connection to `peer`."""
-        caller = peer.caller
-        if caller is None:  # the first request of this connection
-            peer.is_trusted_proxy = self._owners.is_trusted(peer.address)
-            caller = peer.caller = Caller(self._owners.of_peer(peer.address), self._lowest_tier)
-        if peer.is_trusted_proxy and (owner := self._owners.behind(headers.get(b"x-forwarded-for", b""))):
-            return Caller(owner, self._lowest_tier)
-        return caller
+        if peer.caller is not None:
+            return peer.caller
+        if peer.proxy is None:  # the first request of this connection
+            itself = Caller(self._owners.of_peer(peer.address), self._lowest_tier)
+            if not self._owners.is_trusted(peer.address):
+                peer.caller = itself
+                return itself
+            peer.proxy = itself
+        owner = self._owners.behind(headers.get(b"x-forwarded-for", b""))
+        return Caller(owner, self._lowest_tier) if owner else peer.proxy
 
     def admit(self, request: Request) -> CarpoolError | None:
         """Let a synchronous request in, or say why not."""

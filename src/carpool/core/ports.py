@@ -249,9 +249,10 @@ class Peer(msgspec.Struct, eq=False):
 
     # Its address; "" for a Unix socket, or if it is not known.
     address: str = ""
-    # What admission keeps about it: for whom it asks, None until that is known, and whether it may name another.
+    # What admission keeps about it: who asks, once it is known that this is the same for all its requests (then nobody
+    # need `identify` again); or who it is itself, if it may name others.
     caller: Caller | None = None
-    is_trusted_proxy: bool = False
+    proxy: Caller | None = None
 
 
 class Admission(Protocol):

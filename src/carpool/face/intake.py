@@ -28,8 +28,12 @@ from carpool.core.task import StoredTask
 RECENT_KEPT = 8192
 # A prefix of this process and a number: unique, and cheaper than drawing randomness for each request.
 _PREFIX = f"req_{secrets.token_hex(6)}-"
-# An id for a request whose client gave it none. All of it at C speed: each request of most clients needs one.
-new_request_id: Callable[[], str] = map(_PREFIX.__add__, map(str, count(1))).__next__
+_numbers = count(1)
+
+
+def new_request_id() -> str:
+    """An id for a request whose client gave it none."""
+    return f"{_PREFIX}{next(_numbers)}"
 
 
 class ServedModel(msgspec.Struct, frozen=True):

@@ -173,8 +173,7 @@ class Connection(asyncio.Protocol):
         """Feed the parser; it calls the on_… methods below."""
         if self.input_ended:
             return
-        at_boundary = not self.receiving_since
-        if at_boundary:
+        if not self.receiving_since:
             known = self.known_head
             head = known.whole.get(len(data))
             if head is None or not data.startswith(head):
@@ -196,6 +195,7 @@ class Connection(asyncio.Protocol):
                 except Exception:
                     self.handler_failed(exchange)
                 return
+        at_boundary = not self.receiving_since
         self.messages = 0
         while True:  # once more for each request that asks for an upgrade
             self.read_size = len(data)

@@ -78,9 +78,8 @@ class GatewayRoutes:
 
     def inference(self, exchange: Exchange, _: str) -> None:
         """`POST /v1/inference`: a synchronous request, or a task."""
-        headers, body = exchange.headers, exchange.body
-        identify = self._intake.identify
-        caller = identify(headers, exchange.sink.peer)
+        headers, body, peer = exchange.headers, exchange.body, exchange.sink.peer
+        caller = peer.caller or self._intake.identify(headers, peer)
         if not exchange.is_plain:
             check_media(headers.get(b"content-type", JSON))
             check_encoding(headers)
@@ -93,10 +92,14 @@ class GatewayRoutes:
             mode = "async"
         parameters = b"" if call.parameters is UNSET else canonical_parameters(call.parameters)
         value = checked_input(call.input, "input")
+        client_id = call.client_id or ""
         if mode == "async":
-            self._submit(exchange, caller, model, parameters, value, call.client_id or "")
-        else:
-            self._park(exchange, caller, model, parameters, value, self._inference_replies, call.client_id or "")
+            self._submit(exchange, caller, model, parameters, value, client_id)
+            return
+        own_id = new_request_id() if exchange.is_plain else request_id(headers)
+        # Not by name: this is the hot path, and matching eight names takes as long as three calls.
+        replies = self._inference_replies
+        self._park(exchange, self._intake.ask(caller, model, parameters, value, own_id, replies, exchange, client_id))
 
     def predict(self, exchange: Exchange, _: str) -> None:
         """`POST /v1/predict`: JSON, or binary with the model in the query."""
@@ -118,7 +121,8 @@ class GatewayRoutes:
             value = checked_input(call.input_data, "input_data")
         if len(exchange.body) > model.body_bytes_max:
             raise too_large_for(model)
-        self._park(exchange, caller, model, b"", value, self._predict_replies)
+        own_id, replies = request_id(exchange.headers), self._predict_replies
+        self._park(exchange, self._intake.ask(caller, model, b"", value, own_id, replies, exchange))
 
     def result(self, exchange: Exchange, task_id: str) -> None:
         """`GET /v1/result/{task_id}`, with a long poll if the client asks for one."""
@@ -161,20 +165,8 @@ class GatewayRoutes:
         """`GET /openapi.json`."""
         exchange.respond(200, self._openapi)
 
-    def _park(
-        self,
-        exchange: Exchange,
-        caller: Caller,
-        model: ServedModel,
-        parameters: bytes,
-        value: bytes,
-        replies: ParkedReplies,
-        client_id: str = "",
-    ) -> None:
-        """Admit a synchronous request; its exchange waits for the outcome."""
-        own_id = new_request_id() if exchange.is_plain else request_id(exchange.headers)
-        # Not by name: this is the hot path, and matching eight names takes as long as three calls.
-        request = self._intake.ask(caller, model, parameters, value, own_id, replies, exchange, client_id)
+    def _park(self, exchange: Exchange, request: Request) -> None:
+        """Let the exchange of a synchronous request wait for its outcome, unless that is there already."""
         if request.phase != DONE:
             # What waits should be small: `value` is what is needed of the body, and few headers matter for the answer.
             exchange.body = b""
