@@ -62,6 +62,7 @@ class Nodes:
         """`pending_bytes_max` is for each node. Raises OSError if a file for TLS cannot be used."""
         self._address = address
         self._timeout_s = timeout_s
+        self._look_timeout_s = max(timeout_s, 0.5)
         self._changed = changed
         self._connector = Connector(greeting_of(address), tls_context(address), timeout_s, pending_bytes_max)
         self._nodes: dict[HostPort, Node] = {}
@@ -75,6 +76,7 @@ class Nodes:
         # The texts of scripts that were run, by their names in Redis.
         self._sources: dict[bytes, bytes] = {}
         self._look_again = asyncio.Event()
+        self._is_looking = False
         self._change = OncePerTurn(self._tell_change)
         self._is_closed = False
         self._unknown = "not connected yet"
@@ -189,6 +191,8 @@ class Nodes:
         self._by_slot = [self._nowhere] * SLOTS
         if self._watch is not None:
             self._look_again.set()  # a cancellation can be lost in what it waits for; then this ends it
+            if self._is_looking:  # redis-py loses a connection if it is cancelled while it makes one
+                await asyncio.wait([self._watch], timeout=self._look_timeout_s)
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         for reader in self._readers:
@@ -254,9 +258,10 @@ class Nodes:
 
     async def _keep_looking(self) -> None:
         pause = Pause()
-        async with topology_of(self._address, max(self._timeout_s, 0.5)) as look:
+        async with topology_of(self._address, self._look_timeout_s) as look:
             while not self._is_closed:
                 self._look_again.clear()
+                self._is_looking = True
                 try:
                     # At first the nodes that work are asked.
                     self._apply(await look([at for at, node in self._nodes.items() if node.link]))
@@ -264,7 +269,8 @@ class Nodes:
                     self._unknown = str(failure)
                 except Exception as failure:  # whatever it is, to stop looking would be worse
                     self._unknown = f"the servers could not be asked where the slots are ({type(failure).__name__})"
-                if self.trouble:
+                self._is_looking = False
+                if self.trouble and not self._is_closed:
                     await asyncio.sleep(pause.next_s())
                     continue
                 pause.reset()
