@@ -16,7 +16,7 @@ from carpool.core.errors import CarpoolError, Malformed
 from carpool.face.http.connection import BACKLOG_ENTRY_BYTES, LINGER_S, UNSENT_PARTS_MAX, Connection
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.problem import respond_problem
-from carpool.face.http.server import READ_BYTES_MIN, SWEEP_PARTS, HttpServer
+from carpool.face.http.server import READ_BYTES_MIN, SWEEP_PARTS, TICK_S, HttpServer
 from carpool.face.http.state import HttpLimits
 from carpool.testing import FakeClock
 
@@ -147,6 +147,12 @@ class Face:
         self.clock.advance(seconds)
         self.server.state.coarse_now = self.clock()
         self.server.sweep(self.connection)
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass as a server does: the sweep looks at whom it thinks that it must."""
+        for _ in range(round(seconds / TICK_S)):
+            self.clock.advance(TICK_S)
+            self.server.tick()
 
     @property
     def answers(self) -> list[Answer]:
@@ -726,6 +732,37 @@ def test_an_idle_connection_is_closed_and_a_waiting_one_is_not() -> None:
     face.sweep(1.0)
     assert face.transport.closed
     assert face.statuses == [200]
+
+
+def test_whoever_waits_or_was_just_answered_is_not_looked_at_but_in_time() -> None:
+    face = Face()
+    face.feed(get("/a") + post(b"hello")[:-1])  # one waits for us, and its next request trickles in
+    face.pass_time(LIMITS.receive_timeout_s + 1.0)
+    face.answer_all()
+    assert face.statuses == [200, 408]
+
+    face.connect()
+    face.feed(get("/b"))
+    face.connection.pause_writing()  # one waits for us, and does not read what it has got
+    face.transport.waiting = 100_000
+    face.pass_time(LIMITS.write_timeout_s + 1.0)
+    assert face.transport.aborted
+
+    face.connect()
+    for _ in range(100):  # lively: it is answered again and again
+        face.feed(get("/c"))
+        face.pass_time(LIMITS.idle_timeout_s / 10)
+        face.answer_all()
+    face.transport.waiting = 1000
+    face.pass_time(LIMITS.write_timeout_s + 1.0)  # and then it does not read the last answer
+    assert face.transport.aborted
+    assert face.statuses == [200] * 100
+
+    face.connect()
+    face.feed(get("/d"))
+    face.answer_all()
+    face.pass_time(LIMITS.idle_timeout_s + 1.0)
+    assert face.transport.closed
 
 
 async def test_a_round_of_the_sweep_is_not_slowed_by_connections_that_go(monkeypatch: pytest.MonkeyPatch) -> None:
