@@ -38,6 +38,7 @@ console = Console(width=120)
 failures: list[str] = []
 # Ratios of the last release, in the repository; and those of this run, for `--keep`.
 KEPT = HERE / "kept.json"
+MACHINE = f"{os.cpu_count()} cores"
 # Two runs on one machine differ by less than this, mostly.
 KEPT_TOLERANCE = 0.15
 measured: dict[str, float] = {}
@@ -50,30 +51,34 @@ def verdict(name: str, figure: str, wanted: str, holds: bool) -> tuple[str, str,
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """The figures of a release: ratios only, since they travel from machine to machine."""
+    """The figures of a release: ratios only. They differ with the cores that server and load share."""
 
     release: str
-    machine: str
-    figures: dict[str, float]
+    by_machine: dict[str, dict[str, float]]
 
 
 def beside_kept(name: str, ratio: float, *, more_is_better: bool) -> tuple[str, str, str, str]:
     """The same ratio at the last release: a row that fails where this one is clearly worse."""
     measured[name] = round(ratio, 3)
-    kept = msgspec.json.decode(KEPT.read_bytes(), type=Kept) if KEPT.exists() else Kept("none", "", {})
-    then = kept.figures.get(name)
+    kept = read_kept()
+    then = kept.by_machine.get(MACHINE, {}).get(name)
     if then is None:
-        return (f"{name}, the last release", "not kept", "", "")
+        return (f"{name}, at the last release", f"not kept for {MACHINE}", "", "")
     worst = then * (1 - KEPT_TOLERANCE if more_is_better else 1 + KEPT_TOLERANCE)
-    wanted = f"{'>=' if more_is_better else '<='} {worst:.2f} ({kept.release} on {kept.machine}: {then:.2f})"
+    wanted = f"{'>=' if more_is_better else '<='} {worst:.2f} ({kept.release}: {then:.2f})"
     return verdict(name, f"{ratio:.2f}", wanted, ratio >= worst if more_is_better else ratio <= worst)
 
 
-def keep(release: str, machine: str) -> None:
+def keep(release: str) -> None:
     """Make what this run has measured the figures that later runs are compared with; the others stay."""
-    before = msgspec.json.decode(KEPT.read_bytes(), type=Kept).figures if KEPT.exists() else {}
-    kept = Kept(release, machine, dict(sorted((before | measured).items())))
+    by_machine = read_kept().by_machine
+    figures = by_machine.get(MACHINE, {}) | measured
+    kept = Kept(release, by_machine | {MACHINE: dict(sorted(figures.items()))})
     KEPT.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")
+
+
+def read_kept() -> Kept:
+    return msgspec.json.decode(KEPT.read_bytes(), type=Kept) if KEPT.exists() else Kept("none", {})
 
 
 def show(title: str, rows: list[tuple[str, str, str, str]]) -> None:

@@ -282,7 +282,7 @@ def main() -> int:
     for name in options.only.split(","):
         SECTIONS[name](options.quick)
     if options.keep:
-        measuring.keep(options.keep, f"{os.cpu_count()} cores")
+        measuring.keep(options.keep)
     for failure in failures:
         console.print(f"does not hold: {failure}")
     return 1 if failures else 0
