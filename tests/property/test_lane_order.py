@@ -96,6 +96,7 @@ def test_a_lane_does_what_its_rules_say(
 )
 @example([(0, 9, 3.0), (0, 1, 3.0)], [(8, 4, inf), (8, 4, inf)], [0.0, 0.1, 0.2], False)  # too large, so alone
 @example([(0, 9, 3.0), (1, 1, 3.0)], [(8, 4, 8), (8, 4, 9)], [0.0, 0.1, 0.2], False)  # nobody overtakes it
+@example([(2, 2, 1.0), (2, 0, 0.0)], [(2, 1, 2)], [0.0, 1e-05, 2e-05], False)  # behind it, late ones wait too
 def test_batches_are_bounded_in_bytes_and_the_order_is_kept(
     arrivals: list[tuple[int, int, float]],
     takes: list[tuple[int, int, float]],

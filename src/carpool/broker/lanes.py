@@ -147,7 +147,7 @@ class Lane:
         room = count - len(batch)
         before = len(batch) + len(expired)
         taken_bytes = 0
-        while tier and room:
+        while tier and room and bytes_left >= 0:
             request = popleft()
             if request.phase == DONE:
                 self._dead -= 1
