@@ -26,7 +26,14 @@ from carpool.settings import (
 )
 from carpool.settings.endpoints import ENDPOINTS_MAX, expand_endpoints
 from carpool.settings.keys import FLAGS, KEYS, VARIABLES, describe, section_keys
-from carpool.settings.schema import DEFAULT_TIERS, BatchingSettings, ModelSettings, TierSettings, UpstreamSettings
+from carpool.settings.schema import (
+    DEFAULT_TIERS,
+    BatchingSettings,
+    InputSettings,
+    ModelSettings,
+    TierSettings,
+    UpstreamSettings,
+)
 from carpool.upstream.tls import UpstreamSecurity
 
 
@@ -562,8 +569,9 @@ class TestModels:
 
     def test_every_key_of_a_model_is_one_of_a_section(self) -> None:
         """Else it would be read and have no effect."""
-        fields = set(ModelSettings.__struct_fields__) - {"body_bytes_max"}
-        assert fields <= {*UpstreamSettings.__struct_fields__, *BatchingSettings.__struct_fields__}
+        fields = set(ModelSettings.__struct_fields__) - {"body_bytes_max", "cache"}
+        sections = (UpstreamSettings, BatchingSettings, InputSettings)
+        assert fields <= {field for section in sections for field in section.__struct_fields__}
 
     @pytest.mark.parametrize(
         ("port", "admin", "expected"), [(8000, None, 8001), (0, None, 0), (8000, 9, 9), (8000, 0, 0)]

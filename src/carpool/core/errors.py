@@ -19,15 +19,27 @@ class CarpoolError(Exception):
     retryable: ClassVar[bool] = False
     title: ClassVar[str] = "Error"
 
-    __slots__ = ("allow", "detail", "retry_after_s")
+    __slots__ = ("allow", "detail", "header_lines", "predicted_wait_ms", "retry_after_s")
 
-    def __init__(self, detail: str, *, retry_after_s: int | None = None, allow: str | None = None) -> None:
+    def __init__(
+        self,
+        detail: str,
+        *,
+        retry_after_s: int | None = None,
+        allow: str | None = None,
+        predicted_wait_ms: int | None = None,
+        header_lines: bytes = b"",
+    ) -> None:
         super().__init__(detail)
         self.detail = detail
         # Whole seconds for the Retry-After header; None where waiting would not help or is not known.
         self.retry_after_s = retry_after_s
         # The Allow header of a 405.
         self.allow = allow
+        # How long it would have waited, for who is refused because of that.
+        self.predicted_wait_ms = predicted_wait_ms
+        # Further HTTP headers that belong to it, each with its line end.
+        self.header_lines = header_lines
 
 
 # The client's fault: the same request will fail again.
@@ -140,6 +152,14 @@ class InputRefused(ClientError):
     title = "The model refused this input"
 
 
+class InputDenied(ClientError):
+    """The input is longer than this model may get, or has something in it that the operator denies."""
+
+    code = "input-denied"
+    status = 422
+    title = "This input is not allowed"
+
+
 class HeadersTooLarge(ClientError):
     """The request line and headers are over their limits."""
 
@@ -175,6 +195,13 @@ class RateLimited(OverloadError):
     code = "rate-limited"
     status = 429
     title = "Over the rate limit"
+
+
+class Shed(OverloadError):
+    """More comes than can be served in time, and this request would have waited too long."""
+
+    code = "shed"
+    title = "Too much comes in right now"
 
 
 class QueueFull(OverloadError):

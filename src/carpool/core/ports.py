@@ -231,17 +231,45 @@ class TaskBoard(Protocol):
         ...
 
 
+class RateLimit(msgspec.Struct, frozen=True):
+    """How much an owner may ask for. 0: as much as it likes."""
+
+    # Requests a minute at an even pace, and how many may come at once on top of that.
+    per_minute: int = 0
+    burst: int = 1
+    # Requests that may wait or run at once.
+    concurrent: int = 0
+
+
 class Caller(msgspec.Struct, frozen=True):
     """Whom a request counts for. The tier comes from the credential, never from the client's word."""
 
+    # At most 64 ASCII characters.
     owner: str
     tier: int
     # Without a credential: then whoever knows the id of a task may see it, for addresses change and are shared.
     is_anonymous: bool = True
+    # None: no limit at all.
+    limit: RateLimit | None = None
+    # The models that it may ask for; None: all.
+    models: frozenset[str] | None = None
 
     def may_see(self, owner: str) -> bool:
         """Whether this caller may know of a task of that owner."""
         return self.is_anonymous or owner == self.owner
+
+
+class Wishes(msgspec.Struct, frozen=True):
+    """What a client says about how its request is to be treated."""
+
+    # Seconds until its answer is of no use any more; None: it does not say.
+    timeout_s: float | None = None
+    # Its result must not be kept for others; a result that was kept must not be its answer.
+    no_store: bool = False
+    no_cache: bool = False
+
+
+NO_WISHES = Wishes()
 
 
 class Peer(msgspec.Struct, eq=False):

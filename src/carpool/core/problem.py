@@ -3,6 +3,7 @@
 from typing import Annotated
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from carpool.core.errors import CarpoolError
 
@@ -19,6 +20,10 @@ class Problem(msgspec.Struct):
     status: int
     detail: str
     request_id: str
+    predicted_wait_ms: (
+        Annotated[int, msgspec.Meta(description="how long a request that was shed would have waited for a slot")]
+        | UnsetType
+    ) = UNSET
 
 
 class _Typed(msgspec.Struct):
@@ -30,7 +35,8 @@ _decode = msgspec.json.Decoder(_Typed).decode
 
 def problem_json(error: CarpoolError, request_id: str) -> bytes:
     """The problem object of one error."""
-    return _encode(Problem(TYPE_PREFIX + error.code, error.title, error.status, error.detail, request_id))
+    wait_ms = UNSET if error.predicted_wait_ms is None else error.predicted_wait_ms
+    return _encode(Problem(TYPE_PREFIX + error.code, error.title, error.status, error.detail, request_id, wait_ms))
 
 
 def code_of(problem: bytes) -> str:

@@ -20,7 +20,7 @@ import msgspec
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, UnknownModel
 from carpool.core.outcome import Outcome
-from carpool.core.ports import Admission, Caller, Peer, RequestQueue, TaskBoard
+from carpool.core.ports import NO_WISHES, Admission, Caller, Peer, RequestQueue, TaskBoard, Wishes
 from carpool.core.request import Request, Waiter
 from carpool.core.task import StoredTask
 
@@ -99,6 +99,7 @@ class Intake:
         waiter: Waiter,
         ticket: Any = None,
         client_id: str = "",
+        wishes: Wishes = NO_WISHES,
     ) -> Request:
         """Let a synchronous request in. One that is refused has its outcome, the refusal, when this returns.
 
@@ -107,6 +108,9 @@ class Intake:
         """
         settings, tier, clock = self._settings, caller.tier, self._clock
         now = clock()
+        timeout_s = settings.total_timeout_s
+        if wishes.timeout_s is not None:
+            timeout_s = min(timeout_s, wishes.timeout_s)
         request = Request(
             request_id,
             model.name,
@@ -117,7 +121,7 @@ class Intake:
             now,
             now + settings.tier_target_s[tier],
             settings.queue_timeout_s,
-            now + settings.total_timeout_s,
+            now + timeout_s,
             waiter,
             ticket,
             caller.owner,
@@ -177,10 +181,14 @@ class Intake:
         parameters: bytes,
         value: bytes,
         client_id: str = "",
+        wishes: Wishes = NO_WISHES,
         accepted: Callable[[Request, CarpoolError | None], None],
     ) -> None:
         """Let a task in: `accepted(request, None)` once it is safe, or `accepted(request, error)`."""
         settings, tier, now = self._settings, caller.tier, self._clock()
+        timeout_s = settings.task_timeout_s
+        if wishes.timeout_s is not None:
+            timeout_s = min(timeout_s, wishes.timeout_s)
         request = Request(
             id=secrets.token_hex(16),  # unguessable: knowing the id is what lets a client read the result
             model=model.name,
@@ -190,8 +198,8 @@ class Intake:
             tier=tier,
             arrived=now,
             place=now + settings.tier_target_s[tier],
-            queue_timeout_s=settings.task_timeout_s,
-            deadline=now + settings.task_timeout_s,
+            queue_timeout_s=timeout_s,
+            deadline=now + timeout_s,
             waiter=NOBODY,
             is_task=True,
             owner=caller.owner,

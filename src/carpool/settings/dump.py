@@ -2,12 +2,13 @@
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from carpool.settings.keys import ROOT_KEYS, SECTIONS, Key, section_keys, summary
-from carpool.settings.schema import ModelSettings, Settings, TierSettings
+from carpool.settings.schema import KeySettings, ModelSettings, Section, Settings, TierSettings
 
 _BARE_TOML_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -23,15 +24,23 @@ def dump_toml(settings: Settings) -> str:
             lines += _dump_key(key, getattr(getattr(settings, name), key.name))
     lines += ["", f"# {summary(TierSettings)}"]
     for tier in settings.tiers:
-        lines += ["[[tiers]]", *(f"{k} = {_toml(v)}" for k, v in msgspec.structs.asdict(tier).items())]
-    lines += ["", f"# {summary(ModelSettings)}"]
-    for name, model in settings.models.items():
-        lines.append(f"[models.{name if _BARE_TOML_KEY.fullmatch(name) else _toml(name)}]")
-        for key in section_keys(ModelSettings, f"models.{name}."):
-            value = getattr(model, key.name)
+        said = msgspec.structs.asdict(tier).items()
+        lines += ["[[tiers]]", *(f"{k} = {_toml(v)}" for k, v in said if v is not None)]
+    lines += ["", f"# {summary(ModelSettings)}", *_dump_named("models", settings.models)]
+    lines += ["", f"# {summary(KeySettings)}", *_dump_named("keys", settings.keys)]
+    return "\n".join(lines) + "\n"
+
+
+def _dump_named(path: str, sections: Mapping[str, Section]) -> list[str]:
+    """Tables that have names; what they leave open is left out."""
+    lines: list[str] = []
+    for name, section in sections.items():
+        lines.append(f"[{path}.{name if _BARE_TOML_KEY.fullmatch(name) else _toml(name)}]")
+        for key in section_keys(type(section), f"{path}.{name}."):
+            value = getattr(section, key.name)
             if value is not None:
                 lines += _dump_url(key, value) if key.is_url else [f"{key.name} = {_toml(value)}"]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _dump_key(key: Key, value: Any) -> list[str]:

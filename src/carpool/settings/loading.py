@@ -17,7 +17,7 @@ from msgspec import NODEFAULT
 from carpool.settings.checks import check_name, check_together
 from carpool.settings.errors import ConfigError, shown, unknown
 from carpool.settings.keys import FLAGS, KEYS, SECTIONS, VARIABLES, Key, describe, section_keys
-from carpool.settings.schema import ModelSettings, SectionT, Settings, TierSettings
+from carpool.settings.schema import KeySettings, ModelSettings, SectionT, Settings, TierSettings
 
 DEFAULT_FILE = Path("carpool.toml")
 FILE_VARIABLE = "CARPOOL_CONFIG"
@@ -41,7 +41,7 @@ class _Given(NamedTuple):
 def load_settings(flags: Mapping[str, Any], *, environ: Mapping[str, str], file: Path | None) -> Settings:
     """The settings in effect; raises ConfigError. See `models_of` for what each model has."""
     tables, file_name = _read_file(environ, file)
-    tiers, models = tables.pop("tiers", None), tables.pop("models", {})
+    tiers, models, api_keys = tables.pop("tiers", None), tables.pop("models", {}), tables.pop("keys", {})
     given: dict[str, _Given] = {}
     for layer in (_from_file(tables, file_name), _from_environment(environ), _from_flags(flags)):
         given.update(layer)
@@ -52,14 +52,17 @@ def load_settings(flags: Mapping[str, Any], *, environ: Mapping[str, str], file:
         root[name] = cls(**{key: values[f"{name}.{key}"] for key in cls.__struct_fields__ if f"{name}.{key}" in values})
     if tiers is not None:
         root["tiers"] = _build_tiers(tiers, file_name)
-    root["models"] = _build_models(models, file_name)
+    root["models"] = _build_named(ModelSettings, "models", models, file_name)
+    root["keys"] = _build_named(KeySettings, "keys", api_keys, file_name)
 
     if root["models"] and "model" not in root:
         root["model"] = next(iter(root["models"]))  # the first one is meant when a client names none
     settings = Settings(**root)
 
     def where(path: str) -> str:
-        source = file_name if path.startswith("models.") else given[path].source if path in given else ""
+        source = (
+            file_name if path.startswith(("models.", "keys.", "tiers")) else given[path].source if path in given else ""
+        )
         return f"{path} ({source})" if source else path
 
     check_together(settings, where)
@@ -96,7 +99,7 @@ def _from_file(tables: Mapping[str, Any], file_name: str) -> dict[str, _Given]:
             given[name] = _Given(value, file_name, False)
     for path in given:
         if path not in KEYS:
-            raise unknown("key", path, file_name, [*KEYS, "tiers", "models", *SECTIONS])
+            raise unknown("key", path, file_name, [*KEYS, "tiers", "models", "keys", *SECTIONS])
     return given
 
 
@@ -111,8 +114,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
             continue
         key = VARIABLES.get(variable)
         if key is None:
-            if variable.startswith(("CARPOOL_TIERS", "CARPOOL_MODELS")):
-                raise ConfigError(f"{variable} (environment): `tiers` and `models` are set in the file only")
+            if variable.startswith(("CARPOOL_TIERS", "CARPOOL_MODELS", "CARPOOL_KEYS")):
+                raise ConfigError(f"{variable} (environment): `tiers`, `models` and `keys` are set in the file only")
             raise unknown("variable", variable, "environment", [*VARIABLES, FILE_VARIABLE])
         is_list = get_origin(get_args(key.hint)[0]) is list
         value = [item.strip() for item in text.split(",") if item.strip()] if is_list else text
@@ -132,7 +135,7 @@ def _from_flags(flags: Mapping[str, Any]) -> dict[str, _Given]:
 
 
 def _build_listed(cls: type[SectionT], path: str, value: Any, file_name: str) -> SectionT:
-    """An entry of `tiers` or `models`, whose keys nobody has checked yet."""
+    """An entry of `tiers`, `models` or `keys`, whose keys nobody has checked yet."""
     table = _table(value, path, file_name)
     keys = {key.name: key for key in section_keys(cls, f"{path}.")}
     for name in table:
@@ -157,12 +160,12 @@ def _build_tiers(value: Any, file_name: str) -> tuple[TierSettings, ...]:
     return tiers
 
 
-def _build_models(value: Any, file_name: str) -> dict[str, ModelSettings]:
-    models = {}
-    for name, table in _table(value, "models", file_name).items():
-        check_name(name, f"models.{shown(name)} ({file_name})")
-        models[name] = _build_listed(ModelSettings, f"models.{name}", table, file_name)
-    return models
+def _build_named(cls: type[SectionT], path: str, value: Any, file_name: str) -> dict[str, SectionT]:
+    found = {}
+    for name, table in _table(value, path, file_name).items():
+        check_name(name, f"{path}.{shown(name)} ({file_name})")
+        found[name] = _build_listed(cls, f"{path}.{name}", table, file_name)
+    return found
 
 
 def _table(value: Any, path: str, file_name: str) -> dict[str, Any]:

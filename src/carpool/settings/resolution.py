@@ -18,6 +18,7 @@ from carpool.settings.schema import (
     BatchingSettings,
     BrokerSettings,
     GatewaySettings,
+    InputSettings,
     ModelSettings,
     SectionT,
     Settings,
@@ -46,7 +47,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     # The sections as they are for this model; of `endpoints`, the port ranges are written out.
     upstream: UpstreamSettings
     batching: BatchingSettings
+    input: InputSettings
     body_bytes_max: int
+    # Results are kept, and identical requests share a seat.
+    is_cached: bool
     # What protects its calls.
     security: UpstreamSecurity
 
@@ -70,6 +74,8 @@ def resolve(settings: Settings, name: str, own: ModelSettings, where: Where = st
         name=name,
         upstream=upstream,
         batching=_overlaid(settings.batching, own),
+        input=_overlaid(settings.input, own),
+        is_cached=settings.cache.enabled if own.cache is None else own.cache,
         body_bytes_max=own.body_bytes_max or settings.gateway.body_bytes_max,
         security=UpstreamSecurity(
             upstream.tls_ca, upstream.tls_cert, upstream.tls_key, upstream.token_file, header_files

@@ -17,6 +17,7 @@ KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=1)]
+Whole = Annotated[int, Meta(ge=0)]
 Slots = Annotated[int, Meta(ge=1, le=65536)]
 # Every number with a fraction has an upper bound, so that no infinity comes in by the file.
 Seconds = Annotated[float, Meta(gt=0, le=365 * 86400)]
@@ -284,8 +285,11 @@ class BrokerSettings(Section, frozen=True):
     total_timeout_s: Annotated[Seconds, doc("a synchronous request has its answer within this (504)")] = 4.0
     order: Annotated[
         Literal["deadline", "strict"],
-        doc("`deadline`: arrival + the tier's target; `strict`: higher tiers always first"),
+        doc("`deadline`: arrival + the tier's target; `strict`: higher tiers always first, but for `trickle`"),
     ] = "deadline"
+    trickle: Annotated[
+        float, doc("`strict`: share of what is served that the lowest tier gets all the same", ge=0, le=0.5)
+    ] = 0.05
 
 
 class TaskSettings(Section, frozen=True):
@@ -324,6 +328,105 @@ class DeadLetterSettings(Section, frozen=True):
     ] = 256 * MIB
 
 
+class AuthSettings(Section, frozen=True):
+    """Who may come in. What a JWT must say; API keys are in `[keys]`, or made by `carpool keys create`."""
+
+    mode: Annotated[
+        Literal["off", "keys", "jwt", "both"],
+        doc("which credentials are taken; `off`: none is asked for, and everybody is of the lowest tier"),
+    ] = "off"
+    jwt_file: Annotated[
+        str,
+        doc(
+            "file with the keys that sign tokens: a JWKS, a PEM, or a secret of 32 bytes or more; "
+            "read again when it changes"
+        ),
+    ] = ""
+    jwt_algorithms: Annotated[
+        list[str],
+        doc("algorithms that are accepted where a key of the file names none: `HS256`, `RS256`, `ES256`, `EdDSA`"),
+    ] = []
+    jwt_issuer: Annotated[str, doc("what `iss` must be; empty: anything")] = ""
+    jwt_audience: Annotated[str, doc("what `aud` must be, or have in it; empty: anything")] = ""
+    jwt_leeway_s: Annotated[float, doc("how far clocks may differ, for `exp` and `nbf`", ge=0, le=600)] = 30.0
+    jwt_owner_claim: Annotated[FieldName, doc("the claim that says whom a request counts for")] = "sub"
+    jwt_tier_claim: Annotated[
+        str,
+        doc("the claim with the tier's name; a token without it, or with an unknown one, has the lowest"),
+    ] = "tier"
+
+
+class ServiceSettings(Section, frozen=True):
+    """Credentials of Carpool's own processes and of operators."""
+
+    token: Annotated[
+        list[str],
+        doc(
+            "tokens for the admin port (`Authorization: Bearer …`), each valid: two for the time of a change; "
+            "needed where that port is not on loopback; secret",
+            secret=True,
+        ),
+    ] = []
+
+
+class LimitSettings(Section, frozen=True):
+    """How much one owner may ask for. A tier, and a key, may have their own."""
+
+    per_minute: Annotated[int, doc("requests a minute of an owner with a credential (429); 0: no limit", ge=0)] = 1000
+    burst: Annotated[Count, doc("requests that may come at once, on top of an even pace")] = 100
+    concurrent: Annotated[int, doc("requests of an owner that may wait or run at once (429); 0: no limit", ge=0)] = 0
+    anonymous: Annotated[
+        int, doc("requests a minute of an address, for those without a credential (429); 0: no limit", ge=0)
+    ] = 0
+
+
+class SheddingSettings(Section, frozen=True):
+    """Whom the door refuses when more comes than can be served in time (503)."""
+
+    mode: Annotated[
+        Literal["predicted", "thresholds", "off"],
+        doc(
+            "`predicted`: who would wait longer than its tier's `wait_max_ms`, or its deadline; "
+            "`thresholds`: by depth and rate"
+        ),
+    ] = "predicted"
+    utilization_target: Annotated[
+        Share, doc("share of the capacity that should be used: `carpool_pressure` is 1 there")
+    ] = 0.75
+    depth_highest_only: Annotated[
+        int, doc("`thresholds`: with more waiting only the highest tier comes in; 0: 0.35 s of capacity", ge=0)
+    ] = 0
+    depth_not_lowest: Annotated[
+        int, doc("`thresholds`: with more waiting the lowest tier does not come in; 0: 0.07 s of capacity", ge=0)
+    ] = 0
+    rate_share: Annotated[
+        Share, doc("`thresholds`: when more than this share of the capacity comes in, the lowest tier does not")
+    ] = 0.7
+
+
+class CacheSettings(Section, frozen=True):
+    """Results that are kept, and identical requests that share one seat. For models whose answers do not vary."""
+
+    enabled: Annotated[bool, doc("whether models use it that do not say so themselves (`models.….cache`)")] = False
+    ttl_s: Annotated[Seconds, doc("how long a result is kept")] = 300.0
+    bytes_max: Annotated[
+        Count, doc("bytes of results kept in each gateway; and once more in Redis, where there is one")
+    ] = 256 * MIB
+    scope: Annotated[
+        Literal["all", "owner"], doc("`owner`: what one owner asked for is never given to another, nor shared with it")
+    ] = "all"
+
+
+class InputSettings(Section, frozen=True):
+    """What inputs may be (422). This does not stop every prompt injection."""
+
+    input_bytes_max: Annotated[int, doc("longest input, in bytes of its JSON; 0: as the body allows", ge=0)] = 0
+    deny_patterns: Annotated[
+        list[str],
+        doc("inputs in whose texts one of these patterns (RE2 syntax) is found are refused; needs `carpool[policy]`"),
+    ] = []
+
+
 class LogSettings(Section, frozen=True):
     """What is logged; never payloads or credentials."""
 
@@ -338,6 +441,24 @@ class TierSettings(Section, frozen=True):
 
     name: Annotated[str, doc("what the tier is called")]
     target_ms: Annotated[float, doc("a request's place in the order is arrival + this", ge=0, le=86_400_000)]
+    wait_max_ms: Annotated[
+        float, doc("who would wait longer for a slot is refused at the door (`shedding.mode`)", ge=1, le=86_400_000)
+    ] = 500.0
+    per_minute: Annotated[Whole | None, doc("as `limits.per_minute`")] = None
+    burst: Annotated[Count | None, doc("as `limits.burst`")] = None
+    concurrent: Annotated[Whole | None, doc("as `limits.concurrent`")] = None
+
+
+class KeySettings(Section, frozen=True):
+    """One API key. `carpool keys create --show-toml` writes such a table."""
+
+    sha256: Annotated[str, doc("SHA-256 of the key, in hex: the key itself is nowhere")]
+    owner: Annotated[str, doc("whom its requests count for; by default the name of this table")] = ""
+    tier: Annotated[str, doc("the tier's name; by default the lowest")] = ""
+    models: Annotated[list[str], doc("models that it may ask for; empty: all")] = []
+    per_minute: Annotated[Whole | None, doc("as `limits.per_minute`")] = None
+    burst: Annotated[Count | None, doc("as `limits.burst`")] = None
+    concurrent: Annotated[Whole | None, doc("as `limits.concurrent`")] = None
 
 
 class ModelSettings(Section, frozen=True):
@@ -355,6 +476,9 @@ class ModelSettings(Section, frozen=True):
     max_batch: Annotated[BatchSize | None, doc("as `batching.max_batch`")] = None
     batch_bytes_max: Annotated[Count | None, doc("as `batching.batch_bytes_max`")] = None
     body_bytes_max: Annotated[BodyBytes | None, doc("as `gateway.body_bytes_max`")] = None
+    cache: Annotated[bool | None, doc("as `cache.enabled`")] = None
+    input_bytes_max: Annotated[Whole | None, doc("as `input.input_bytes_max`")] = None
+    deny_patterns: Annotated[list[str] | None, doc("as `input.deny_patterns`; `[]`: none")] = None
     load_header: Annotated[str | None, doc('as `upstream.load_header`; `""`: none')] = None
     load_metrics_url: Annotated[str | None, doc('as `upstream.load_metrics_url`; `""`: none', url=True)] = None
     load_metric: Annotated[str | None, doc("as `upstream.load_metric`")] = None
@@ -368,9 +492,9 @@ class ModelSettings(Section, frozen=True):
 
 
 DEFAULT_TIERS = (
-    TierSettings(name="enterprise", target_ms=50.0),
-    TierSettings(name="paid", target_ms=150.0),
-    TierSettings(name="free", target_ms=500.0),
+    TierSettings(name="enterprise", target_ms=50.0, wait_max_ms=1000.0),
+    TierSettings(name="paid", target_ms=150.0, wait_max_ms=500.0),
+    TierSettings(name="free", target_ms=500.0, wait_max_ms=250.0),
 )
 
 
@@ -385,6 +509,12 @@ class Settings(Section, frozen=True):
         ),
     ] = "default"
     gateway: GatewaySettings = GatewaySettings()
+    auth: AuthSettings = AuthSettings()
+    service: ServiceSettings = ServiceSettings()
+    limits: LimitSettings = LimitSettings()
+    shedding: SheddingSettings = SheddingSettings()
+    cache: CacheSettings = CacheSettings()
+    input: InputSettings = InputSettings()
     batching: BatchingSettings = BatchingSettings()
     upstream: UpstreamSettings = UpstreamSettings()
     broker: BrokerSettings = BrokerSettings()
@@ -393,3 +523,4 @@ class Settings(Section, frozen=True):
     log: LogSettings = LogSettings()
     tiers: tuple[TierSettings, ...] = DEFAULT_TIERS
     models: dict[str, ModelSettings] = {}
+    keys: dict[str, KeySettings] = {}

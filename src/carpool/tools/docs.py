@@ -17,7 +17,7 @@ from carpool.core.errors import (
     all_errors,
 )
 from carpool.settings.keys import FLAGS, ROOT_KEYS, SECTIONS, Key, describe, section_keys, summary
-from carpool.settings.schema import ModelSettings, TierSettings
+from carpool.settings.schema import KeySettings, ModelSettings, TierSettings
 from carpool.telemetry.metrics import METRICS
 
 _GENERATED = "<!-- Written by `make docs` from {source}; changes made here are lost. -->\n"
@@ -152,6 +152,8 @@ def configuration_page() -> str:
     parts += _table(_FILE_HEADINGS, map(_file_row, section_keys(TierSettings, "")))
     parts += [f"\n## [models.NAME]\n\n{summary(ModelSettings)} File only.\n\n"]
     parts += _table(_FILE_HEADINGS, map(_file_row, section_keys(ModelSettings, "")))
+    parts += [f"\n## [keys.NAME]\n\n{summary(KeySettings)} File only.\n\n"]
+    parts += _table(_FILE_HEADINGS, map(_file_row, section_keys(KeySettings, "")))
     return "".join(parts)
 
 

@@ -13,7 +13,7 @@ from msgspec import UNSET
 from carpool.core.clock import rfc3339
 from carpool.core.errors import CarpoolError, ClientLeft, Malformed, TooLarge, UnsupportedMedia
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import Caller
+from carpool.core.ports import NO_WISHES, Caller, Wishes
 from carpool.core.request import DONE, Request
 from carpool.core.task import StoredTask
 from carpool.face.http.exchange import JSON, Exchange
@@ -87,19 +87,22 @@ class GatewayRoutes:
         model = self._intake.default_model if call.model is None else self._intake.model(call.model)
         if len(body) > model.body_bytes_max:
             raise too_large_for(model)
-        mode = call.mode or self._default_mode
-        if not exchange.is_plain and b"respond-async" in preferences(headers.get(b"prefer", b"")):
-            mode = "async"
+        mode, wishes = call.mode or self._default_mode, NO_WISHES
+        if not exchange.is_plain:
+            prefer = preferences(headers.get(b"prefer", b""))
+            wishes = wishes_in(headers, prefer)
+            if b"respond-async" in prefer:
+                mode = "async"
         parameters = b"" if call.parameters is UNSET else canonical_parameters(call.parameters)
         value = checked_input(call.input, "input")
         client_id = call.client_id or ""
         if mode == "async":
-            self._submit(exchange, caller, model, parameters, value, client_id)
+            self._submit(exchange, caller, model, parameters, value, client_id, wishes)
             return
         own_id = new_request_id() if exchange.is_plain else request_id(headers)
-        # Not by name: this is the hot path, and matching eight names takes as long as three calls.
-        replies = self._inference_replies
-        self._park(exchange, self._intake.ask(caller, model, parameters, value, own_id, replies, exchange, client_id))
+        # Not by name: this is the hot path, and matching nine names takes as long as three calls.
+        ask, replies = self._intake.ask, self._inference_replies
+        self._park(exchange, ask(caller, model, parameters, value, own_id, replies, exchange, client_id, wishes))
 
     def predict(self, exchange: Exchange, _: str) -> None:
         """`POST /v1/predict`: JSON, or binary with the model in the query."""
@@ -121,8 +124,10 @@ class GatewayRoutes:
             value = checked_input(call.input_data, "input_data")
         if len(exchange.body) > model.body_bytes_max:
             raise too_large_for(model)
-        own_id, replies = request_id(exchange.headers), self._predict_replies
-        self._park(exchange, self._intake.ask(caller, model, b"", value, own_id, replies, exchange))
+        headers = exchange.headers
+        own_id, replies = request_id(headers), self._predict_replies
+        wishes = wishes_in(headers, preferences(headers.get(b"prefer", b"")))
+        self._park(exchange, self._intake.ask(caller, model, b"", value, own_id, replies, exchange, "", wishes))
 
     def result(self, exchange: Exchange, task_id: str) -> None:
         """`GET /v1/result/{task_id}`, with a long poll if the client asks for one."""
@@ -176,7 +181,14 @@ class GatewayRoutes:
             exchange.when_client_leaves = self._client_left
 
     def _submit(
-        self, exchange: Exchange, caller: Caller, model: ServedModel, parameters: bytes, value: bytes, client_id: str
+        self,
+        exchange: Exchange,
+        caller: Caller,
+        model: ServedModel,
+        parameters: bytes,
+        value: bytes,
+        client_id: str,
+        wishes: Wishes,
     ) -> None:
         """Admit a task; the exchange waits until it is safe."""
 
@@ -189,7 +201,13 @@ class GatewayRoutes:
             exchange.respond(202, body, JSON, location + echo_line(exchange.headers))
 
         self._intake.submit(
-            caller=caller, model=model, parameters=parameters, value=value, client_id=client_id, accepted=accepted
+            caller=caller,
+            model=model,
+            parameters=parameters,
+            value=value,
+            client_id=client_id,
+            wishes=wishes,
+            accepted=accepted,
         )
 
     def _client_left(self, exchange: Exchange) -> None:
@@ -248,6 +266,29 @@ def check_encoding(headers: dict[bytes, bytes]) -> None:
         raise UnsupportedMedia("send the body without Content-Encoding")
 
 
-def preferences(prefer: bytes) -> list[bytes]:
-    """The names in a Prefer header (RFC 7240)."""
-    return [part.partition(b";")[0].partition(b"=")[0].strip().lower() for part in prefer.split(b",")]
+def preferences(prefer: bytes) -> dict[bytes, bytes]:
+    """The names in a Prefer header, each with its value or b"" (RFC 7240); the first of a repeated one counts."""
+    found: dict[bytes, bytes] = {}
+    for part in prefer.split(b","):
+        name, _, value = part.partition(b";")[0].partition(b"=")
+        found.setdefault(name.strip().lower(), value.strip().strip(b'"'))
+    return found
+
+
+def wishes_in(headers: dict[bytes, bytes], prefer: dict[bytes, bytes]) -> Wishes:
+    """What the headers say about how a request is to be treated; raises Malformed.
+
+    A `Prefer` that cannot be understood is passed over, as its RFC says; `X-Request-Timeout-Ms` is our own.
+    """
+    timeout_s: float | None = None
+    if (text := headers.get(b"x-request-timeout-ms")) is not None:
+        if not (text.isdigit() and len(text) < 10 and int(text) > 0):
+            raise Malformed("`X-Request-Timeout-Ms` must be a whole number of milliseconds above 0")
+        timeout_s = int(text) / 1000
+    elif (text := prefer.get(b"wait", b"")).isdigit() and len(text) < 7 and int(text) > 0:
+        timeout_s = float(int(text))
+    said = headers.get(b"cache-control")
+    if timeout_s is None and said is None:
+        return NO_WISHES
+    directives = {part.strip().lower() for part in (said or b"").split(b",")}
+    return Wishes(timeout_s, b"no-store" in directives, b"no-cache" in directives)

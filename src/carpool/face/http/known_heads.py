@@ -29,7 +29,14 @@ _LENGTH_LINES = (b"\r\nContent-Length: ", b"\r\ncontent-length: ")
 _LENGTH_LINE_BYTES = len(_LENGTH_LINES[0])
 _NOT_KEPT = (b"transfer-encoding", b"expect", b"upgrade")
 # Headers by which a request may ask for another treatment, or another answer, than most.
-_SPECIAL = (b"connection", b"content-encoding", b"prefer", b"x-request-id")
+_SPECIAL = (
+    b"cache-control",
+    b"connection",
+    b"content-encoding",
+    b"prefer",
+    b"x-request-id",
+    b"x-request-timeout-ms",
+)
 
 
 def is_plain(method: bytes, headers: dict[bytes, bytes]) -> bool:

@@ -10,7 +10,7 @@ PROBLEM = b"application/problem+json"
 
 def problem_headers(error: CarpoolError) -> bytes:
     """The header lines that belong to an error."""
-    lines = b""
+    lines = error.header_lines
     if error.retry_after_s is not None:
         lines += b"Retry-After: %d\r\n" % error.retry_after_s
     if error.allow is not None:
