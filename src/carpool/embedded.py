@@ -11,6 +11,7 @@ from carpool.broker.tasks import Tasks
 from carpool.composition.batcher import BatcherHalf, make_broker
 from carpool.composition.gateway import GatewayHalf
 from carpool.composition.process import EXPIRY_TICK_S, Process
+from carpool.composition.shedding import DOOR_TICK_S, learn_own, let_see, make_doors, standings_of
 from carpool.core.request import state_of
 from carpool.core.snapshot import FleetState, Health, JournalNumbers, OutcomeNumbers, Snapshot
 from carpool.face.http.admin import FoundRequest
@@ -48,7 +49,11 @@ class EmbeddedProcess(Process):
         named, targets = frozenset(ground.models), ground.tier_target_s
         restored = self.tasks.restore(named, lambda tier, now: now + targets[min(tier, len(targets) - 1)])
         availability = {service.name: service.pool for service in self.batcher.services}
-        self.gateway = GatewayHalf(ground, self.broker, self.tasks, availability, self.batcher.services)
+        doors = make_doors(ground.settings, ground.models, self.broker.standing)
+        for service in self.batcher.services if doors else ():
+            let_see(doors[service.name], [service])
+        self.gateway = GatewayHalf(ground, self.broker, self.tasks, availability, self.batcher.services, doors)
+        ground.do_every(DOOR_TICK_S, self._look_at_doors)
         ground.do_every(EXPIRY_TICK_S, self.expire)
         await self.gateway.start(self.listening)
         self.port = self.gateway.port
@@ -79,6 +84,13 @@ class EmbeddedProcess(Process):
         await self.batcher.drain()  # batches of tasks
         await self.close()
         logger.info("drained")
+
+    def _look_at_doors(self) -> None:
+        now, tiers = self.ground.clock(), len(self.ground.settings.tiers)
+        for service in self.batcher.services:
+            if (door := self.gateway.doors.get(service.name)) is not None:
+                learn_own(door, service, standings_of(self.broker.standing, service.name, tiers))
+                door.tick(DOOR_TICK_S, now)
 
     def expire(self) -> None:
         """Look at the deadlines."""

@@ -162,6 +162,7 @@ class ModelService(ModelFace):
             in_flight_bytes_max=batching.in_flight_bytes_max,
             clock=clock,
         )
+        self.loop.is_waiting = lambda: broker.is_waiting(self.name) or self.waiting_elsewhere() > 0
         self._broker = broker
         self.riders_apart = offenders
         # Kept by `measure`, once a second.
@@ -276,8 +277,8 @@ class ModelService(ModelFace):
         self._arrivals_then, self._busy_s_then = arrivals, busy_s
 
     def capacity_rps(self) -> float:
-        """Requests a second that these slots can serve in full batches."""
-        return self.fleet.healthy_slots() * self.loop.max_batch / self.loop.service_s
+        """Requests a second that the slots that work can serve."""
+        return self.loop.capacity_rps(self.fleet.healthy_slots())
 
     def numbers(self) -> ModelNumbers:
         """What `/metrics` shows of this model."""

@@ -650,3 +650,55 @@ def test_bytes_are_bounded_for_any_traffic(
     for parameters in {request.parameters for request in everybody}:
         sent = [int(r.id) for batch in stand.sent.batches for r in batch if r.parameters == parameters]
         assert sent == sorted(sent)
+
+
+class TestCapacity:
+    def test_it_is_known_after_some_batches(self) -> None:
+        stand = Stand(slots=2)
+
+        async def main() -> None:
+            stand.arrive(MAX_BATCH * 7)
+            await asyncio.sleep(2)
+            assert not stand.loop.is_capacity_known()
+            stand.arrive(MAX_BATCH)
+            await asyncio.sleep(1)
+            assert stand.loop.is_capacity_known()
+            assert stand.loop.capacity_rps(2) == pytest.approx(2 * MAX_BATCH / SERVICE_S)
+
+        stand.run(main)
+
+    def test_with_many_lanes_it_is_by_the_batches_there_are(self) -> None:
+        """Sixty sets of parameters with one request each: no batch has company, though more wait than fit into one."""
+        stand = Stand()
+
+        async def main() -> None:
+            for number in range(60):
+                stand.arrive(parameters=b'{"p":%d}' % number, queue_timeout_s=60.0, total_timeout_s=60.0)
+            await asyncio.sleep(59 * SERVICE_S)
+            assert stand.loop.capacity_rps(1) == pytest.approx(1 / SERVICE_S, rel=0.2)
+
+        stand.run(main)
+
+    def test_small_batches_of_a_quiet_time_say_nothing(self) -> None:
+        """The only slot is busy with one request each time, but nobody waits: a full batch would have fitted."""
+        stand = Stand()
+
+        async def main() -> None:
+            for _ in range(30):
+                stand.arrive()
+                await asyncio.sleep(0.5)
+            assert stand.loop.capacity_rps(1) == pytest.approx(MAX_BATCH / SERVICE_S)
+
+        stand.run(main)
+
+    def test_one_of_each_batch_is_shown(self) -> None:
+        stand = Stand()
+
+        async def main() -> None:
+            seen: list[Request] = []
+            stand.loop.sampled = seen.append
+            stand.arrive(MAX_BATCH + 2)
+            await asyncio.sleep(1)
+            assert [request.id for request in seen] == ["3", "5"]
+
+        stand.run(main)

@@ -238,3 +238,25 @@ def test_the_outline_changes_with_what_matters_alone() -> None:
 
     assert outline() == outline(rate=1.0, in_flight=4)
     assert outline() != outline(healthy_slots=2)
+
+
+def test_what_can_be_served_and_what_is_wanted() -> None:
+    seen = view(
+        {
+            b"a": gateway(wanted={"m": (1.0, 2.0, 30.0)}),
+            b"b": gateway(wanted={"m": (4.0, 5.0, 6.0, 7.0), "n": (9.0,)}),
+            b"gone": gateway(age_ms=9000, wanted={"m": (99.0, 99.0, 99.0)}),
+            b"old": gateway(),
+        },
+        {
+            b"one": batcher(m=model(capacity_rps=300.0, batch_s=0.1)),
+            b"two": batcher(m=model(capacity_rps=100.0, batch_s=0.3)),
+            b"new": batcher(m=model(capacity_rps=0.0, batch_s=1.0)),
+        },
+    )
+    assert seen.capacity_rps("m") == 400.0
+    assert seen.batch_s("m") == pytest.approx(0.15)
+    assert seen.wanted("m", 3) == [5.0, 7.0, 36.0]
+    assert seen.wanted("m", 3, without="a") == [4.0, 5.0, 6.0]
+    assert seen.wanted("other", 3) == [0.0, 0.0, 0.0]
+    assert (seen.capacity_rps("other"), seen.batch_s("other")) == (0.0, 0.0)

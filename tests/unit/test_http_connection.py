@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from carpool.core.errors import CarpoolError, Malformed
-from carpool.face.http.connection import BACKLOG_ENTRY_BYTES, LINGER_S, UNSENT_PARTS_MAX, Connection
+from carpool.face.http.connection import BACKLOG_ENTRY_BYTES, LINGER_S, TOLD_MAX, UNSENT_PARTS_MAX, Connection
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.server import READ_BYTES_MIN, SWEEP_PARTS, TICK_S, HttpServer
@@ -1007,6 +1007,17 @@ def test_no_place_for_another_connection() -> None:
     connections[0].connection_lost(None)
     face.connect()
     assert face.statuses == []
+
+
+def test_far_beyond_its_places_a_server_tells_nobody_why() -> None:
+    face = Face()
+    for _ in range(LIMITS.connections_max - 1):
+        face.connect()
+    for _ in range(TOLD_MAX):
+        face.connect()
+        assert (face.statuses, face.transport.aborted) == ([503], False)
+    face.connect()
+    assert (face.statuses, face.transport.aborted) == ([], True)
 
 
 def test_a_request_before_bytes_that_must_not_come_is_answered_while_draining() -> None:

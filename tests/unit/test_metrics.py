@@ -40,7 +40,14 @@ class View:
                     dead_letters_kept=2,
                     dead_letter_bytes=9,
                 ),
-                DoorNumbers(problems={}, connections=5, held_requests=0, held_bytes=0),
+                DoorNumbers(
+                    problems={},
+                    connections=5,
+                    held_requests=0,
+                    held_bytes=0,
+                    pressure={"m": 1.5},
+                    shed={("m", "free"): 7},
+                ),
                 RedisGatewayNumbers(broker_mode=1, sent_again=4, late_outcomes=0),
             ],
             models={"m": self.model(self.sizes, self.seconds), 'odd "name"': self.model(*nothing)},
@@ -110,6 +117,8 @@ def test_the_counts_of_the_stages_are_shown_as_they_are_when_scraped(view: View)
         "carpool_endpoint_state{endpoint=http://gpu-1/infer,model=m,state=healthy}": 1,
         "carpool_endpoint_state{endpoint=http://gpu-1/infer,model=m,state=offline}": 0,
         "carpool_connections{}": 5,
+        "carpool_pressure{model=m}": 1.5,
+        "carpool_shed_total{model=m,tier=free}": 7,
         "carpool_sent_again_total{}": 4,
     }
     assert {name: shown[name] for name in expected} == expected

@@ -11,6 +11,7 @@ ROOT = Path(carpool.__file__).parent
 IMPURE = {"asyncio", "random", "secrets", "selectors", "socket", "ssl", "subprocess", "threading", "time", "uvloop"}
 PURE = [
     "admission/owners.py",
+    "admission/shedding.py",
     "batching/policy.py",
     "batching/rate.py",
     "broker/journal_records.py",

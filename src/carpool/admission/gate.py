@@ -7,9 +7,14 @@ bound.
 from collections.abc import Callable, Iterable, Mapping
 
 from carpool.admission.owners import Owners
+from carpool.admission.shedding import Door
+from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, Draining, UpstreamDown
 from carpool.core.ports import Availability, Caller, Peer, RequestQueue, TaskBoard
 from carpool.core.request import Request
+
+# Nobody is shed.
+NO_DOORS: Mapping[str, Door] = {}
 
 
 class Gate:
@@ -22,11 +27,16 @@ class Gate:
         upstreams: Mapping[str, Availability],
         lowest_tier: int,
         trusted_proxies: Iterable[str] = (),
+        doors: Mapping[str, Door] = NO_DOORS,
+        clock: Clock = monotonic,
     ) -> None:
         self._broker = broker
         self._tasks = tasks
         # By model.
         self._upstreams = upstreams
+        # By model as well; none where nobody is shed.
+        self._doors = doors
+        self.refuse_early = door_of_all(doors, upstreams, clock)
         self._lowest_tier = lowest_tier
         self._owners = Owners(trusted_proxies)
         # Closed at the end of a drain, when nothing could be finished any more.
@@ -52,14 +62,38 @@ class Gate:
         upstream = self._upstreams[request.model]
         if upstream.is_down or (upstream.is_shut_to_some and upstream.is_shut_to(request.owner)):
             return upstream_down(upstream)
-        return self._broker.submit(request)
+        door = self._doors.get(request.model)
+        if door is None:
+            return self._broker.submit(request)
+        now = request.arrived
+        refusal = door.refusal(request.tier, request.owner, now)
+        if refusal is None and request.has_own_deadline:
+            refusal = door.refusal_if_late(request.tier, request.deadline - now)
+        return refusal or self._broker.submit(request)
 
     def admit_task(self, request: Request, accepted: Callable[[CarpoolError | None], None]) -> None:
         """Let a task in: `accepted(None)` once it is safe, or `accepted(error)`."""
-        if self.closed:
-            accepted(leaving())
+        refusal: CarpoolError | None = leaving() if self.closed else None
+        if refusal is None and request.has_own_deadline and (door := self._doors.get(request.model)) is not None:
+            refusal = door.refusal_if_late(request.tier, request.deadline - request.arrived)
+        if refusal is not None:
+            accepted(refusal)
         else:
             self._tasks.submit(request, accepted)
+
+
+def door_of_all(
+    doors: Mapping[str, Door], models: Iterable[str], clock: Clock
+) -> Callable[[Caller], CarpoolError | None] | None:
+    """Where there is one model, who is refused is known before a body is read."""
+    if len(list(models)) != 1 or not doors:
+        return None
+    (door,) = doors.values()
+
+    def refusal(caller: Caller) -> CarpoolError | None:
+        return door.refusal_if_full(caller.tier, caller.owner, clock())
+
+    return refusal
 
 
 def upstream_down(upstream: Availability) -> UpstreamDown:

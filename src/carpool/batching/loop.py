@@ -18,6 +18,7 @@ from carpool.batching.policy import Policy, Send, View, WaitUntil
 from carpool.batching.rate import ArrivalRate
 from carpool.core.clock import Clock, monotonic
 from carpool.core.ports import Broker, Dispatcher, LaneQueue, Slots
+from carpool.core.request import Request
 from carpool.core.tally import BATCH_SIZE_BOUNDS, Histogram
 
 logger = logging.getLogger("carpool.batching")
@@ -27,6 +28,11 @@ logger = logging.getLogger("carpool.batching")
 SERVICE_S_PRIOR = 1.0
 # Weight of the newest batch in the running mean of service times.
 SERVICE_WEIGHT = 0.1
+# The same for the mean size of batches that left while others still waited; and by how much it goes back to the largest
+# with each batch that left nobody behind, for then nothing is known of it.
+SIZE_WEIGHT, SIZE_DRIFT = 0.1, 0.02
+# So many batches must have ended before anything is said of the capacity.
+BATCHES_SEEN_MIN = 8
 TIMER_S_MIN = 0.001
 # How long a batch waits for company that is being fetched.
 COMPANY_S = 0.01
@@ -57,7 +63,9 @@ class BatchLoop:
         self.in_flight_bytes_max = in_flight_bytes_max
         self.policy = policy
         self.service_s = SERVICE_S_PRIOR
-        self._service_known = False
+        self._batches_ended = 0
+        # The mean size of batches while all slots are busy: with many lanes it is less than `max_batch`.
+        self.busy_size = float(max_batch)
         # While true, company is no longer waited for.
         self.draining = False
         # For metrics.
@@ -81,6 +89,9 @@ class BatchLoop:
         # Whether company for those who wait here is being fetched from elsewhere, and when a slot last became free.
         self.company_comes: Callable[[], bool] = lambda: False
         self._freed_at = -inf
+        # Whether requests of this model wait, here or elsewhere; and who wants to see one of each batch that leaves.
+        self.is_waiting: Callable[[], bool] = lambda: any(True for _ in broker.lanes(model))
+        self.sampled: Callable[[Request], None] | None = None
 
     def arrived(self, lane: LaneQueue) -> None:
         """A request came. A batch that is full leaves now: left to the end of the turn, all that filled in it would
@@ -179,7 +190,21 @@ class BatchLoop:
         self.batches[send.reason] = self.batches.get(send.reason, 0) + 1
         self.batch_sizes.observe(len(batch))
         self.policy.sent(largest if is_full else len(batch), largest)
+        if self._slots.free() <= 0 and self.is_waiting():
+            self.busy_size += SIZE_WEIGHT * (len(batch) - self.busy_size)
+        else:
+            self.busy_size += SIZE_DRIFT * (largest - self.busy_size)
+        if self.sampled is not None:
+            self.sampled(batch[-1])
         return True
+
+    def capacity_rps(self, slots: int) -> float:
+        """Requests a second that so many slots serve while all of them are busy."""
+        return slots * self.busy_size / self.service_s
+
+    def is_capacity_known(self) -> bool:
+        """Whether enough batches have ended to say how long one takes."""
+        return self._batches_ended >= BATCHES_SEEN_MIN
 
     def _awaits_company(self, lane: LaneQueue, now: float) -> bool:
         """Whether to give others a moment to come: the slot has just become free, and they wait elsewhere."""
@@ -213,7 +238,7 @@ class BatchLoop:
 
     def _batch_ended(self, seconds: float) -> None:
         """Learn how long a batch occupies a slot."""
-        if not self._service_known:
-            self._service_known = True
+        if not self._batches_ended:
             self.service_s = seconds
+        self._batches_ended += 1
         self.service_s += SERVICE_WEIGHT * (seconds - self.service_s)

@@ -10,11 +10,12 @@ from math import inf
 
 from carpool.broker.deadlines import Deadlines, queue_timeout
 from carpool.broker.lanes import Lane
+from carpool.broker.standing import CountedStanding
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull
 from carpool.core.events import Events
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import LaneQueue
+from carpool.core.ports import LaneQueue, Standing
 from carpool.core.request import DONE, QUEUED, RUNNING, Request
 from carpool.core.tally import SECONDS_BOUNDS, Histogram
 
@@ -76,6 +77,14 @@ class MemoryBroker:
     def depth(self) -> int:
         """Requests that wait for a slot."""
         return sum(map(self.depth_of, self._active))
+
+    def standing(self, model: str, tier: int) -> Standing:
+        """Who waits of one tier, in all lanes of a model."""
+        return CountedStanding(lambda: (r for lane in self._active[model].values() for r in lane.requests()), tier)
+
+    def is_waiting(self, model: str) -> bool:
+        """Whether requests of one model wait for a slot."""
+        return bool(self._active[model])
 
     def depth_of(self, model: str) -> int:
         """Requests of one model that wait for a slot."""

@@ -5,13 +5,15 @@ later is dropped.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from carpool.broker.deadlines import Deadlines
+from carpool.broker.standing import CountedStanding
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, QueueFull
 from carpool.core.events import Events
 from carpool.core.outcome import CallFacts, Outcome, Output
+from carpool.core.ports import Standing
 from carpool.core.request import Request
 from carpool.core.tally import SECONDS_BOUNDS, Histogram
 
@@ -45,6 +47,8 @@ class Parking:
         self.outcomes: Counter[str] = Counter() if outcomes is None else outcomes
         self.waited = Histogram(SECONDS_BOUNDS) if waited is None else waited
         self.late_outcomes = 0
+        # Who wants to see one request of each handful that got an output.
+        self.sampled: Callable[[Request], None] | None = None
 
     def __repr__(self) -> str:
         return f"<Parking held={self.held} bytes={self.held_bytes}>"
@@ -70,6 +74,10 @@ class Parking:
         if self._events.subscribers:
             self._events.admitted(request)
         return None
+
+    def standing(self, model: str, tier: int) -> Standing:
+        """Who is parked of one model and tier."""
+        return CountedStanding(lambda: (r for r in self._parked.values() if r.model == model), tier)
 
     def still_here(self, requests: Iterable[Request]) -> list[Request]:
         """Those of them that wait here."""
@@ -116,14 +124,15 @@ class Parking:
     ) -> None:
         """Outputs came: number of the request, of its call, seconds in the queue, the value, tokens used."""
         parked, now, is_heard = self._parked, self._clock(), bool(self._events.subscribers)
-        settled = 0
+        settled, request = 0, None
         waits: list[float] = []
         for number, call, queue_s, value, tokens_used in outputs:
             facts = calls[call]  # before the request is out of reach
-            request = parked.pop(number, None)
-            if request is None:
+            found = parked.pop(number, None)
+            if found is None:
                 self.late_outcomes += 1
                 continue
+            request = found
             settled += 1
             # Before it is told: the next request of the same client may come from there.
             self.held -= 1
@@ -138,3 +147,5 @@ class Parking:
         if settled:
             self.outcomes["ok"] += settled
             self.waited.observe_all(waits)
+            if self.sampled is not None and request is not None:
+                self.sampled(request)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from carpool.admission.gate import Gate
+from carpool.admission.shedding import Door, pressure
 from carpool.composition.ground import Ground
 from carpool.core.ports import Availability, RequestQueue, TaskBoard
 from carpool.core.request import Request
@@ -71,17 +72,21 @@ class GatewayHalf:
         tasks: DrainedTasks,
         availability: Mapping[str, Availability],
         models: Sequence[ModelFace],
+        doors: Mapping[str, Door],
     ) -> None:
         settings = ground.settings
         self._ground = ground
         self._queue = queue
         self._tasks = tasks
+        self.doors = doors
         self.gate = Gate(
             queue,
             tasks,
             availability,
             lowest_tier=len(settings.tiers) - 1,
             trusted_proxies=settings.gateway.trusted_proxies,
+            doors=doors,
+            clock=ground.clock,
         )
         self.intake = Intake(
             self.gate,
@@ -138,7 +143,18 @@ class GatewayHalf:
             connections=sum(server.connected() for server in self.servers),
             held_requests=held,
             held_bytes=held_bytes,
+            pressure={model: self.pressure(model) for model in self.doors},
+            shed={
+                (model, tier.name): count
+                for model, door in self.doors.items()
+                for tier, count in zip(self._ground.settings.tiers, door.shed, strict=True)
+            },
         )
+
+    def pressure(self, model: str) -> float:
+        """How much comes in, as a share of what should."""
+        door, target = self.doors[model], self._ground.settings.shedding.utilization_target
+        return pressure(door.rates, door.capacity[-1], target)
 
 
 async def close_server(server: Server) -> None:

@@ -125,7 +125,8 @@ def model_beat(service: ModelService) -> ModelBeat:
         current_utilization=service.utilization,
         rate=service.rate,
         mean_batch_size=service.mean_batch_size(),
-        capacity_rps=state.capacity_rps,
+        capacity_rps=state.capacity_rps if service.loop.is_capacity_known() else 0.0,
+        batch_s=service.loop.service_s,
         endpoints=tuple(map(endpoint_beat, state.endpoints)),
         offenders=tuple(service.offenders_seen()),
     )

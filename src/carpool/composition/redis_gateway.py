@@ -1,13 +1,25 @@
 """The gateway half over Redis: requests wait there, for batchers of the whole fleet."""
 
 from functools import partial
+from math import inf
 
+from carpool.admission.shedding import pressure
 from carpool.broker.redis.fleet.view import Beat
 from carpool.broker.redis.formats import Reply
 from carpool.broker.redis.gateway.queue import RedisQueue
 from carpool.composition.batcher import BatcherHalf
 from carpool.composition.gateway import GatewayHalf
 from carpool.composition.meeting import Meeting
+from carpool.composition.shedding import (
+    DOOR_TICK_S,
+    learn_own,
+    learn_share,
+    let_see,
+    make_doors,
+    sample,
+    standings_of,
+    wanted,
+)
 from carpool.core.errors import CarpoolError
 from carpool.core.request import QUEUED, Request, RequestState, state_of
 from carpool.core.snapshot import Mode, RedisGatewayNumbers
@@ -64,7 +76,12 @@ class RedisGatewayHalf(GatewayHalf):
         )
         ground.opened.callback(self.queue.close)
         self.availability = {name: FleetAvailability() for name in ground.models}
-        super().__init__(ground, self.queue, meeting.tasks, self.availability, list(meeting.faces.values()))
+        doors = make_doors(ground.settings, ground.models, self.queue.parking.standing)
+        super().__init__(ground, self.queue, meeting.tasks, self.availability, list(meeting.faces.values()), doors)
+        for model, door in doors.items():
+            let_see(door, [service for service in own.services if service.name == model])
+        if doors:
+            self.queue.parking.sampled = self._sampled
         meeting.counted = self.queue.parking
         meeting.when_nodes_change.append(self.queue.nodes_changed)
         meeting.when_fleet_changes.append(self._look_at_fleet)
@@ -77,6 +94,7 @@ class RedisGatewayHalf(GatewayHalf):
         """See from now on who could serve a request."""
         self._ground.do_every(WATCH_S, self._look_at_fleet)
         self._ground.do_every(RATE_TICK_S, self._measure)
+        self._ground.do_every(DOOR_TICK_S, self._look_at_doors)
 
     def is_connected(self) -> bool:
         """Whether requests go over Redis."""
@@ -100,8 +118,20 @@ class RedisGatewayHalf(GatewayHalf):
     def beat(self) -> Beat:
         """What the others are told of this gateway."""
         return Beat(
-            status=self.meeting.beat_status(), mode=self.queue.mode, rate=self.rate, in_flight=self.queue.parking.held
+            status=self.meeting.beat_status(),
+            mode=self.queue.mode,
+            rate=self.rate,
+            in_flight=self.queue.parking.held,
+            wanted=wanted(self.doors),
         )
+
+    def pressure(self, model: str) -> float:
+        """Of the whole fleet; while Redis is gone, of this process."""
+        if not self.is_connected():
+            return super().pressure(model)
+        view, settings = self.meeting.registry.view, self._ground.settings
+        rates = view.wanted(model, len(settings.tiers))
+        return pressure(rates, view.capacity_rps(model) or inf, settings.shedding.utilization_target)
 
     def describe_queue(self) -> RedisGatewayNumbers:
         """What `/metrics` shows of the way through Redis."""
@@ -124,6 +154,32 @@ class RedisGatewayHalf(GatewayHalf):
                 availability.is_down = registry.is_fresh() and view.healthy_slots(name) == 0
             else:
                 availability.is_down = now - self._batchers_seen > BATCHERS_GONE_S
+
+    def _look_at_doors(self) -> None:
+        """Tell the doors what can be served: by the fleet, or while Redis is gone by this process."""
+        view, now, tiers = self.meeting.registry.view, self._ground.clock(), len(self._ground.settings.tiers)
+        for model, door in self.doors.items():
+            if not self.is_connected():
+                for service in self._own.services:
+                    if service.name == model:
+                        learn_own(door, service, standings_of(self._own.broker.standing, model, tiers))
+            elif capacity := view.capacity_rps(model):
+                others, batch_s = view.wanted(model, tiers, without=self.meeting.name.decode()), view.batch_s(model)
+                batch = capacity * batch_s / max(1, view.healthy_slots(model))
+                learn_share(
+                    door,
+                    capacity,
+                    batch,
+                    others,
+                    standings_of(self.queue.parking.standing, model, tiers),
+                    batch_s,
+                )
+            else:
+                door.forget()
+            door.tick(DOOR_TICK_S, now)
+
+    def _sampled(self, request: Request) -> None:
+        sample(self.doors[request.model], request)
 
     def _measure(self) -> None:
         arrivals = sum(self.queue.parking.arrivals.values())

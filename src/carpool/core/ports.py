@@ -41,6 +41,29 @@ class LaneQueue(Protocol):
         ...
 
 
+class Standing(Protocol):
+    """Who waits of one model and tier: synchronous requests alone, or tasks alone."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        ...
+
+    @property
+    def cost(self) -> float:
+        """What they cost together: 1 each, and 1 for every 4,096 bytes of input."""
+        ...
+
+    @property
+    def owners(self) -> int:
+        """Owners of whom some wait."""
+        ...
+
+    def of(self, owner: str) -> int:
+        """Requests of one owner that wait."""
+        ...
+
+
 class Outcomes(Protocol):
     """Where outcomes go. Both are total: they never raise, and a request that has an outcome keeps it."""
 
@@ -288,6 +311,11 @@ class Admission(Protocol):
 
     def identify(self, headers: dict[bytes, bytes], peer: Peer) -> Caller:
         """The caller behind a request with these headers, which came over the connection to `peer`."""
+        ...
+
+    @property
+    def refuse_early(self) -> Callable[[Caller], CarpoolError | None] | None:
+        """Why a synchronous request of a caller is refused now, whatever is in its body. None: that cannot be known."""
         ...
 
     def admit(self, request: Request) -> CarpoolError | None:

@@ -65,6 +65,8 @@ class Request(msgspec.Struct, eq=False):
     # The broker's own references: where it is kept, and its number there. Nobody else touches them.
     held_by: Any = None
     number: int = 0
+    # Its client said how long it waits.
+    has_own_deadline: bool = False
     # A task outlives its client and this process; a synchronous request does not.
     is_task: bool = False
     # Its owner is an offender: it rides with offenders only. Kept by the broker.

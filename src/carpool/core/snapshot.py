@@ -65,7 +65,7 @@ class ModelState(Page, frozen=True, kw_only=True):
 
     slots: int
     healthy_slots: Annotated[int, Meta(description="calls that the endpoints that work may have at once")]
-    capacity_rps: Annotated[float, Meta(description="healthy slots x largest batch / seconds a batch takes")]
+    capacity_rps: Annotated[float, Meta(description="healthy slots x batch when all are busy / seconds a batch takes")]
     endpoints: Sequence[EndpointState]
     offenders: Annotated[Sequence[str], Meta(description="owners whose inputs keep being refused, and who ride apart")]
 
@@ -182,6 +182,17 @@ class DoorNumbers(Numbers, frozen=True, kw_only=True):
     connections: Annotated[int, gauge("Open client connections.")]
     held_requests: Annotated[int, gauge("Requests admitted and without an outcome; over Redis without tasks.")]
     held_bytes: Annotated[int, gauge("Bytes of their inputs.")]
+    pressure: Annotated[
+        Counts,
+        gauge(
+            "What comes in, also what is refused, by what should at most: `shedding.utilization_target` of the "
+            "capacity. 1 is the target; over Redis every gateway shows that of the whole fleet.",
+            "model",
+        ),
+    ]
+    shed: Annotated[
+        PairCounts, counter("Requests that were refused because they would have waited too long.", "model", "tier")
+    ]
 
 
 class ModelNumbers(Numbers, frozen=True, kw_only=True):

@@ -73,6 +73,8 @@ class Intake:
         self._gate = gate
         # Who asks, by what came with the call (names in lower case) and by the other end; raises why not.
         self.identify: Callable[[dict[bytes, bytes], Peer], Caller] = gate.identify
+        # Why a synchronous request is refused whatever is in its body; None where that cannot be known.
+        self.refuse_early: Callable[[Caller], CarpoolError | None] | None = gate.refuse_early
         self._queue = queue
         self._tasks = tasks
         self._models = models
@@ -127,6 +129,8 @@ class Intake:
             caller.owner,
             client_id,
         )
+        if wishes.timeout_s is not None:
+            request.has_own_deadline = True
         if model.prepare is not None:
             model.prepare(request)
         self._recent.append(request)
@@ -204,6 +208,7 @@ class Intake:
             is_task=True,
             owner=caller.owner,
             client_id=client_id,
+            has_own_deadline=wishes.timeout_s is not None,
         )
         if model.prepare is not None:
             model.prepare(request)

@@ -53,6 +53,8 @@ logger = logging.getLogger("carpool.http")
 ONLY_ONCE = frozenset((b"host", b"authorization", b"content-type", b"content-length"))
 # What a request in the backlog costs beside its body.
 BACKLOG_ENTRY_BYTES = 1024
+# So many who find no place are told why, at a time; more are cut off at once. Each of them has a file open meanwhile.
+TOLD_MAX = 64
 # A client with less than this unread is never cut off for what others leave unread.
 UNREAD_BYTES_MIN = 256 * 1024
 # So much of a response in parts may wait for its turn before its writer is told to wait.
@@ -166,7 +168,10 @@ class Connection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are of no asyncio class
         self.peer.address = address_of(transport)
         self.state.connections.add(self)
-        if len(self.state.connections) > self.limits.connections_max:
+        beyond = len(self.state.connections) - self.limits.connections_max
+        if beyond > TOLD_MAX:
+            self.transport.abort()
+        elif beyond > 0:
             self.refuse(QueueFull("too many connections are open; try again soon", retry_after_s=1))
 
     def data_received(self, data: bytes) -> None:

@@ -31,6 +31,7 @@ MODELS_MAX = 256
 ENDPOINTS_MAX = 1024
 NAME_LENGTH_MAX = 256
 OWNERS_MAX = 64
+TIERS_MAX = 64
 OFFLINE = "offline"
 # The end of year 9999, the last that can be written.
 _STAMP_MS_MAX = 253_402_300_799_000
@@ -41,6 +42,7 @@ Owner = Annotated[str, Meta(max_length=64)]
 Count = Annotated[int, Meta(ge=0, le=10**9)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Rate = Annotated[float, Meta(ge=0, le=1e9)]
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 
 
 class EndpointBeat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -65,7 +67,10 @@ class ModelBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     current_utilization: Share = 0.0
     rate: Rate = 0.0
     mean_batch_size: Rate = 0.0
+    # 0 while nothing is known of it.
     capacity_rps: Rate = 0.0
+    # How long a batch takes.
+    batch_s: Seconds = 0.0
     endpoints: Annotated[tuple[EndpointBeat, ...], Meta(max_length=ENDPOINTS_MAX)] = ()
     # Owners whose inputs this batcher saw refused again and again.
     offenders: Annotated[tuple[Owner, ...], Meta(max_length=OWNERS_MAX)] = ()
@@ -82,6 +87,10 @@ class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
     # How a gateway reaches the GPUs: over the broker, or by itself.
     mode: Word = ""
     models: Annotated[dict[Name, ModelBeat], Meta(max_length=MODELS_MAX)] = {}
+    # Of a gateway: requests a second that come, by model and tier, also those that it refuses.
+    wanted: Annotated[
+        dict[Name, Annotated[tuple[Rate, ...], Meta(max_length=TIERS_MAX)]], Meta(max_length=MODELS_MAX)
+    ] = {}
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -134,6 +143,23 @@ class FleetView(msgspec.Struct, frozen=True):
     def healthy_slots(self, model: str) -> int:
         """Calls that the endpoints of a model that work may have at once, over all live batchers."""
         return sum(beat.healthy_slots for _, beat in self._serving(model))
+
+    def capacity_rps(self, model: str) -> float:
+        """Requests a second that all live batchers together can serve; 0 while none of them knows."""
+        return sum(beat.capacity_rps for _, beat in self._serving(model))
+
+    def batch_s(self, model: str) -> float:
+        """How long a batch takes, on average over what can be served."""
+        weighed = sum(beat.capacity_rps * beat.batch_s for _, beat in self._serving(model))
+        return weighed / max(self.capacity_rps(model), 1e-9)
+
+    def wanted(self, model: str, tiers: int, without: str = "") -> list[float]:
+        """Requests a second that come to the live gateways, by tier; `without` one of them."""
+        found = [0.0] * tiers
+        for member in self.live_gateways():
+            for tier, rate in enumerate(member.beat.wanted.get(model, ())[:tiers]):
+                found[tier] += rate if member.name != without else 0.0
+        return found
 
     def offenders(self, model: str) -> list[str]:
         """Owners that some live batcher has set apart."""
@@ -246,6 +272,10 @@ def _bounded(said: Beat, models: dict[str, ModelBeat]) -> Beat:
         rate=_rate(said.rate),
         mode=_word(said.mode),
         models=models,
+        wanted={
+            name[:NAME_LENGTH_MAX]: tuple(map(_rate, rates[:TIERS_MAX]))
+            for name, rates in list(said.wanted.items())[:MODELS_MAX]
+        },
     )
 
 
@@ -263,6 +293,7 @@ def _bounded_models(said: Mapping[str, ModelBeat]) -> dict[str, ModelBeat]:
             rate=_rate(beat.rate),
             mean_batch_size=_rate(beat.mean_batch_size),
             capacity_rps=_rate(beat.capacity_rps),
+            batch_s=max(0.0, min(beat.batch_s, 1e6)),
             endpoints=endpoints,
             offenders=tuple(owner[:64] for owner in beat.offenders[:OWNERS_MAX]),
         )
@@ -342,7 +373,7 @@ def _facts(member: Member) -> dict[str, Any]:
 
 def _share_of(beat: ModelBeat) -> ModelShare:
     facts = msgspec.structs.asdict(beat)
-    del facts["endpoints"]
+    del facts["endpoints"], facts["batch_s"]
     return ModelShare(**facts)
 
 

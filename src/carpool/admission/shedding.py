@@ -1,0 +1,282 @@
+"""The door of one model: who would wait too long is refused at once. Pure: `now` is an argument.
+
+1. How long a request of a tier would wait for a slot: the work ahead of it in its order, and what overtakes it
+   meanwhile, divided by the capacity (healthy slots x batch / seconds a batch takes). Whoever would wait longer than
+   its tier's `wait_max` is refused. So the lowest tier goes first: everything is ahead of it.
+2. The rule is turned around: a tier has *room* for so many more. Rooms are counted anew every few milliseconds, from
+   what truly waits; in between each admission takes a place. So most requests cost one comparison.
+3. Where a tier has no room, an owner is asked for its own wait: inside a tier owners are served in turn, so one that
+   has little waiting stands behind as much of each other owner, and not behind all that the busiest of them has.
+4. Until the first batches were seen the capacity is not known, and nobody is refused.
+5. An estimate may be wrong. If even the shortest wait that was seen in a while is longer than the tier may wait, the
+   capacity is trusted less, until it is not (as CoDel does it).
+6. The lowest tier always has room for a trickle: it must not starve while others use everything.
+7. `thresholds` is the simple way: by how many wait, and by the rate that comes in.
+8. Over Redis a gateway does not see who of its requests still waits and who is being served. As many as the slots can
+   have at once are; of each tier in proportion to what was served of it lately.
+9. One batch may always wait, however slow the model is: a slot that becomes free must find a full one.
+"""
+
+from collections.abc import Sequence
+from math import ceil, inf
+
+import msgspec
+
+from carpool.core.errors import Shed
+from carpool.core.ports import Standing
+
+# Rule 2: so old a count may be.
+RECOUNT_S = 0.005
+# Rule 5: how long the shortest wait is looked for, how many must be seen, and by how much trust falls and grows.
+GUARD_S = 0.5
+GUARD_SEEN_MIN = 4
+TRUST_FALLS, TRUST_GROWS, TRUST_MIN = 0.8, 0.05, 0.05
+# Weight of the newest tick in the rates.
+RATE_WEIGHT = 0.2
+# The same for a wait that was seen.
+WAIT_WEIGHT = 0.1
+# Rule 7, where nothing else is set: seconds of capacity.
+DEPTH_HIGHEST_ONLY_S, DEPTH_NOT_LOWEST_S = 0.35, 0.07
+RETRY_AFTER_S_MAX = 30
+
+
+class TierRule(msgspec.Struct, frozen=True):
+    """What the door must know of a tier."""
+
+    # What is added to an arrival for its place in the order.
+    target_s: float
+    wait_max_s: float
+
+
+class Thresholds(msgspec.Struct, frozen=True):
+    """Rule 7. A depth of 0 stands for seconds of capacity."""
+
+    depth_highest_only: int = 0
+    depth_not_lowest: int = 0
+    rate_share: float = 0.7
+
+
+class Door:
+    """Says who comes in. What waits is read from `standings`, one for each tier."""
+
+    def __init__(
+        self,
+        tiers: Sequence[TierRule],
+        standings: Sequence[Standing],
+        *,
+        is_strict: bool = False,
+        trickle: float = 0.05,
+        thresholds: Thresholds | None = None,
+    ) -> None:
+        count = len(tiers)
+        self._tiers = tiers
+        self._is_strict = is_strict
+        self._standings = standings
+        self._trickle = trickle
+        self._thresholds = thresholds
+        # For how long after a request's arrival one of a higher tier, by number, that comes later still overtakes it.
+        self._overtaking_s = [
+            [
+                min(tier.wait_max_s, inf if is_strict else max(0.0, tier.target_s - other.target_s))
+                for other in tiers[:n]
+            ]
+            for n, tier in enumerate(tiers)
+        ]
+        # Requests a second that this process may have served, if only those of a tier and above count. By tier.
+        self.capacity = [inf] * count
+        # Rule 9: requests in a batch, as far as this process fills it.
+        self._batch = [1.0] * count
+        # Rule 8: above 0 where `standings` count those too that are being served. How long a batch takes.
+        self._batch_s = 0.0
+        self._running = [0.0] * count
+        self._served_rates = [0.0] * count
+        self._stood = [0] * count
+        self._admitted_rates = [0.0] * count
+        # Requests a second that come, also those that are refused.
+        self.rates = [0.0] * count
+        self.trust = [1.0] * count
+        self._rooms = [inf] * count
+        # Rule 3: how much of the own tier may be ahead of a request.
+        self._allowed = [inf] * count
+        # What those are told who are refused before the next count: the same for all of a tier.
+        self._refusals: list[Shed | None] = [None] * count
+        self._recount_at = -inf
+        self._is_known = False
+        # Since the last tick: those that came.
+        self._came = [0] * count
+        self._admitted = [0] * count
+        self._guard_at = -inf
+        # Rule 5: how often a wait was seen, and the shortest, since the last look.
+        self._seen = [0] * count
+        self._shortest = [inf] * count
+        # How long those waited who got a slot, lately.
+        self._waits = [0.0] * count
+        # For metrics.
+        self.shed = [0] * count
+
+    def __repr__(self) -> str:
+        return f"<Door capacity={self.capacity} rooms={self._rooms} trust={self.trust}>"
+
+    def refusal(self, tier: int, owner: str, now: float) -> Shed | None:
+        """Let a request in, or say why not."""
+        refusal = self.refusal_if_full(tier, owner, now)
+        if refusal is None:
+            self._came[tier] += 1
+            self._admitted[tier] += 1
+            rooms = self._rooms
+            for behind in range(tier, len(rooms)):
+                rooms[behind] -= 1
+        return refusal
+
+    def refusal_if_full(self, tier: int, owner: str, now: float) -> Shed | None:
+        """Why a request would be refused; None leaves the decision for later: then it is asked for again."""
+        if now >= self._recount_at:
+            self._recount(now)
+        if self._rooms[tier] > 0 or not self._is_known:
+            return None
+        if self._thresholds is None:
+            standing = self._standings[tier]
+            own = standing.of(owner)
+            if (own + 1) * (standing.owners + (own == 0)) < self._allowed[tier]:
+                return None
+        self._came[tier] += 1
+        self.shed[tier] += 1
+        refusal = self._refusals[tier]
+        if refusal is None:
+            refusal = self._refusals[tier] = too_long(self.predicted_wait_s(tier))
+        return refusal
+
+    def refusal_if_late(self, tier: int, seconds: float) -> Shed | None:
+        """Why a request that has so many seconds until its deadline is not let in; it would not be served by then."""
+        if self._thresholds is not None or not self._is_known:
+            return None
+        wait_s = self.predicted_wait_s(tier)
+        return too_long(wait_s) if wait_s > seconds else None
+
+    def predicted_wait_s(self, tier: int) -> float:
+        """How long a request of this tier would wait for a slot, by all that waits now."""
+        capacity = self.capacity[tier] * self.trust[tier]
+        if not self._is_known or capacity <= 0.0:
+            return inf if self._is_known else 0.0
+        return (self._ahead(tier) + self._overtaking(tier)) / capacity
+
+    def learn(
+        self, capacity: Sequence[float], batch: Sequence[float], standings: Sequence[Standing], batch_s: float = 0.0
+    ) -> None:
+        """What can be served, and is in a batch, by tier; where it waits. Rule 4: once the first batches were seen.
+
+        With `batch_s`, the standings count those too that are being served, for so long each.
+        """
+        self.capacity, self._batch = list(capacity), list(batch)
+        self._standings = standings
+        self._batch_s = batch_s
+        self._is_known = True
+
+    def forget(self) -> None:
+        """Nothing is known of the capacity any more."""
+        self._is_known = False
+
+    def tick(self, seconds: float, now: float) -> None:
+        """Work out the rates of the last `seconds`, and how far the estimate is to be trusted."""
+        for tier, came in enumerate(self._came):
+            self.rates[tier] += RATE_WEIGHT * (came / seconds - self.rates[tier])
+            self._came[tier] = 0
+            stands = self._standings[tier].waiting
+            served = max(0, self._admitted[tier] - (stands - self._stood[tier]))
+            self._admitted_rates[tier] += RATE_WEIGHT * (self._admitted[tier] / seconds - self._admitted_rates[tier])
+            self._served_rates[tier] += RATE_WEIGHT * (served / seconds - self._served_rates[tier])
+            self._admitted[tier], self._stood[tier] = 0, stands
+        if now >= self._guard_at:
+            self._guard_at = now + GUARD_S
+            self._guard()
+
+    def waited(self, tier: int, seconds: float) -> None:
+        """A request of this tier has got its slot after so long. A sample is enough."""
+        self._seen[tier] += 1
+        self._shortest[tier] = min(self._shortest[tier], seconds)
+        self._waits[tier] += WAIT_WEIGHT * (seconds - self._waits[tier])
+
+    def _guard(self) -> None:
+        for tier, rule in enumerate(self._tiers):
+            is_late = self._seen[tier] >= GUARD_SEEN_MIN and self._shortest[tier] > rule.wait_max_s
+            trust = self.trust[tier]
+            self.trust[tier] = max(TRUST_MIN, trust * TRUST_FALLS) if is_late else min(1.0, trust + TRUST_GROWS)
+            if not self._seen[tier]:
+                self._waits[tier] = 0.0
+            self._seen[tier], self._shortest[tier] = 0, inf
+
+    def _recount(self, now: float) -> None:
+        self._recount_at = now + RECOUNT_S
+        if not self._is_known:
+            return
+        self._refusals = [None] * len(self._tiers)
+        if self._batch_s:
+            self._running = self._count_running()
+        if self._thresholds is not None:
+            self._rooms = self._rooms_by_threshold(self._thresholds)
+            return
+        last = len(self._tiers) - 1
+        for tier, rule in enumerate(self._tiers):
+            served = max(self.capacity[tier] * self.trust[tier] * rule.wait_max_s, self._batch[tier])
+            waiting = self._waiting(tier)
+            allowed = served - self._overtaking(tier) - (self._ahead(tier) - waiting)
+            if tier == last:
+                allowed = max(allowed, served * self._trickle)
+            self._allowed[tier] = allowed
+            self._rooms[tier] = allowed - waiting
+
+    def _rooms_by_threshold(self, thresholds: Thresholds) -> list[float]:
+        capacity = self.capacity[-1]
+        depth = sum(map(self._waiting, range(len(self._tiers))))
+        highest_only = thresholds.depth_highest_only or DEPTH_HIGHEST_ONLY_S * capacity
+        not_lowest = thresholds.depth_not_lowest or DEPTH_NOT_LOWEST_S * capacity
+        rooms = [inf] + [highest_only - depth] * (len(self._tiers) - 1)
+        if len(rooms) > 1:
+            is_too_fast = sum(self._admitted_rates) > thresholds.rate_share * capacity
+            rooms[-1] = 0.0 if is_too_fast else min(rooms[-1], not_lowest - depth)
+        return rooms
+
+    def _count_running(self) -> list[float]:
+        """Rule 8."""
+        stand = [float(standing.waiting) for standing in self._standings]
+        most = self.capacity[-1] * self._batch_s
+        if sum(stand) <= most:
+            return stand
+        mix = self._served_rates if sum(self._served_rates) > 0.0 else stand
+        whole = sum(mix)
+        return [most * part / whole for part in mix]
+
+    def _waiting(self, tier: int) -> float:
+        stands = self._standings[tier].waiting
+        return max(0.0, stands - self._running[tier]) if self._batch_s else stands
+
+    def _ahead(self, tier: int) -> float:
+        """What is served before a request of this tier that comes now: of lower tiers what has waited long enough."""
+        ahead = sum(map(self._waiting, range(tier + 1)))
+        if not self._is_strict:
+            for lower in range(tier + 1, len(self._tiers)):
+                head_start_s = self._tiers[lower].target_s - self._tiers[tier].target_s
+                if (wait_s := self._waits[lower]) > head_start_s:
+                    ahead += self._waiting(lower) * (1.0 - head_start_s / wait_s)
+        return ahead
+
+    def _overtaking(self, tier: int) -> float:
+        """What comes later, within the longest wait of this tier, and is served before."""
+        return sum(
+            rate * seconds for rate, seconds in zip(self._admitted_rates, self._overtaking_s[tier], strict=False)
+        )
+
+
+def too_long(wait_s: float) -> Shed:
+    """What is told to whoever would wait so long."""
+    retry_after_s = RETRY_AFTER_S_MAX if wait_s == inf else min(RETRY_AFTER_S_MAX, max(1, ceil(wait_s)))
+    return Shed(
+        "more comes in than can be served in time; try again after the time in Retry-After, or submit a task",
+        retry_after_s=retry_after_s,
+        predicted_wait_ms=None if wait_s == inf else round(wait_s * 1000),
+    )
+
+
+def pressure(rates: Sequence[float], capacity: float, utilization_target: float) -> float:
+    """How much comes in, as a share of what should: 1 at the target."""
+    return 0.0 if capacity == inf else sum(rates) / max(capacity * utilization_target, 1e-9)

@@ -1,0 +1,86 @@
+"""The doors of a process, which shed: made as it is configured, one for each model, and told what can be served."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+
+from carpool.admission.shedding import Door, Thresholds, TierRule
+from carpool.core.ports import Standing
+from carpool.core.request import Request
+from carpool.service import ModelService
+from carpool.settings import Settings
+
+# Who waits of a model and a tier.
+FindStanding = Callable[[str, int], Standing]
+# How often a door learns what can be served.
+DOOR_TICK_S = 0.1
+
+
+def make_doors(settings: Settings, models: Iterable[str], standing: FindStanding) -> dict[str, Door]:
+    """A door for each model; none where nobody is shed."""
+    shedding = settings.shedding
+    if shedding.mode == "off":
+        return {}
+    rules = [TierRule(tier.target_ms / 1000, tier.wait_max_ms / 1000) for tier in settings.tiers]
+    thresholds = None
+    if shedding.mode == "thresholds":
+        thresholds = Thresholds(shedding.depth_highest_only, shedding.depth_not_lowest, shedding.rate_share)
+    return {
+        model: Door(
+            rules,
+            standings_of(standing, model, len(rules)),
+            is_strict=settings.broker.order == "strict",
+            trickle=settings.broker.trickle,
+            thresholds=thresholds,
+        )
+        for model in models
+    }
+
+
+def standings_of(standing: FindStanding, model: str, tiers: int) -> list[Standing]:
+    """Who waits of a model, by tier."""
+    return [standing(model, tier) for tier in range(tiers)]
+
+
+def let_see(door: Door, services: Iterable[ModelService]) -> None:
+    """Let a door see how long requests waited that get a slot of this process."""
+    for service in services:
+        service.loop.sampled = partial(sample, door)
+
+
+def sample(door: Door, request: Request) -> None:
+    """One that has got its slot. Nobody waits on the line for a task."""
+    if not request.is_task:
+        door.waited(request.tier, request.taken - request.arrived)
+
+
+def learn_own(door: Door, service: ModelService, standings: Sequence[Standing]) -> None:
+    """What the endpoints of this process can serve."""
+    if service.loop.is_capacity_known():
+        count = len(standings)
+        door.learn([service.capacity_rps()] * count, [service.loop.busy_size] * count, standings)
+
+
+def learn_share(
+    door: Door,
+    capacity: float,
+    batch: float,
+    others: Sequence[float],
+    standings: Sequence[Standing],
+    batch_s: float,
+) -> None:
+    """What a gateway may have of what the whole fleet can serve. `others`: requests a second, by tier, elsewhere.
+
+    What the others do not want of a tier and those above it is free; where they want it all, everybody has a share by
+    what comes to it. So much of a low tier elsewhere takes nothing from a higher tier here.
+    """
+    shares: list[float] = []
+    for own, elsewhere in zip(accumulate(door.rates), accumulate(others), strict=True):
+        share = own / (own + elsewhere) if own else 0.0
+        shares.append(max(capacity * share, capacity - elsewhere))
+    door.learn(shares, [batch * share / capacity for share in shares], standings, batch_s)
+
+
+def wanted(doors: Mapping[str, Door]) -> dict[str, tuple[float, ...]]:
+    """Requests a second that come, by model and tier; for the others to know."""
+    return {model: tuple(door.rates) for model, door in doors.items()}

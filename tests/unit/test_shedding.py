@@ -1,0 +1,320 @@
+"""The door: who would wait too long is refused."""
+
+from math import inf
+from random import Random
+
+import msgspec
+import pytest
+
+from carpool.admission.shedding import GUARD_S, RECOUNT_S, Door, Thresholds, TierRule, pressure
+from carpool.core.errors import Shed
+
+TIERS = [TierRule(0.05, 1.0), TierRule(0.15, 0.5), TierRule(0.5, 0.25)]
+ENTERPRISE, PAID, FREE = range(3)
+
+
+class Stands(msgspec.Struct):
+    """Who waits, as a test says."""
+
+    waiting: int = 0
+    by_owner: dict[str, int] = {}
+
+    @property
+    def cost(self) -> float:
+        return self.waiting
+
+    @property
+    def owners(self) -> int:
+        return len(self.by_owner)
+
+    def of(self, owner: str) -> int:
+        return self.by_owner.get(owner, 0)
+
+    def set(self, **by_owner: int) -> None:
+        self.by_owner, self.waiting = by_owner, sum(by_owner.values())
+
+
+class Scene:
+    """A door over tiers whose waiting the test sets. Capacity is 1,000/s in batches of 8 unless it says otherwise."""
+
+    def __init__(self, capacity: float = 1000.0, thresholds: Thresholds | None = None, trickle: float = 0.05) -> None:
+        self.stands = [Stands() for _ in TIERS]
+        self.door = Door(TIERS, self.stands, thresholds=thresholds, trickle=trickle)
+        self.now = 100.0
+        self.learn(capacity)
+
+    def learn(self, capacity: float, batch_s: float = 0.0, batch: float = 8.0) -> None:
+        self.door.learn([capacity] * 3, [batch] * 3, self.stands, batch_s)
+
+    def ask(self, tier: int, owner: str = "somebody") -> Shed | None:
+        self.now += RECOUNT_S
+        return self.door.refusal(tier, owner, self.now)
+
+
+def test_nobody_is_refused_before_the_capacity_is_known() -> None:
+    stands = [Stands(waiting=10**6) for _ in TIERS]
+    door = Door(TIERS, stands)
+    assert all(door.refusal(tier, "a", 1.0) is None for tier in range(3))
+    assert door.predicted_wait_s(FREE) == 0.0
+
+
+def test_who_would_wait_longer_than_its_tier_may_is_refused() -> None:
+    scene = Scene()
+    scene.stands[FREE].set(somebody=249)
+    assert scene.ask(FREE) is None
+    scene.stands[FREE].set(somebody=250)
+    refusal = scene.ask(FREE)
+    assert refusal is not None
+    assert refusal.predicted_wait_ms == 250
+    assert refusal.retry_after_s == 1
+
+
+def test_the_lowest_tier_goes_first_then_the_next() -> None:
+    scene = Scene()
+    scene.stands[FREE].set(somebody=400)
+    assert [scene.ask(tier) is None for tier in range(3)] == [True, True, False]
+    scene.stands[PAID].set(somebody=600)
+    assert [scene.ask(tier) is None for tier in range(3)] == [True, False, False]
+    scene.stands[ENTERPRISE].set(somebody=1001)
+    assert [scene.ask(tier) is None for tier in range(3)] == [False, False, False]
+
+
+def test_admissions_between_two_counts_take_places() -> None:
+    scene = Scene()
+    scene.stands[PAID].set(somebody=100)
+    scene.stands[FREE].set(**{f"owner{number}": 1 for number in range(140)})
+    scene.ask(ENTERPRISE)
+    admitted = 0
+    while scene.door.refusal(FREE, f"another{admitted}", scene.now) is None:
+        admitted += 1
+        scene.stands[FREE].by_owner[f"another{admitted}"] = 1
+    assert admitted == 9  # with enterprise's ten: 250 may be ahead
+    assert scene.door.refusal(PAID, "somebody", scene.now) is None
+
+
+def test_what_overtakes_counts() -> None:
+    """While enterprise and paid have 600/s, a free request has 400/s left."""
+    scene = Scene()
+    for _ in range(60):
+        for tier, count in ((ENTERPRISE, 10), (PAID, 50)):
+            for _ in range(count):
+                scene.ask(tier)
+        scene.door.tick(0.1, scene.now)
+    scene.stands[FREE].set(somebody=95)
+    assert scene.ask(FREE) is None
+    scene.stands[FREE].set(somebody=105)
+    assert scene.ask(FREE) is not None
+
+
+def test_the_lowest_tier_has_room_for_a_trickle() -> None:
+    scene = Scene()
+    scene.stands[PAID].set(somebody=450)
+    scene.stands[FREE].set(somebody=12)
+    assert scene.ask(FREE) is None  # 5 % of 250
+    scene.stands[FREE].set(somebody=13)
+    assert scene.ask(FREE) is not None
+    without = Scene(trickle=0.0)
+    without.stands[PAID].set(somebody=450)
+    assert without.ask(FREE) is not None
+
+
+def test_an_owner_with_little_comes_in_beside_one_with_much() -> None:
+    scene = Scene()
+    scene.stands[FREE].set(flood=400)
+    assert scene.ask(FREE, "flood") is not None
+    assert scene.ask(FREE, "other") is None
+    scene.stands[FREE].set(flood=400, other=130)
+    assert scene.ask(FREE, "other") is not None, "its own wait is too long now"
+
+
+def test_many_owners_are_as_bad_as_one() -> None:
+    scene = Scene()
+    scene.stands[FREE].set(**{f"owner{number}": 1 for number in range(260)})
+    assert scene.ask(FREE, "another") is not None
+
+
+def test_one_batch_may_always_wait() -> None:
+    """A slow model: a batch of 8 takes 10 s. The slot that becomes free must find a full one."""
+    scene = Scene(capacity=0.8)
+    scene.stands[FREE].set(somebody=7)
+    assert scene.ask(FREE) is None
+    scene.stands[FREE].set(somebody=8)
+    assert scene.ask(FREE) is not None
+
+
+def test_less_capacity_closes_the_door_and_more_opens_it() -> None:
+    scene = Scene()
+    scene.stands[FREE].set(somebody=200)
+    assert scene.ask(FREE) is None
+    scene.learn(500.0)
+    assert scene.ask(FREE) is not None
+    scene.learn(1000.0)
+    assert scene.ask(FREE) is None
+    scene.learn(0.0)
+    refusal = scene.ask(FREE)
+    assert refusal is not None
+    assert refusal.retry_after_s == 30
+    scene.door.forget()
+    assert scene.ask(FREE) is None
+
+
+def test_a_deadline_of_its_own() -> None:
+    scene = Scene()
+    scene.stands[ENTERPRISE].set(somebody=100)
+    assert scene.door.refusal_if_late(ENTERPRISE, 0.2) is None
+    refusal = scene.door.refusal_if_late(ENTERPRISE, 0.05)
+    assert refusal is not None
+    assert refusal.predicted_wait_ms == 100
+
+
+def test_the_guard_trusts_less_while_even_the_shortest_wait_is_too_long() -> None:
+    scene = Scene()
+
+    def look(wait_s: float, times: int = 10) -> float:
+        for _ in range(times):
+            scene.door.waited(FREE, wait_s)
+        scene.now += GUARD_S
+        scene.door.tick(GUARD_S, scene.now)
+        return scene.door.trust[FREE]
+
+    look(0.1)
+    assert look(0.1) == 1.0
+    assert look(0.6, times=2) == 1.0, "two are too few to say"
+    for _ in range(10):
+        trust = look(0.6)
+    assert trust < 0.15
+    scene.stands[FREE].set(somebody=60)
+    assert scene.ask(FREE) is not None
+    assert scene.ask(PAID) is None, "the other tiers waited as they should"
+    for _ in range(20):
+        trust = look(0.1)
+    assert trust == 1.0
+
+
+def test_over_redis_those_that_are_served_do_not_wait() -> None:
+    """Slots have 200 at once. Of 300 that stand, 100 wait."""
+    scene = Scene()
+    scene.learn(1000.0, batch_s=0.2)
+    scene.stands[FREE].set(somebody=200)
+    scene.ask(FREE)
+    assert scene.door.predicted_wait_s(FREE) == 0.0
+    scene.stands[FREE].set(somebody=300)
+    scene.ask(FREE)
+    assert scene.door.predicted_wait_s(FREE) == pytest.approx(0.1)
+
+
+class TestThresholds:
+    def test_depth(self) -> None:
+        scene = Scene(thresholds=Thresholds())
+        scene.stands[FREE].set(somebody=69)
+        assert [scene.ask(tier) is None for tier in range(3)] == [True, True, True]
+        scene.stands[FREE].set(somebody=71)
+        assert [scene.ask(tier) is None for tier in range(3)] == [True, True, False]
+        scene.stands[FREE].set(somebody=351)
+        assert [scene.ask(tier) is None for tier in range(3)] == [True, False, False]
+
+    def test_plain_numbers(self) -> None:
+        scene = Scene(thresholds=Thresholds(depth_highest_only=20, depth_not_lowest=10))
+        scene.stands[PAID].set(somebody=15)
+        assert [scene.ask(tier) is None for tier in range(3)] == [True, True, False]
+        scene.stands[PAID].set(somebody=25)
+        assert [scene.ask(tier) is None for tier in range(3)] == [True, False, False]
+
+    def test_rate(self) -> None:
+        scene = Scene(thresholds=Thresholds())
+        for _ in range(60):
+            for _ in range(80):
+                scene.ask(PAID)
+            scene.door.tick(0.1, scene.now)
+        assert [scene.ask(tier) is None for tier in range(3)] == [True, True, False]
+
+
+def test_pressure_is_1_at_the_target() -> None:
+    assert pressure([10.0, 20.0, 45.0], 100.0, 0.75) == pytest.approx(1.0)
+    assert pressure([10.0], inf, 0.75) == 0.0
+
+
+# What comes at the very start of an overload meets a door that has seen nothing of it.
+SETTLED_S = 2.0
+
+
+class Simulation:
+    """Slots that take the best batch there is, by virtual deadline, and a door before them. On no clock but its own."""
+
+    def __init__(self, *, slots: int, batch: int, batch_s: float, does_door_know: float = 1.0) -> None:
+        self.batch, self.batch_s = batch, batch_s
+        self.capacity = slots * batch / batch_s
+        self.free_at = [0.0] * slots
+        self.lines: list[list[float]] = [[], [], []]
+        self.stands = [Stands() for _ in TIERS]
+        self.door = Door(TIERS, self.stands)
+        self.door.learn([self.capacity * does_door_know] * 3, [batch] * 3, self.stands)
+        self.waits: list[list[float]] = [[], [], []]
+        self.served = 0
+
+    def run(self, rates: list[float], seconds: float) -> "Simulation":
+        random, now, step = Random(7), 0.0, 0.001
+        next_tick = 0.1
+        while now < seconds:
+            now += step
+            for tier, rate in enumerate(rates):
+                for _ in range(int(rate * step) + (random.random() < (rate * step) % 1)):
+                    if self.door.refusal(tier, "somebody", now) is None:
+                        self.lines[tier].append(now)
+            for slot, free_at in enumerate(self.free_at):
+                if free_at <= now:
+                    batch_s = self.batch_s * random.uniform(0.9, 1.1)
+                    self.free_at[slot] = now + batch_s if self.send(now) else now
+            for tier, line in enumerate(self.lines):
+                self.stands[tier].set(somebody=len(line))
+            if now >= next_tick:
+                next_tick += 0.1
+                self.door.tick(0.1, now)
+        return self
+
+    def send(self, now: float) -> int:
+        sent = 0
+        while sent < self.batch and any(self.lines):
+            places = [line[0] + rule.target_s if line else inf for line, rule in zip(self.lines, TIERS, strict=True)]
+            tier = places.index(min(places))
+            waited = now - self.lines[tier].pop(0)
+            self.served += 1
+            if now > SETTLED_S:
+                self.waits[tier].append(waited)
+            sent += 1
+            if sent == self.batch or not any(self.lines):
+                self.door.waited(tier, waited)
+        return sent
+
+    def p99(self, tier: int) -> float:
+        waits = sorted(self.waits[tier])
+        return waits[int(len(waits) * 0.99)]
+
+
+@pytest.mark.parametrize(
+    ("times", "waits"),
+    [
+        (2.0, (0.12, 0.14, 0.4)),
+        # Enterprise and paid alone are three times the capacity: free has its trickle, in its order.
+        (10.0, (0.55, 0.65, 1.1)),
+    ],
+)
+def test_overload_of_three_tiers(times: float, waits: tuple[float, float, float]) -> None:
+    """32 slots; 5 % enterprise, 25 % paid, 70 % free at twice and ten times the capacity."""
+    scene = Simulation(slots=32, batch=8, batch_s=0.2)
+    offered = scene.capacity * times
+    scene.run([0.05 * offered, 0.25 * offered, 0.7 * offered], 12.0)
+    assert scene.served > 0.97 * scene.capacity * 12
+    assert scene.door.shed[ENTERPRISE] == 0
+    assert [scene.p99(tier) <= most for tier, most in enumerate(waits)] == [True] * 3, [*map(scene.p99, range(3))]
+    assert len(scene.waits[FREE]) > 0.005 * scene.served
+
+
+@pytest.mark.parametrize("wrong", [0.5, 3.0])
+def test_a_wrong_estimate_does_not_ruin_it(wrong: float) -> None:
+    """The door believes in half, or three times, what there is: the guard catches the latter."""
+    scene = Simulation(slots=32, batch=8, batch_s=0.2, does_door_know=wrong)
+    scene.run([0.0, 0.0, 2.0 * scene.capacity], 20.0)
+    assert scene.served > 0.95 * scene.capacity * 20
+    late = sorted(scene.waits[FREE][len(scene.waits[FREE]) // 2 :])
+    assert late[int(len(late) * 0.5)] < 0.4
