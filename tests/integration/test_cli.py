@@ -65,7 +65,7 @@ def test_config_prints_what_is_in_effect(tmp_path: Path) -> None:
         cwd=tmp_path,
         CARPOOL_GATEWAY_PORT="2",
         CARPOOL_BATCHING_POLICY="fixed",
-        CARPOOL_GATEWAY_ADMIN_TOKEN="hunter2",
+        CARPOOL_SERVICE_TOKEN="hunter2",
     )
     assert (done.returncode, done.stderr) == (0, "")
     shown = tomllib.loads(done.stdout)
@@ -77,7 +77,7 @@ def test_config_prints_what_is_in_effect(tmp_path: Path) -> None:
     assert "hunter2" not in done.stdout
 
     (tmp_path / "again.toml").write_text(done.stdout)
-    again = carpool("config", "--config", "again.toml", cwd=tmp_path, CARPOOL_GATEWAY_ADMIN_TOKEN="hunter2")
+    again = carpool("config", "--config", "again.toml", cwd=tmp_path, CARPOOL_SERVICE_TOKEN="hunter2")
     assert again.stdout == done.stdout
 
 
@@ -92,7 +92,7 @@ def test_config_prints_what_is_in_effect(tmp_path: Path) -> None:
             ["serve", "--upstream", "gpu:9000"],
             ["upstream.endpoints (flag --upstream)", "http://host:9000/path"],
         ),
-        (["serve", "--upstream", "sim:", "--admin-host", "0.0.0.0"], ["gateway.admin_token"]),
+        (["serve", "--upstream", "sim:", "--admin-host", "0.0.0.0"], ["service.token"]),
         (["serve", "--upstream", "sim:", "--tls-cert", "x"], ["gateway.tls_cert (flag --tls-cert)"]),
         (["serve", "--config", "absent.toml"], ["absent.toml"]),
         (["serve", "--prot", "1"], ["--prot", "--port", "carpool serve --help"]),

@@ -188,14 +188,14 @@ async def test_letters_and_replayed_tasks_survive_a_kill(tmp_path: Path, upstrea
 
 
 async def test_with_a_token(tmp_path: Path, upstream: ScriptedUpstream) -> None:
-    async with running_gateway(tmp_path, upstream.url, settings={"gateway.admin_token": TOKEN}) as gateway:
+    async with running_gateway(tmp_path, upstream.url, settings={"service.token": TOKEN}) as gateway:
         where = ("--admin", f"http://127.0.0.1:{gateway.admin_port}")
         refused = await run_dlq("list", *where)
         assert (refused.returncode, refused.stdout) == (1, "")
-        assert "--token or CARPOOL_GATEWAY_ADMIN_TOKEN" in refused.stderr and refused.stderr.count("\n") == 1
+        assert "CARPOOL_SERVICE_TOKEN or --token" in refused.stderr and refused.stderr.count("\n") == 1
         assert (await run_dlq("list", *where, "--token", "wrong")).returncode == 1
         assert (await run_dlq("list", *where, "--token", TOKEN)).stdout == "no dead letters\n"
-        assert (await run_dlq("list", *where, CARPOOL_GATEWAY_ADMIN_TOKEN=TOKEN)).returncode == 0
+        assert (await run_dlq("list", *where, CARPOOL_SERVICE_TOKEN=f"{TOKEN},older")).returncode == 0
         # The clients' port knows nothing of it.
         done = await run_dlq("list", "--admin", f"http://127.0.0.1:{gateway.port}")
         assert done.returncode == 1

@@ -502,7 +502,7 @@ def test_health_and_ready(gateway: GatewayProcess) -> None:
 
 
 def test_not_ready_without_an_upstream(tmp_path: Path) -> None:
-    with serving(tmp_path, "http://127.0.0.1:9/infer", settings={"gateway.admin_token": "hunter2"}) as gateway:
+    with serving(tmp_path, "http://127.0.0.1:9/infer", settings={"service.token": "hunter2"}) as gateway:
         port, token = gateway.admin_port, "Authorization: Bearer hunter2"
         response = ask(port, "GET", "/internal/ready", b"", token)
         assert (response.status, response.json["ready"]) == (503, False)

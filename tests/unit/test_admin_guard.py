@@ -7,7 +7,7 @@ from carpool.face.http.admin_guard import AdminGuard, name_in
 
 LOCAL = AdminGuard()
 NAMED = AdminGuard(hosts=["Carpool.internal."])
-OPEN = AdminGuard(token="secret", is_loopback=False)
+OPEN = AdminGuard(tokens=["secret", "older"], is_loopback=False)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8001", "127.9.9.9", "localhost", "LocalHost:8001", "[::1]:8001", "[::1]"])
@@ -70,6 +70,11 @@ def test_its_own_page_may_change_things() -> None:
 def test_the_token_is_wanted_after_that() -> None:
     assert isinstance(OPEN.refusal(b"GET", {b"host": b"10.1.2.3"}), Unauthorized)
     assert isinstance(OPEN.refusal(b"GET", {b"host": b"10.1.2.3", b"authorization": b"Bearer wrong"}), Unauthorized)
+
+
+@pytest.mark.parametrize("token", [b"secret", b"older"])
+def test_each_token_is_valid(token: bytes) -> None:
+    assert OPEN.refusal(b"GET", {b"host": b"10.1.2.3", b"authorization": b"Bearer " + token}) is None
 
 
 def test_names() -> None:

@@ -259,7 +259,7 @@ class TestRefusals:
 
 
 class TestSecrets:
-    TOKEN = {"CARPOOL_GATEWAY_ADMIN_TOKEN": "hunter2"}
+    TOKEN = {"CARPOOL_SERVICE_TOKEN": "hunter2,hunter1"}
 
     @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
     def test_loopback_needs_no_token(self, host: str) -> None:
@@ -268,14 +268,15 @@ class TestSecrets:
     @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.1", "gateway.local"])
     def test_any_other_admin_host_needs_one(self, host: str) -> None:
         text = refusal({"gateway.admin_host": host})
-        assert "gateway.admin_host (flag --admin-host)" in text and "gateway.admin_token" in text
-        assert load({"gateway.admin_host": host}, self.TOKEN).gateway.admin_token == "hunter2"
+        assert "gateway.admin_host (flag --admin-host)" in text and "service.token" in text
+        assert load({"gateway.admin_host": host}, self.TOKEN).service.token == ["hunter2", "hunter1"]
 
     def test_a_secret_is_never_shown(self) -> None:
         assert "hunter" not in dump_toml(load(env=self.TOKEN))
-        assert '# admin_token = "***"' in dump_toml(load(env=self.TOKEN))
-        assert "hunter" not in refusal(env={"CARPOOL_GATEWAY_ADMIN_TOKEN": "hunter two"})
-        assert "12345" not in refusal(toml="[gateway]\nadmin_token = 12345")
+        assert '# token = "***"' in dump_toml(load(env=self.TOKEN))
+        assert "hunter" not in repr(load(env=self.TOKEN))
+        assert "hunter" not in refusal(env={"CARPOOL_SERVICE_TOKEN": "hunter two"})
+        assert "12345" not in refusal(toml="[service]\ntoken = 12345")
 
     @pytest.mark.parametrize("toml", ["'http://me:hunter2@gpu/x'", "['http://me:hunter2@gpu/x']"])
     def test_neither_is_a_password_in_an_endpoint(self, toml: str) -> None:

@@ -33,7 +33,7 @@ dlq = typer.Typer(
 Admin = Annotated[str, typer.Option(metavar="URL", help="The gateway's admin port.")]
 Token = Annotated[
     str,
-    typer.Option(metavar="TOKEN", envvar="CARPOOL_GATEWAY_ADMIN_TOKEN", help="Its token, if it asks for one."),
+    typer.Option(metavar="TOKEN", envvar="CARPOOL_SERVICE_TOKEN", help="A service token, if it asks for one."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the gateway's answer as JSON.")]
 LetterId = Annotated[int, typer.Argument(metavar="ID", min=1, help="The number that `list` shows.")]
@@ -163,6 +163,7 @@ class Gateway:
             port = parts.port
         except ValueError:
             parts, port = urlsplit(""), None
+        token = next((each.strip() for each in token.split(",") if each.strip()), "")  # of several, the newest is first
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
             leave(f"--admin {printable(url)} is not a URL such as {DEFAULT_ADMIN}", EXIT_BAD_OPTION)
         if not (token.isascii() and token.isprintable()):
@@ -186,7 +187,7 @@ class Gateway:
         except (ValueError, TypeError, KeyError):
             self._stranger()
         if status == 401:
-            detail = "the gateway asks for a token; give it with --token or CARPOOL_GATEWAY_ADMIN_TOKEN"
+            detail = "the gateway asks for a token; give it with CARPOOL_SERVICE_TOKEN or --token"
         return leave(printable(detail), EXIT_BAD_OPTION if status == 400 else EXIT_FAILED)
 
     def _exchange(self, method: str, target: str) -> tuple[int, bytes]:

@@ -77,10 +77,10 @@ class Process(ABC):
 
     async def listen_for_operators(self, dead_letters: DeadLetterDesk) -> None:
         """Serve the admin port."""
-        gateway = self.ground.settings.gateway
+        gateway, service = self.ground.settings.gateway, self.ground.settings.service
         routes = AdminRoutes(
             guard=AdminGuard(
-                token=gateway.admin_token, hosts=gateway.admin_hosts, is_loopback=is_loopback(gateway.admin_host)
+                tokens=service.token, hosts=gateway.admin_hosts, is_loopback=is_loopback(gateway.admin_host)
             ),
             snapshot=self.snapshot,
             ready=self.check_ready,

@@ -65,6 +65,7 @@ def check_together(settings: Settings, where: Where) -> None:
     if settings.tasks.journal and not settings.tasks.data_dir:
         raise ConfigError(f"{where('tasks.data_dir')} must name a directory while tasks.journal is true")
     _check_gateway(settings.gateway, where)
+    _check_service(settings, where)
     _check_broker(settings.broker, where)
     _check_processes(settings, where)
     _check_models(settings, where)
@@ -76,14 +77,18 @@ def check_name(name: str, where: str) -> None:
         raise ConfigError(f"{where} must be 1 to 128 letters, digits or . _ : / -, not {shown(name)}")
 
 
-def _check_gateway(gateway: GatewaySettings, where: Where) -> None:
-    if gateway.admin_token and not _TOKEN.fullmatch(gateway.admin_token):
-        raise ConfigError(f"{where('gateway.admin_token')} must be printable ASCII without spaces")
-    if not gateway.admin_token and not is_loopback(gateway.admin_host):
+def _check_service(settings: Settings, where: Where) -> None:
+    tokens = settings.service.token
+    if not all(_TOKEN.fullmatch(token) for token in tokens):
+        raise ConfigError(f"{where('service.token')} must have tokens of printable ASCII without spaces")
+    if not tokens and not is_loopback(settings.gateway.admin_host):
         raise ConfigError(
-            f"{where('gateway.admin_host')} is not loopback: that needs gateway.admin_token "
-            "(CARPOOL_GATEWAY_ADMIN_TOKEN), which callers of the admin port must then send"
+            f"{where('gateway.admin_host')} is not loopback: that needs service.token "
+            "(CARPOOL_SERVICE_TOKEN), which callers of the admin port must then send"
         )
+
+
+def _check_gateway(gateway: GatewaySettings, where: Where) -> None:
     if gateway.port and gateway.admin_port == gateway.port:
         raise ConfigError(f"{where('gateway.admin_port')} must differ from gateway.port")
     if admin_port(gateway) > 65535:

@@ -52,11 +52,8 @@ class GatewaySettings(Section, frozen=True):
 
     host: Annotated[str, doc("address to listen on")] = "127.0.0.1"
     port: Annotated[Port, doc("port for clients; 0 picks a free one")] = 8000
-    admin_host: Annotated[str, doc("address of the admin port; other than loopback needs `admin_token`")] = "127.0.0.1"
+    admin_host: Annotated[str, doc("address of the admin port; beyond loopback needs `service.token`")] = "127.0.0.1"
     admin_port: Annotated[Port | None, doc("port for health, metrics and the like; by default `port` + 1")] = None
-    admin_token: Annotated[
-        str, doc("service token that the admin port asks for (`Authorization: Bearer …`); secret", secret=True)
-    ] = ""
     admin_hosts: Annotated[
         list[str],
         doc(
@@ -367,6 +364,9 @@ class ServiceSettings(Section, frozen=True):
             secret=True,
         ),
     ] = []
+
+    def __repr__(self) -> str:
+        return f"ServiceSettings({len(self.token)} tokens)"  # they are secret
 
 
 class LimitSettings(Section, frozen=True):
