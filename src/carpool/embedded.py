@@ -9,6 +9,7 @@ from carpool.broker.dead_letters import DeadLetterBox, DeadLetterDesk
 from carpool.broker.journal import Journal
 from carpool.broker.tasks import Tasks
 from carpool.composition.batcher import BatcherHalf, make_broker
+from carpool.composition.door import watch_key_file
 from carpool.composition.gateway import GatewayHalf
 from carpool.composition.process import EXPIRY_TICK_S, Process
 from carpool.composition.shedding import DOOR_TICK_S, learn_own, let_see, make_doors, standings_of
@@ -54,6 +55,8 @@ class EmbeddedProcess(Process):
             let_see(doors[service.name], [service])
         self.gateway = GatewayHalf(ground, self.broker, self.tasks, availability, self.batcher.services, doors)
         ground.do_every(DOOR_TICK_S, self._look_at_doors)
+        if self.gateway.credentials is not None:
+            watch_key_file(ground, self.gateway.credentials)
         ground.do_every(EXPIRY_TICK_S, self.expire)
         await self.gateway.start(self.listening)
         self.port = self.gateway.port

@@ -1,11 +1,12 @@
 """Who comes in: credential → rate limit → shed → permit. Nothing past the gate is refused for load.
 
-For now there are no credentials: a caller is its address (owners.py), of the lowest tier. The permit is the broker's
+Where no credential is asked for, a caller is its address (owners.py), of the lowest tier. The permit is the broker's
 bound.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 
+from carpool.admission.credentials import Credentials
 from carpool.admission.owners import Owners
 from carpool.admission.shedding import Door
 from carpool.core.clock import Clock, monotonic
@@ -29,6 +30,7 @@ class Gate:
         trusted_proxies: Iterable[str] = (),
         doors: Mapping[str, Door] = NO_DOORS,
         clock: Clock = monotonic,
+        credentials: Credentials | None = None,
     ) -> None:
         self._broker = broker
         self._tasks = tasks
@@ -39,11 +41,15 @@ class Gate:
         self.refuse_early = door_of_all(doors, upstreams, clock)
         self._lowest_tier = lowest_tier
         self._owners = Owners(trusted_proxies)
+        # None: none is asked for.
+        self._credentials = credentials
         # Closed at the end of a drain, when nothing could be finished any more.
         self.closed = False
 
     def identify(self, headers: dict[bytes, bytes], peer: Peer) -> Caller:
-        """The caller behind a request with these headers, which came over the connection to `peer`."""
+        """The caller behind a request with these headers, which came over the connection to `peer`; raises why not."""
+        if self._credentials is not None:
+            return self._credentials.identify(headers)  # each time: the next request may have another one
         if peer.caller is not None:
             return peer.caller
         if peer.proxy is None:  # the first request of this connection

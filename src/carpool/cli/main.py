@@ -14,6 +14,7 @@ from carpool.cli import serve
 from carpool.cli.bench import bench
 from carpool.cli.dlq import dlq
 from carpool.cli.doctor import EPILOG, doctor
+from carpool.cli.keys import keys
 from carpool.cli.sim import demo, sim_gpu
 from carpool.settings import ConfigError
 from carpool.version import __version__
@@ -57,6 +58,7 @@ def carpool(
 app.command(rich_help_panel="Serving")(demo)
 serve.register(app)
 app.add_typer(dlq, rich_help_panel="Serving")
+app.add_typer(keys, rich_help_panel="Serving")
 app.command(epilog=EPILOG, rich_help_panel="Serving")(doctor)
 app.command("sim-gpu", rich_help_panel="Measuring")(sim_gpu)
 app.command(rich_help_panel="Measuring")(bench)

@@ -4,11 +4,12 @@ import asyncio
 import resource
 import socket
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from carpool.admission.gate import Gate
 from carpool.admission.shedding import Door, pressure
+from carpool.composition.door import configured_keys, make_credentials, warn_if_open, watch_token_keys
 from carpool.composition.ground import Ground
 from carpool.core.ports import Availability, RequestQueue, TaskBoard
 from carpool.core.request import Request
@@ -79,6 +80,11 @@ class GatewayHalf:
         self._queue = queue
         self._tasks = tasks
         self.doors = doors
+        self.credentials = make_credentials(settings)
+        if self.credentials is not None:
+            watch_token_keys(ground, self.credentials)
+        self._tls = tls_context(settings)
+        ground.reloads.append(self._prepare_reload)
         self.gate = Gate(
             queue,
             tasks,
@@ -87,6 +93,7 @@ class GatewayHalf:
             trusted_proxies=settings.gateway.trusted_proxies,
             doors=doors,
             clock=ground.clock,
+            credentials=self.credentials,
         )
         self.intake = Intake(
             self.gate,
@@ -110,7 +117,22 @@ class GatewayHalf:
         gateway = self._ground.settings.gateway
         for server in self.servers:
             self._ground.opened.push_async_callback(close_server, server)
-        self.port = await self.http.start(gateway.host, gateway.port, tls_context(self._ground.settings), listening)
+        self.port = await self.http.start(gateway.host, gateway.port, self._tls, listening)
+        warn_if_open(self._ground.settings)
+
+    def _prepare_reload(self, settings: Settings) -> Callable[[], None]:
+        """Let new connections get the certificate that there is now, and take the configured keys; raises OSError."""
+        gateway, tls, credentials = settings.gateway, self._tls, self.credentials
+        if tls is not None and gateway.tls_cert:
+            tls_context(settings)  # a pair that does not fit must not get half into the one in use
+
+        def change() -> None:
+            if tls is not None and gateway.tls_cert:
+                tls.load_cert_chain(gateway.tls_cert, gateway.tls_key)
+            if credentials is not None:
+                credentials.change_configured_keys(configured_keys(settings))
+
+        return change
 
     async def stop_accepting(self) -> None:
         """Say that this process leaves, and a little later accept no more connections; tasks keep nobody waiting."""

@@ -29,6 +29,8 @@ class Ground:
         self.offenders = Offenders()
         self.session = make_session()
         self.draining = False
+        # Parts that make use of new settings: each gets them ready, which may fail, and returns what makes the change.
+        self.reloads: list[Callable[[Settings], Callable[[], None]]] = []
         # How to give up what has been opened so far, the last first.
         self.opened = AsyncExitStack()
         self.opened.push_async_callback(self.session.close)

@@ -94,7 +94,8 @@ class Process(ABC):
         self.admin_port = await admin.start(gateway.admin_host, admin_port(gateway))
 
     def reload(self, load: Callable[[], Settings]) -> None:
-        """Read the configuration again: endpoints, slots and upstream timeouts change now, the rest does not.
+        """Read the configuration again. What changes now is endpoints, slots and upstream timeouts; API keys; the
+        certificate for clients. The rest does not.
 
         All that may fail is done for every model first: a fault of one changes none.
         """
@@ -105,6 +106,7 @@ class Process(ABC):
         try:
             settings = load()
             named = models_of(settings)
+            changes = [prepare(settings) for prepare in ground.reloads]
             for service in self.batcher.services:
                 if service.name in named:
                     model = named[service.name]
@@ -114,6 +116,8 @@ class Process(ABC):
                 service.fleet.give_up(endpoints)
             logger.error("the configuration was not changed: %s", " ".join(str(fault).split()))
             return
+        for change in changes:
+            change()
         changed = [service.change(model, endpoints) for service, model, endpoints in prepared]
         for section in changed_for_the_next_start(ground.settings, settings):
             logger.warning("a change of %s takes effect at the next start", section)
@@ -130,7 +134,9 @@ def changed_for_the_next_start(old: Settings, new: Settings) -> list[str]:
         models = {
             name: replace(own, endpoints=None, slots=None, timeout_s=None) for name, own in settings.models.items()
         }
-        return replace(settings, upstream=upstream, models=models)
+        has_tls = "yes" if settings.gateway.tls_cert else ""
+        gateway = replace(settings.gateway, tls_cert=has_tls, tls_key=has_tls)
+        return replace(settings, gateway=gateway, keys={}, upstream=upstream, models=models)
 
     before, after = fixed(old), fixed(new)
     return [name for name in Settings.__struct_fields__ if getattr(before, name) != getattr(after, name)]

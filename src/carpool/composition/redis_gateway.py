@@ -4,10 +4,12 @@ from functools import partial
 from math import inf
 
 from carpool.admission.shedding import pressure
+from carpool.broker.redis.fleet.api_keys import ApiKeyWatch
 from carpool.broker.redis.fleet.view import Beat
 from carpool.broker.redis.formats import Reply
 from carpool.broker.redis.gateway.queue import RedisQueue
 from carpool.composition.batcher import BatcherHalf
+from carpool.composition.door import TAKES_KEYS
 from carpool.composition.gateway import GatewayHalf
 from carpool.composition.meeting import Meeting
 from carpool.composition.shedding import (
@@ -95,6 +97,7 @@ class RedisGatewayHalf(GatewayHalf):
         self._ground.do_every(WATCH_S, self._look_at_fleet)
         self._ground.do_every(RATE_TICK_S, self._measure)
         self._ground.do_every(DOOR_TICK_S, self._look_at_doors)
+        self._watch_api_keys()
 
     def is_connected(self) -> bool:
         """Whether requests go over Redis."""
@@ -140,6 +143,15 @@ class RedisGatewayHalf(GatewayHalf):
             sent_again=self.queue.sent_again,
             late_outcomes=self.queue.parking.late_outcomes,
         )
+
+    def _watch_api_keys(self) -> None:
+        if self.credentials is None or self._ground.settings.auth.mode not in TAKES_KEYS:
+            return
+        self.credentials.expect_stored_keys()
+        watch = ApiKeyWatch(self.meeting.nodes, self.meeting.keys, self.credentials.change_stored_keys)
+        watch.start()
+        self._ground.opened.callback(watch.close)
+        self.meeting.when_nodes_change.append(watch.nodes_changed)
 
     def _look_at_fleet(self) -> None:
         registry, now = self.meeting.registry, self._ground.clock()

@@ -310,7 +310,7 @@ class Admission(Protocol):
     """Who comes in. Nothing past it is refused for load."""
 
     def identify(self, headers: dict[bytes, bytes], peer: Peer) -> Caller:
-        """The caller behind a request with these headers, which came over the connection to `peer`."""
+        """The caller behind a request with these headers, which came over the connection to `peer`; raises why not."""
         ...
 
     @property

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import CarpoolError, ClientLeft, UnknownModel
+from carpool.core.errors import CarpoolError, ClientLeft, Forbidden, UnknownModel
 from carpool.core.outcome import Outcome
 from carpool.core.ports import NO_WISHES, Admission, Caller, Peer, RequestQueue, TaskBoard, Wishes
 from carpool.core.request import Request, Waiter
@@ -106,8 +106,10 @@ class Intake:
         """Let a synchronous request in. One that is refused has its outcome, the refusal, when this returns.
 
         `parameters` are canonical JSON, or b""; `ticket` is the waiter's own. Raises Malformed if the model's protocol
-        cannot carry the input: then nobody waits.
+        cannot carry the input, Forbidden if the caller may not ask for the model: then nobody waits.
         """
+        if caller.models is not None:
+            check_model(caller.models, model.name)
         settings, tier, clock = self._settings, caller.tier, self._clock
         now = clock()
         timeout_s = settings.total_timeout_s
@@ -188,7 +190,9 @@ class Intake:
         wishes: Wishes = NO_WISHES,
         accepted: Callable[[Request, CarpoolError | None], None],
     ) -> None:
-        """Let a task in: `accepted(request, None)` once it is safe, or `accepted(request, error)`."""
+        """Let a task in: `accepted(request, None)` once it is safe, or `accepted(request, error)`. Raises as `ask`."""
+        if caller.models is not None:
+            check_model(caller.models, model.name)
         settings, tier, now = self._settings, caller.tier, self._clock()
         timeout_s = settings.task_timeout_s
         if wishes.timeout_s is not None:
@@ -242,6 +246,12 @@ class Intake:
     def find_recent(self, request_id: str) -> Request | None:
         """One of the last requests, by its id."""
         return next((request for request in self._recent if request.id == request_id), None)
+
+
+def check_model(allowed: frozenset[str], name: str) -> None:
+    """Raise Forbidden unless the model is one of these."""
+    if name not in allowed:
+        raise Forbidden(f"this credential is for {', '.join(sorted(allowed))}; name one of these models")
 
 
 class Group:

@@ -1,6 +1,6 @@
 """The configuration: what there is to set (`schema.py`), how it is read, and what each model makes of it."""
 
-from carpool.settings.checks import require_broker, require_for, require_upstream
+from carpool.settings.checks import check_name, require_broker, require_for, require_upstream
 from carpool.settings.dump import dump_toml
 from carpool.settings.errors import ConfigError
 from carpool.settings.loading import load_settings
@@ -13,6 +13,7 @@ __all__ = [
     "Settings",
     "admin_port",
     "broker_address",
+    "check_name",
     "dump_toml",
     "is_loopback",
     "load_settings",

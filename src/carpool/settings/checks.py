@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from carpool.admission.owners import parse_network
+from carpool.core.api_key import is_digest, owner_fault
 from carpool.core.names import Role, TlsFiles
 from carpool.settings.endpoints import GRPC_ENDPOINTS, PLAIN_ENDPOINTS
 from carpool.settings.errors import ConfigError, faults_at, shown
@@ -66,6 +67,8 @@ def check_together(settings: Settings, where: Where) -> None:
         raise ConfigError(f"{where('tasks.data_dir')} must name a directory while tasks.journal is true")
     _check_gateway(settings.gateway, where)
     _check_service(settings, where)
+    _check_keys(settings, where)
+    _check_tokens(settings, where)
     _check_broker(settings.broker, where)
     _check_processes(settings, where)
     _check_models(settings, where)
@@ -86,6 +89,50 @@ def _check_service(settings: Settings, where: Where) -> None:
             f"{where('gateway.admin_host')} is not loopback: that needs service.token "
             "(CARPOOL_SERVICE_TOKEN), which callers of the admin port must then send"
         )
+
+
+def _check_keys(settings: Settings, where: Where) -> None:
+    """The API keys of the configuration. What stands in place of a digest may be the key itself: it is not shown."""
+    tiers = [tier.name for tier in settings.tiers]
+    models = settings.models or {settings.model}
+    seen: dict[str, str] = {}
+    for name, key in settings.keys.items():
+        at = f"keys.{name}"
+        digest = key.sha256.lower()
+        if not is_digest(digest):
+            how = "`carpool keys create --show-toml` writes one"
+            raise ConfigError(f"{where(f'{at}.sha256')} must be a SHA-256 in hex; {how}")
+        if digest in seen:
+            raise ConfigError(f"{where(f'{at}.sha256')} is that of keys.{seen[digest]} too: one key, one table")
+        seen[digest] = name
+        if fault := owner_fault(key.owner or name):
+            raise ConfigError(f"{where(f'{at}.owner')} {fault}")
+        if key.tier and key.tier not in tiers:
+            raise ConfigError(f"{where(f'{at}.tier')} must be one of {', '.join(tiers)}, not {shown(key.tier)}")
+        for model in key.models:
+            if model not in models:
+                raise ConfigError(f"{where(f'{at}.models')} has {shown(model)}, which is not configured")
+
+
+def _check_tokens(settings: Settings, where: Where) -> None:
+    """The keys that sign tokens, read once, so that a fault shows now and not with the first request."""
+    auth = settings.auth
+    if auth.mode not in ("jwt", "both"):
+        return
+    if not auth.jwt_file:
+        raise ConfigError(f"{where('auth.mode')} needs auth.jwt_file: the keys that sign tokens")
+    # Here, so that those without tokens do not wait for its libraries.
+    from carpool.admission.tokens import ALGORITHMS, TokenKeys, TokenRules
+
+    for name in auth.jwt_algorithms:
+        if name not in ALGORITHMS:
+            raise ConfigError(f"{where('auth.jwt_algorithms')} may have {', '.join(ALGORITHMS)}, not {shown(name)}")
+    try:
+        TokenKeys(read_file(auth.jwt_file), TokenRules(auth.jwt_algorithms))
+    except (OSError, ValueError) as fault:
+        # What stands in place of a path may be the secret itself: it is not shown.
+        reason = fault.strerror if isinstance(fault, OSError) else fault
+        raise ConfigError(f"{where('auth.jwt_file')} must be a file with keys: {reason}") from None
 
 
 def _check_gateway(gateway: GatewaySettings, where: Where) -> None:

@@ -21,6 +21,8 @@ from carpool.settings.schema import KeySettings, ModelSettings, SectionT, Settin
 
 DEFAULT_FILE = Path("carpool.toml")
 FILE_VARIABLE = "CARPOOL_CONFIG"
+# For those that call a gateway: `carpool bench`.
+CLIENT_VARIABLES = frozenset({"CARPOOL_API_KEY"})
 FILE_BYTES_MAX = 1024 * 1024
 
 # Kubernetes puts such variables into every container beside a Service called `carpool` or `carpool-…`.
@@ -106,7 +108,7 @@ def _from_file(tables: Mapping[str, Any], file_name: str) -> dict[str, _Given]:
 def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
     given = {}
     for variable, text in sorted(environ.items()):
-        if not variable.startswith("CARPOOL_") or variable == FILE_VARIABLE:
+        if not variable.startswith("CARPOOL_") or variable == FILE_VARIABLE or variable in CLIENT_VARIABLES:
             continue
         if _KUBERNETES_NAME.fullmatch(variable):
             continue

@@ -20,6 +20,7 @@ evenly, they share the shards evenly.
 | `<ns>:{tag}:bell` | channel | rung when a stream without unread entries gets some: how many, place, name, model |
 | `<ns>:replies:{<gateway>}` | stream | outcomes for one gateway's parked requests |
 | `<ns>:{fleet}:gateways`, `:batchers` | hash | who lives: name → heartbeat |
+| `<ns>:{fleet}:keys`, `:keys-version` | hash, string | API keys: name → digest and terms; another text at each change |
 """
 
 from hashlib import blake2b
@@ -66,6 +67,8 @@ class Keys:
         self.fleet_slot = key_slot(fleet)
         self.gateways = fleet + b"gateways"
         self.batchers = fleet + b"batchers"
+        self.api_keys = fleet + b"keys"
+        self.api_keys_version = fleet + b"keys-version"
 
     def shard_of_task(self, task_id: str) -> Shard:
         """Where a task is kept: its id says it."""

@@ -1,0 +1,128 @@
+"""API keys in a SQLite file beside the journal: `carpool keys` writes it, the running gateway looks at it.
+
+1. The gateway never writes and holds no lock while it does not read: it looks at the file's own count of changes, a few
+   bytes, and reads the rest when that is another one. What cannot be read now is tried again at the next look, and
+   what was read last stays.
+2. Only its owner may read the file. A key itself is never in it.
+"""
+
+import logging
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from carpool.core.api_key import ApiKey, KeyStoreError, decode_keys, encode_key
+
+logger = logging.getLogger("carpool")
+
+FILE_NAME = "keys.db"
+APPLICATION_ID = 0x43504C4B  # "CPLK" in the file's header
+BUSY_S = 5.0
+# The gateway does not wait for whoever writes: it looks again soon.
+LOOK_BUSY_S = 0.05
+# Where SQLite counts the changes of a file that has no write-ahead log.
+_CHANGES_AT, _CHANGES_END = 24, 28
+_SCHEMA = "CREATE TABLE keys (name TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID"
+
+
+class KeyFile:
+    """The keys in one file. Errors leave this class as KeyStoreError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def create(self, key: ApiKey) -> bool:
+        """Keep a key; false if there is one of that name."""
+        self._make()
+        with self._opened(BUSY_S, "BEGIN IMMEDIATE") as database:
+            if not self._is_ours(database):
+                database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                database.execute(_SCHEMA)
+            added = database.execute("INSERT OR IGNORE INTO keys VALUES (?, ?)", (key.name, encode_key(key)))
+            return added.rowcount == 1
+
+    def revoke(self, name: str) -> bool:
+        """Forget a key; false if there is none of that name."""
+        if not self._path.exists():
+            return False
+        with self._opened(BUSY_S, "BEGIN IMMEDIATE") as database:
+            if not self._is_ours(database):
+                return False
+            return database.execute("DELETE FROM keys WHERE name = ?", (name,)).rowcount == 1
+
+    def all(self, busy_s: float = BUSY_S) -> list[ApiKey]:
+        """Every key, by name."""
+        if not self._path.exists():
+            return []
+        with self._opened(busy_s, "BEGIN") as database:
+            if not self._is_ours(database):
+                return []
+            return decode_keys(body for (body,) in database.execute("SELECT body FROM keys ORDER BY name"))
+
+    def version(self) -> bytes:
+        """Another one after each change; b"" while there is no file."""
+        try:
+            with self._path.open("rb") as file:
+                start = file.read(_CHANGES_END)
+                return b"%d " % os.fstat(file.fileno()).st_ino + start[_CHANGES_AT:]
+        except FileNotFoundError:
+            return b""
+        except OSError as failure:
+            raise KeyStoreError(f"{self._path}: {failure.strerror}") from None
+
+    def _make(self) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Before SQLite opens it, so that nobody else ever may.
+            os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
+        except OSError as failure:
+            raise KeyStoreError(f"{self._path}: {failure.strerror}") from None
+
+    @contextmanager
+    def _opened(self, busy_s: float, begin: str) -> Iterator[sqlite3.Connection]:
+        # Never made by opening it: `_make` sees to who may read it.
+        address = f"{self._path.absolute().as_uri()}?mode=rw"
+        try:
+            with closing(sqlite3.connect(address, timeout=busy_s, isolation_level=None, uri=True)) as database:
+                database.execute(begin)
+                yield database
+                database.execute("COMMIT")
+        except sqlite3.Error as failure:
+            raise KeyStoreError(f"{self._path}: {failure}") from None
+
+    def _is_ours(self, database: sqlite3.Connection) -> bool:
+        """Whether it has keys; false if it is empty."""
+        (application,) = database.execute("PRAGMA application_id").fetchone()
+        (objects,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if application != APPLICATION_ID and (application or objects):
+            raise KeyStoreError(f"{self._path}: not a file with API keys of Carpool")
+        return bool(objects)
+
+
+class KeyFileWatch:
+    """Tells of the keys in a file when they have changed. `look` is to be called from time to time."""
+
+    def __init__(self, file: KeyFile, changed: Callable[[list[ApiKey]], None]) -> None:
+        self._file = file
+        self._changed = changed
+        self._version: bytes | None = None
+        self._trouble = ""
+
+    def look(self) -> None:
+        """See whether there is something new."""
+        try:
+            version = self._file.version()
+            if version == self._version:
+                return
+            keys = self._file.all(LOOK_BUSY_S)
+        except KeyStoreError as failure:
+            if str(failure) != self._trouble:
+                self._trouble = str(failure)
+                logger.error("the file with API keys cannot be read; those known stay: %s", failure)
+            return
+        # The version from before: what came in between is seen at the next look.
+        self._version, self._trouble = version, ""
+        self._changed(keys)
+        logger.info("API keys were read", extra={"fields": {"keys": len(keys)}})

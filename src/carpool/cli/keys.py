@@ -1,0 +1,221 @@
+"""`carpool keys`: make API keys, list and revoke them.
+
+They are kept where the configuration says: in Redis where there is a broker, else in a file beside the journal. Running
+gateways see a change within two seconds. A key is shown once, when it is made; what is kept is its SHA-256.
+"""
+
+import json as json_module
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NoReturn, Protocol, TypeVar
+
+import typer
+
+from carpool.core.api_key import KEY_PREFIX, ApiKey, KeyStoreError, owner_fault
+from carpool.core.clock import rfc3339
+from carpool.settings import ConfigError, Settings, broker_address, check_name, load_settings
+
+Done = TypeVar("Done")
+
+EXIT_FAILED = 1
+KEY_RANDOM_BYTES = 32
+DIGEST_CHARS_SHOWN = 8
+DAY_S = 86400
+
+keys = typer.Typer(
+    name="keys",
+    no_args_is_help=True,
+    help="API keys: create, list and revoke them. Running gateways see a change within two seconds.",
+    epilog="""\
+[bold]Examples[/bold]
+
+  carpool keys create alice --tier paid --per-minute 600 --burst 50
+
+  carpool keys create ci --models small --expires 30 --broker redis://127.0.0.1:6379
+
+  carpool keys revoke alice
+
+Give it the configuration of your gateways: that says where keys are kept, and which tiers there are.
+""",
+)
+
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="The gateways' configuration file; also CARPOOL_CONFIG."),
+]
+Broker = Annotated[str | None, typer.Option("--broker", metavar="URL", help="As for the gateways: keep keys in Redis.")]
+DataDir = Annotated[
+    str | None, typer.Option("--data-dir", metavar="DIR", help="As for the gateway: keep keys beside its journal.")
+]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="What the key is called.")]
+
+
+class KeyStore(Protocol):
+    """Where keys are kept."""
+
+    def create(self, key: ApiKey) -> bool:
+        """Keep a key; false if there is one of that name."""
+        ...
+
+    def revoke(self, name: str) -> bool:
+        """Forget a key; false if there is none of that name."""
+        ...
+
+    def all(self) -> list[ApiKey]:
+        """Every key, by name."""
+        ...
+
+
+@keys.command()
+def create(
+    name: Name,
+    owner: Annotated[str, typer.Option(help="Whom its requests count for (default: the name).")] = "",
+    tier: Annotated[str, typer.Option(help="The tier's name (default: the lowest).")] = "",
+    models: Annotated[
+        list[str] | None, typer.Option(metavar="MODEL", help="A model it may ask for; may be repeated (default: all).")
+    ] = None,
+    per_minute: Annotated[int | None, typer.Option(min=0, help="As limits.per_minute, for its owner.")] = None,
+    burst: Annotated[int | None, typer.Option(min=1, help="As limits.burst.")] = None,
+    concurrent: Annotated[int | None, typer.Option(min=0, help="As limits.concurrent.")] = None,
+    expires: Annotated[
+        float | None, typer.Option(metavar="DAYS", min=0, max=36500, help="It is valid for so long.")
+    ] = None,
+    show_toml: Annotated[
+        bool, typer.Option("--show-toml", help="Keep nothing: print the table for the configuration file on stderr.")
+    ] = False,
+    config: Config = None,
+    broker: Broker = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Make a key and print it: the only time that it can be seen. Everything else goes to stderr."""
+    import secrets
+    from hashlib import sha256
+
+    settings = _load(config, broker, data_dir)
+    now = time.time()
+    secret = KEY_PREFIX.decode() + secrets.token_urlsafe(KEY_RANDOM_BYTES)
+    key = ApiKey(
+        name=name,
+        sha256=sha256(secret.encode()).hexdigest(),
+        owner=owner,
+        tier=tier,
+        models=tuple(models or ()),
+        per_minute=per_minute,
+        burst=burst,
+        concurrent=concurrent,
+        created=now,
+        expires=0.0 if expires is None else now + expires * DAY_S,
+    )
+    _check(key, settings)
+    if show_toml:
+        if expires is not None:
+            raise ConfigError("--expires is for keys that are kept by Carpool, not for those of the configuration")
+        typer.echo(_table(key), err=True)
+    elif not _do(lambda: _store(settings).create(key)):
+        _leave(f"there is a key called {name}; revoke it first, or choose another name")
+    typer.echo(secret)
+
+
+@keys.command("list")
+def list_keys(
+    json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False,
+    config: Config = None,
+    broker: Broker = None,
+    data_dir: DataDir = None,
+) -> None:
+    """List the keys: whose they are and what they let them do. The keys themselves are nowhere."""
+    settings = _load(config, broker, data_dir)
+    rows = [_row(key, "kept") for key in _do(_store(settings).all)]
+    for name, each in settings.keys.items():
+        own = ApiKey(name=name, sha256=each.sha256.lower(), owner=each.owner, tier=each.tier, models=tuple(each.models))
+        rows.append(_row(own, "configuration"))
+    if json:
+        typer.echo(json_module.dumps({"keys": rows}, indent=2))
+        return
+    if not rows:
+        typer.echo("no keys")
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*(name.replace("_", " ") for name in rows[0]), box=None, header_style="bold")
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row.values()))
+    Console().print(table)
+
+
+@keys.command()
+def revoke(name: Name, config: Config = None, broker: Broker = None, data_dir: DataDir = None) -> None:
+    """Revoke a key: gateways refuse it within two seconds."""
+    settings = _load(config, broker, data_dir)
+    if name in settings.keys:
+        _leave(f"{name} is a key of the configuration file: remove its table there, and send the gateways a SIGHUP")
+    if not _do(lambda: _store(settings).revoke(name)):
+        _leave(f"there is no key called {name}; see `carpool keys list`")
+    typer.echo(f"{name} is revoked", err=True)
+
+
+def _load(config: Path | None, broker: str | None, data_dir: str | None) -> Settings:
+    return load_settings({"broker.url": broker, "tasks.data_dir": data_dir}, environ=os.environ, file=config)
+
+
+def _check(key: ApiKey, settings: Settings) -> None:
+    """Raise ConfigError where a key cannot be as it is asked for."""
+    check_name(key.name, "NAME")
+    if key.name in settings.keys:
+        raise ConfigError(f"there is a key called {key.name} in the configuration file")
+    if fault := owner_fault(key.counts_for):
+        raise ConfigError(f"the owner {fault}; see --owner")
+    tiers = [tier.name for tier in settings.tiers]
+    if key.tier and key.tier not in tiers:
+        raise ConfigError(f"--tier must be one of {', '.join(tiers)}")
+    for model in key.models:
+        check_name(model, "--models")
+
+
+def _store(settings: Settings) -> KeyStore:
+    # Here, so that the other commands do not pay for it.
+    if settings.broker.url:
+        from carpool.broker.redis.fleet.api_keys import RedisKeyStore
+        from carpool.broker.redis.keys import Keys
+
+        at = settings.broker
+        return RedisKeyStore(broker_address(at), Keys(at.namespace, at.shards), at.redis_timeout_ms / 1000)
+    from carpool.admission.key_file import FILE_NAME, KeyFile
+
+    return KeyFile(Path(settings.tasks.data_dir) / FILE_NAME)
+
+
+def _do(work: Callable[[], Done]) -> Done:
+    try:
+        return work()
+    except KeyStoreError as failure:
+        _leave(str(failure))
+
+
+def _row(key: ApiKey, where: str) -> dict[str, str]:
+    return {
+        "name": key.name,
+        "owner": key.counts_for,
+        "tier": key.tier or "(lowest)",
+        "models": " ".join(key.models) or "(all)",
+        "created": rfc3339(key.created) if key.created else "",
+        "expires": rfc3339(key.expires) if key.expires else "",
+        "sha256": key.sha256[:DIGEST_CHARS_SHOWN],
+        "where": where,
+    }
+
+
+def _table(key: ApiKey) -> str:
+    said: dict[str, object] = {"sha256": key.sha256, "owner": key.owner, "tier": key.tier, "models": list(key.models)}
+    said |= {"per_minute": key.per_minute, "burst": key.burst, "concurrent": key.concurrent}
+    lines = [f"{name} = {json_module.dumps(value)}" for name, value in said.items() if value not in (None, "", [])]
+    return "\n".join([f"[keys.{json_module.dumps(key.name)}]", *lines])
+
+
+def _leave(complaint: str) -> NoReturn:
+    typer.echo(f"carpool keys: {' '.join(complaint.split())}", err=True)
+    raise typer.Exit(EXIT_FAILED)

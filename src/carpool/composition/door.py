@@ -1,0 +1,146 @@
+"""Who may come in, plugged together: credentials as configured, and the places that they are read from again."""
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from carpool.admission.credentials import Credentials, TierTerms
+from carpool.composition.ground import Ground
+from carpool.core.api_key import ApiKey
+from carpool.core.ports import RateLimit
+from carpool.settings import Settings, is_loopback
+from carpool.upstream.tls import read_file
+
+if TYPE_CHECKING:
+    from carpool.admission.tokens import TokenRules
+
+logger = logging.getLogger("carpool")
+
+# Keys and the keys of tokens are looked at this often: a change is known within two seconds.
+LOOK_S = 1.0
+TAKES_KEYS, TAKES_TOKENS = ("keys", "both"), ("jwt", "both")
+
+
+def make_credentials(settings: Settings) -> Credentials | None:
+    """As configured; None where nobody is asked for any."""
+    mode = settings.auth.mode
+    if mode == "off":
+        return None
+    return Credentials(
+        tier_terms(settings),
+        settings.tiers[-1].name,
+        takes_keys=mode in TAKES_KEYS,
+        configured=configured_keys(settings),
+    )
+
+
+def tier_terms(settings: Settings) -> dict[str, TierTerms]:
+    """What a credential of each tier has, where it has nothing of its own."""
+    limits = settings.limits
+    return {
+        tier.name: TierTerms(
+            number,
+            RateLimit(
+                limits.per_minute if tier.per_minute is None else tier.per_minute,
+                limits.burst if tier.burst is None else tier.burst,
+                limits.concurrent if tier.concurrent is None else tier.concurrent,
+            ),
+        )
+        for number, tier in enumerate(settings.tiers)
+    }
+
+
+def configured_keys(settings: Settings) -> Iterable[ApiKey]:
+    """The API keys of the configuration."""
+    for name, key in settings.keys.items():
+        yield ApiKey(
+            name=name,
+            sha256=key.sha256.lower(),
+            owner=key.owner,
+            tier=key.tier,
+            models=tuple(key.models),
+            per_minute=key.per_minute,
+            burst=key.burst,
+            concurrent=key.concurrent,
+        )
+
+
+def watch_token_keys(ground: Ground, credentials: Credentials) -> None:
+    """Read the keys that sign tokens, now and when their file changes; raises ValueError or OSError the first time."""
+    if ground.settings.auth.mode not in TAKES_TOKENS:
+        return
+    file = TokenKeyFile(ground.settings, credentials)
+    file.read()
+    ground.do_every(LOOK_S, file.look)
+
+
+def watch_key_file(ground: Ground, credentials: Credentials) -> None:
+    """Read the API keys beside the journal, now and when they change."""
+    if ground.settings.auth.mode not in TAKES_KEYS:
+        return
+    from carpool.admission.key_file import FILE_NAME, KeyFile, KeyFileWatch
+
+    credentials.expect_stored_keys()
+    file = KeyFile(Path(ground.settings.tasks.data_dir) / FILE_NAME)
+    ground.do_every(LOOK_S, KeyFileWatch(file, credentials.change_stored_keys).look)
+
+
+def warn_if_open(settings: Settings) -> None:
+    """Say so where strangers on the network may come in."""
+    gateway = settings.gateway
+    if settings.auth.mode == "off" and not is_loopback(gateway.host):
+        logger.warning(
+            "whoever reaches %s may come in: no credential is asked for (auth.mode is off)", gateway.host or "this host"
+        )
+
+
+def token_rules(settings: Settings) -> "TokenRules":
+    """What a token must say."""
+    from carpool.admission.tokens import TokenRules
+
+    auth = settings.auth
+    return TokenRules(
+        auth.jwt_algorithms,
+        auth.jwt_issuer,
+        auth.jwt_audience,
+        auth.jwt_leeway_s,
+        auth.jwt_owner_claim,
+        auth.jwt_tier_claim,
+    )
+
+
+class TokenKeyFile:
+    """The file with the keys that sign tokens. One that cannot be used changes nothing, and is told of once."""
+
+    def __init__(self, settings: Settings, credentials: Credentials) -> None:
+        self._path = settings.auth.jwt_file
+        self._rules = token_rules(settings)
+        self._credentials = credentials
+        # Content, and not the time of change: clocks of file systems are too coarse to tell two writes apart.
+        self._content = b""
+        self._trouble = ""
+
+    def read(self) -> None:
+        """Use what the file has; raises ValueError or OSError."""
+        from carpool.admission.tokens import TokenKeys
+
+        content = read_file(self._path)
+        if content != self._content:
+            self._content = content
+            self._credentials.change_token_keys(TokenKeys(content, self._rules))
+
+    def look(self) -> None:
+        """See whether there is something new."""
+        before = self._content
+        try:
+            self.read()
+        except (OSError, ValueError) as failure:
+            trouble = (failure.strerror or "") if isinstance(failure, OSError) else str(failure)
+            if trouble != self._trouble:
+                self._trouble = trouble
+                logger.error("%s cannot be used, the keys known stay: %s", self._path, trouble)
+            return
+        if self._content != before:
+            logger.info("the keys that sign tokens were read again: %s", self._path)
+            self._trouble = ""

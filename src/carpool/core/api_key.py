@@ -1,0 +1,88 @@
+"""An API key as it is stored: by its SHA-256, with what it lets its owner do. The key itself is nowhere.
+
+1. A key is `cp_` and 43 characters of `A-Za-z0-9_-`: 256 random bits, so a plain hash is enough, and no two are alike.
+2. An owner is 1 to 64 printable ASCII characters. It is no address, nor does it begin as the owners of tokens do: so
+   whoever comes with a key is never taken for a stranger of that address, or for the subject of a token.
+3. Fields that a newer version wrote are passed over.
+"""
+
+import re
+from collections.abc import Iterable
+from ipaddress import ip_network
+
+import msgspec
+
+KEY_PREFIX = b"cp_"
+# What the owner of a token begins with: its subject follows, or the subject's hash.
+TOKEN_OWNER, TOKEN_OWNER_HASHED = "jwt:", "jwt#"
+OWNER_CHARS_MAX = 64
+DIGEST_CHARS = 64
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_OWNER = re.compile(r"[\x21-\x7e]{1,64}")
+
+
+class KeyStoreError(Exception):
+    """The place where keys are kept cannot be used; the text says why, and holds no key."""
+
+
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is known of one key."""
+
+    name: str
+    # SHA-256 of the key, in hex.
+    sha256: str
+    # "": as the name.
+    owner: str = ""
+    # The tier's name; "": the lowest.
+    tier: str = ""
+    # Models that it may ask for; none named: all.
+    models: tuple[str, ...] = ()
+    # None: as the tier has it.
+    per_minute: int | None = None
+    burst: int | None = None
+    concurrent: int | None = None
+    # Seconds since 1970; 0: never, or not known.
+    created: float = 0.0
+    expires: float = 0.0
+
+    @property
+    def counts_for(self) -> str:
+        """The owner."""
+        return self.owner or self.name
+
+
+def is_digest(text: str) -> bool:
+    """Whether this is a SHA-256 in hex."""
+    return _DIGEST.fullmatch(text) is not None
+
+
+def owner_fault(owner: str) -> str:
+    """Why a key must not have this owner; "" if it may (rule 2)."""
+    if not _OWNER.fullmatch(owner):
+        return f"must be 1 to {OWNER_CHARS_MAX} printable ASCII characters without spaces"
+    if owner.startswith((TOKEN_OWNER, TOKEN_OWNER_HASHED)):
+        return f"must not begin with {TOKEN_OWNER} or {TOKEN_OWNER_HASHED}, as the owners of tokens do"
+    try:
+        ip_network(owner, strict=False)
+    except ValueError:
+        return ""
+    return "must not be an address: those are the owners of requests without a credential"
+
+
+def encode_key(key: ApiKey) -> bytes:
+    """A key as it is stored."""
+    return msgspec.json.encode(key)
+
+
+def decode_keys(stored: Iterable[bytes]) -> list[ApiKey]:
+    """The keys that can be read: one that cannot lets nobody in."""
+    found = []
+    for body in stored:
+        try:
+            key = msgspec.json.decode(body, type=ApiKey)
+        except msgspec.DecodeError:
+            continue
+        if is_digest(key.sha256) and not owner_fault(key.counts_for):
+            found.append(key)
+    return found
