@@ -165,8 +165,9 @@ def make_request(
     total_timeout_s: float = 4.0,
     is_task: bool = False,
     owner: str = "",
+    own_timeout_s: float = 0.0,
 ) -> Request:
-    """A request that arrives `now`, with the default timeouts."""
+    """A request that arrives `now`, with the default timeouts, or with a deadline of its own."""
     return Request(
         request_id,
         model,
@@ -177,10 +178,11 @@ def make_request(
         now,
         now + target_s,
         queue_timeout_s,
-        now + total_timeout_s,
+        now + (own_timeout_s or total_timeout_s),
         waiter,
         is_task=is_task,
         owner=owner,
+        own_timeout_s=own_timeout_s,
     )
 
 

@@ -78,6 +78,7 @@ class BrokerContract(ABC):
         is_task: bool = False,
         total_timeout_s: float = 4.0,
         owner: str = "",
+        own_timeout_s: float = 0.0,
     ) -> Request:
         return make_request(
             name,
@@ -91,12 +92,22 @@ class BrokerContract(ABC):
             is_task=is_task,
             total_timeout_s=total_timeout_s,
             owner=owner,
+            own_timeout_s=own_timeout_s,
         )
 
     def queued(
-        self, name: str, *, model: str = "m", parameters: bytes = b"", tier: int = 2, owner: str = ""
+        self,
+        name: str,
+        *,
+        model: str = "m",
+        parameters: bytes = b"",
+        tier: int = 2,
+        owner: str = "",
+        own_timeout_s: float = 0.0,
     ) -> Request:
-        request = self.request(name, model=model, parameters=parameters, tier=tier, owner=owner)
+        request = self.request(
+            name, model=model, parameters=parameters, tier=tier, owner=owner, own_timeout_s=own_timeout_s
+        )
         assert self.broker.submit(request) is None
         return request
 
@@ -366,6 +377,61 @@ class BrokerContract(ABC):
         assert isinstance(self.witness.outcome(late), DeadlineExceeded)
         assert self.held() == (1, 3)
 
+    def test_its_own_deadline_ends_a_request_whether_it_waits_or_runs(self) -> None:
+        runs, waits, usual = (
+            self.queued("runs", tier=0, own_timeout_s=0.1),
+            self.queued("waits", own_timeout_s=0.05),
+            self.queued("usual"),
+        )
+        assert self.take(1) == [runs]
+        self.clock.advance(0.04)
+        self.adapter.expire(self.broker, self.clock())
+        assert self.witness.told == {}
+        self.clock.advance(0.011)
+        self.adapter.expire(self.broker, self.clock())
+        assert set(self.witness.told) == {"waits"}
+        assert self.lane().waiting == 1  # nobody finds it any more
+        self.clock.advance(0.05)
+        self.adapter.expire(self.broker, self.clock())
+        for request, text in ((waits, "50 ms that the request itself"), (runs, "100 ms that the request itself")):
+            outcome = self.witness.outcome(request)
+            assert isinstance(outcome, DeadlineExceeded) and text in outcome.detail
+        assert self.take() == [usual]
+        assert self.held() == (1, 3)
+
+    def test_own_deadlines_end_in_their_order_whatever_the_order_of_arrival(self) -> None:
+        own = {name: self.queued(name, own_timeout_s=int(name) / 1000) for name in ("900", "300", "1500", "600")}
+        for number, name in enumerate(sorted(own, key=int), 1):
+            self.clock.advance(0.3 if name != "1500" else 0.6)
+            self.adapter.expire(self.broker, self.clock() + 0.001)
+            assert len(self.witness.told) == number
+            assert isinstance(self.witness.outcome(own[name]), DeadlineExceeded)
+
+    def test_one_past_its_own_deadline_is_not_taken(self) -> None:
+        """Not even before anybody looked at the deadlines."""
+        late, usual = self.queued("late", own_timeout_s=0.05), self.queued("usual")
+        self.clock.advance(0.051)
+        assert self.take(2) == [usual]
+        outcome = self.witness.outcome(late)
+        assert isinstance(outcome, DeadlineExceeded) and "50 ms that the request itself" in outcome.detail
+
+    def test_an_own_deadline_beyond_the_time_in_the_queue_does_not_prolong_that(self) -> None:
+        runs, waits = self.queued("runs", tier=0, own_timeout_s=3.0), self.queued("waits", own_timeout_s=3.0)
+        assert self.take(1) == [runs]
+        self.clock.advance(2.01)
+        self.adapter.expire(self.broker, self.clock())
+        assert isinstance(self.witness.outcome(waits), QueueTimeout)
+        assert self.witness.outcome(runs) is None
+        self.clock.advance(1.0)
+        self.adapter.expire(self.broker, self.clock())
+        outcome = self.witness.outcome(runs)
+        assert isinstance(outcome, DeadlineExceeded) and not isinstance(outcome, QueueTimeout)
+
+    def test_those_with_own_deadlines_ride_with_the_others(self) -> None:
+        own, usual, other = (self.queued(name, own_timeout_s=s) for name, s in (("a", 0.5), ("b", 0.0), ("c", 0.7)))
+        assert self.lane().waiting == 3
+        assert self.take() == [own, usual, other]
+
     def test_a_departed_client_s_request_is_never_taken(self) -> None:
         leaves, stays = self.queued("leaves"), self.queued("stays")
         self.broker.cancel(leaves)
@@ -402,9 +468,12 @@ class BrokerMachine(RuleBasedStateMachine):
         tier=st.integers(0, 2),
         size=st.integers(1, 15),
         total_s=st.sampled_from([2.0, 3.0, 50.0]),
+        own_s=st.sampled_from([0.0, 0.0, 0.25, 1.4]),
         is_task=st.booleans(),
     )
-    def submit(self, model: str, parameters: bytes, tier: int, size: int, total_s: float, is_task: bool) -> None:
+    def submit(
+        self, model: str, parameters: bytes, tier: int, size: int, total_s: float, own_s: float, is_task: bool
+    ) -> None:
         self.serial += 1
         request = make_request(
             str(self.serial),
@@ -418,6 +487,7 @@ class BrokerMachine(RuleBasedStateMachine):
             # One total for each queue timeout, as configured: deadlines come in order of arrival.
             queue_timeout_s=total_s / 2,
             total_timeout_s=total_s,
+            own_timeout_s=own_s,
             is_task=is_task,
         )
         held = self.unsettled()

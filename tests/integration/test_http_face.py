@@ -98,6 +98,39 @@ def test_inference(gateway: GatewayProcess) -> None:
     assert "x-request-id" not in response.headers
 
 
+@pytest.mark.parametrize("path", ["/v1/inference", "/v1/predict"])
+def test_a_deadline_of_its_own(idle: GatewayProcess, gpu: HeldGpu, path: str) -> None:
+    """While the only slot is taken: told on time, and never sent."""
+    body = {"input": "a"} if path == "/v1/inference" else {"model_id": "default", "input_data": "a"}
+    before = gpu.calls
+    with Peer(idle.port) as first:
+        first.send(request_bytes("POST", "/v1/inference", b'{"input": "first"}'))
+        assert eventually(lambda: gpu.calls == before + 1)
+        for header, least_s, text in (("X-Request-Timeout-Ms: 50", 0.05, "50 ms"), ("Prefer: wait=1", 1.0, "1000 ms")):
+            asked = time.monotonic()
+            problem = assert_problem(
+                ask(idle.port, "POST", path, body, header), 504, f"within the {text} that the request"
+            )
+            assert problem["type"] == "urn:carpool:error:deadline-exceeded"
+            assert least_s <= time.monotonic() - asked < PROMPT_S
+        task_id = submit(idle, "later", "X-Request-Timeout-Ms: 50")
+        ended = look(idle, task_id, WAIT_MS).json
+        assert (ended["status"], ended["error"]["status"]) == ("FAILED", 504)
+        assert "within the 50 ms" in ended["error"]["detail"]
+        gpu.release()
+        assert first.read().status == 200
+    assert gpu.calls == before + 1
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "1.5", "x", "99999999999"])
+def test_a_deadline_that_is_none(gateway: GatewayProcess, text: str) -> None:
+    response = ask(gateway.port, "POST", "/v1/inference", {"input": "a"}, f"X-Request-Timeout-Ms: {text}")
+    assert_problem(response, 400, "`X-Request-Timeout-Ms` must be a whole number")
+    twice = ("X-Request-Timeout-Ms: 50", "X-Request-Timeout-Ms: 5000")
+    assert ask(gateway.port, "POST", "/v1/inference", {"input": "a"}, *twice).status == 400
+    assert ask(gateway.port, "POST", "/v1/inference", {"input": "a"}, f"Prefer: wait={text}").status == 200
+
+
 @pytest.mark.parametrize("value", [None, True, 0, -1.5e300, "", "ä🚗", [], {}, [1, [2, {"a": None}]], {"a": {"b": []}}])
 def test_any_json_value_is_an_input(gateway: GatewayProcess, value: object) -> None:
     expected = value[::-1] if isinstance(value, str) else {"echo": value}

@@ -41,7 +41,8 @@ from support.upstreams import scripted_upstream
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("workshop")]
 
 JSON = "Content-Type: application/json\r\n"
-ASYNC = JSON + "Prefer: respond-async\r\n"
+ASYNC_ONLY = "Prefer: respond-async\r\n"
+ASYNC = JSON + ASYNC_ONLY
 MAX_BATCH = 64
 # Longer than a test waits for anything.
 NEVER_S = 600
@@ -226,6 +227,25 @@ async def test_a_task_outlives_a_client_that_leaves_at_once(workshop: Workshop) 
         await until(lambda: workshop.holds(2, 1))
     await until(lambda: workshop.holds(0, 0))
     assert "submitted" in workshop.gpu.seen
+
+
+async def test_a_deadline_of_its_own(workshop: Workshop) -> None:
+    """While the only slot is taken: told in time by the gateway, gone from Redis, and never sent."""
+    own = JSON + "X-Request-Timeout-Ms: 50\r\n"
+    async with workshop.busy_gpu():
+        asked = time.monotonic()
+        hasty = await ask_once(workshop.other.port, "POST", "/v1/inference", inference_body("hasty"), own)
+        assert time.monotonic() - asked >= 0.05
+        assert (hasty.status, problem(hasty)) == (504, "deadline-exceeded")
+        assert "within the 50 ms that the request itself allowed" in hasty.json["detail"]
+        await until(lambda: workshop.holds(1, 1))
+        task = await ask_once(workshop.one.port, "POST", "/v1/inference", inference_body("later"), own + ASYNC_ONLY)
+        assert task.status == 202
+        path = f"/v1/result/{task.json['task_id']}?wait_ms=5000"
+        ended = await ask_once(workshop.other.port, "GET", path)
+        assert (ended.json["status"], ended.json["error"]["status"]) == ("FAILED", 504)
+        await until(lambda: workshop.holds(1, 1))
+    assert not {"hasty", "later"} & set(workshop.gpu.seen)
 
 
 async def test_deadlines(workshop: Workshop) -> None:

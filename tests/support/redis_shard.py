@@ -117,6 +117,7 @@ class ShardBench:
         value_of: Callable[[str, str, bytes], bytes] = task_value,
         owner: str = "",
         client: str = "",
+        own_ms: int | str = "",
         letter: str = "",
         offsets: Mapping[str, int] = OFFSETS,
     ) -> list[str]:
@@ -129,7 +130,7 @@ class ShardBench:
         of_tasks = (input_bytes_max, stored_bytes_max, task_ms) if tasks else (0, 0, 0)
         facts = (field, about, held_max, lanes_max, self._now(), header, owner, letter, *of_tasks)
         first, number, _, _ = self.run(
-            SUBMIT, *facts, len(values), *values, *chain.from_iterable((task, owner, client) for task in tasks)
+            SUBMIT, *facts, len(values), *values, *chain.from_iterable((task, owner, client, own_ms) for task in tasks)
         )
         milliseconds, sequence = first.decode().split("-")
         return [f"{milliseconds}-{int(sequence) + position}" for position in range(number)]

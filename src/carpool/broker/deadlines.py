@@ -1,7 +1,7 @@
 """Which requests are due? Without a timer, or a heap entry, for each synchronous request. Pure.
 
 Requests that may wait equally long are due in the order in which they came, so a deque per allowance is enough; settled
-ones are dropped when they come to its head. Tasks restored after a restart have odd allowances: a heap.
+ones are dropped when they come to its head. Tasks and requests with deadlines of their own have any order: a heap.
 One that lasts would keep all the settled behind it, so the lines are cleared of those whenever they have doubled.
 """
 
@@ -35,6 +35,9 @@ class Deadlines:
 
     def add(self, request: Request) -> None:
         """Look at the request when it has waited `queue_timeout_s`; whoever may wait as long must not arrive before."""
+        if request.own_timeout_s:
+            self.add_unordered(request, min(request.arrived + request.queue_timeout_s, request.deadline))
+            return
         line = self._waiting.get(request.queue_timeout_s)
         if line is None:
             line = self._waiting[request.queue_timeout_s] = deque()
@@ -42,6 +45,9 @@ class Deadlines:
 
     def add_end(self, request: Request) -> None:
         """Look at a request that was due by `add` once more, at its deadline."""
+        if request.own_timeout_s:
+            self.add_unordered(request, request.deadline)
+            return
         self._ending.setdefault(request.queue_timeout_s, deque()).append(request)
 
     def add_unordered(self, request: Request, due: float) -> None:

@@ -278,6 +278,11 @@ class DeadlineExceeded(UpstreamError):
     title = "No result in time"
 
 
+def own_deadline_passed(timeout_s: float) -> DeadlineExceeded:
+    """What is told to whoever set the deadline itself."""
+    return DeadlineExceeded(f"no result within the {timeout_s * 1000:g} ms that the request itself allowed")
+
+
 class QueueTimeout(DeadlineExceeded):
     """The request waited its whole queue time without a free slot."""
 

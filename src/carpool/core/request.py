@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
-from carpool.core.errors import CarpoolError
+from carpool.core.errors import CarpoolError, DeadlineExceeded, own_deadline_passed
 from carpool.core.outcome import Outcome
 
 logger = logging.getLogger("carpool")
@@ -65,8 +65,6 @@ class Request(msgspec.Struct, eq=False):
     # The broker's own references: where it is kept, and its number there. Nobody else touches them.
     held_by: Any = None
     number: int = 0
-    # Its client said how long it waits.
-    has_own_deadline: bool = False
     # A task outlives its client and this process; a synchronous request does not.
     is_task: bool = False
     # Its owner is an offender: it rides with offenders only. Kept by the broker.
@@ -76,6 +74,8 @@ class Request(msgspec.Struct, eq=False):
     taken: float = 0.0
     # How often it was sent to an upstream without success.
     sends: int = 0
+    # How long its client wants to wait, where that is less than everybody may; 0.0 if it does not say.
+    own_timeout_s: float = 0.0
     # The end, for /internal/requests/{id}: when it was settled, and the error's code if it was with one.
     ended: float = 0.0
     result_code: str = "ok"
@@ -101,6 +101,8 @@ class Request(msgspec.Struct, eq=False):
         self.ended = now
         if isinstance(outcome, CarpoolError):
             self.result_code = outcome.code
+            if self.own_timeout_s and type(outcome) is DeadlineExceeded:
+                outcome = own_deadline_passed(self.own_timeout_s)
         try:
             self.waiter.settled(self, outcome)
         except Exception:  # a waiter's defect must not stop the outcomes of its neighbours

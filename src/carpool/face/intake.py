@@ -112,9 +112,6 @@ class Intake:
             check_model(caller.models, model.name)
         settings, tier, clock = self._settings, caller.tier, self._clock
         now = clock()
-        timeout_s = settings.total_timeout_s
-        if wishes.timeout_s is not None:
-            timeout_s = min(timeout_s, wishes.timeout_s)
         request = Request(
             request_id,
             model.name,
@@ -125,14 +122,14 @@ class Intake:
             now,
             now + settings.tier_target_s[tier],
             settings.queue_timeout_s,
-            now + timeout_s,
+            now + settings.total_timeout_s,
             waiter,
             ticket,
             caller.owner,
             client_id,
         )
         if wishes.timeout_s is not None:
-            request.has_own_deadline = True
+            shorten(request, wishes.timeout_s)
         if model.prepare is not None:
             model.prepare(request)
         self._recent.append(request)
@@ -150,6 +147,7 @@ class Intake:
         values: Sequence[bytes],
         request_id: str,
         answer: Callable[[Sequence[Outcome]], None],
+        wishes: Wishes = NO_WISHES,
     ) -> "Group":
         """Let several inputs of one call in, or none of them; `answer` is told all outcomes, in their order.
 
@@ -169,6 +167,7 @@ class Intake:
                     request_id=f"{request_id}.{number}",
                     waiter=group,
                     ticket=number,
+                    wishes=wishes,
                 )
             except CarpoolError:
                 group.leave()
@@ -194,9 +193,6 @@ class Intake:
         if caller.models is not None:
             check_model(caller.models, model.name)
         settings, tier, now = self._settings, caller.tier, self._clock()
-        timeout_s = settings.task_timeout_s
-        if wishes.timeout_s is not None:
-            timeout_s = min(timeout_s, wishes.timeout_s)
         request = Request(
             id=secrets.token_hex(16),  # unguessable: knowing the id is what lets a client read the result
             model=model.name,
@@ -206,14 +202,15 @@ class Intake:
             tier=tier,
             arrived=now,
             place=now + settings.tier_target_s[tier],
-            queue_timeout_s=timeout_s,
-            deadline=now + timeout_s,
+            queue_timeout_s=settings.task_timeout_s,
+            deadline=now + settings.task_timeout_s,
             waiter=NOBODY,
             is_task=True,
             owner=caller.owner,
             client_id=client_id,
-            has_own_deadline=wishes.timeout_s is not None,
         )
+        if wishes.timeout_s is not None:
+            shorten(request, wishes.timeout_s)
         if model.prepare is not None:
             model.prepare(request)
         self._recent.append(request)
@@ -252,6 +249,16 @@ def check_model(allowed: frozenset[str], name: str) -> None:
     """Raise Forbidden unless the model is one of these."""
     if name not in allowed:
         raise Forbidden(f"this credential is for {', '.join(sorted(allowed))}; name one of these models")
+
+
+def shorten(request: Request, timeout_s: float) -> None:
+    """Give a request the deadline that its client wishes for, if that is sooner than everybody's.
+
+    Its `queue_timeout_s` stays: what has that in common is kept, and queued, together.
+    """
+    deadline = request.arrived + timeout_s
+    if deadline < request.deadline:
+        request.deadline, request.own_timeout_s = deadline, timeout_s
 
 
 class Group:

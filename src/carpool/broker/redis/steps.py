@@ -185,13 +185,14 @@ class Steps:
         *,
         held_max: int,
         lanes_max: int,
-        tasks: Sequence[tuple[str, str, str]] = (),
+        tasks: Sequence[tuple[str, str, str, Argument]] = (),
         task_bounds: tuple[int, int, int] = (0, 0, 0),
         letter: bytes = b"",
         eval_on: Nodes | None = None,
     ) -> None:
-        """Queue as many as there is room for. `tasks`: id, owner and client id of each; `task_bounds`: most bytes of
-        inputs, of inputs and results, ms until they are over; `letter`: the dead letter that becomes one.
+        """Queue as many as there is room for. `tasks`: id, owner, client id of each, ms until its own deadline or "";
+        `task_bounds`: most bytes of inputs, of inputs and results, ms until they are over; `letter`: the dead letter
+        that becomes one.
 
         `eval_on`: other connections, on which nothing is sent again behind what follows.
         """

@@ -286,15 +286,18 @@ def preferences(prefer: bytes) -> dict[bytes, bytes]:
 def wishes_in(headers: dict[bytes, bytes], prefer: dict[bytes, bytes]) -> Wishes:
     """What the headers say about how a request is to be treated; raises Malformed.
 
-    A `Prefer` that cannot be understood is passed over, as its RFC says; `X-Request-Timeout-Ms` is our own.
+    A `Prefer` that cannot be understood is passed over, as its RFC says; `X-Request-Timeout-Ms` is our own. Beside
+    `respond-async`, `wait` says when a 202 is to come, not when the task is over.
     """
     timeout_s: float | None = None
     if (text := headers.get(b"x-request-timeout-ms")) is not None:
         if not (text.isdigit() and len(text) < 10 and int(text) > 0):
             raise Malformed("`X-Request-Timeout-Ms` must be a whole number of milliseconds above 0")
         timeout_s = int(text) / 1000
-    elif (text := prefer.get(b"wait", b"")).isdigit() and len(text) < 7 and int(text) > 0:
-        timeout_s = float(int(text))
+    elif b"respond-async" not in prefer:
+        text = prefer.get(b"wait", b"")
+        if text.isdigit() and len(text) < 7 and int(text) > 0:
+            timeout_s = float(int(text))
     said = headers.get(b"cache-control")
     if timeout_s is None and said is None:
         return NO_WISHES

@@ -191,7 +191,7 @@ class TaskIntake:
                 partial(self._queued, part, flush),
                 held_max=self._held_max,
                 lanes_max=self._lanes_max,
-                tasks=[(request.id, request.owner, request.client_id) for request in part],
+                tasks=[(request.id, request.owner, request.client_id, own_ms(request, now)) for request in part],
                 task_bounds=(*self._bytes_max, round(1000 * max(request.deadline - now for request in part))),
                 letter=first.ticket.letter,
                 eval_on=None if flush is None else self._durable_nodes,
@@ -251,3 +251,8 @@ class TaskIntake:
         submission: Submission = request.ticket
         request.settle(error, self._clock())
         submission.accepted(error)
+
+
+def own_ms(request: Request, now: float) -> int | str:
+    """Milliseconds until its own deadline; "" if it has none."""
+    return max(0, int((request.deadline - now) * 1000)) if request.own_timeout_s else ""

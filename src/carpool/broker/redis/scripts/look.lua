@@ -5,11 +5,11 @@
 -- Returns: status, owner, ms, result, each nil if there is none; 1 if its time was over
 local NAMES_BYTES_MAX = 4096
 local task, gateway, now = task_of(ARGV[1]), ARGV[2], clock(ARGV[3])
-local state = redis.call('HMGET', task, 's', 'o', 't', 'r', 'b', 'f', 'e')
+local state = redis.call('HMGET', task, 's', 'o', 't', 'r', 'b', 'f', 'e', 'd')
 local was_over = 0
 if state[1] == 'P' then
-  -- The part that its bytes count in ends soon after its time.
-  local over_at = tonumber(string.match(state[5] or '', ':(%d+)$'))
+  -- It has its own deadline, or the part that its bytes count in ends soon after its time.
+  local over_at = tonumber(state[8] or string.match(state[5] or '', ':(%d+)$'))
   if over_at and over_at < now then
     write_also_without_memory(COUNTS)
     keep_result(task, state[5], 'F', ARGV[4], now, tonumber(ARGV[5]))
