@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import aiohttp
 
 from carpool.admission.gate import upstream_down
+from carpool.admission.input_policy import InputPolicy
 from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import make_policy
 from carpool.broker.memory import MemoryBroker
@@ -43,6 +44,9 @@ OFFENDERS_SHOWN_MAX = 64
 # Over Redis: how much of offenders may wait in a batcher, in batches.
 APART_BATCHES_MAX = 2
 
+# Looks at a request before it is admitted; raises an error of the tree.
+Prepare = Callable[[Request], None]
+
 
 class ModelFace:
     """One model as the face sees it: its limits, and what its protocol wants to know of inputs."""
@@ -51,6 +55,7 @@ class ModelFace:
         upstream = model.upstream
         self.name = model.name
         self.body_bytes_max = model.body_bytes_max
+        self._input = model.input
         self.codec = make_codec(
             upstream.protocol,
             inputs_field=upstream.inputs_field,
@@ -75,8 +80,26 @@ class ModelFace:
         """What the face must know of this model."""
         # Most protocols look at nothing: then the hot path need not ask.
         looks = self.codec.prepares or type(self.codec).check_parameters is not Codec.check_parameters
-        prepare = self.prepare if looks else None
+        prepare: Prepare | None = self.prepare if looks else None
+        limits = self._input
+        if limits.input_bytes_max or limits.deny_patterns:
+            # At the door alone: what was let in once is not refused later because the rules have changed.
+            policy = InputPolicy(limits.input_bytes_max, limits.deny_patterns)
+            prepare = checked_first(policy, prepare)
         return ServedModel(self.name, self.body_bytes_max, self.codec.binary_input, prepare)
+
+
+def checked_first(policy: InputPolicy, prepare: Prepare | None) -> Prepare:
+    """`prepare` for requests whose input is allowed; raises InputDenied for the others."""
+    if prepare is None:
+        return policy.check
+    then = prepare
+
+    def check_and_prepare(request: Request) -> None:
+        policy.check(request)
+        then(request)
+
+    return check_and_prepare
 
 
 class SharedSlots:

@@ -10,6 +10,7 @@ import carpool
 ROOT = Path(carpool.__file__).parent
 IMPURE = {"asyncio", "random", "secrets", "selectors", "socket", "ssl", "subprocess", "threading", "time", "uvloop"}
 PURE = [
+    "admission/input_policy.py",
     "admission/owners.py",
     "admission/shedding.py",
     "batching/policy.py",

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 from functools import partial
 
+from carpool.admission.input_policy import BadPatternError, compile_patterns
 from carpool.admission.owners import parse_network
 from carpool.core.api_key import is_digest, owner_fault
 from carpool.core.names import Role, TlsFiles
@@ -11,6 +12,7 @@ from carpool.settings.endpoints import GRPC_ENDPOINTS, PLAIN_ENDPOINTS
 from carpool.settings.errors import ConfigError, faults_at, shown
 from carpool.settings.resolution import (
     HEADER_NAME,
+    Model,
     Where,
     admin_port,
     broker_address,
@@ -207,6 +209,8 @@ def _check_models(settings: Settings, where: Where) -> None:
     for model, own in [(shared, nothing), *models]:
         at = partial(_place, where, model.name, own)
         _check_load(model.upstream, at)
+        with faults_at(at("deny_patterns", "input")):
+            _check_patterns(model)
         if model.batching.batch_bytes_max > (most := model.batching.in_flight_bytes_max):
             says = f"must not be above batching.in_flight_bytes_max ({most})"
             raise ConfigError(f"{at('batch_bytes_max', 'batching')} {says}")
@@ -221,6 +225,14 @@ def _check_models(settings: Settings, where: Where) -> None:
 
 def _place(where: Where, name: str, own: ModelSettings, key: str, section: str = "upstream") -> str:
     return where(path_of(name, own, key, section))
+
+
+def _check_patterns(model: Model) -> None:
+    """Whether every pattern can be used, and there is what it takes to use them."""
+    try:
+        compile_patterns(model.input.deny_patterns)
+    except BadPatternError as fault:
+        raise ConfigError(str(fault)) from None
 
 
 def _check_load(upstream: UpstreamSettings, at: Where) -> None:
