@@ -10,8 +10,9 @@ from carpool.admission.gate import Gate
 from carpool.broker.journal import Journal
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.tasks import Tasks
-from carpool.core.errors import CarpoolError, InputRefused, Malformed, QueueFull, UnknownModel
+from carpool.core.errors import CarpoolError, Forbidden, InputRefused, Malformed, QueueFull, UnknownModel
 from carpool.core.outcome import Outcome, Output
+from carpool.core.ports import Caller
 from carpool.core.request import DONE, Request
 from carpool.face.intake import RECENT_KEPT, Intake, IntakeSettings, ServedModel
 from carpool.testing import ANYBODY, FakeClock, FakeUpstream, Witness, make_output
@@ -166,3 +167,21 @@ async def test_of_a_group_that_is_over_nothing_is_kept_with_its_requests(house: 
 async def test_a_group_of_none_is_answered(house: House) -> None:
     house.ask_all()
     assert house.told == [[]]
+
+
+# Models that a credential is for
+
+
+async def test_a_credential_for_another_model_does_not_come_in(house: House) -> None:
+    house_model, told = house.model, []
+    other = Caller("alice", 0, is_anonymous=False, models=frozenset({"n", "l"}))
+    with pytest.raises(Forbidden, match="for l, n;"):
+        house.intake.ask(other, house_model, b"", b'"x"', "r1", house.witness)
+    with pytest.raises(Forbidden):
+        house.intake.submit(
+            caller=other, model=house_model, parameters=b"", value=b"1", accepted=lambda *each: told.append(each)
+        )
+    assert house.broker.held == 0 and told == [] and house.intake.find_recent("r1") is None
+    allowed = Caller("alice", 0, is_anonymous=False, models=frozenset({"m"}))
+    house.intake.ask(allowed, house_model, b"", b'"x"', "r2", house.witness)
+    assert house.broker.held == 1
