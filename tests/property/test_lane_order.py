@@ -5,7 +5,7 @@ from math import inf
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from carpool.broker.lanes import REBUILD_DEAD_MIN, Lane
+from carpool.broker.lanes import REBUILD_DEAD_MIN, Lane, Ranks
 from carpool.core.errors import ClientLeft
 from carpool.core.request import Request
 from carpool.testing import Witness, make_request
@@ -60,7 +60,7 @@ class Model:
 def test_a_lane_does_what_its_rules_say(
     steps: list[tuple[str, int, float | None]], targets_s: list[float], strict: bool
 ) -> None:
-    lane, model, now = Lane("m", b"", TIERS, strict), Model(strict), 0.0
+    lane, model, now = Lane("m", b"", Ranks(TIERS, strict)), Model(strict), 0.0
     for number, (what, which, amount) in enumerate(steps):
         now += 0.1
         if what == "arrive":
@@ -103,7 +103,7 @@ def test_batches_are_bounded_in_bytes_and_the_order_is_kept(
     targets_s: list[float],
     strict: bool,
 ) -> None:
-    lane, model, now = Lane("m", b"", TIERS, strict), Model(strict), 0.0
+    lane, model, now = Lane("m", b"", Ranks(TIERS, strict)), Model(strict), 0.0
     for number, (tier, size, timeout_s) in enumerate(arrivals):
         now += 0.1
         request = make_request(
@@ -130,7 +130,7 @@ def test_batches_are_bounded_in_bytes_and_the_order_is_kept(
 @given(st.lists(st.floats(0.01, 0.2), min_size=1, max_size=40), st.integers(1, 8), st.floats(0.0, 1.0))
 def test_nobody_starves(gaps_s: list[float], batch: int, further_s: float) -> None:
     """Under a flood of enterprise requests, a free one is overtaken only by those with a place before its own."""
-    lane, now = Lane("m", b"", 2), 0.0
+    lane, now = Lane("m", b"", Ranks(2)), 0.0
     patient = make_request("free", Witness(), now=now, tier=1, target_s=0.05 + further_s, total_timeout_s=1e9)
     lane.append(patient)
     taken: list[Request] = []
@@ -148,7 +148,7 @@ def test_nobody_starves(gaps_s: list[float], batch: int, further_s: float) -> No
 
 @given(st.lists(st.booleans(), max_size=600))
 def test_memory_follows_the_living(leaves: list[bool]) -> None:
-    lane, watched = Lane("m", b"", 1), WatchedRequests()
+    lane, watched = Lane("m", b"", Ranks(1)), WatchedRequests()
     for number, leaving in enumerate(leaves):
         request = watched.make(now=float(number))
         lane.append(request)

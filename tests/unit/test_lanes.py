@@ -2,7 +2,7 @@
 
 import pytest
 
-from carpool.broker.lanes import REBUILD_DEAD_MIN, Lane
+from carpool.broker.lanes import REBUILD_DEAD_MIN, Lane, Ranks
 from carpool.core.errors import ClientLeft
 from carpool.core.request import RUNNING, Request
 from carpool.testing import Witness, make_request
@@ -38,7 +38,7 @@ def names(requests: list[Request]) -> list[str]:
 
 @pytest.fixture
 def lane() -> Lane:
-    return Lane("m", b"", tiers=3)
+    return Lane("m", b"", Ranks(3))
 
 
 def test_arrival_order_inside_a_tier(lane: Lane) -> None:
@@ -57,7 +57,7 @@ def test_those_who_pay_go_first_and_the_rest_by_place(lane: Lane) -> None:
 
 
 def test_strict_order_lets_the_higher_tier_go_first_however_late_it_comes() -> None:
-    lane = Lane("m", b"", tiers=3, strict=True)
+    lane = Lane("m", b"", Ranks(3, strict=True))
     waiting(lane, "free", 0.0, FREE)
     waiting(lane, "paid", 1.0, PAID)
     waiting(lane, "enterprise", 2.0, ENTERPRISE)
@@ -65,7 +65,8 @@ def test_strict_order_lets_the_higher_tier_go_first_however_late_it_comes() -> N
 
 
 def test_strict_order_holds_between_lanes_too() -> None:
-    long_waiting, just_come = (Lane("m", parameters, tiers=3, strict=True) for parameters in (b"{1}", b"{2}"))
+    ranks = Ranks(3, strict=True)
+    long_waiting, just_come = (Lane("m", parameters, ranks) for parameters in (b"{1}", b"{2}"))
     waiting(long_waiting, "free", 0.0, FREE)
     waiting(just_come, "enterprise", 100.0, ENTERPRISE)
     assert just_come.place() < long_waiting.place()
@@ -120,3 +121,68 @@ def test_a_rebuild_leaves_nothing_dead_behind(lane: Lane) -> None:
         comes_and_goes(lane, left)
     assert left.kept() == 0
     assert repr(lane) == "<Lane m waiting=0 dead=0>"
+
+
+def backlog(lane: Lane, tier: int, number: int) -> None:
+    for _ in range(number):
+        waiting(lane, str(tier), 0.0, tier, total_timeout_s=1e9)
+
+
+def lowest_of(lanes: list[Lane], batches: int, count: int, now: float = 1.0) -> list[int]:
+    """How many of the lowest tier each batch has, the best lane first."""
+    found = []
+    for _ in range(batches):
+        lane = min((lane for lane in lanes if lane.waiting), key=Lane.place)
+        found.append(sum(request.tier == FREE for request in lane.take(count, now)[0]))
+    return found
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.05, 64), (0.05, 8), (0.05, 1), (0.2, 10), (0.5, 4)])
+def test_with_strict_order_the_lowest_tier_gets_its_trickle(share: float, count: int) -> None:
+    lane = Lane("m", b"", Ranks(3, strict=True, trickle=share))
+    for tier in (ENTERPRISE, PAID, FREE):
+        backlog(lane, tier, 3000)
+    batches = 2000 // count
+    assert sum(lowest_of([lane], batches, count)) == pytest.approx(share * batches * count, abs=2 + share * count)
+
+
+def test_the_trickle_is_of_the_whole_model() -> None:
+    ranks = Ranks(3, strict=True, trickle=0.05)
+    paying, free = (Lane("m", parameters, ranks) for parameters in (b"{1}", b"{2}"))
+    backlog(paying, ENTERPRISE, 8000)
+    backlog(free, FREE, 8000)
+    served = sum(lowest_of([paying, free], 100, 64))
+    assert served == pytest.approx(0.05 * 6400, abs=64)  # whole batches: they share no lane with others
+
+
+def test_without_a_trickle_the_lowest_tier_waits() -> None:
+    lane = Lane("m", b"", Ranks(3, strict=True, trickle=0.0))
+    backlog(lane, ENTERPRISE, 1000)
+    backlog(lane, FREE, 10)
+    assert sum(lowest_of([lane], 10, 64)) == 0
+
+
+def test_what_the_lowest_tier_gets_while_nobody_else_waits_is_not_charged() -> None:
+    lane = Lane("m", b"", Ranks(3, strict=True, trickle=0.05))
+    backlog(lane, FREE, 2000)
+    assert lowest_of([lane], 10, 64) == [64] * 10
+    backlog(lane, ENTERPRISE, 1000)
+    assert sum(lowest_of([lane], 10, 64)) == pytest.approx(32, abs=2 + 32)
+    assert sum(lowest_of([lane], 5, 64)) == pytest.approx(16, abs=2)
+
+
+def test_with_strict_order_a_task_comes_before_lower_tiers_too() -> None:
+    lane = Lane("m", b"", Ranks(3, strict=True))
+    waiting(lane, "free", 0.0, FREE)
+    task = make_request("task", Witness(), now=1.0, tier=ENTERPRISE, is_task=True)
+    lane.append(task)
+    assert names(lane.take(9, 2.0)[0]) == ["task", "free"]
+
+
+def test_a_large_input_counts_for_more() -> None:
+    lane = Lane("m", b"", Ranks(3))
+    for number in range(40):
+        for owner, value in (("large", b"x" * 60 * 1024), ("small", b"x")):
+            lane.append(make_request(f"{owner} {number}", Witness(), now=0.0, value=value, owner=owner))
+    taken = [request.owner for request in lane.take(34, 0.0)[0]]
+    assert (taken.count("large"), taken.count("small")) == (2, 32)

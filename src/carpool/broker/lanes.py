@@ -1,32 +1,65 @@
 """One lane's waiting requests in the order in which they should be served. Pure.
 
-1. Inside a tier: order of arrival, tasks apart. Between tiers: the smallest `place` (arrival + the tier's target) of
-   the tiers' heads goes first. So those who pay go first, and nobody starves: a place never changes while later
-   arrivals' places grow. With `strict`, a higher tier always goes first.
-2. A request that was settled while it waited (client left, queue timeout) stays in its deque until it comes to the
-   head, but counts no longer. When the dead outnumber the living the deques are rebuilt, so memory follows the living.
-3. A batch is bounded in bytes too: it ends before the request with which it would have too many. Nobody overtakes that
-   one. The first is taken however large it is, so that the lane gets shorter, unless there is no room for it at all.
+1. Inside a tier: owners share fairly, by cost (`fair_line.py`); an owner's own requests in order of arrival; tasks
+   apart. Between tiers: the smallest `place` (arrival + the tier's target) of the tiers' longest-waiting requests goes
+   first. So those who pay go first, and nobody starves: a place never changes while later arrivals' places grow. With
+   `strict`, a higher tier always goes first, but for what is due to the lowest (`trickle.py`).
+2. A request that was settled while it waited (client left, queue timeout) stays in its line until it comes to the
+   head, but counts no longer. When the dead outnumber the living the line is rebuilt, so memory follows the living.
+3. A batch is bounded in bytes too: it ends before the request with which it would have too many. Nobody behind that
+   one overtakes it. The first is taken however large it is, so that the lane gets shorter, unless there is no room for
+   it at all.
 """
 
-from collections import deque
 from math import inf
 from typing import Any
 
-from carpool.core.request import APART, DONE, QUEUED, RUNNING, Request
+from carpool.broker.fair_line import FairLine
+from carpool.broker.standing import WaitingCount
+from carpool.broker.taking import Taking
+from carpool.broker.trickle import Trickle
+from carpool.core.request import APART, QUEUED, Request
 
 REBUILD_DEAD_MIN = 64
 # With `strict`, what a tier adds to the place by which lanes are compared: more seconds than any clock counts.
 STRICT_STEP_S = 1e9
 
 
+class Ranks:
+    """What the lanes of one model have in common: who waits in each line, and the rule between tiers."""
+
+    __slots__ = ("is_strict", "lowest", "standings", "tiers", "trickle")
+
+    def __init__(self, tiers: int, strict: bool = False, trickle: float = 0.0) -> None:
+        self.tiers = tiers
+        self.is_strict = strict
+        # Synchronous requests by tier, then tasks by tier: tasks have later places, so they need lines of their own.
+        self.standings = [WaitingCount() for _ in range(2 * tiers)]
+        self.lowest = (tiers - 1, 2 * tiers - 1)
+        self.trickle = Trickle(trickle) if strict and trickle and tiers > 1 else None
+
+    def served(self, batch: list[Request]) -> None:
+        """A batch was taken: keep the lowest tier's share."""
+        if self.trickle is not None:
+            tier = self.tiers - 1
+            lowest = sum(request.tier == tier for request in batch)
+            waiting = sum(standing.waiting for standing in self.standings)
+            lowest_waiting = sum(self.standings[index].waiting for index in self.lowest)
+            self.trickle.served(
+                len(batch) - lowest,
+                lowest,
+                others_wait=waiting > lowest_waiting,
+                lowest_waits=lowest_waiting > 0,
+            )
+
+
 class Lane:
     """Requests of one model with the same lane key."""
 
     __slots__ = (
-        "_dead",
-        "_strict",
-        "_task_lines",
+        "_lines",
+        "_ranks",
+        "_standings",
         "_tiers",
         "arrivals",
         "batching_notes",
@@ -38,7 +71,7 @@ class Lane:
         "waiting_bytes",
     )
 
-    def __init__(self, model: str, key: bytes, tiers: int, strict: bool = False) -> None:
+    def __init__(self, model: str, key: bytes, ranks: Ranks) -> None:
         self.model = model
         self.key = key
         self.is_apart = key.endswith(APART)
@@ -48,14 +81,14 @@ class Lane:
         self.waiting_bytes = 0
         self.arrivals = 0
         self.batching_notes: Any = None
-        self._strict = strict
-        self._dead = 0
-        # Synchronous requests by tier, then tasks by tier: tasks have later places, so they need lines of their own.
-        self._task_lines = tiers
-        self._tiers: list[deque[Request]] = [deque() for _ in range(2 * tiers)]
+        self._ranks = ranks
+        self._tiers = ranks.tiers
+        # One line each, as `ranks` has them.
+        self._standings = ranks.standings
+        self._lines = [FairLine() for _ in ranks.standings]
 
     def __repr__(self) -> str:
-        return f"<Lane {self.model} waiting={self.waiting} dead={self._dead}>"
+        return f"<Lane {self.model} waiting={self.waiting} dead={sum(line.dead for line in self._lines)}>"
 
     def append(self, request: Request) -> None:
         """Let a request wait."""
@@ -63,48 +96,56 @@ class Lane:
         self.waiting += 1
         self.waiting_bytes += request.size
         self.arrivals += 1
-        tier = request.tier + self._task_lines if request.is_task else request.tier
-        self._tiers[tier].append(request)
+        index = request.tier + self._tiers if request.is_task else request.tier
+        owner = request.owner
+        standing = self._standings[index]
+        standing.waiting += 1
+        standing.bytes += request.size
+        by_owner = standing.by_owner
+        by_owner[owner] = by_owner.get(owner, 0) + 1
+        line = self._lines[index]
+        if line.sole == owner:  # the usual case, and the quick one
+            line.plain.append(request)
+        else:
+            line.add(request)
 
     def put_back(self, request: Request) -> None:
         """Let a request that was taken wait again, before those behind it: it has waited already."""
         request.phase = QUEUED
         self.waiting += 1
         self.waiting_bytes += request.size
-        tier = self._tiers[request.tier + self._task_lines if request.is_task else request.tier]
-        if tier and tier[-1].place <= request.place:  # one that moves to this lane from another
-            tier.append(request)
-            return
-        later: list[Request] = []
-        while tier and tier[0].place < request.place:  # a few at most: others that were put back
-            later.append(tier.popleft())
-        tier.appendleft(request)
-        tier.extendleft(reversed(later))
+        index = self._index_of(request)
+        self._standings[index].add(request.owner, request.size)
+        self._lines[index].put_back(request)
 
     def forget(self, request: Request) -> None:
         """Count out a waiting request that is about to be settled."""
         self.waiting -= 1
         self.waiting_bytes -= request.size
-        self._dead += 1
-        if self._dead > REBUILD_DEAD_MIN and self._dead > self.waiting:
-            self._tiers = [deque(r for r in tier if r.phase == QUEUED and r is not request) for tier in self._tiers]
-            self._dead = 0
+        index = self._index_of(request)
+        self._standings[index].remove(request.owner, 1, request.size)
+        line = self._lines[index]
+        line.dead += 1
+        if line.dead > REBUILD_DEAD_MIN and line.dead > self.waiting:
+            line.rebuild(request)
 
     def oldest(self) -> float:
         """When the longest-waiting request arrived."""
-        return min(tier[0].arrived for tier in self._live_tiers())
+        return min(head.arrived for _, _, _, head in self._live_lines())
 
     def place(self) -> float:
         """Where the lane stands among others: the smallest goes first."""
-        tiers = self._live_tiers()
-        if self._strict:
-            head = tiers[0][0]
-            return head.tier * STRICT_STEP_S + head.place
-        return min(tier[0].place for tier in tiers)
+        live, trickle = self._live_lines(), self._ranks.trickle
+        if trickle is not None and trickle.due():
+            due = [place for _, place, index, _ in live if index in self._ranks.lowest]
+            if due:
+                return min(due) - STRICT_STEP_S
+        rank, place, _, _ = min(live)
+        return rank * STRICT_STEP_S + place
 
     def requests(self) -> list[Request]:
         """All that wait, tier by tier."""
-        return [request for tier in self._tiers for request in tier if request.phase == QUEUED]
+        return [request for line in self._lines for request in line.requests()]
 
     def take(
         self, count: int, now: float, bytes_max: float = inf, room_bytes: float = inf
@@ -113,73 +154,40 @@ class Lane:
 
         At most `bytes_max` bytes together; a larger one comes alone, if it has not more than `room_bytes`.
         """
-        batch: list[Request] = []
-        expired: list[Request] = []
-        bytes_left = min(bytes_max, room_bytes)
-        while len(batch) < count and self.waiting and bytes_left >= 0:
-            tiers = self._live_tiers()
-            if len(tiers) == 1:
-                tier, bound = tiers[0], None
-            else:
-                if not self._strict:
-                    tiers.sort(key=lambda tier: tier[0].place)
-                tier = tiers[0]
-                bound = None if self._strict else tiers[1][0].place
-            bytes_left = self._take_from(tier, bound, count, now, bytes_left, room_bytes, batch, expired)
-        return batch, expired
+        taking = Taking(now, min(bytes_max, room_bytes), room_bytes)
+        trickle = self._ranks.trickle
+        if trickle is not None and (due := min(trickle.due(), count)):
+            for index in self._ranks.lowest:
+                taking.room = due - len(taking.batch)
+                self._take_from(index, inf, taking)
+        taking.room = count - len(taking.batch)
+        while taking.room and self.waiting and taking.bytes_left >= 0:
+            live = self._live_lines()
+            bound = inf
+            if len(live) > 1:
+                live.sort()
+                if live[0][0] == live[1][0]:
+                    bound = live[1][1]
+            self._take_from(live[0][2], bound, taking)
+        self._ranks.served(taking.batch)
+        return taking.batch, taking.expired
 
-    def _take_from(
-        self,
-        tier: deque[Request],
-        bound: float | None,
-        count: int,
-        now: float,
-        bytes_left: float,
-        room_bytes: float,
-        batch: list[Request],
-        expired: list[Request],
-    ) -> float:
-        """Move requests from one tier while its head is still the best (its place not after `bound`) and there is room.
+    def _take_from(self, index: int, bound: float, taking: Taking) -> None:
+        """Move requests from one line while it is still the best (its place not after `bound`) and there is room."""
+        number, size = self._lines[index].move(taking, bound, self._standings[index])
+        self.waiting -= number
+        self.waiting_bytes -= size
 
-        Returns the bytes left; below 0 if there is no room for the next one.
-        """
-        popleft, add = tier.popleft, batch.append
-        room = count - len(batch)
-        before = len(batch) + len(expired)
-        taken_bytes = 0
-        while tier and room and bytes_left >= 0:
-            request = popleft()
-            if request.phase == DONE:
-                self._dead -= 1
-                continue
-            if bound is not None and request.place > bound:
-                tier.appendleft(request)
-                break
-            size = request.size
-            if request.deadline <= now:
-                expired.append(request)
-            elif size > bytes_left and (batch or size > room_bytes):
-                tier.appendleft(request)
-                bytes_left = -1.0
-                break
-            else:
-                bytes_left -= size
-                room -= 1
-                add(request)
-            request.phase = RUNNING
-            request.taken = now
-            taken_bytes += size
-        self.waiting -= len(batch) + len(expired) - before
-        self.waiting_bytes -= taken_bytes
-        return bytes_left
+    def _index_of(self, request: Request) -> int:
+        return request.tier + self._tiers if request.is_task else request.tier
 
-    def _live_tiers(self) -> list[deque[Request]]:
-        """The tiers with somebody waiting, highest first, the dead removed from their heads."""
+    def _live_lines(self) -> list[tuple[int, float, int, Request]]:
+        """The lines with somebody waiting: rank, place, number, and the one that has waited longest."""
         live = []
-        for tier in self._tiers:
-            while tier and tier[0].phase == DONE:
-                tier.popleft()
-                self._dead -= 1
-            if tier:
-                live.append(tier)
+        tiers = self._tiers if self._ranks.is_strict else 1
+        for index, line in enumerate(self._lines):
+            if line.plain or line.back or line.is_shared:
+                head = line.longest_waiting()
+                if head is not None:
+                    live.append((index % tiers, head.place, index, head))
         return live

@@ -4,13 +4,13 @@ Bounded by count and bytes of everything admitted and not yet settled (waiting o
 lanes in which requests wait. All settling goes through `settle`, the one place that keeps those counts true.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
 from math import inf
 
 from carpool.broker.deadlines import Deadlines, queue_timeout
-from carpool.broker.lanes import Lane
-from carpool.broker.standing import CountedStanding
+from carpool.broker.lanes import Lane, Ranks
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull
 from carpool.core.events import Events
@@ -34,6 +34,8 @@ class MemoryBroker:
         lanes_max: int,
         tiers: int,
         strict_order: bool = False,
+        # With strict order: the share of what is served that the lowest tier gets all the same.
+        trickle: float = 0.0,
         task_patience_s: float = 0.0,
         offenders: Container[tuple[str, str]] = (),
         events: Events | None = None,
@@ -43,7 +45,8 @@ class MemoryBroker:
         self.bytes_max = bytes_max
         self.lanes_max = lanes_max
         self._tiers = tiers
-        self._strict_order = strict_order
+        # By model: what its lanes have in common.
+        self._ranks: defaultdict[str, Ranks] = defaultdict(partial(Ranks, tiers, strict_order, trickle))
         # Added to a task's place in the order: nobody waits on the line for it.
         self._task_patience_s = task_patience_s
         # Model and owner of those who ride with one another only. Empty is false.
@@ -78,10 +81,6 @@ class MemoryBroker:
         """Requests that wait for a slot."""
         return sum(map(self.depth_of, self._active))
 
-    def standing(self, model: str, tier: int) -> Standing:
-        """Who waits of one tier, in all lanes of a model."""
-        return CountedStanding(lambda: (r for lane in self._active[model].values() for r in lane.requests()), tier)
-
     def is_waiting(self, model: str) -> bool:
         """Whether requests of one model wait for a slot."""
         return bool(self._active[model])
@@ -111,6 +110,10 @@ class MemoryBroker:
     def most_waiting(self, model: str) -> int:
         """Requests in the longest lane whose owners are no offenders."""
         return max((lane.waiting for lane in self._active[model].values() if not lane.is_apart), default=0)
+
+    def standing(self, model: str, tier: int, *, is_task: bool = False) -> Standing:
+        """Who waits of one tier, in all lanes of a model: synchronous requests, or tasks. It stays the same object."""
+        return self._ranks[model].standings[tier + self._tiers * is_task]
 
     def when_work_arrives(self, model: str, arrived: Callable[[LaneQueue], None]) -> None:
         """Have `arrived(lane)` called for each arrival. Models are known before the first request."""
@@ -321,7 +324,7 @@ class MemoryBroker:
         """The lane for a first request: the one that was emptied, with its history, or a new one."""
         lane = self._idle.pop((model, key), None)
         if lane is None:
-            lane = Lane(model, key, self._tiers, self._strict_order)
+            lane = Lane(model, key, self._ranks[model])
         self._active[model][key] = lane
         if key:
             lane.opener = owner

@@ -5,6 +5,54 @@ from collections.abc import Callable, Iterable
 
 from carpool.core.request import Request
 
+# So many bytes of an input cost as much as the request itself.
+COST_BYTES = 4096
+
+
+class WaitingCount:
+    """Of one model, tier and kind (synchronous requests, or tasks)."""
+
+    __slots__ = ("by_owner", "bytes", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.bytes = 0
+        # Only owners who wait.
+        self.by_owner: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"<WaitingCount waiting={self.waiting} owners={self.owners}>"
+
+    @property
+    def cost(self) -> float:
+        """What they cost together."""
+        return self.waiting + self.bytes / COST_BYTES
+
+    @property
+    def owners(self) -> int:
+        """How many owners wait."""
+        return len(self.by_owner)
+
+    def of(self, owner: str) -> int:
+        """How many requests of one owner wait."""
+        return self.by_owner.get(owner, 0)
+
+    def add(self, owner: str, size: int) -> None:
+        """A request waits."""
+        self.waiting += 1
+        self.bytes += size
+        self.by_owner[owner] = self.by_owner.get(owner, 0) + 1
+
+    def remove(self, owner: str, count: int, size: int) -> None:
+        """So many of one owner, with so many bytes together, wait no more."""
+        self.waiting -= count
+        self.bytes -= size
+        left = self.by_owner[owner] - count
+        if left:
+            self.by_owner[owner] = left
+        else:
+            del self.by_owner[owner]
+
 
 class CountedStanding:
     """Counts when it is asked."""

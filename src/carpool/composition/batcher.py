@@ -25,6 +25,7 @@ def make_broker(ground: Ground) -> MemoryBroker:
         lanes_max=settings.broker.lanes_max,
         tiers=len(settings.tiers),
         strict_order=settings.broker.order == "strict",
+        trickle=settings.broker.trickle,
         task_patience_s=settings.tasks.patience_ms / 1000,
         offenders=ground.offenders.riders,
         events=ground.events,

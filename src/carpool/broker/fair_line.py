@@ -1,0 +1,370 @@
+"""One line of waiting requests that owners share fairly, by cost. Pure.
+
+1. An owner's own requests keep their order. The next one is the owner's with the smallest start tag; its tag then grows
+   by the cost of what it got. So owners who always have something waiting get equal shares of cost, within one largest.
+2. Whoever comes anew has the line's virtual time as its tag: it stands beside those who have had their share so far,
+   however many they have waiting. Virtual time grows with every request by its cost ÷ the owners that wait, so those
+   who come later stand behind those who wait, and nobody starves, however many owners come.
+3. An owner with nothing waiting is forgotten, but for one that got something large and is ahead of virtual time: it
+   must not come back as if it had not. No more of these are remembered than owners wait.
+4. While one owner alone waits, the line is a plain deque: no tags.
+5. Requests that were put back go before all others: they have been paid for.
+6. The line's place among lines is that of its longest-waiting request, whoever goes next: sharing inside a line takes
+   nothing from other lines, and gives them nothing.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
+
+from carpool.broker.standing import COST_BYTES, WaitingCount
+from carpool.broker.taking import Taking
+from carpool.core.request import DONE, QUEUED, RUNNING, Request
+
+# What may be kept of those who are gone, beside as many as wait.
+KEPT_MIN = 64
+# Whoever is no further ahead of virtual time than this is forgotten when nothing of it waits.
+AHEAD_MIN = 2.0
+
+
+class Backlog:
+    """What one owner has waiting in a line, in its order."""
+
+    __slots__ = ("first", "has_turn", "more", "start")
+
+    def __init__(self, start: float, first: Request) -> None:
+        # The tag of its first request, and whether it is among those who get their turn.
+        self.start = start
+        self.has_turn = True
+        self.first: Request | None = first
+        # Behind the first. Most owners have one request: a deque for each would cost more than all else here.
+        self.more: deque[Request] | None = None
+
+    def append(self, request: Request) -> None:
+        """One more."""
+        if self.first is None:
+            self.first = request
+        elif self.more is None:
+            self.more = deque((request,))
+        else:
+            self.more.append(request)
+
+    def requests(self) -> list[Request]:
+        """All of them, in their order."""
+        return [] if self.first is None else [self.first, *(self.more or ())]
+
+    def replace(self, requests: deque[Request]) -> None:
+        """These are all there are."""
+        self.first = requests.popleft() if requests else None
+        self.more = requests or None
+
+
+class FairLine:
+    """Requests of one lane and one tier."""
+
+    __slots__ = (
+        "_backlogs",
+        "_came",
+        "_founder",
+        "_fresh",
+        "_served",
+        "_size",
+        "_turns",
+        "_virtual",
+        "back",
+        "dead",
+        "is_shared",
+        "plain",
+        "sole",
+    )
+
+    def __init__(self) -> None:
+        # Whose requests are all there are, in `plain`; None while several owners wait.
+        self.sole: str | None = None
+        self.plain: deque[Request] = deque()
+        # Requests that were put back, by their places.
+        self.back: deque[Request] = deque()
+        # Settled while they waited, and still here.
+        self.dead = 0
+        # Several owners wait, or did a moment ago. Only then the rest is used.
+        self.is_shared = False
+        self._backlogs: dict[str, Backlog] = {}
+        # Those who get their turn: who came anew, in order of their tags, for virtual time only grows; and the others.
+        self._fresh: deque[Backlog] = deque()
+        self._served: list[tuple[float, int, Backlog]] = []
+        self._turns = 0
+        self._virtual = 0.0
+        # Requests, the dead among them.
+        self._size = 0
+        # In order of arrival, the taken among them; those of the owner that was here alone are not in it.
+        self._came: deque[Request] = deque()
+        self._founder: Backlog | None = None
+
+    def add(self, request: Request) -> None:
+        """Let a request wait. (If its owner is `sole`, it may be appended to `plain` at once.)"""
+        owner = request.owner
+        if not self.is_shared:
+            if not self.plain:
+                self.sole = owner
+            if owner == self.sole:
+                self.plain.append(request)
+                return
+            self._share()
+        backlog = self._backlogs.get(owner)
+        if backlog is None:
+            backlog = self._backlogs[owner] = Backlog(self._virtual, request)
+            self._fresh.append(backlog)
+        else:
+            if not backlog.has_turn:
+                self._come_again(backlog)
+            backlog.append(request)
+        self._size += 1
+        if backlog is not self._founder:
+            self._came.append(request)
+            if len(self._came) > 2 * self._size + KEPT_MIN:
+                here = {id(each) for one in self._backlogs.values() for each in one.requests()}
+                self._came = deque(each for each in self._came if id(each) in here)
+
+    def put_back(self, request: Request) -> None:
+        """Let a request that was taken wait again, before those behind it."""
+        newest = self._came or self.plain
+        if newest and newest[-1].place <= request.place:  # it moves to this lane from another
+            self.add(request)
+            return
+        back = self.back
+        later: list[Request] = []
+        while back and back[0].place < request.place:  # a few at most
+            later.append(back.popleft())
+        back.appendleft(request)
+        back.extendleft(reversed(later))
+
+    def longest_waiting(self) -> Request | None:
+        """The request with the smallest place; None if nobody waits."""
+        other = self._longest_shared() if self.is_shared else self._first_of(self.plain)
+        if not self.back or (first := self._first_of(self.back)) is None:
+            return other
+        return other if other is not None and other.place < first.place else first
+
+    def move(self, taking: Taking, bound: float, standing: WaitingCount) -> tuple[int, int]:
+        """Move requests into a batch while the line's place is not after `bound` and there is room.
+
+        Returns how many, and their bytes.
+        """
+        number = size = 0
+        if self.back:
+            number, size = self._move_back(taking, bound, standing)
+        if taking.room and taking.bytes_left >= 0:
+            if self.is_shared:
+                more, more_bytes = self._move_shared(taking, bound, standing)
+                self._relax()
+            else:
+                more, more_bytes, dead = taking.move(self.plain, bound)
+                self.dead -= dead
+                if more:
+                    standing.remove(self.sole or "", more, more_bytes)
+            number, size = number + more, size + more_bytes
+        return number, size
+
+    def rebuild(self, leaving: Request) -> None:
+        """Remove all the dead, and one that is about to be settled."""
+        self.back = living(self.back, leaving)
+        self.plain = living(self.plain, leaving)
+        self.dead = 0
+        if self.is_shared:
+            self._came = living(self._came, leaving)
+            for backlog in self._backlogs.values():
+                backlog.replace(living(backlog.requests(), leaving))
+                backlog.has_turn = backlog.first is not None
+            self._fresh = deque(backlog for backlog in self._fresh if backlog.has_turn)
+            self._served = [entry for entry in self._served if entry[2].has_turn]
+            heapify(self._served)
+            self._size = sum(len(backlog.requests()) for backlog in self._backlogs.values())
+            if self._founder is not None and not self._founder.has_turn:
+                self._founder = None
+            self._forget_idle()
+            self._relax()
+
+    def requests(self) -> list[Request]:
+        """All that wait."""
+        found = [*self.back, *self.plain]
+        if self.is_shared:
+            shared = [request for backlog in self._backlogs.values() for request in backlog.requests()]
+            found += sorted(shared, key=lambda request: request.arrived)
+        return [request for request in found if request.phase == QUEUED]
+
+    def _move_back(self, taking: Taking, bound: float, standing: WaitingCount) -> tuple[int, int]:
+        number = moved_bytes = 0
+        while taking.room and (request := self._first_of(self.back)) is not None:
+            if request.place > bound or not taking.accepts(request):
+                break
+            self.back.popleft()
+            standing.remove(request.owner, 1, request.size)
+            number += 1
+            moved_bytes += request.size
+        return number, moved_bytes
+
+    def _move_shared(self, taking: Taking, bound: float, standing: WaitingCount) -> tuple[int, int]:
+        """One by one, each time of the owner with the smallest tag. In one piece, for it is the hot path."""
+        fresh, served, by_owner = self._fresh, self._served, standing.by_owner
+        batch, expired, now = taking.batch, taking.expired, taking.now
+        room, bytes_left = taking.room, taking.bytes_left
+        virtual, turns = self._virtual, self._turns
+        number = moved_bytes = 0
+        while room:
+            is_fresh = bool(fresh) and (not served or fresh[0].start <= served[0][0])
+            if not is_fresh and not served:
+                break
+            backlog = fresh[0] if is_fresh else served[0][2]
+            request = backlog.first
+            if (request is None or request.phase == DONE) and (request := self._first_in(backlog)) is None:
+                if is_fresh:
+                    fresh.popleft()
+                else:
+                    heappop(served)
+                self._has_nothing(backlog)
+                continue
+            if bound < inf and ((longest := self._longest_shared()) is None or longest.place > bound):
+                break
+            size, owner = request.size, request.owner
+            if request.deadline <= now:
+                expired.append(request)
+                cost = 0.0
+            elif size > bytes_left and (batch or size > taking.room_bytes):
+                bytes_left = -1.0
+                break
+            else:
+                bytes_left -= size
+                room -= 1
+                batch.append(request)
+                cost = 1.0 + size / COST_BYTES
+            request.phase = RUNNING
+            request.taken = now
+            number += 1
+            moved_bytes += size
+            left = by_owner[owner] - 1
+            if left:
+                by_owner[owner] = left
+            else:
+                del by_owner[owner]
+            more = backlog.more
+            backlog.first = more.popleft() if more else None
+            start = backlog.start
+            virtual = (start if start > virtual else virtual) + cost / (len(fresh) + len(served))
+            backlog.start = start = start + cost
+            if backlog.first is not None:
+                turns += 1
+                if is_fresh:
+                    fresh.popleft()
+                    heappush(served, (start, turns, backlog))
+                else:
+                    heapreplace(served, (start, turns, backlog))
+                continue
+            if is_fresh:
+                fresh.popleft()
+            else:
+                heappop(served)
+            if start <= virtual + AHEAD_MIN and backlog is not self._founder:
+                del self._backlogs[owner]
+            else:
+                self._virtual = virtual
+                self._has_nothing(backlog)
+        self._virtual, self._turns = virtual, turns
+        taking.room, taking.bytes_left = room, bytes_left
+        self._size -= number
+        standing.waiting -= number
+        standing.bytes -= moved_bytes
+        return number, moved_bytes
+
+    def _share(self) -> None:
+        """A second owner comes: from now on there are tags."""
+        assert self.sole is not None
+        self.is_shared = True
+        self._size = len(self.plain)
+        self._founder = self._backlogs[self.sole] = Backlog(0.0, self.plain.popleft())
+        self._founder.more = self.plain
+        self._fresh.append(self._founder)
+        self.sole, self.plain = None, deque()
+
+    def _relax(self) -> None:
+        """Be a plain line again, if one owner alone is left and owes nobody."""
+        owners = len(self._fresh) + len(self._served)
+        if owners > 1:
+            return
+        if owners:
+            self._forget_idle()
+            if len(self._backlogs) > 1:
+                return
+            ((self.sole, backlog),) = self._backlogs.items()
+            if backlog.more is not None:
+                self.plain = backlog.more
+            if backlog.first is not None:
+                self.plain.appendleft(backlog.first)
+        self.is_shared = False
+        self._backlogs = {}
+        self._fresh = deque()
+        self._served = []
+        self._virtual = 0.0
+        self._came = deque()
+        self._founder = None
+
+    def _come_again(self, backlog: Backlog) -> None:
+        """An owner that was remembered has something waiting."""
+        backlog.has_turn = True
+        if backlog.start > self._virtual:
+            self._turns += 1
+            heappush(self._served, (backlog.start, self._turns, backlog))
+        else:
+            backlog.start = self._virtual
+            self._fresh.append(backlog)
+
+    def _has_nothing(self, backlog: Backlog) -> None:
+        """An owner has nothing waiting any more."""
+        backlog.has_turn = False
+        if backlog is self._founder:
+            self._founder = None
+        if len(self._backlogs) > 2 * (len(self._fresh) + len(self._served)) + KEPT_MIN:
+            self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        """Of owners with nothing waiting, keep those who are far ahead; if these are many, none."""
+        ahead = self._virtual + AHEAD_MIN
+        kept = {owner: one for owner, one in self._backlogs.items() if one.has_turn or one.start > ahead}
+        waiting = len(self._fresh) + len(self._served)
+        if len(kept) > 1.5 * waiting + KEPT_MIN // 2:
+            kept = {owner: one for owner, one in kept.items() if one.has_turn}
+        self._backlogs = kept
+
+    def _longest_shared(self) -> Request | None:
+        founder = None if self._founder is None else self._first_in(self._founder)
+        came, backlogs = self._came, self._backlogs
+        while came:
+            request = came[0]
+            backlog = backlogs.get(request.owner) if request.phase == QUEUED else None
+            # Whoever is still here is the first of its owner's: the ones before it were before it here, too.
+            if backlog is not None and self._first_in(backlog) is request:
+                return request if founder is None or request.place < founder.place else founder
+            came.popleft()
+        return founder
+
+    def _first_of(self, queue: deque[Request]) -> Request | None:
+        """The first that lives; the dead before it go."""
+        while queue:
+            if queue[0].phase != DONE:
+                return queue[0]
+            queue.popleft()
+            self.dead -= 1
+        return None
+
+    def _first_in(self, backlog: Backlog) -> Request | None:
+        """The same, of one owner."""
+        while (request := backlog.first) is not None and request.phase == DONE:
+            backlog.first = backlog.more.popleft() if backlog.more else None
+            self.dead -= 1
+            self._size -= 1
+        return request
+
+
+def living(queue: Iterable[Request], leaving: Request) -> deque[Request]:
+    """Without those that were settled, and one that will be."""
+    return deque(request for request in queue if request.phase == QUEUED and request is not leaving)
