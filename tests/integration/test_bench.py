@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from carpool.cli.bench import bench
 from carpool.tools.bench.run import BenchOptions, drive, resolve, segments_from
 from carpool.tools.bench.tally import Report
+from carpool.tools.bench.tiers import TierLoad
 from support.processes import PATIENCE_S
 from support.stream_server import stream_server
 
@@ -172,6 +173,55 @@ async def test_refusals_are_errors_by_status(gateway: FakeGateway) -> None:
     report = await load(gateway)
     assert report.status == {"200": 40, "503": 20}
     assert (report.ok, report.errors) == (40, 20)
+
+
+async def test_each_tier_sends_its_key_and_has_its_figures(gateway: FakeGateway) -> None:
+    async def shed_without_a_key(exchange: Exchange) -> bytes | None:
+        if b"Authorization: Bearer cp_paid\r\n" in exchange.head:
+            return await right(exchange)
+        assert b"Authorization" not in exchange.head
+        return respond(b"{}", 503)
+
+    gateway.behaviour = shed_without_a_key
+    report = await load(gateway, tiers=[TierLoad("paid", 30, "cp_paid"), TierLoad("free", 70, "")])
+    paid, free = report.tiers["paid"], report.tiers["free"]
+    assert paid.offered + free.offered == report.sent == 60
+    assert paid.ok == paid.offered == report.ok > 0
+    assert free.shed == free.offered == report.errors > paid.offered
+    assert free.refusal_ms.p99 is not None and free.latency_ms.p50 is None
+    assert paid.latency_ms.p95 is not None and paid.refusal_ms.p99 is None
+
+
+async def test_a_refused_request_is_sent_again_when_it_was_told_to(gateway: FakeGateway) -> None:
+    asked: dict[str, list[float]] = {}
+
+    async def refuse_once(exchange: Exchange) -> bytes | None:
+        times = asked.setdefault(exchange.text, [])
+        times.append(asyncio.get_running_loop().time())
+        return respond(b"{}", 503, "Retry-After: 1\r\n") if len(times) == 1 else await right(exchange)
+
+    gateway.behaviour = refuse_once
+    report = await load(gateway, rate=50, retries=3)
+    assert (report.ok, report.errors, report.retries) == (15, 0, 15)
+    assert all(len(times) == 2 and times[1] - times[0] > 0.95 for times in asked.values())
+    # A client's time goes on while it waits for its turn; a refusal is told at once.
+    assert report.latency_ms.p50 is not None and report.latency_ms.p50 > 950
+    assert report.refusal_ms.p50 is not None and report.refusal_ms.p50 < 950
+
+
+@pytest.mark.parametrize(("more", "times"), [({"retries": 2}, 3), ({"retries": 2, "timeout_s": 0.5}, 1), ({}, 1)])
+async def test_a_request_is_not_sent_again_for_ever(gateway: FakeGateway, more: dict[str, Any], times: int) -> None:
+    asked = 0
+
+    async def refuse(exchange: Exchange) -> bytes | None:
+        nonlocal asked
+        asked += 1
+        return respond(b"{}", 429, "Retry-After: 1\r\n")
+
+    gateway.behaviour = refuse
+    report = await load(gateway, rate=20, **more)
+    assert report.status == {"429": 6}
+    assert (asked, report.retries) == (6 * times, 6 * (times - 1))
 
 
 async def test_a_stall_shows_in_every_request_that_was_due_meanwhile(gateway: FakeGateway) -> None:
@@ -392,6 +442,24 @@ async def test_the_command_prints_a_table_and_writes_json(gateway: FakeGateway, 
     assert (written["sent"], written["ok"], written["status"]) == (30, 30, {"200": 30})
 
 
+async def test_every_request_is_written_if_asked_for(gateway: FakeGateway, tmp_path: Path) -> None:
+    async def shed(exchange: Exchange) -> bytes | None:
+        return respond(b"{}", 503) if exchange.number % 3 == 0 else await right(exchange)
+
+    gateway.behaviour = shed
+    key, file = tmp_path / "key", tmp_path / "answers.jsonl"
+    key.write_text("cp_key\n")
+    status, _, _ = await command(gateway.url, *SMALL, "--tiers", f"paid={key}:1", "--answers", str(file), "--quiet")
+    assert status == 1
+    answers = [msgspec.json.decode(line) for line in file.read_bytes().splitlines()]
+    assert sorted(answer["outcome"] for answer in answers) == ["200"] * (len(answers) - len(answers) // 3) + ["503"] * (
+        len(answers) // 3
+    )
+    assert {answer["tier"] for answer in answers} == {"paid"}
+    assert answers == sorted(answers, key=lambda answer: answer["due_s"])
+    assert all(0 <= answer["due_s"] <= 0.31 and answer["latency_ms"] > 0 for answer in answers)
+
+
 async def test_quiet_says_nothing(gateway: FakeGateway) -> None:
     assert await command(gateway.url, *SMALL, "--quiet") == (0, "", "")
 
@@ -421,6 +489,8 @@ async def test_nobody_there_exits_1_with_one_line(gateway: FakeGateway) -> None:
         (["http://127.0.0.1:1", "--connections", "99999999999"], "open files"),
         (["http://127.0.0.1:1", "--payload-bytes", "3"], "--payload-bytes must be at least 22"),
         (["http://127.0.0.1:1", "--timeout", "0s"], "--timeout: '0s' is not a time above 0"),
+        (["http://127.0.0.1:1", "--tiers", "free"], "--tiers: 'free' is not NAME=KEYFILE:SHARE"),
+        (["http://127.0.0.1:1", "--answers", "/nowhere/a"], "--answers /nowhere/a cannot be written"),
         (["http://127.0.0.1:1", "--json", "/nowhere/report.json"], "--json /nowhere/report.json cannot be written"),
     ],
 )

@@ -1,6 +1,6 @@
 import pytest
 
-from carpool.tools.bench.response import BadResponse, read_head
+from carpool.tools.bench.response import RETRY_AFTER_S, BadResponse, read_head, retry_after_s
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,11 @@ def test_a_head_that_cannot_be_used_has_a_kind(head: bytes, kind: str) -> None:
     with pytest.raises(BadResponse) as caught:
         read_head(head)
     assert caught.value.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("line", "seconds"),
+    [(b"Retry-After: 7", 7), (b"RETRY-AFTER:0", 0), (b"Retry-After: soon", RETRY_AFTER_S), (b"Age: 7", RETRY_AFTER_S)],
+)
+def test_when_to_ask_again(line: bytes, seconds: float) -> None:
+    assert retry_after_s(b"HTTP/1.1 503 X\r\nContent-Length: 0\r\n" + line) == seconds

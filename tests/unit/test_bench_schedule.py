@@ -35,6 +35,19 @@ def test_steps_ramps_and_spikes_follow_one_another() -> None:
     ]
 
 
+def test_peaks_keep_the_mean() -> None:
+    segments = parse_schedule("peaks:1000-3000:1s/10s:20s")
+    base = (1000 * 10 - 3000 * 1) / 9
+    assert segments == [Segment(base, base, 9), Segment(3000, 3000, 1)] * 2
+    assert mean_rate(segments) == pytest.approx(1000)
+
+
+@pytest.mark.parametrize("text", ["3000-1000:1s/10s:20s", "1000-3000:9s/10s:20s", "1000-3000:1s/10s:5s", "1-2:3s:9s"])
+def test_peaks_that_do_not_fit_are_refused(text: str) -> None:
+    with pytest.raises(BadSchedule):
+        parse_schedule(f"peaks:{text}")
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "1000", "1000:", "fast:10s", "ramp:100:30s", "ramp:1-2", "wave:1-2:3s", "-5:10s", "1:1s,,1:1s", "0:5s"],

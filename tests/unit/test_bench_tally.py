@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from carpool.tools.bench.report import ProgressDisplay, print_report, progress_text
-from carpool.tools.bench.tally import LogHistogram, Report, Tally
+from carpool.tools.bench.tally import LogHistogram, Report, Tally, TierTally
 
 
 def report_of(tally: Tally, sending_s: float = 10.0) -> Report:
@@ -51,8 +51,8 @@ def test_a_report_counts_every_request_once() -> None:
     for _ in range(3):
         tally.right(0.010, 100.0, 2.0, 4)
     tally.mismatched(0.020, 101.0)
-    tally.failed("503")
-    tally.failed("timeout")
+    tally.failed("503", 0.002, 1.0)
+    tally.failed("timeout", 10.0, 11.0)
     report = report_of(tally)
     assert (report.sent, report.ok, report.wrong, report.errors, report.unanswered) == (7, 3, 1, 2, 1)
     assert report.status == {"200": 4, "503": 1, "timeout": 1}
@@ -109,7 +109,7 @@ def test_the_json_has_the_keys_that_users_read() -> None:
 def test_the_table_shows_failures_and_unknowns() -> None:
     tally = Tally()
     tally.sent = 1234
-    tally.failed("503")
+    tally.failed("503", 0.002, 1.0)
     out = StringIO()
     print_report(report_of(tally), Console(file=out, width=100))
     shown = out.getvalue()
@@ -145,9 +145,37 @@ def test_quiet_progress_has_no_interval() -> None:
 
 def test_the_live_display_shows_the_same_line() -> None:
     tally, out = Tally(), StringIO()
-    tally.failed("503")
+    tally.failed("503", 0.002, 1.0)
     terminal = Console(file=out, force_terminal=True, width=100)
     display = ProgressDisplay(tally, 10.0, live=terminal, say=lambda line: pytest.fail(f"said {line!r}"))
     display.update(12.0)  # past the end: requests are still in flight
     display.close()
     assert "errors 1" in out.getvalue()
+
+
+def test_a_tier_counts_here_and_in_the_whole() -> None:
+    whole = Tally()
+    free, paid = TierTally("free", whole), TierTally("paid", whole, keep_record=True)
+    for tier, times in ((free, 6), (paid, 3)):
+        for _ in range(times):
+            tier.came_due()
+    free.right(0.1, 1.0, -1.0, 0)
+    for kind in ("503", "429", "504", "closed"):
+        free.failed(kind, 0.002, 1.0)
+    free.retried(0.004)
+    paid.right(0.2, 1.0, -1.0, 0)
+    paid.mismatched(0.3, 1.0)
+    paid.failed("timeout", 4.0, 5.0)
+    report = whole.report(sending_s=2.0, intended_rate=4.5, generator_busy=0.1, tiers=(free, paid))
+    assert (report.sent, report.ok, report.wrong, report.errors, report.unanswered) == (9, 2, 1, 5, 1)
+    seen = report.tiers["free"]
+    assert (seen.offered, seen.ok, seen.shed, seen.limited, seen.timed_out, seen.failed) == (6, 1, 1, 1, 1, 1)
+    assert (seen.unanswered, seen.retries, seen.goodput) == (1, 1, 0.5)
+    assert seen.latency_ms.p95 == pytest.approx(100)
+    assert seen.refusal_ms.p99 == report.refusal_ms.p99 == pytest.approx(4.0)
+    assert (report.tiers["paid"].wrong, report.tiers["paid"].timed_out) == (1, 1)
+    assert report.retries == 1
+    assert paid.record == [(0.8, 0.2, "200"), (0.7, 0.3, "200"), (1.0, 4.0, "timeout")]
+    out = StringIO()
+    print_report(report, Console(file=out, width=160))
+    assert "timed out" in out.getvalue() and "paid" in out.getvalue()

@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from carpool.tools.bench.schedule import SCHEDULE_HELP
+from carpool.tools.bench.tiers import TIERS_HELP
 
 EXIT_NOT_CLEAN, EXIT_BAD_OPTION, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -39,8 +40,20 @@ def bench(
         typer.Option(help="Wait for the answer, or submit a task and long-poll its result."),
     ] = "sync",
     model: Annotated[str | None, typer.Option(help="The model to name; by default none.")] = None,
+    tiers: Annotated[str | None, typer.Option(help=TIERS_HELP)] = None,
+    retry: Annotated[
+        int,
+        typer.Option(help="Send a refused request (429, 503) again after its Retry-After, so often at most.", min=0),
+    ] = 0,
     timeout: Annotated[str, typer.Option(help="A request with no answer by then is an error.")] = "10s",
     json: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
+    answers: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also write each request to this file, a JSON object a line: when it was due, its tier, its outcome, "
+            "its latency. Keeps all of them in memory until the end."
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no table.")] = False,
     expect: Annotated[Literal["reversed", "echo"], typer.Option(hidden=True)] = "reversed",
 ) -> None:
@@ -55,6 +68,7 @@ def bench(
 
     from carpool.tools.bench.report import print_report
     from carpool.tools.bench.run import (
+        Answered,
         BadOption,
         BenchOptions,
         default_connections,
@@ -62,6 +76,7 @@ def bench(
         raise_file_limit,
         resolve,
         segments_from,
+        tiers_from,
         timeout_from,
     )
 
@@ -80,6 +95,8 @@ def bench(
             seed=seed,
             model=model,
             timeout_s=timeout_from(timeout),
+            tiers=tiers_from(tiers),
+            retries=retry,
             expect=expect,
         )
         target = resolve(url)
@@ -87,20 +104,30 @@ def bench(
     except BadOption as fault:
         _leave(str(fault), EXIT_BAD_OPTION)
     # Before the run: minutes of load for a report that cannot be written would be a pity.
-    if json is not None and (json.is_dir() or not os.access(json.parent, os.W_OK)):
-        _leave(f"--json {json} cannot be written", EXIT_BAD_OPTION)
+    for option, file in (("--json", json), ("--answers", answers)):
+        if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+            _leave(f"{option} {file} cannot be written", EXIT_BAD_OPTION)
+    recorded: list[Answered] = []
 
     def say(line: str) -> None:
         typer.echo(line, err=True)
 
     try:
         report, interrupted = uvloop.run(
-            drive(options, target, live=console if console.is_terminal else None, say=None if quiet else say)
+            drive(
+                options,
+                target,
+                live=console if console.is_terminal else None,
+                say=None if quiet else say,
+                answers=None if answers is None else recorded,
+            )
         )
     except ConnectionError as fault:
         _leave(f"cannot connect to {url}: {fault}", EXIT_NOT_CLEAN)
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    if answers is not None:
+        answers.write_bytes(msgspec.json.Encoder().encode_lines(recorded))
     if not quiet:
         print_report(report, console)
     if not report.clean:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import msgspec
 
 from carpool.core.clock import monotonic
-from carpool.tools.bench.payload import NOT_TOLD, Journey
+from carpool.tools.bench.payload import NOT_TOLD, Journey, Payload
 from carpool.tools.bench.response import HEAD_BYTES_MAX, HEAD_END, BadResponse, read_head
+from carpool.tools.bench.tally import Tally
 
 if TYPE_CHECKING:
     from carpool.tools.bench.generator import LoadGenerator
@@ -27,11 +28,30 @@ class Target(NamedTuple):
     base_path: str
 
 
+class Part(NamedTuple):
+    """What requests of one kind carry, and where they are counted."""
+
+    payload: Payload
+    tally: Tally
+
+
+class Due(NamedTuple):
+    """A request that is to be sent."""
+
+    number: int
+    # When it was due first: its latency counts from then.
+    intended: float
+    # When it was due this time: later than that if it was refused before.
+    asked: float
+    part: Part
+    # How often it was sent again.
+    retries: int = 0
+
+
 class Held(NamedTuple):
     """A request between two connections."""
 
-    intended: float
-    number: bytes
+    due: Due
     outgoing: bytes
     polling: bool
 
@@ -41,26 +61,23 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "answered",
+        "due",
         "generator",
         "held",
-        "intended",
         "need",
         "number",
         "outgoing",
         "partial",
-        "payload",
         "polling",
-        "tally",
         "transport",
     )
 
     def __init__(self, generator: "LoadGenerator", held: Held | None) -> None:
         self.generator = generator
-        self.payload = generator.payload
-        self.tally = generator.tally
         self.held = held
-        # When the request in flight was due; None while there is none.
-        self.intended: float | None = None
+        # The request in flight; None while there is none.
+        self.due: Due | None = None
+        # Its number as it stands in the input.
         self.number = b""
         self.outgoing = b""
         # A task's id is known and its result is being asked for.
@@ -80,15 +97,16 @@ class Connection(asyncio.Protocol):
         if self.held is None:
             self.generator.release(self)
         else:
-            self.intended, self.number, self.outgoing, self.polling = self.held
+            self.due, self.outgoing, self.polling = self.held
+            self.number = b"%08x" % self.due.number
             self.held = None
             self.transport.write(self.outgoing)
 
-    def begin(self, intended: float, number: bytes) -> None:
-        """Send request `number`, which was due at `intended`."""
-        self.intended = intended
-        self.number = number
-        self.outgoing = outgoing = self.payload.request(number)
+    def begin(self, due: Due) -> None:
+        """Send this request."""
+        self.due = due
+        self.number = number = b"%08x" % due.number
+        self.outgoing = outgoing = due.part.payload.request(number)
         self.transport.write(outgoing)  # type: ignore[union-attr]  # only a live connection is asked
 
     def data_received(self, data: bytes) -> None:
@@ -98,8 +116,8 @@ class Connection(asyncio.Protocol):
             if len(self.partial) < self.need:
                 return
             data = bytes(self.partial)
-        elif self.intended is None:
-            self.tally.unasked += 1
+        elif self.due is None:
+            self.generator.tally.unasked += 1
             self.drop()
             return
         head_end = data.find(HEAD_END)
@@ -134,23 +152,34 @@ class Connection(asyncio.Protocol):
     def on_answer(self, status: int, data: bytes, start: int, stays: bool) -> None:
         """Judge the answer to a synchronous request."""
         if status != 200:
-            self.tally.failed(str(status))
+            self.refused(status, data[:start])
         else:
-            self.settle(self.payload.verify(data, start, self.number))
+            self.settle(self.in_flight.part.payload.verify(data, start, self.number))
         self.next_request(stays)
+
+    @property
+    def in_flight(self) -> Due:
+        """The request in flight, where there is one: an answer is only read while one is due."""
+        assert self.due is not None
+        return self.due
 
     def settle(self, journey: Journey | None) -> None:
         """Count the answer that came just now."""
-        now = monotonic()
-        latency_s = now - self.intended  # type: ignore[operator]  # an answer is only read while one is due
+        due, now = self.in_flight, monotonic()
         if journey is None:
-            self.tally.mismatched(latency_s, now)
+            due.part.tally.mismatched(now - due.intended, now)
         else:
-            self.tally.right(latency_s, now, *journey)
+            due.part.tally.right(now - due.intended, now, *journey)
+
+    def refused(self, status: int, head: bytes) -> None:
+        """Count the request as refused, unless it will be sent again."""
+        due, now = self.in_flight, monotonic()
+        if not self.generator.try_again(due, status, head, now):
+            due.part.tally.failed(str(status), now - due.asked, now)
 
     def next_request(self, stays: bool) -> None:
         """Be free for another request, or leave if the server said so."""
-        self.intended = None
+        self.due = None
         if stays:
             self.generator.release(self)
         else:
@@ -158,25 +187,27 @@ class Connection(asyncio.Protocol):
 
     def fail(self, kind: str) -> None:
         """Count the request in flight as failed and give up this connection."""
-        self.tally.failed(kind)
+        due, now = self.in_flight, monotonic()
+        due.part.tally.failed(kind, now - due.asked, now)
         self.drop()
 
     def drop(self) -> None:
         """Give up this connection without another word."""
-        self.intended = None
+        self.due = None
         if self.transport is not None:
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Make place for a new connection, and move or fail the request in flight."""
         self.transport = None
-        held = None
-        if self.intended is not None:
+        held, due = None, self.due
+        if due is not None:
             if self.answered and not self.partial:
-                held = Held(self.intended, self.number, self.outgoing, self.polling)
+                held = Held(due, self.outgoing, self.polling)
             else:
-                self.tally.failed("closed" if exc is None else "reset")
-            self.intended = None
+                now = monotonic()
+                due.part.tally.failed("closed" if exc is None else "reset", now - due.asked, now)
+            self.due = None
         self.generator.lost(self, held)
 
 
@@ -198,15 +229,15 @@ class TaskConnection(Connection):
 
     __slots__ = ()
 
-    def begin(self, intended: float, number: bytes) -> None:
-        """Submit task `number`, which was due at `intended`."""
+    def begin(self, due: Due) -> None:
+        """Submit this task."""
         self.polling = False
-        super().begin(intended, number)
+        super().begin(due)
 
     def on_answer(self, status: int, data: bytes, start: int, stays: bool) -> None:
         """Go on from acceptance to result."""
         if status != (200 if self.polling else 202):
-            self.tally.failed(str(status))
+            self.refused(status, data[:start])
             self.next_request(stays)
             return
         try:
@@ -230,7 +261,7 @@ class TaskConnection(Connection):
 
     def poll(self, number: bytes, stays: bool) -> None:
         """Ask for the result of `number`, unless that has ended meanwhile."""
-        if self.intended is None or self.number != number or self.transport is None:
+        if self.due is None or self.number != number or self.transport is None:
             return
         if not stays:
             # Once lost, the question moves to a fresh connection like any other request.
@@ -244,7 +275,9 @@ class TaskConnection(Connection):
             self.generator.loop.call_later(REPOLL_DELAY_S, self.poll, self.number, stays)
             return
         if result.status != "SUCCESS":
-            self.tally.failed("task-failed")
+            due, now = self.in_flight, monotonic()
+            due.part.tally.failed("task-failed", now - due.asked, now)
         else:
-            self.settle(NOT_TOLD if self.payload.is_expected(result.output, self.number) else None)
+            is_right = self.in_flight.part.payload.is_expected(result.output, self.number)
+            self.settle(NOT_TOLD if is_right else None)
         self.next_request(stays)

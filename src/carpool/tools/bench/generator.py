@@ -8,20 +8,23 @@ Rules:
 3. Every request that came due ends exactly once, in `Tally.right`, `mismatched` or `failed`.
 4. A server may close a reused connection just as a request leaves. That request, if nothing of an answer
    came, moves to a fresh connection; lost again there, it has failed, as a fresh one is not a reused one.
-5. Nothing is made per request but its bytes: no task, no future, no timer. One timer paces, one sweep finds
-   those out of time.
+5. Nothing is made per request but its bytes and a tuple: no task, no future, no timer. One timer paces, one sweep
+   finds those out of time. Only a request that is sent again has a timer of its own.
+6. A refused request (429, 503) is sent again after its Retry-After, if asked for: at most `retries` times, and not
+   where that would be after its timeout. Its latency still counts from when it was due first.
+7. The generator's own delay is known: `Tally.behind` has by how much it sent late.
 """
 
 import asyncio
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from math import inf
 
 from carpool.core.clock import monotonic
-from carpool.tools.bench.connection import Connection, Held, Target, TaskConnection
-from carpool.tools.bench.payload import Payload
+from carpool.tools.bench.connection import Connection, Due, Held, Part, Target, TaskConnection
+from carpool.tools.bench.response import retry_after_s
 from carpool.tools.bench.tally import Tally
 
 # uvloop's timers have steps of 1 ms: a shorter tick would only spin.
@@ -34,6 +37,7 @@ DRAIN_SWEEP_S = 0.02
 # So many handshakes at once stay below the listen backlog of common servers.
 OPENING_MAX = 100
 REOPEN_DELAY_S = 0.1
+RETRIABLE = (429, 503)
 
 
 class LoadGenerator:
@@ -43,28 +47,33 @@ class LoadGenerator:
         self,
         *,
         target: Target,
-        payload: Payload,
+        tally: Tally,
+        parts: Sequence[Part],
         arrivals: Iterator[float],
         connections: int,
         timeout_s: float,
         tasks: bool,
+        retries: int = 0,
     ) -> None:
         self.target = target
-        self.payload = payload
         self.timeout_s = timeout_s
-        self.tally = Tally()
+        # Of all requests, whatever their part.
+        self.tally = tally
         self.loop = asyncio.get_running_loop()
         self.connections: set[Connection] = set()
         # First in, first out, so that every connection gets its turn; may hold lost ones, which are skipped.
         self.idle: deque[Connection] = deque()
-        # Due times of requests that found no free connection; at most rate * timeout of them.
-        self.waiting: deque[float] = deque()
+        # Requests that found no free connection; at most rate * timeout of them.
+        self.waiting: deque[Due] = deque()
         # None before the first and after the last request is due.
         self.sending_since: float | None = None
         self.sending_s = 0.0
         self._protocol = TaskConnection if tasks else Connection
         self._arrivals = arrivals
         self._connection_count = connections
+        # Requests take turns through these: each part is there as often as its share says.
+        self._parts = parts
+        self._retries = retries
         self._numbers = count(1)
         self._due = inf
         self._opening: set[asyncio.Task[None]] = set()
@@ -111,7 +120,7 @@ class LoadGenerator:
     def release(self, connection: Connection) -> None:
         """Give a free connection the request that waits longest, or let it rest."""
         if self.waiting:
-            connection.begin(self.waiting.popleft(), b"%08x" % next(self._numbers))
+            connection.begin(self.waiting.popleft())
         else:
             self.idle.append(connection)
 
@@ -128,25 +137,48 @@ class LoadGenerator:
         if self._stopped.is_set():
             return
         now = monotonic()
-        due, idle = self._due, self.idle
-        sent = 0
+        due, parts = self._due, self._parts
+        if due <= now:
+            self.tally.behind.add((now - due) * 1000)
         while due <= now:
-            sent += 1
-            while idle:
-                connection = idle.popleft()
-                transport = connection.transport
-                if transport is not None and not transport.is_closing():
-                    connection.begin(due, b"%08x" % next(self._numbers))
-                    break
-            else:
-                self.waiting.append(due)
+            number = next(self._numbers)
+            part = parts[number % len(parts)]
+            part.tally.came_due()
+            request = Due(number, due, due, part)
+            if not self._sent(request):
+                self.waiting.append(request)
             due = next(self._arrivals, inf)
         self._due = due
-        self.tally.sent += sent
         if due == inf:
             self._end_sending()
         else:
             self.loop.call_later(min(max(due - now, TICK_S), TICK_S_MAX), self._tick)
+
+    def _sent(self, due: Due) -> bool:
+        """Send this request now, if a connection is free."""
+        while self.idle:
+            connection = self.idle.popleft()
+            transport = connection.transport
+            if transport is not None and not transport.is_closing():
+                connection.begin(due)
+                return True
+        return False
+
+    def try_again(self, due: Due, status: int, head: bytes, now: float) -> bool:
+        """Whether this request, which was just refused, will be sent again."""
+        if not self._retries or status not in RETRIABLE:
+            return False
+        again_at = now + retry_after_s(head)
+        if due.retries >= self._retries or again_at >= due.intended + self.timeout_s:
+            return False
+        due.part.tally.retried(now - due.asked)
+        again = due._replace(asked=again_at, retries=due.retries + 1)
+        self.loop.call_later(again_at - now, self._send_again, again)
+        return True
+
+    def _send_again(self, due: Due) -> None:
+        if not self._stopped.is_set() and not self._sent(due):
+            self.waiting.appendleft(due)  # it is older than those who wait
 
     def _end_sending(self) -> None:
         if self.sending_since is not None:
@@ -156,13 +188,14 @@ class LoadGenerator:
     def _sweep(self) -> None:
         if self._stopped.is_set():
             return
-        oldest_allowed = monotonic() - self.timeout_s
+        now = monotonic()
+        oldest_allowed = now - self.timeout_s
         waiting = self.waiting
-        while waiting and waiting[0] < oldest_allowed:
-            waiting.popleft()
-            self.tally.failed("timeout-unsent")
+        while waiting and waiting[0].intended < oldest_allowed:
+            due = waiting.popleft()
+            due.part.tally.failed("timeout-unsent", now - due.asked, now)
         for connection in self.connections:
-            if connection.intended is not None and connection.intended < oldest_allowed:
+            if connection.due is not None and connection.due.intended < oldest_allowed:
                 connection.fail("timeout")
         if self.sending_since is None and not self.tally.in_flight:
             self._stopped.set()
@@ -186,9 +219,8 @@ class LoadGenerator:
         except OSError as fault:  # TimeoutError is one
             self._last_fault = os.strerror(fault.errno) if fault.errno else "no answer in time"
             # The attempt stands for one request: with a dead server they fail as they come due.
-            if held is not None:
-                self.tally.failed("connect")
-            elif self.waiting:
-                self.waiting.popleft()
-                self.tally.failed("connect")
+            due = held.due if held is not None else self.waiting.popleft() if self.waiting else None
+            if due is not None:
+                now = monotonic()
+                due.part.tally.failed("connect", now - due.asked, now)
             self._open_later(None, REOPEN_DELAY_S)

@@ -56,6 +56,7 @@ class Payload:
         expect: Expect = "reversed",
         model: str | None = None,
         respond_async: bool = False,
+        key: str = "",
         poison: str = "",
         poison_every: int = 0,
     ) -> None:
@@ -66,10 +67,12 @@ class Payload:
         filler = (FILLER_ALPHABET * (filler_size // len(FILLER_ALPHABET) + 1))[:filler_size]
         ending = b'"}' if model is None else b'","model":%b}' % msgspec.json.encode(model)
         length = len(b'{"input":"') + RUN_ID_DIGITS + NUMBER_DIGITS + len(filler) + len(ending)
-        prefer = "Prefer: respond-async\r\n" if respond_async else ""
+        wishes = "Prefer: respond-async\r\n" if respond_async else ""
+        if key:
+            wishes += f"Authorization: Bearer {key}\r\n"
         self._head = (
             f"POST {base_path}/v1/inference HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-            f"{prefer}Content-Length: {length}\r\n\r\n"
+            f"{wishes}Content-Length: {length}\r\n\r\n"
         ).encode() + b'{"input":"%b' % identity
         self._tail = filler + ending
         # Every so many requests carry the text instead of as much filler; 0: none does.

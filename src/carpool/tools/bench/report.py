@@ -8,7 +8,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from carpool.tools.bench.tally import Report, Tally
+from carpool.tools.bench.tally import Report, Tally, TierReport
 
 REFRESH_S = 0.5
 PLAIN_LINE_S = 5.0
@@ -90,12 +90,39 @@ def print_report(report: Report, console: Console) -> None:
         ("queue p50", queue.p50),
         ("queue p99", queue.p99),
     ):
-        table.add_row(name, "-" if value is None else f"{value:,.2f} ms")
+        table.add_row(name, _ms(value))
     table.add_row("mean batch", "-" if report.batch_mean is None else f"{report.batch_mean:.1f}")
-    table.add_row("generator", f"{report.generator_busy:.0%} of a core")
+    table.add_row("generator", f"{report.generator_busy:.0%} of a core, late by {_ms(report.behind_ms.p99)} (p99)")
+    if report.retries:
+        table.add_row("sent again", f"{report.retries:,}")
+    if report.refusal_ms.p99 is not None:
+        table.add_row("refusals p99", _ms(report.refusal_ms.p99))
     console.print(table)
+    if report.tiers:
+        console.print(_tiers_table(report.tiers))
     if report.generator_busy > BUSY_SHARE_MAX:
         console.print("The generator used its whole core: part of the latency is its own.", style="yellow")
+
+
+def _tiers_table(tiers: dict[str, TierReport]) -> Table:
+    columns = ("tier", "offered", "ok", "goodput", "shed", "limited", "timed out", "failed", "wrong")
+    table = Table(*columns, "p50", "p95", "p99", "refusals p99")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, tier in tiers.items():
+        counts = (tier.shed, tier.limited, tier.timed_out, tier.failed, tier.wrong)
+        latency = tier.latency_ms
+        times = (latency.p50, latency.p95, latency.p99, tier.refusal_ms.p99)
+        table.add_row(
+            *(name, f"{tier.offered:,}", f"{tier.ok:,}", f"{tier.goodput:,.1f}/s"),
+            *(f"{count:,}" for count in counts),
+            *map(_ms, times),
+        )
+    return table
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.2f} ms"
 
 
 def _alarming(count: int) -> str:

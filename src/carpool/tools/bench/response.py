@@ -4,6 +4,8 @@ from functools import lru_cache
 
 HEAD_BYTES_MAX = 65_536
 HEAD_END = b"\r\n\r\n"
+# What a client waits that was refused and not told for how long.
+RETRY_AFTER_S = 1.0
 
 
 class BadResponse(Exception):
@@ -36,3 +38,13 @@ def read_head(head: bytes) -> tuple[int, int, bool]:
     wishes = headers.get(b"connection", b"")
     stays = b"keep-alive" in wishes if version == b"HTTP/1.0" else b"close" not in wishes
     return status, int(length), stays
+
+
+@lru_cache(maxsize=512)
+def retry_after_s(head: bytes) -> float:
+    """Seconds after which a refused client should ask again, from the head of its answer."""
+    for line in head.lower().split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        if name == b"retry-after" and value.strip().isdigit():
+            return float(value)
+    return RETRY_AFTER_S

@@ -17,7 +17,7 @@ import msgspec
 from rich.console import Console
 
 from carpool.core.clock import monotonic
-from carpool.tools.bench.connection import Target
+from carpool.tools.bench.connection import Part, Target
 from carpool.tools.bench.generator import LoadGenerator
 from carpool.tools.bench.payload import PAYLOAD_BYTES_MIN, RUN_ID_DIGITS, Expect, Payload
 from carpool.tools.bench.report import ProgressDisplay
@@ -32,7 +32,8 @@ from carpool.tools.bench.schedule import (
     poisson_gaps,
     total_duration,
 )
-from carpool.tools.bench.tally import Report
+from carpool.tools.bench.tally import Report, Tally, TierTally
+from carpool.tools.bench.tiers import BadTiers, TierLoad, parse_tiers, turns
 
 Mode = Literal["sync", "task"]
 Arrivals = Literal["poisson", "uniform"]
@@ -61,6 +62,10 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     model: str | None = None
     timeout_s: float = 10.0
+    # Without any, all requests are of one kind, without a key.
+    tiers: list[TierLoad] = []
+    # How often a refused request is sent again.
+    retries: int = 0
     expect: Expect = "reversed"
 
     def __post_init__(self) -> None:
@@ -85,6 +90,14 @@ def timeout_from(text: str) -> float:
         return parse_duration(text)
     except BadSchedule as fault:
         raise BadOption(f"--timeout: {fault}") from None
+
+
+def tiers_from(text: str | None) -> list[TierLoad]:
+    """The tiers that --tiers asks for."""
+    try:
+        return [] if text is None else parse_tiers(text)
+    except BadTiers as fault:
+        raise BadOption(f"--tiers: {fault}") from None
 
 
 def resolve(url: str) -> Target:
@@ -126,32 +139,53 @@ def _files(limit: int) -> int:
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
+class Answered(msgspec.Struct, frozen=True):
+    """What became of one request, for `--answers`."""
+
+    # Seconds after the start; of one that was sent again and refused, the last time.
+    due_s: float
+    tier: str
+    # 200, another status, or what went wrong.
+    outcome: str
+    latency_ms: float
+
+
 async def drive(
-    options: BenchOptions, target: Target, *, live: Console | None = None, say: Callable[[str], None] | None = None
+    options: BenchOptions,
+    target: Target,
+    *,
+    live: Console | None = None,
+    say: Callable[[str], None] | None = None,
+    answers: list[Answered] | None = None,
 ) -> tuple[Report, bool]:
     """Send the load; returns the report and whether it was interrupted. ConnectionError: nobody is there.
 
     Progress goes to a live display on `live`, else line by line to `say`; with no `say` there is none.
+    Into `answers`, if given, goes every request in the order in which they were due.
     """
     gaps = even_gaps() if options.arrivals == "uniform" else poisson_gaps(Random(options.seed).random)
+    # Not from the seed: with the same inputs again, a run could be answered from a cache.
+    run_id = secrets.token_hex(RUN_ID_DIGITS // 2)
+    keep_record = answers is not None
+    tally = Tally(keep_record=keep_record and not options.tiers)
+    tiers = [TierTally(tier.name, tally, keep_record=keep_record) for tier in options.tiers]
+    if tiers:
+        by_tier = [
+            Part(_payload(options, target, run_id, tier.key), counted)
+            for tier, counted in zip(options.tiers, tiers, strict=True)
+        ]
+        parts = [by_tier[place] for place in turns(options.tiers, options.seed)]
+    else:
+        parts = [Part(_payload(options, target, run_id, ""), tally)]
     generator = LoadGenerator(
         target=target,
-        payload=Payload(
-            host=target.host,
-            base_path=target.base_path,
-            # Not from the seed: with the same inputs again, a run could be answered from a cache.
-            run_id=secrets.token_hex(RUN_ID_DIGITS // 2),
-            size=options.payload_bytes,
-            poison=options.poison,
-            poison_every=options.poison_every,
-            expect=options.expect,
-            model=options.model,
-            respond_async=options.mode == "task",
-        ),
+        tally=tally,
+        parts=parts,
         arrivals=arrivals(options.segments, gaps),
         connections=options.connections,
         timeout_s=options.timeout_s,
         tasks=options.mode == "task",
+        retries=options.retries,
     )
     interrupted = False
 
@@ -184,10 +218,38 @@ async def drive(
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
         await generator.close()
-    report = generator.tally.report(
-        sending_s=generator.sending_s, intended_rate=mean_rate(options.segments), generator_busy=busy
+    report = tally.report(
+        sending_s=generator.sending_s, intended_rate=mean_rate(options.segments), generator_busy=busy, tiers=tiers
     )
+    if answers is not None:
+        answers += _recorded(began, tally, tiers)
     return report, interrupted
+
+
+def _payload(options: BenchOptions, target: Target, run_id: str, key: str) -> Payload:
+    return Payload(
+        host=target.host,
+        base_path=target.base_path,
+        run_id=run_id,
+        size=options.payload_bytes,
+        poison=options.poison,
+        poison_every=options.poison_every,
+        expect=options.expect,
+        model=options.model,
+        respond_async=options.mode == "task",
+        key=key,
+    )
+
+
+def _recorded(began: float, tally: Tally, tiers: list[TierTally]) -> list[Answered]:
+    """Every request that has ended, in the order in which they were due."""
+    names: list[tuple[str, Tally]] = [("", tally), *((tier.name, tier) for tier in tiers)]
+    found = [
+        Answered(round(due - began, 4), name, outcome, round(latency_s * 1000, 3))
+        for name, each in names
+        for due, latency_s, outcome in each.record or ()
+    ]
+    return sorted(found, key=lambda answered: answered.due_s)
 
 
 async def _show(display: ProgressDisplay, began: float) -> None:

@@ -18,8 +18,9 @@ DURATION_UNITS_S = (("ms", 0.001), ("s", 1.0), ("m", 60.0), ("h", 3600.0))
 SCHEDULE_HELP = (
     "Rates over time, comma-separated parts run one after the other: RATE:TIME holds a rate, "
     "ramp:FROM-TO:TIME changes it evenly, spike:BASE-PEAK:TIME is BASE for 40 % of TIME, PEAK for 20 %, "
-    "BASE again. TIME is 500ms, 10s, 2m or 1h. "
-    "Examples: 1000:10s,5000:10s · ramp:100-5000:30s · spike:1000-8000:20s"
+    "BASE again, peaks:MEAN-PEAK:LENGTH/EVERY:TIME has MEAN on average and PEAK for the last LENGTH of EVERY so "
+    "long. TIME is 500ms, 10s, 2m or 1h. "
+    "Examples: 1000:10s,5000:10s · ramp:100-5000:30s · spike:1000-8000:20s · peaks:1000-3000:1s/10s:60s"
 )
 
 
@@ -74,7 +75,23 @@ def _parse_part(part: str) -> list[Segment]:
             duration_s = parse_duration(time)
             shoulder = Segment(base, base, duration_s * SPIKE_SHOULDER)
             return [shoulder, Segment(peak, peak, duration_s * (1 - 2 * SPIKE_SHOULDER)), shoulder]
-    raise BadSchedule(f"{part!r} is none of RATE:TIME, ramp:FROM-TO:TIME, spike:BASE-PEAK:TIME")
+        case ["peaks", span, pattern, time]:
+            return _peaks(*_span(span, part), pattern, parse_duration(time))
+    raise BadSchedule(
+        f"{part!r} is none of RATE:TIME, ramp:FROM-TO:TIME, spike:BASE-PEAK:TIME, peaks:MEAN-PEAK:LENGTH/EVERY:TIME"
+    )
+
+
+def _peaks(mean: float, peak: float, pattern: str, duration_s: float) -> list[Segment]:
+    length, _, every = pattern.partition("/")
+    length_s, every_s = parse_duration(length), parse_duration(every)
+    base_s = every_s - length_s
+    if base_s <= 0 or duration_s < every_s:
+        raise BadSchedule(f"peaks of {length} in every {every} do not fit")
+    base = (mean * every_s - peak * length_s) / base_s
+    if not 0 <= base <= mean:
+        raise BadSchedule(f"with peaks of {peak:g} for {length} in every {every}, {mean:g} is no mean")
+    return [Segment(base, base, base_s), Segment(peak, peak, length_s)] * round(duration_s / every_s)
 
 
 def _span(span: str, part: str) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
 from itertools import accumulate
 from math import ceil, exp, log
 
@@ -13,6 +14,10 @@ _SMALLEST_MS = 0.001
 # The first bucket is everything up to a microsecond, zero included; what is just above goes to the second.
 _OFFSET = 1 - log(_SMALLEST_MS) * _BUCKETS_PER_E
 _BUCKETS = ceil(log(86_400_000) * _BUCKETS_PER_E + _OFFSET)
+
+REFUSALS = ("429", "503")
+# No answer in time: as the gateway says, as the generator sees it, and where no connection was free to send it on.
+TIMEOUTS = ("504", "timeout", "timeout-unsent")
 
 
 class LogHistogram:
@@ -65,6 +70,51 @@ class QueueQuantiles(msgspec.Struct, frozen=True):
     p99: float | None
 
 
+class TierQuantiles(msgspec.Struct, frozen=True):
+    """The latencies of a tier's right answers, in ms; null when there were none."""
+
+    p50: float | None
+    p95: float | None
+    p99: float | None
+
+
+class RefusalQuantiles(msgspec.Struct, frozen=True):
+    """How long refused clients (429, 503) waited for that, in ms; null when nobody was refused."""
+
+    p50: float | None
+    p99: float | None
+
+
+class TierReport(msgspec.Struct, frozen=True):
+    """What became of one tier's requests."""
+
+    # Requests that came due. ok + wrong + shed + limited + timed_out + failed + unanswered.
+    offered: int
+    ok: int
+    wrong: int
+    # 503, 429; and no answer in time: 504, or none at all.
+    shed: int
+    limited: int
+    timed_out: int
+    # Everything else; `status` tells which.
+    failed: int
+    unanswered: int
+    # Right answers a second.
+    goodput: float
+    # Refusals after which a request was sent again.
+    retries: int
+    latency_ms: TierQuantiles
+    refusal_ms: RefusalQuantiles
+    status: dict[str, int]
+
+
+class Lateness(msgspec.Struct, frozen=True):
+    """By how much the generator itself sent late, in ms: that is not the gateway's."""
+
+    p99: float | None
+    max: float | None
+
+
 class Report(msgspec.Struct, frozen=True):
     """The result of a run, in the shape that `--json` writes."""
 
@@ -87,6 +137,12 @@ class Report(msgspec.Struct, frozen=True):
     unanswered: int
     # Share of one core that the generator used; near 1 the latencies are its own and not the gateway's.
     generator_busy: float
+    behind_ms: Lateness
+    refusal_ms: RefusalQuantiles
+    # Refusals after which a request was sent again; those are not in `status`.
+    retries: int
+    # With --tiers.
+    tiers: dict[str, TierReport] = {}
 
     @property
     def clean(self) -> bool:
@@ -99,12 +155,16 @@ class Tally:
 
     __slots__ = (
         "batches",
+        "behind",
         "errors",
         "first_answer",
         "last_answer",
         "latency",
         "ok",
         "queue",
+        "record",
+        "refusals",
+        "retries",
         "sent",
         "status",
         "told_batch",
@@ -112,7 +172,9 @@ class Tally:
         "wrong",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_record: bool = False) -> None:
+        # When each request was due, its latency in seconds, and what became of it: 200, or as in `status`.
+        self.record: list[tuple[float, float, str]] | None = [] if keep_record else None
         self.sent = 0
         self.ok = 0
         self.wrong = 0
@@ -122,11 +184,19 @@ class Tally:
         self.status: Counter[str] = Counter()
         self.latency = LogHistogram()
         self.queue = LogHistogram()
+        self.refusals = LogHistogram()
+        self.retries = 0
+        # By how much the oldest request of each tick was sent late.
+        self.behind = LogHistogram()
         # Each request of a batch of n adds 1/n: the sum is the number of batches.
         self.batches = 0.0
         self.told_batch = 0
         self.first_answer: float | None = None
         self.last_answer = 0.0
+
+    def came_due(self) -> None:
+        """Count a request that is to be sent now."""
+        self.sent += 1
 
     def right(self, latency_s: float, now: float, queue_ms: float, batch_size: int) -> None:
         """Count an answer that is the expected one; a negative queue_ms or a batch_size of 0 was not told."""
@@ -145,21 +215,34 @@ class Tally:
 
     def _answered(self, latency_s: float, now: float) -> None:
         self.latency.add(latency_s * 1000)
+        if self.record is not None:
+            self.record.append((now - latency_s, latency_s, "200"))
         self.last_answer = now
         if self.first_answer is None:
             self.first_answer = now
 
-    def failed(self, kind: str) -> None:
+    def failed(self, kind: str, latency_s: float, now: float) -> None:
         """Count a request that got no usable answer, by HTTP status or by what went wrong."""
         self.errors += 1
         self.status[kind] += 1
+        if kind in REFUSALS:
+            self.refusals.add(latency_s * 1000)
+        if self.record is not None:
+            self.record.append((now - latency_s, latency_s, kind))
+
+    def retried(self, latency_s: float) -> None:
+        """Count a refusal after which the request will be sent again."""
+        self.retries += 1
+        self.refusals.add(latency_s * 1000)
 
     @property
     def in_flight(self) -> int:
         """Requests that came due and have no outcome yet."""
         return self.sent - self.ok - self.wrong - self.errors
 
-    def report(self, *, sending_s: float, intended_rate: float, generator_busy: float) -> Report:
+    def report(
+        self, *, sending_s: float, intended_rate: float, generator_busy: float, tiers: Iterable["TierTally"] = ()
+    ) -> Report:
         """The result so far, after `sending_s` seconds of arrivals."""
         answered = self.ok + self.wrong
         # From the first answer to the last: the wait before the first is latency and no lack of throughput.
@@ -191,7 +274,72 @@ class Tally:
             intended_rate=round(intended_rate, 1),
             unanswered=self.in_flight,
             generator_busy=round(generator_busy, 3),
+            behind_ms=Lateness(p99=_rounded(self.behind.percentile(0.99)), max=_rounded(self.behind.percentile(1.0))),
+            refusal_ms=_refusal_quantiles(self.refusals),
+            retries=self.retries,
+            tiers={tier.name: tier.tier_report(sending_s) for tier in tiers},
         )
+
+
+class TierTally(Tally):
+    """The requests of one tier; each counts in the whole, too."""
+
+    __slots__ = ("name", "whole")
+
+    def __init__(self, name: str, whole: Tally, *, keep_record: bool = False) -> None:
+        super().__init__(keep_record=keep_record)
+        self.name = name
+        self.whole = whole
+
+    def came_due(self) -> None:
+        """Here and in the whole."""
+        self.sent += 1
+        self.whole.sent += 1
+
+    def right(self, latency_s: float, now: float, queue_ms: float, batch_size: int) -> None:
+        """Here and in the whole."""
+        super().right(latency_s, now, queue_ms, batch_size)
+        self.whole.right(latency_s, now, queue_ms, batch_size)
+
+    def mismatched(self, latency_s: float, now: float) -> None:
+        """Here and in the whole."""
+        super().mismatched(latency_s, now)
+        self.whole.mismatched(latency_s, now)
+
+    def failed(self, kind: str, latency_s: float, now: float) -> None:
+        """Here and in the whole."""
+        super().failed(kind, latency_s, now)
+        self.whole.failed(kind, latency_s, now)
+
+    def retried(self, latency_s: float) -> None:
+        """Here and in the whole."""
+        super().retried(latency_s)
+        self.whole.retried(latency_s)
+
+    def tier_report(self, sending_s: float) -> TierReport:
+        """The result so far, after `sending_s` seconds of arrivals."""
+        status, latency = self.status, self.latency
+        shed, limited = status["503"], status["429"]
+        timed_out = sum(status[kind] for kind in TIMEOUTS)
+        return TierReport(
+            offered=self.sent,
+            ok=self.ok,
+            wrong=self.wrong,
+            shed=shed,
+            limited=limited,
+            timed_out=timed_out,
+            failed=self.errors - shed - limited - timed_out,
+            unanswered=self.in_flight,
+            goodput=round(self.ok / max(sending_s, 1e-3), 1),
+            retries=self.retries,
+            latency_ms=TierQuantiles(*(_rounded(latency.percentile(share)) for share in (0.5, 0.95, 0.99))),
+            refusal_ms=_refusal_quantiles(self.refusals),
+            status=dict(sorted(self.status.items())),
+        )
+
+
+def _refusal_quantiles(refusals: LogHistogram) -> RefusalQuantiles:
+    return RefusalQuantiles(p50=_rounded(refusals.percentile(0.5)), p99=_rounded(refusals.percentile(0.99)))
 
 
 def _rounded(value: float | None) -> float | None:
