@@ -211,15 +211,21 @@ class LoadGenerator:
     async def _open(self, held: Held | None, delay_s: float) -> None:
         if delay_s:
             await asyncio.sleep(delay_s)
+        connection = self._protocol(self, held)
         try:
             async with self._opening_limit, asyncio.timeout(self.timeout_s):
-                await self.loop.create_connection(
-                    lambda: self._protocol(self, held), self.target.address, self.target.port
-                )
+                await self.loop.create_connection(lambda: connection, self.target.address, self.target.port)
+        except asyncio.CancelledError:
+            # Told made just then, it would never be told lost.
+            self.connections.discard(connection)
+            raise
         except OSError as fault:  # TimeoutError is one
+            self.connections.discard(connection)
             self._last_fault = os.strerror(fault.errno) if fault.errno else "no answer in time"
             # The attempt stands for one request: with a dead server they fail as they come due.
-            due = held.due if held is not None else self.waiting.popleft() if self.waiting else None
+            due = connection.due or (held.due if held is not None else None)
+            if due is None and self.waiting:
+                due = self.waiting.popleft()
             if due is not None:
                 now = monotonic()
                 due.part.tally.failed("connect", now - due.asked, now)
