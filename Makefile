@@ -6,7 +6,7 @@ INTEROP := triton kserve infinity
 WORKERS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis promtool demo check test prometheus lint format docs bench chaos interop clean
+.PHONY: help setup redis promtool demo check test prometheus lint format docs bench overload chaos interop clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -61,6 +61,9 @@ docs: setup ## write the generated pages again
 
 bench: setup redis ## measure beside the floor (several minutes)
 	@$(BIN)/python bench/run.py
+
+overload: setup ## load from half to ten times the capacity, by tier: the pictures of docs/overload.md (some minutes)
+	@$(BIN)/python bench/overload.py
 
 chaos: setup redis ## kill, cut, overload; prints lost / wrong / duplicates, last the share answered as promised (many minutes)
 	@$(BIN)/python -m pytest tests/chaos -s

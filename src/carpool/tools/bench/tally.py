@@ -248,7 +248,7 @@ class Tally:
         # From the first answer to the last: the wait before the first is latency and no lack of throughput.
         answering_s = self.last_answer - self.first_answer if self.first_answer is not None else 0.0
         # At least the time of sending: a run that was answered in one burst did not have that burst's rate.
-        rate = answered / max(sending_s, answering_s, 1e-3)
+        duration_s = max(sending_s, answering_s, 1e-3)
         status = dict(sorted(self.status.items()))
         if answered:
             status = {"200": answered, **status}
@@ -260,7 +260,7 @@ class Tally:
             ok=self.ok,
             errors=self.errors + self.unasked,
             wrong=self.wrong,
-            rate=round(rate, 1),
+            rate=round(answered / duration_s, 1),
             status=status,
             latency_ms=Quantiles(
                 p50=_rounded(latency.percentile(0.5)),
@@ -277,7 +277,7 @@ class Tally:
             behind_ms=Lateness(p99=_rounded(self.behind.percentile(0.99)), max=_rounded(self.behind.percentile(1.0))),
             refusal_ms=_refusal_quantiles(self.refusals),
             retries=self.retries,
-            tiers={tier.name: tier.tier_report(sending_s) for tier in tiers},
+            tiers={tier.name: tier.tier_report(duration_s) for tier in tiers},
         )
 
 
@@ -316,8 +316,8 @@ class TierTally(Tally):
         super().retried(latency_s)
         self.whole.retried(latency_s)
 
-    def tier_report(self, sending_s: float) -> TierReport:
-        """The result so far, after `sending_s` seconds of arrivals."""
+    def tier_report(self, duration_s: float) -> TierReport:
+        """The result so far; the whole run took so long."""
         status, latency = self.status, self.latency
         shed, limited = status["503"], status["429"]
         timed_out = sum(status[kind] for kind in TIMEOUTS)
@@ -330,7 +330,7 @@ class TierTally(Tally):
             timed_out=timed_out,
             failed=self.errors - shed - limited - timed_out,
             unanswered=self.in_flight,
-            goodput=round(self.ok / max(sending_s, 1e-3), 1),
+            goodput=round(self.ok / duration_s, 1),
             retries=self.retries,
             latency_ms=TierQuantiles(*(_rounded(latency.percentile(share)) for share in (0.5, 0.95, 0.99))),
             refusal_ms=_refusal_quantiles(self.refusals),
