@@ -118,8 +118,14 @@ def free_port() -> int:
 
 
 def cpu_seconds(pid: int) -> float:
+    """User and system time so far."""
+    return sum(_cpu_times(pid))
+
+
+def _cpu_times(pid: int) -> tuple[float, float]:
+    """The same, apart."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+    return int(fields[11]) / TICKS, int(fields[12]) / TICKS
 
 
 def resident_mb(pid: int) -> float:
@@ -195,6 +201,7 @@ class Load(msgspec.Struct, frozen=True):
     """What wrk saw, and what the servers used meanwhile."""
 
     rate: float
+    requests: int
     p50_ms: float
     # The highest of the generators'.
     p99_ms: float
@@ -202,6 +209,8 @@ class Load(msgspec.Struct, frozen=True):
     errors: int
     # Microseconds for each request, summed over the processes of a role.
     cpu_us: dict[str, float]
+    # Of that, outside the kernel.
+    user_us: dict[str, float]
     # Of a core, the busiest process of each role.
     busiest: dict[str, float]
     # Of a core, each generator: near 1 the rate is wrk's and not the servers'.
@@ -215,10 +224,14 @@ def wrk(
     connections: int,
     script: Path = ONE_REQUEST,
     *arguments: str,
+    may_refuse: bool = False,
 ) -> Load:
-    """One wrk for each port, at the same time; `pids` are the processes of each role, `arguments` are the script's."""
+    """One wrk for each port, at the same time; `pids` are the processes of each role, `arguments` are the script's.
+
+    An answer other than 2xx and 3xx is a failure of the benchmark, unless the server `may_refuse`.
+    """
     options = ["-t1", f"-c{connections}", f"-d{seconds}s", "--latency", "-s", str(script)]
-    before = {pid: cpu_seconds(pid) for role in pids.values() for pid in role}
+    before = {pid: _cpu_times(pid) for role in pids.values() for pid in role}
     start, ended_before = time.monotonic(), _ended_children_seconds()
     generators = [
         subprocess.Popen(
@@ -230,18 +243,22 @@ def wrk(
     ]
     outputs = [generator.communicate(timeout=seconds + 60)[0] for generator in generators]
     elapsed_s = time.monotonic() - start
-    used = {pid: cpu_seconds(pid) - start_s for pid, start_s in before.items()}
+    after = {pid: _cpu_times(pid) for pid in before}
+    user = {pid: after[pid][0] - then[0] for pid, then in before.items()}
+    used = {pid: sum(after[pid]) - sum(then) for pid, then in before.items()}
     generators_s = _ended_children_seconds() - ended_before
     requests = sum(int(re.findall(r"(\d+) requests in", output)[0]) for output in outputs)
     errors = sum(_wrk_errors(output) for output in outputs)
-    if errors:
+    if errors and not may_refuse:
         failures.append(f"wrk saw errors: {outputs}")
     return Load(
         rate=sum(float(re.findall(r"Requests/sec:\s+([\d.]+)", output)[0]) for output in outputs),
+        requests=requests,
         p50_ms=median(_wrk_percentile(output, 50) for output in outputs),
         p99_ms=max(_wrk_percentile(output, 99) for output in outputs),
         errors=errors,
         cpu_us={role: sum(used[pid] for pid in each) / max(requests, 1) * 1e6 for role, each in pids.items()},
+        user_us={role: sum(user[pid] for pid in each) / max(requests, 1) * 1e6 for role, each in pids.items()},
         busiest={role: max(used[pid] for pid in each) / elapsed_s for role, each in pids.items()},
         generator_busy=generators_s / len(ports) / elapsed_s,
     )

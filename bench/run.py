@@ -16,6 +16,8 @@ poison      1 input in 1,000 fails its batch, half of the slots idle: what the o
 redis       a gateway and a batcher over a real Redis beside bench/floor/redis_*.py, alternating, medians of three
 redis-mixed the same with three tiers, tasks and eight lanes beside one of each, alternating, medians of three
 redis-rate  10,000 requests a second for 60 s through the same, Redis with `appendfsync everysec`
+door        keys, limits, tiers, fairness and shedding on, beside all off, alternating, embedded and over Redis
+refusal     CPU of a request that is refused (shed; over its limit) as a share of a served one's
 """
 
 import argparse
@@ -33,6 +35,7 @@ from statistics import median
 from urllib.request import urlopen
 
 import distributed
+import door
 import measuring
 from measuring import (
     CARPOOL,
@@ -268,6 +271,8 @@ SECTIONS: dict[str, Callable[[bool], None]] = {
     "redis": distributed.beside_the_floor,
     "redis-mixed": distributed.mixed_beside_single,
     "redis-rate": distributed.at_a_rate,
+    "door": door.door,
+    "refusal": door.refusal,
 }
 
 
