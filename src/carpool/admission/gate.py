@@ -4,14 +4,14 @@ Where no credential is asked for, a caller is its address (owners.py), of the lo
 bound.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from carpool.admission.credentials import Credentials
 from carpool.admission.owners import Owners
 from carpool.admission.shedding import Door
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, Draining, UpstreamDown
-from carpool.core.ports import Availability, Caller, Peer, RequestQueue, TaskBoard
+from carpool.core.ports import Availability, Caller, EarlyRefusals, Peer, RequestQueue, TaskBoard
 from carpool.core.request import Request
 
 # Nobody is shed.
@@ -29,6 +29,7 @@ class Gate:
         lowest_tier: int,
         trusted_proxies: Iterable[str] = (),
         doors: Mapping[str, Door] = NO_DOORS,
+        decides_early: bool = False,
         clock: Clock = monotonic,
         credentials: Credentials | None = None,
     ) -> None:
@@ -38,7 +39,9 @@ class Gate:
         self._upstreams = upstreams
         # By model as well; none where nobody is shed.
         self._doors = doors
-        self.refuse_early = door_of_all(doors, upstreams, clock)
+        self.early: EarlyRefusals | None = (
+            OnlyDoor(next(iter(doors.values())), clock) if len(doors) == 1 and decides_early else None
+        )
         self._lowest_tier = lowest_tier
         self._owners = Owners(trusted_proxies)
         # None: none is asked for.
@@ -88,18 +91,17 @@ class Gate:
             self._tasks.submit(request, accepted)
 
 
-def door_of_all(
-    doors: Mapping[str, Door], models: Iterable[str], clock: Clock
-) -> Callable[[Caller], CarpoolError | None] | None:
-    """Where there is one model, who is refused is known before a body is read."""
-    if len(list(models)) != 1 or not doors:
-        return None
-    (door,) = doors.values()
+class OnlyDoor:
+    """Refuses early: where there is one model, and no result that was kept, the body need not be read for that."""
 
-    def refusal(caller: Caller) -> CarpoolError | None:
-        return door.refusal_if_full(caller.tier, caller.owner, clock())
+    def __init__(self, door: Door, clock: Clock) -> None:
+        self._door = door
+        self._clock = clock
+        self.rooms: Sequence[float] = door.rooms
 
-    return refusal
+    def refusal(self, caller: Caller) -> CarpoolError | None:
+        """Why a request of this caller is refused, whatever is in its body; None if it is not, as far as is known."""
+        return self._door.refusal_if_full(caller.tier, caller.owner, self._clock())
 
 
 def upstream_down(upstream: Availability) -> UpstreamDown:

@@ -95,16 +95,17 @@ class Door:
         # Requests a second that come, also those that are refused.
         self.rates = [0.0] * count
         self.trust = [1.0] * count
-        self._rooms = [inf] * count
+        # Rule 2: for how many more of each tier there is room. It stays the same list.
+        self.rooms = [inf] * count
         # Rule 3: how much of the own tier may be ahead of a request.
         self._allowed = [inf] * count
         # What those are told who are refused before the next count: the same for all of a tier.
         self._refusals: list[Shed | None] = [None] * count
         self._recount_at = -inf
         self._is_known = False
-        # Since the last tick: those that came.
-        self._came = [0] * count
+        # Since the last tick.
         self._admitted = [0] * count
+        self._refused = [0] * count
         self._guard_at = -inf
         # Rule 5: how often a wait was seen, and the shortest, since the last look.
         self._seen = [0] * count
@@ -115,31 +116,32 @@ class Door:
         self.shed = [0] * count
 
     def __repr__(self) -> str:
-        return f"<Door capacity={self.capacity} rooms={self._rooms} trust={self.trust}>"
+        return f"<Door capacity={self.capacity} rooms={self.rooms} trust={self.trust}>"
 
     def refusal(self, tier: int, owner: str, now: float) -> Shed | None:
         """Let a request in, or say why not."""
-        refusal = self.refusal_if_full(tier, owner, now)
-        if refusal is None:
-            self._came[tier] += 1
-            self._admitted[tier] += 1
-            rooms = self._rooms
-            for behind in range(tier, len(rooms)):
-                rooms[behind] -= 1
-        return refusal
+        rooms = self.rooms
+        if now >= self._recount_at or rooms[tier] <= 0:
+            refusal = self.refusal_if_full(tier, owner, now)
+            if refusal is not None:
+                return refusal
+        self._admitted[tier] += 1
+        for behind in range(tier, len(rooms)):
+            rooms[behind] -= 1
+        return None
 
     def refusal_if_full(self, tier: int, owner: str, now: float) -> Shed | None:
         """Why a request would be refused; None leaves the decision for later: then it is asked for again."""
         if now >= self._recount_at:
             self._recount(now)
-        if self._rooms[tier] > 0 or not self._is_known:
+        if self.rooms[tier] > 0 or not self._is_known:
             return None
         if self._thresholds is None:
             standing = self._standings[tier]
             own = standing.of(owner)
             if (own + 1) * (standing.owners + (own == 0)) < self._allowed[tier]:
                 return None
-        self._came[tier] += 1
+        self._refused[tier] += 1
         self.shed[tier] += 1
         refusal = self._refusals[tier]
         if refusal is None:
@@ -178,14 +180,14 @@ class Door:
 
     def tick(self, seconds: float, now: float) -> None:
         """Work out the rates of the last `seconds`, and how far the estimate is to be trusted."""
-        for tier, came in enumerate(self._came):
-            self.rates[tier] += RATE_WEIGHT * (came / seconds - self.rates[tier])
-            self._came[tier] = 0
+        for tier, admitted in enumerate(self._admitted):
             stands = self._standings[tier].waiting
-            served = max(0, self._admitted[tier] - (stands - self._stood[tier]))
-            self._admitted_rates[tier] += RATE_WEIGHT * (self._admitted[tier] / seconds - self._admitted_rates[tier])
+            came, served = admitted + self._refused[tier], max(0, admitted - (stands - self._stood[tier]))
+            self.rates[tier] += RATE_WEIGHT * (came / seconds - self.rates[tier])
+            self._admitted_rates[tier] += RATE_WEIGHT * (admitted / seconds - self._admitted_rates[tier])
             self._served_rates[tier] += RATE_WEIGHT * (served / seconds - self._served_rates[tier])
-            self._admitted[tier], self._stood[tier] = 0, stands
+            self._admitted[tier] = self._refused[tier] = 0
+            self._stood[tier] = stands
         if now >= self._guard_at:
             self._guard_at = now + GUARD_S
             self._guard()
@@ -213,7 +215,7 @@ class Door:
         if self._batch_s:
             self._running = self._count_running()
         if self._thresholds is not None:
-            self._rooms = self._rooms_by_threshold(self._thresholds)
+            self.rooms[:] = self._rooms_by_threshold(self._thresholds)
             return
         last = len(self._tiers) - 1
         for tier, rule in enumerate(self._tiers):
@@ -223,7 +225,7 @@ class Door:
             if tier == last:
                 allowed = max(allowed, served * self._trickle)
             self._allowed[tier] = allowed
-            self._rooms[tier] = allowed - waiting
+            self.rooms[tier] = allowed - waiting
 
     def _rooms_by_threshold(self, thresholds: Thresholds) -> list[float]:
         capacity = self.capacity[-1]

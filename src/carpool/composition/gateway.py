@@ -92,6 +92,7 @@ class GatewayHalf:
             lowest_tier=len(settings.tiers) - 1,
             trusted_proxies=settings.gateway.trusted_proxies,
             doors=doors,
+            decides_early=not any(model.is_cached for model in ground.models.values()),
             clock=ground.clock,
             credentials=self.credentials,
         )

@@ -306,6 +306,17 @@ class Peer(msgspec.Struct, eq=False):
     proxy: Caller | None = None
 
 
+class EarlyRefusals(Protocol):
+    """Which synchronous requests are refused before their body is read."""
+
+    # For how many more of each tier there was room when that was last counted: with some left, none is refused.
+    rooms: Sequence[float]
+
+    def refusal(self, caller: Caller) -> CarpoolError | None:
+        """Why a request of this caller is refused, whatever is in its body; None if it is not, as far as is known."""
+        ...
+
+
 class Admission(Protocol):
     """Who comes in. Nothing past it is refused for load."""
 
@@ -313,10 +324,8 @@ class Admission(Protocol):
         """The caller behind a request with these headers, which came over the connection to `peer`; raises why not."""
         ...
 
-    @property
-    def refuse_early(self) -> Callable[[Caller], CarpoolError | None] | None:
-        """Why a synchronous request of a caller is refused now, whatever is in its body. None: that cannot be known."""
-        ...
+    # None: who is refused depends on what is in the body.
+    early: "EarlyRefusals | None"
 
     def admit(self, request: Request) -> CarpoolError | None:
         """Let a synchronous request in, or say why not."""

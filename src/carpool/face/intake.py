@@ -73,8 +73,8 @@ class Intake:
         self._gate = gate
         # Who asks, by what came with the call (names in lower case) and by the other end; raises why not.
         self.identify: Callable[[dict[bytes, bytes], Peer], Caller] = gate.identify
-        # Why a synchronous request is refused whatever is in its body; None where that cannot be known.
-        self.refuse_early: Callable[[Caller], CarpoolError | None] | None = gate.refuse_early
+        # Whether a synchronous request is refused, whatever is in its body; None where that cannot be known.
+        self.early = gate.early
         self._queue = queue
         self._tasks = tasks
         self._models = models

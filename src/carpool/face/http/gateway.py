@@ -67,7 +67,7 @@ class GatewayRoutes:
         self._settings = settings
         self._default_mode = settings.default_mode
         # A task is not refused for how long it would wait: where the body may make it one, it is read first.
-        self._refuse_early = intake.refuse_early if settings.default_mode == "sync" else None
+        self._early = intake.early if settings.default_mode == "sync" else None
         self._openapi = openapi
         self._inference_replies = ParkedReplies(InferenceAnswers().pieces)
         self._predict_replies = ParkedReplies(predict_pieces)
@@ -82,9 +82,9 @@ class GatewayRoutes:
         """`POST /v1/inference`: a synchronous request, or a task."""
         headers, body, peer = exchange.headers, exchange.body, exchange.sink.peer
         caller = peer.caller or self._intake.identify(headers, peer)
-        refuse_early = self._refuse_early
-        if refuse_early is not None and b'"async"' not in body and b"prefer" not in headers:
-            refusal = refuse_early(caller)
+        early = self._early
+        if early is not None and early.rooms[caller.tier] <= 0 and b'"async"' not in body and b"prefer" not in headers:
+            refusal = early.refusal(caller)
             if refusal is not None:
                 respond_problem(exchange, refusal)
                 return
