@@ -12,7 +12,7 @@ from carpool.face.http.exchange import Exchange
 from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
 from support.certificates import Certificates
-from support.processes import PATIENCE_S, until
+from support.processes import PATIENCE_S, running_gateway, until
 
 MIB = 1024 * 1024
 
@@ -98,3 +98,47 @@ async def test_a_client_that_does_not_read_is_cut_off(tmp_path: Path) -> None:
         await until(lambda: len(server.connections) == 1)
         await until(lambda: not server.connections)
         writer.transport.abort()
+
+
+async def test_sighup_brings_the_new_certificate_to_new_connections(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    certificates.make("next", "ca", "subjectAltName=DNS:localhost")
+    cert, key = tmp_path / "shown.pem", tmp_path / "shown.key"
+    trusted = ssl.create_default_context(cafile=certificates.pem("ca"))
+
+    def show(name: str, key_of: str) -> None:
+        cert.write_bytes(Path(certificates.pem(name)).read_bytes())
+        key.write_bytes(Path(certificates.key(key_of)).read_bytes())
+
+    async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusted, server_hostname="localhost")
+        shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        return reader, writer, ssl.DER_cert_to_PEM_cert(shown)
+
+    async def seen(port: int) -> str:
+        _, writer, shown = await connect(port)
+        writer.close()
+        return shown
+
+    def made(name: str) -> str:
+        return Path(certificates.pem(name)).read_text()
+
+    show("server", "server")
+    flags = ("--tls-cert", str(cert), "--tls-key", str(key))
+    async with running_gateway(tmp_path / "g", "sim:?latency_ms=1", *flags) as gateway:
+        reader, writer, shown = await connect(gateway.port)
+        assert shown == made("server")
+        show("next", "server")  # not a pair
+        gateway.reload()
+        await until(lambda: "the configuration was not changed" in gateway.log.read_text())
+        assert await seen(gateway.port) == made("server")
+        show("next", "next")
+        gateway.reload()
+
+        async def is_new() -> bool:
+            return await seen(gateway.port) == made("next")
+
+        await until(is_new)
+        writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: h\r\n\r\n")  # connections that are open go on
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+        writer.close()

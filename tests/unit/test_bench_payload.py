@@ -1,9 +1,12 @@
+import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from carpool.tools.bench.payload import NOT_TOLD, PAYLOAD_BYTES_MIN, Expect, Payload
+from carpool.tools.bench.run import BadOption, key_from
 
 NUMBER = b"0000002a"
 METADATA = b'"metadata":{"latency_ms":9.5,"queue_ms":1.25,"upstream_ms":8,"batch_size":64,"model":"m","cached":false}'
@@ -95,3 +98,19 @@ def test_a_body_with_no_such_output_is_wrong(body: bytes) -> None:
 def test_a_right_output_in_a_broken_body_is_wrong() -> None:
     payload = make()
     assert payload.verify(answer(payload.expected_output(NUMBER))[:-1], 0, NUMBER) is None
+
+
+def test_where_a_key_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "key"
+    file.write_text("cp_of_the_file\n")
+    monkeypatch.setenv("CARPOOL_API_KEY", "cp_other")
+    assert key_from(file, os.environ) == "cp_of_the_file"
+    assert key_from(None, os.environ) == "cp_other"
+    assert key_from(None, {}) == ""
+    assert make(key="cp_x").credential == "Authorization: Bearer cp_x\r\n"
+    for content in ("", "two words", "cp_x\r\nHost: evil"):
+        file.write_text(content)
+        with pytest.raises(BadOption):
+            key_from(file, os.environ)
+    with pytest.raises(BadOption):
+        key_from(tmp_path, os.environ)

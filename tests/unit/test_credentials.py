@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from carpool.admission.credentials import KNOWN_MAX, Credentials, TierTerms
+from carpool.admission.credentials import KNOWN_BYTES_MAX, KNOWN_MAX, Credentials, TierTerms
 from carpool.admission.gate import Gate
 from carpool.admission.owners import Owners
 from carpool.admission.tokens import TokenKeys, TokenRules, owner_of_subject
@@ -137,7 +137,7 @@ class TestKeys:
 
     def test_nothing_secret_in_its_words(self) -> None:
         asked = credentials(key_of())
-        assert KEY.decode() not in repr(asked) and repr(asked) == "<Credentials 1 keys, 0 tokens known>"
+        assert KEY.decode() not in repr(asked) and repr(asked) == "<Credentials 1 keys, 0 remembered>"
 
     @pytest.mark.parametrize(
         ("owner", "is_good"),
@@ -209,9 +209,18 @@ class TestTokens:
         caller = asked.identify(first)
         for number in range(KNOWN_MAX):
             asked.identify(bearer(token(sub=str(number))))
-        assert repr(asked) == f"<Credentials 0 keys, {KNOWN_MAX} tokens known>"
+        assert repr(asked) == f"<Credentials 0 keys, {KNOWN_MAX} remembered>"
         again = asked.identify(first)
         assert again == caller and again is not caller
+
+    def test_long_ones_have_so_many_bytes_at_most(self) -> None:
+        asked = self.asked()
+        long = [bearer(token(sub=str(number), more="x" * 5000)) for number in range(2000)]
+        for headers in long:
+            asked.identify(headers)
+        size = len(long[0][b"authorization"]) + 5
+        assert 1000 < int(repr(asked).split()[-2]) <= KNOWN_BYTES_MAX // (size - 5)
+        assert 1000 * size < KNOWN_BYTES_MAX < 2000 * size
 
     def test_where_only_one_kind_is_taken_the_other_is_refused(self) -> None:
         refused(self.asked(), bearer(KEY))

@@ -283,6 +283,56 @@ class TestSecrets:
         assert "hunter2" not in refusal(toml=f"[upstream]\nendpoints = {toml}")
 
 
+class TestCredentials:
+    DIGEST = "0123456789abcdef" * 4
+
+    def test_none_is_asked_for_by_default(self) -> None:
+        assert load().auth.mode == "off" and load().keys == {}
+
+    def test_a_key_of_the_configuration(self) -> None:
+        toml = f"[keys.alice]\nsha256 = '{self.DIGEST.upper()}'\ntier = 'paid'\nmodels = ['default']\nper_minute = 7"
+        key = load(toml=toml).keys["alice"]
+        assert (key.tier, key.per_minute, key.burst) == ("paid", 7, None)
+
+    @pytest.mark.parametrize(
+        ("toml", "part"),
+        [
+            ("[keys.a]\ntier = 'paid'", "keys.a.sha256 (carpool.toml) is missing"),
+            ("[keys.a]\nsha256 = 'cp_canary'", "keys.a.sha256 (carpool.toml) must be a SHA-256 in hex"),
+            (
+                "[keys.a]\nsha256 = '@'\ntier = 'gold'",
+                "keys.a.tier (carpool.toml) must be one of enterprise, paid, free",
+            ),
+            ("[keys.a]\nsha256 = '@'\nmodels = ['n']", "keys.a.models (carpool.toml) has 'n'"),
+            ("[keys.a]\nsha256 = '@'\nowner = '10.0.0.1'", "keys.a.owner (carpool.toml) must not be an address"),
+            ("[keys.a]\nsha256 = '@'\nowner = 'jwt:ann'", "keys.a.owner (carpool.toml) must not begin with jwt:"),
+            ("[keys.'127.0.0.1']\nsha256 = '@'", "keys.127.0.0.1.owner (carpool.toml) must not be an address"),
+            ("[keys.a]\nsha256 = '@'\n[keys.b]\nsha256 = '@'", "keys.b.sha256 (carpool.toml) is that of keys.a too"),
+            ("[auth]\nmode = 'jwt'", "auth.mode (carpool.toml) needs auth.jwt_file"),
+            (
+                "[auth]\nmode = 'both'\njwt_file = 'canary'",
+                "auth.jwt_file (carpool.toml) must be a file with keys: No such",
+            ),
+            ("[auth]\nmode = 'jwt'\njwt_file = 'carpool.toml'\njwt_algorithms = ['none']", "not 'none'"),
+            ("[auth]\nmode = 'jwt'\njwt_file = 'carpool.toml'\njwt_algorithms = ['ES256']", "no key for ES256"),
+            ("[auth]\nmode = 'open'", '"off", "keys", "jwt" or "both"'),
+        ],
+    )
+    def test_what_does_not_go(self, toml: str, part: str) -> None:
+        told = refusal(toml=toml.replace("@", self.DIGEST))
+        assert part in told and "canary" not in told
+
+    def test_a_file_with_keys(self) -> None:
+        Path("secret").write_text("x" * 32 + "\n")
+        assert load(toml="[auth]\nmode = 'jwt'\njwt_file = 'secret'").auth.jwt_file == "secret"
+        Path("secret").write_text("canary")
+        told = refusal(toml="[auth]\nmode = 'jwt'\njwt_file = 'secret'")
+        assert "at least 32 bytes" in told and "canary" not in told
+
+    def test_what_clients_send_is_no_setting(self) -> None:
+        assert load(env={"CARPOOL_API_KEY": "cp_x"}) == Settings()
+
+
 class TestTls:
     @pytest.fixture
     def pair(self, tmp_path: Path) -> dict[str, str]:
@@ -816,5 +866,6 @@ class TestCatalogue:
                 msgspec.convert(float("inf"), key.hint)
 
     def test_loading_needs_no_network_library(self) -> None:
-        code = "import sys, carpool.settings; sys.exit(bool({'aiohttp', 'uvloop', 'ssl'} & set(sys.modules)))"
+        slow = {"aiohttp", "uvloop", "ssl", "joserfc", "cryptography"}
+        code = f"import sys, carpool.settings; sys.exit(bool({slow} & set(sys.modules)))"
         assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0

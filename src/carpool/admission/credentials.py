@@ -5,8 +5,10 @@
 2. Whatever is wrong with a credential, its client is told the same.
 3. Keys are found by their SHA-256; there is nothing else to compare them with. The digest that was found is compared
    in constant time.
-4. A token that was verified is remembered by its SHA-256, until it is over or the keys that sign tokens change; so many
-   of them at most, the oldest go. A key is known until it is revoked or over: then the table of keys is another one.
+4. What was verified is remembered by the header that it came in, until it is over, is revoked, or the keys that sign
+   tokens change; so many of them at most, the oldest go. Not by a digest: that of a token takes longer than all the
+   rest of admission, and the bytes of a header that a connection sends each time are hashed but once. Python's own
+   hash has a key that nobody knows, so how long a look takes tells nothing.
 5. While the stored keys have not been read yet, a key that is not known gets a 503: it may well be a good one.
 6. A Caller is made once for each credential. The limits are the key's own, else its tier's.
 """
@@ -24,13 +26,14 @@ from carpool.core.errors import BrokerDown, CarpoolError, Unauthorized
 from carpool.core.ports import Caller, RateLimit
 
 if TYPE_CHECKING:  # slow to import, and only some have it
-    from carpool.admission.tokens import TokenKeys, Verified
+    from carpool.admission.tokens import TokenKeys
 
 logger = logging.getLogger("carpool")
 
-# Tokens that are remembered.
+# Headers that are remembered for each of the two names, and their bytes.
 KNOWN_MAX = 8192
-# No key is longer; what is longer is not hashed in vain.
+KNOWN_BYTES_MAX = 8 * 1024 * 1024
+# No key is longer: what is longer is not hashed in vain.
 KEY_BYTES_MAX = 256
 
 _BEARER = b"bearer "
@@ -47,9 +50,38 @@ class Known(NamedTuple):
     """A credential that is valid."""
 
     caller: Caller
-    digest: bytes
     # The wall clock's time from which on it is not.
     until: float
+    # Of a key.
+    digest: bytes = b""
+
+
+class Remembered:
+    """Headers with what they stand for: bounded, the oldest go."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Known] = {}
+        self._bytes = 0
+        # The hot path.
+        self.get = self._known.get
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, header: bytes, known: Known) -> None:
+        """Remember one that is not, or not as that, known yet."""
+        if self._known.pop(header, None) is None:
+            self._bytes += len(header)
+        self._known[header] = known
+        while len(self._known) > KNOWN_MAX or self._bytes > KNOWN_BYTES_MAX:
+            oldest = next(iter(self._known))
+            del self._known[oldest]
+            self._bytes -= len(oldest)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._known.clear()
+        self._bytes = 0
 
 
 class Credentials:
@@ -73,11 +105,13 @@ class Credentials:
         self._stored: tuple[ApiKey, ...] | None = ()
         self._keys: dict[bytes, Known] = {}
         self._token_keys: TokenKeys | None = None
-        self._tokens: dict[bytes, Known] = {}
+        # By the header `Authorization`, and by `X-API-Key`.
+        self._bearers = Remembered()
+        self._api_keys = Remembered()
         self._index_keys()
 
     def __repr__(self) -> str:
-        return f"<Credentials {len(self._keys)} keys, {len(self._tokens)} tokens known>"
+        return f"<Credentials {len(self._keys)} keys, {len(self._bearers) + len(self._api_keys)} remembered>"
 
     def expect_stored_keys(self) -> None:
         """There is a store, and it has not been read yet (rule 5)."""
@@ -96,46 +130,54 @@ class Credentials:
     def change_token_keys(self, keys: "TokenKeys") -> None:
         """These keys sign tokens from now on; whatever others signed is not known any more."""
         self._token_keys = keys
-        self._tokens = {}
+        self._bearers.clear()
 
     def identify(self, headers: dict[bytes, bytes]) -> Caller:
         """The caller with these headers; raises why not."""
-        credential = headers.get(b"authorization")
-        if credential is None:
-            credential = headers.get(b"x-api-key")
-            if credential is None:
+        given, remembered = headers.get(b"authorization"), self._bearers
+        if given is None:
+            given, remembered = headers.get(b"x-api-key"), self._api_keys
+            if given is None:
                 raise refusal()
-            digest = sha256(credential).digest()
-            known = self._keys.get(digest)
-        else:
-            if credential[:7].lower() != _BEARER or b"x-api-key" in headers:
-                raise refusal()
-            credential = credential[7:]
-            digest = sha256(credential).digest()
-            known = self._keys.get(digest) or self._tokens.get(digest)
-        if known is not None and self._wall() < known.until and hmac.compare_digest(known.digest, digest):
+        elif b"x-api-key" in headers:
+            raise refusal()
+        known = remembered.get(given)
+        if known is not None and self._wall() < known.until:
             return known.caller
-        return self._look_closer(credential, digest, known is None and b"authorization" in headers)
+        known = self._look_closer(given, remembered is self._bearers)
+        remembered.add(given, known)
+        return known.caller
 
-    def _look_closer(self, credential: bytes, digest: bytes, may_be_token: bool) -> Caller:
-        """The caller of a credential that is not known yet; raises why not."""
-        if credential.startswith(KEY_PREFIX):
-            if self._takes_keys and self._stored is None and len(credential) <= KEY_BYTES_MAX:
-                raise not_known_yet()
-        elif self._token_keys is not None and may_be_token:
-            verified = self._token_keys.verify(credential, self._wall())
-            if verified is not None:
-                return self._remember(digest, verified)
-        raise refusal()
+    def _look_closer(self, given: bytes, is_bearer: bool) -> Known:
+        """What a header stands for that is not remembered; raises why not."""
+        if is_bearer:
+            if given[:7].lower() != _BEARER:
+                raise refusal()
+            given = given[7:]
+        if given.startswith(KEY_PREFIX):
+            known = self._find_key(given) if len(given) <= KEY_BYTES_MAX else None
+        else:
+            known = self._find_token(given) if is_bearer else None
+        if known is None:
+            raise refusal()
+        return known
 
-    def _remember(self, digest: bytes, verified: "Verified") -> Caller:
+    def _find_key(self, key: bytes) -> Known | None:
+        digest = sha256(key).digest()
+        known = self._keys.get(digest)
+        if known is not None and hmac.compare_digest(known.digest, digest):
+            return known if self._wall() < known.until else None
+        if self._takes_keys and self._stored is None:
+            raise not_known_yet()
+        return None
+
+    def _find_token(self, token: bytes) -> Known | None:
+        now = self._wall()
+        verified = self._token_keys.verify(token, now) if self._token_keys is not None else None
+        if verified is None:
+            return None
         tier = self._tiers.get(verified.tier) or self._tiers[self._lowest_tier]
-        caller = Caller(verified.owner, tier.number, False, limit_or_none(tier.limit))
-        tokens = self._tokens
-        if len(tokens) >= KNOWN_MAX:
-            del tokens[next(iter(tokens))]
-        tokens[digest] = Known(caller, digest, verified.until)
-        return caller
+        return Known(Caller(verified.owner, tier.number, False, limit_or_none(tier.limit)), verified.until)
 
     def _index_keys(self) -> None:
         if not self._takes_keys:
@@ -144,8 +186,10 @@ class Credentials:
         # The configuration's word counts where both have one.
         for key in (*(self._stored or ()), *self._configured):
             digest = bytes.fromhex(key.sha256)
-            found[digest] = Known(self._caller_of(key), digest, key.expires or inf)
+            found[digest] = Known(self._caller_of(key), key.expires or inf, digest)
         self._keys = found
+        self._bearers.clear()
+        self._api_keys.clear()
 
     def _caller_of(self, key: ApiKey) -> Caller:
         tier = self._tiers.get(key.tier)

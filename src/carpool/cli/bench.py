@@ -40,6 +40,12 @@ def bench(
         typer.Option(help="Wait for the answer, or submit a task and long-poll its result."),
     ] = "sync",
     model: Annotated[str | None, typer.Option(help="The model to name; by default none.")] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the API key or token to send, without --tiers; also CARPOOL_API_KEY, the key itself."
+        ),
+    ] = None,
     tiers: Annotated[str | None, typer.Option(help=TIERS_HELP)] = None,
     retry: Annotated[
         int,
@@ -73,6 +79,7 @@ def bench(
         BenchOptions,
         default_connections,
         drive,
+        key_from,
         raise_file_limit,
         resolve,
         segments_from,
@@ -96,6 +103,7 @@ def bench(
             model=model,
             timeout_s=timeout_from(timeout),
             tiers=tiers_from(tiers),
+            key="" if tiers else key_from(api_key_file, os.environ),
             retries=retry,
             expect=expect,
         )

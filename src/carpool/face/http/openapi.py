@@ -86,7 +86,7 @@ def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> 
                             name: {"operationId": name, "parameters": OF_THE_TASK} for name in ("result", "delete")
                         },
                     },
-                    **problems(400, 404, 408, 413, 415, 422, 429, 431, 500, 502, 503, 504),
+                    **problems(400, 401, 403, 404, 408, 413, 415, 422, 429, 431, 500, 502, 503, 504),
                 },
             }
         },
@@ -104,7 +104,7 @@ def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> 
                 },
                 "responses": {
                     "200": answer("The model's output", PredictAnswer),
-                    **problems(400, 404, 408, 413, 415, 422, 429, 431, 500, 502, 503, 504),
+                    **problems(400, 401, 403, 404, 408, 413, 415, 422, 429, 431, 500, 502, 503, 504),
                 },
             }
         },
@@ -114,12 +114,12 @@ def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> 
                 "operationId": "result",
                 "summary": "The state of a task, and its result",
                 "parameters": [wait],
-                "responses": {"200": answer("The task's state", TaskState), **problems(400, 404, 431, 500, 503)},
+                "responses": {"200": answer("The task's state", TaskState), **problems(400, 401, 404, 431, 500, 503)},
             },
             "delete": {
                 "operationId": "delete",
                 "summary": "Cancel a task or forget its result",
-                "responses": {"204": {"description": "Done"}, **problems(400, 404, 431, 500, 503)},
+                "responses": {"204": {"description": "Done"}, **problems(400, 401, 404, 431, 500, 503)},
             },
         },
         "/openapi.json": DESCRIBED_BY_ITSELF,

@@ -255,7 +255,7 @@ class TaskConnection(Connection):
         target = self.generator.target
         self.outgoing = (
             f"GET {target.base_path}/v1/result/{accepted.task_id}?wait_ms={wait_ms} HTTP/1.1\r\n"
-            f"Host: {target.host}\r\n\r\n"
+            f"Host: {target.host}\r\n{self.in_flight.part.payload.credential}\r\n"
         ).encode()
         self.poll(self.number, stays)
 

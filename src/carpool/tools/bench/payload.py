@@ -44,7 +44,7 @@ _decode_answer = msgspec.json.Decoder(_Answer).decode
 class Payload:
     """Makes the requests of one run and verifies their answers."""
 
-    __slots__ = ("_after", "_before", "_head", "_poison_every", "_poison_tail", "_reversed", "_tail")
+    __slots__ = ("_after", "_before", "_head", "_poison_every", "_poison_tail", "_reversed", "_tail", "credential")
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class Payload:
         ending = b'"}' if model is None else b'","model":%b}' % msgspec.json.encode(model)
         length = len(b'{"input":"') + RUN_ID_DIGITS + NUMBER_DIGITS + len(filler) + len(ending)
         wishes = "Prefer: respond-async\r\n" if respond_async else ""
-        if key:
-            wishes += f"Authorization: Bearer {key}\r\n"
+        # The header line, for whatever else is asked for these requests.
+        self.credential = f"Authorization: Bearer {key}\r\n" if key else ""
         self._head = (
             f"POST {base_path}/v1/inference HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-            f"{wishes}Content-Length: {length}\r\n\r\n"
+            f"{wishes}{self.credential}Content-Length: {length}\r\n\r\n"
         ).encode() + b'{"input":"%b' % identity
         self._tail = filler + ending
         # Every so many requests carry the text instead of as much filler; 0: none does.

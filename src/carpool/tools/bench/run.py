@@ -8,7 +8,8 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from random import Random
 from typing import Literal
 from urllib.parse import urlsplit
@@ -33,9 +34,10 @@ from carpool.tools.bench.schedule import (
     total_duration,
 )
 from carpool.tools.bench.tally import Report, Tally, TierTally
-from carpool.tools.bench.tiers import BadTiers, TierLoad, parse_tiers, turns
+from carpool.tools.bench.tiers import BadTiers, TierLoad, parse_tiers, read_key, turns
 
 Mode = Literal["sync", "task"]
+KEY_VARIABLE = "CARPOOL_API_KEY"
 Arrivals = Literal["poisson", "uniform"]
 
 # Descriptors that are not connections: standard streams, the loop's own, libraries, room for reconnects.
@@ -62,8 +64,9 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     model: str | None = None
     timeout_s: float = 10.0
-    # Without any, all requests are of one kind, without a key.
+    # Without any, all requests are of one kind, and carry this key, if there is one.
     tiers: list[TierLoad] = []
+    key: str = ""
     # How often a refused request is sent again.
     retries: int = 0
     expect: Expect = "reversed"
@@ -98,6 +101,16 @@ def tiers_from(text: str | None) -> list[TierLoad]:
         return [] if text is None else parse_tiers(text)
     except BadTiers as fault:
         raise BadOption(f"--tiers: {fault}") from None
+
+
+def key_from(file: Path | None, environ: Mapping[str, str]) -> str:
+    """The API key or token of --api-key-file, else that of the environment; "" if there is none."""
+    try:
+        if file is not None:
+            return read_key(str(file))
+        return read_key(f"env:{KEY_VARIABLE}" if environ.get(KEY_VARIABLE) else "")
+    except BadTiers as fault:
+        raise BadOption(f"--api-key-file: {fault}") from None
 
 
 def resolve(url: str) -> Target:
@@ -176,7 +189,7 @@ async def drive(
         ]
         parts = [by_tier[place] for place in turns(options.tiers, options.seed)]
     else:
-        parts = [Part(_payload(options, target, run_id, ""), tally)]
+        parts = [Part(_payload(options, target, run_id, options.key), tally)]
     generator = LoadGenerator(
         target=target,
         tally=tally,

@@ -55,10 +55,11 @@ def _parse_tier(part: str) -> TierLoad:
         share = 0.0
     if not 0 < share < float("inf"):
         raise BadTiers(f"{share_text!r} is not a share above 0")
-    return TierLoad(name, share, _read_key(source))
+    return TierLoad(name, share, read_key(source))
 
 
-def _read_key(source: str) -> str:
+def read_key(source: str) -> str:
+    """The key in a file, or behind `env:` in a variable; "" without a source."""
     if not source:
         return ""
     if source.startswith(FROM_ENVIRONMENT):
