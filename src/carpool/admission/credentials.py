@@ -217,7 +217,9 @@ def limit_or_none(limit: RateLimit) -> RateLimit | None:
 
 def refusal() -> CarpoolError:
     """What everybody is told whose credential is not valid (rule 2)."""
-    return Unauthorized("a valid credential is needed: `Authorization: Bearer …`, or `X-API-Key: …` for an API key")
+    return Unauthorized(
+        "send a valid credential: `Authorization: Bearer <API key or token>`, or `X-API-Key: <API key>`"
+    )
 
 
 def not_known_yet() -> CarpoolError:
