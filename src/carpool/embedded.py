@@ -45,6 +45,7 @@ class EmbeddedProcess(Process):
             self.journal,
             prepare=self.batcher.prepare,
             waiting_max=tasks.waiting_max,
+            capacity_rps=self.batcher.capacity_rps,
             clock=ground.clock,
         )
         named, targets = frozenset(ground.models), ground.tier_target_s

@@ -316,6 +316,10 @@ def test_a_long_poll_wakes_when_the_task_ends(idle: GatewayProcess, gpu: HeldGpu
     started = time.monotonic()
     assert look(idle, task_id, 200).json["status"] == "PENDING"
     assert time.monotonic() - started > 0.15
+    next_id, last_id = submit(idle, "next"), submit(idle, "last")
+    assert [look(idle, each).json["queue"]["place"] for each in (task_id, next_id, last_id)] == [0, 1, 2]
+    for each in (next_id, last_id):
+        assert ask(idle.port, "DELETE", f"/v1/result/{each}").status == 204
     answers: list[Any] = []
 
     def poll() -> None:

@@ -191,7 +191,8 @@ async def test_a_task_of_one_gateway_is_told_and_deleted_by_the_other(workshop: 
     one, other = workshop.one, workshop.other
     async with workshop.busy_gpu():
         waits = await submit(one, "waits")
-        assert (await result(other, waits)).json["status"] == "PENDING"
+        told = (await result(other, waits)).json
+        assert (told["status"], told["queue"]["place"]) == ("PENDING", 1)
         held = await workshop.entries()
         deleted = await submit(one, "deleted")
         poll = asyncio.create_task(result(one, deleted, WAIT_MS))

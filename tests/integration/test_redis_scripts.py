@@ -100,7 +100,7 @@ class TestSubmit:
 
     def test_a_task_is_written_with_its_entry(self, shard: ShardBench) -> None:
         first, second = shard.submit("a:t0", 2, tasks=["t1", "t2"], owner="ann")
-        for task, entry_id in (("t1", first), ("t2", second)):
+        for number, (task, entry_id) in enumerate((("t1", first), ("t2", second)), 1):
             found: Any = shard.client.hgetall(shard.shard.task(task))
             assert found == {
                 b"s": b"P",
@@ -109,6 +109,7 @@ class TestSubmit:
                 b"f": b"a:t0",
                 b"e": entry_id.encode(),
                 b"b": b"%d input_bytes:%d" % (TASK_BYTES + len(task_value(task, "ann", b"0")), PART_END_MS),
+                b"n": b"%d" % number,
             }
 
     def test_the_letter_of_a_task_has_its_input(self, shard: ShardBench) -> None:
@@ -158,6 +159,61 @@ class TestSubmit:
             shard.cancel(*(("b:s0", entry_id) for entry_id in shard.ids("b:s0")))
             shard.submit("b:s0", 1)
             assert heard() == [(1, "b:s0")]
+
+
+class TestStanding:
+    """Where a task stands, without a look at those before it."""
+
+    def test_in_its_own_stream_it_is_exact(self, shard: ShardBench) -> None:
+        names = [f"t{number}" for number in range(5)]
+        shard.submit("a:t0", 3, tasks=names[:3])
+        shard.submit("a:t0", 2, tasks=names[3:])
+        assert [shard.standing(name) for name in names] == [("m", number) for number in range(5)]
+        shard.take(Budget(1, 2))
+        assert [shard.standing(name) for name in names] == [("m", ahead) for ahead in (-1, -1, 0, 1, 2)]
+        shard.forget("t3")
+        assert shard.standing("t3") is None
+        assert shard.standing("t4") == ("m", 1)
+        (entry,) = shard.take(Budget(1, 1))
+        assert shard.finish(entry, "t2", b"result")[0]
+        assert (shard.standing("t2"), shard.standing("t4")) == (None, ("m", 0))
+        assert shard.standing("nobody") is None
+
+    def test_others_go_before_it_by_their_places(self, shard: ShardBench) -> None:
+        offsets = {"s0": 50, "s2": 500, "t0": 1050, "t2": 1500}
+        shard.submit("a:t2", tasks=["first"], offsets=offsets)
+        shard.submit("a:t0", 4, tasks=["p1", "p2", "p3", "p4"], offsets=offsets)
+        assert shard.standing("first") == ("m", 4)  # a higher tier, at the same time
+        assert shard.standing("p4") == ("m", 3)
+        shard.submit("b:s0", 3, offsets=offsets)
+        shard.submit("c:s0", 7, model="other", offsets=offsets)
+        assert shard.standing("first") == ("m", 7)
+        shard.now = START_MS + 2000
+        shard.submit("a:t0", tasks=["late"], offsets=offsets)
+        # Of each stream as many as the time from its first to this place is of the time until now.
+        assert shard.standing("first") == ("m", round(3 * 1450 / 2000 + 5 * 450 / 2000))
+        assert shard.standing("late") == ("m", 4 + 3 + 1)
+
+    def test_with_strict_order(self, shard: ShardBench) -> None:
+        offsets = {"t0": 0, "t1": 10**14}
+        shard.submit("a:t1", tasks=["low"], offsets=offsets)
+        shard.now = START_MS + 5000
+        shard.submit("a:t0", 2, tasks=["high", "higher"], offsets=offsets)
+        assert (shard.standing("low"), shard.standing("high")) == (("m", 2), ("m", 0))
+
+    def test_a_stream_that_was_dropped_begins_anew(self, shard: ShardBench) -> None:
+        shard.submit("a:t0", tasks=["t1"])
+        (entry,) = shard.take(PLENTY)
+        shard.finish(entry, "t1", b"result")
+        shard.now = START_MS + 5000
+        shard.sweep()
+        shard.submit("a:t0", 2, tasks=["t2", "t3"])
+        assert [shard.standing(name) for name in ("t2", "t3")] == [("m", 0), ("m", 1)]
+
+    def test_a_task_of_the_version_before(self, shard: ShardBench) -> None:
+        shard.submit("a:t0", tasks=["old"])
+        shard.client.hdel(shard.shard.task("old"), "n")
+        assert shard.standing("old") is None
 
 
 class TestTake:

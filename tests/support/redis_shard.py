@@ -22,6 +22,7 @@ from carpool.broker.redis.scripts import (
     FORGET,
     LAPSED,
     LEVEL,
+    LOOK,
     RELEASE,
     RENEW,
     SUBMIT,
@@ -145,6 +146,11 @@ class ShardBench:
     def about(self, field: str, model: str, lanes_max: int, offsets: Mapping[str, int]) -> str:
         """What is said of a stream."""
         return f"{offsets.get(field.split(':')[1], 0)} {'b' if lanes_max else '-'} {model}"
+
+    def standing(self, task: str) -> tuple[str, int] | None:
+        """The model of a task that waits, and how many go before it; -1 if it was taken."""
+        *_, model, ahead = self.run(LOOK, task, "", self._now(), "late", 60_000, 1)
+        return None if model is None else (model.decode(), ahead)
 
     def forget(self, task: str) -> bool:
         """Remove a task in any state; whether there was one."""

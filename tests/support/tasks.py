@@ -38,11 +38,19 @@ class Office:
     def __init__(
         self, path: Path | None = None, *, tiers: int = 3, clock: FakeClock | None = None, waiting_max: int = 100
     ) -> None:
+        # Requests a second that the upstream serves; 0.0: nobody knows.
+        self.capacity_rps = 0.0
         self.clock = clock or FakeClock()
         self.broker = MemoryBroker(waiting_max=100, bytes_max=1000, lanes_max=9, tiers=tiers, clock=self.clock)
         self.broker.when_work_arrives("m", lambda lane: None)
         self.journal = open_journal(path, clock=self.clock)
-        self.tasks = Tasks(self.broker, self.journal, waiting_max=waiting_max, clock=self.clock)
+        self.tasks = Tasks(
+            self.broker,
+            self.journal,
+            waiting_max=waiting_max,
+            capacity_rps=lambda model: self.capacity_rps,
+            clock=self.clock,
+        )
 
     def request(self, name: str = "t1", **options: Any) -> Request:
         given = {"is_task": True, "total_timeout_s": 600.0, "tier": 2, "owner": "owner", **options}

@@ -22,6 +22,7 @@ PURE = [
     "broker/taking.py",
     "broker/trickle.py",
     "broker/deadlines.py",
+    "broker/task_places.py",
     "broker/redis/client/address.py",
     "broker/redis/keys.py",
     "broker/redis/dead_letters/letters.py",

@@ -11,6 +11,7 @@ from math import inf
 
 from carpool.broker.deadlines import Deadlines, queue_timeout
 from carpool.broker.lanes import Lane, Ranks
+from carpool.broker.task_places import TaskPlaces
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull
 from carpool.core.events import Events
@@ -66,6 +67,7 @@ class MemoryBroker:
         self._bytes_freed: dict[str, Callable[[], None]] = {}
         self._arrived: dict[str, Callable[[LaneQueue], None]] = {}
         self._deadlines = Deadlines()
+        self._task_places = TaskPlaces(strict_order=strict_order)
         # By model: arrivals in lanes that were dropped.
         self._arrivals_gone: dict[str, int] = {}
         # For metrics: outcomes by code, and how long requests waited for a slot. Those that another broker holds
@@ -172,6 +174,7 @@ class MemoryBroker:
         if request.is_task:
             request.place += self._task_patience_s
             self._deadlines.add_unordered(request, request.deadline)
+            self._task_places.add(request)
         elif request.queue_timeout_s < inf:
             self._deadlines.add(request)
         lane.append(request)
@@ -221,6 +224,8 @@ class MemoryBroker:
                 key = request.lane_key
                 lane = self._active[model].get(key) or self._activate(model, key, request.owner)
                 lane.put_back(request)
+                if request.is_task:
+                    self._task_places.add(request)
                 lanes[id(lane)] = lane
                 self._runs_no_more(model, request.size)
         for lane in lanes.values():
@@ -251,6 +256,10 @@ class MemoryBroker:
         waiting_bytes = lane.waiting_bytes
         batch, expired = lane.take(count, now, bytes_max, room_bytes)
         self._running_bytes[lane.model] += waiting_bytes - lane.waiting_bytes
+        if self._task_places.waiting:
+            for request in (*batch, *expired):
+                if request.is_task:
+                    self._task_places.remove(request)
         if self._offenders and not lane.is_apart:
             # Their owners were found to be offenders while they waited.
             model = lane.model
@@ -277,6 +286,13 @@ class MemoryBroker:
                 self.settle(request, queue_timeout(request))
             else:
                 self._deadlines.add_end(request)
+
+    def before_task(self, request: Request) -> int | None:
+        """How many go before a task that waits: tasks by their places, and everybody on the line; else None."""
+        tasks = self._task_places.before(request, self._clock())
+        if tasks is None:
+            return None
+        return tasks + max(0, self.depth_of(request.model) - self._task_places.waiting_of(request.model))
 
     def waiting_requests(self) -> list[Request]:
         """Everything that waits for a slot."""
@@ -307,6 +323,8 @@ class MemoryBroker:
         self.held -= 1
         self.held_bytes -= request.size
         if request.phase == QUEUED:
+            if request.is_task:
+                self._task_places.remove(request)
             lane = self._active[request.model][request.lane_key]
             lane.forget(request)
             if not lane.waiting:

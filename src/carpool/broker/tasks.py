@@ -22,8 +22,8 @@ from carpool.core.errors import CarpoolError, ClientLeft, Draining, QueueFull, U
 from carpool.core.outcome import Outcome
 from carpool.core.ports import Caller
 from carpool.core.problem import code_of, problem_json
-from carpool.core.request import ADMITTED, Request, RequestState, state_of
-from carpool.core.task import StoredTask
+from carpool.core.request import ADMITTED, RUNNING, Request, RequestState, state_of
+from carpool.core.task import TAKEN, StoredTask, place_behind
 
 
 class LiveTask(msgspec.Struct, eq=False):
@@ -43,9 +43,12 @@ class Tasks:
         *,
         prepare: Callable[[Request], None] = lambda request: None,
         waiting_max: int = 50_000,
+        capacity_rps: Callable[[str], float] = lambda model: 0.0,
         clock: Clock = monotonic,
     ) -> None:
         self._broker = broker
+        # Requests of a model that are served in a second; 0.0 while that is not known.
+        self._capacity_rps = capacity_rps
         self._journal = journal
         # Does for a request from the journal what the face does for a new one; raises an error of the tree.
         self.prepare = prepare
@@ -252,7 +255,11 @@ class Tasks:
             poll.tell(answer)
 
     def _pending(self, task: LiveTask) -> StoredTask:
-        return StoredTask(task.request.id, task.request.owner, "PENDING", None, None, task.submitted_wall)
+        request = task.request
+        queue = TAKEN if request.phase == RUNNING else None
+        if (ahead := self._broker.before_task(request)) is not None:
+            queue = place_behind(ahead, self._capacity_rps(request.model))
+        return StoredTask(request.id, request.owner, "PENDING", None, None, task.submitted_wall, queue=queue)
 
 
 def latency_ms(task: StoredTask) -> float:

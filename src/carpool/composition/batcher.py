@@ -85,6 +85,11 @@ class BatcherHalf:
         """A request that waits here."""
         return next((request for request in self.broker.waiting_requests() if request.id == request_id), None)
 
+    def capacity_rps(self, model: str) -> float:
+        """Requests of a model that its endpoints serve in a second; 0.0 while that is not known."""
+        known = (each for each in self.services if each.name == model and each.loop.is_capacity_known())
+        return sum(service.capacity_rps() for service in known)
+
     # What operators see.
 
     def slots_total(self) -> int:

@@ -30,6 +30,7 @@ from carpool.composition.ground import Ground
 from carpool.core.errors import CarpoolError
 from carpool.core.names import Role
 from carpool.core.snapshot import FleetState, Health, Mode, OutcomeNumbers, RedisNumbers
+from carpool.core.task import QueuePlace, place_behind
 from carpool.service import ModelFace
 from carpool.settings import ConfigError, Settings, broker_address, models_of
 
@@ -221,7 +222,14 @@ class Meeting:
             clock=self.ground.clock,
         )
         result_ttl_ms = round(settings.tasks.result_ttl_s * 1000)
-        return RedisTasks(self.steps, self.name, intake, removals, result_ttl_ms, count=self._count_outcome)
+        return RedisTasks(
+            self.steps, self.name, intake, removals, result_ttl_ms, self._count_outcome, self._queue_place
+        )
+
+    def _queue_place(self, task_id: str, model: str, ahead: int) -> QueuePlace:
+        """Where a task stands, if all shards are like its own."""
+        times = self.depth.times_of(self.keys.shard_of_task(task_id))
+        return place_behind(ahead * times, self.registry.view.capacity_rps(model))
 
     def _count_outcome(self, code: str) -> None:
         """A task has an outcome that no batcher gave it."""

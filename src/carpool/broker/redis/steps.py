@@ -104,6 +104,8 @@ class LookedAt(NamedTuple):
     task: StoredTask | None
     # It got its result just now, because its time was over.
     was_over: bool
+    # While it waits, if that was asked for: its model, and how many of its shard go before it; -1 if it was taken.
+    standing: tuple[str, int] | None = None
 
 
 class Removed(NamedTuple):
@@ -354,9 +356,11 @@ class Steps:
         arguments += (shard.number, *letter_bounds)
         self._run(scripts.FINISH, shard, arguments, reading(lambda reply: Finished(bool(reply[0]), *reply[1:]), done))
 
-    def look_at_task(self, task_id: str, gateway: bytes, late: bytes, kept_ms: int, done: Done[LookedAt]) -> None:
+    def look_at_task(
+        self, task_id: str, gateway: bytes, late: bytes, kept_ms: int, done: Done[LookedAt], *, with_standing: bool
+    ) -> None:
         """A task; the gateway, if one is given, is told when it has an outcome. If its time is over, it gets `late`."""
-        arguments = (task_id, gateway, self._now_ms(), late, kept_ms)
+        arguments = (task_id, gateway, self._now_ms(), late, kept_ms, int(with_standing))
         self._run(
             scripts.LOOK, self.keys.shard_of_task(task_id), arguments, reading(partial(read_looked_at, task_id), done)
         )
@@ -470,7 +474,7 @@ def read_queued(reply: Any) -> Queued:
 
 def read_looked_at(task_id: str, reply: Any) -> LookedAt:
     """From look.lua."""
-    status, owner, milliseconds, result, was_over = reply
+    status, owner, milliseconds, result, was_over, model, ahead = reply
     if status is None or owner is None or milliseconds is None:
         return LookedAt(None, False)
     task = StoredTask(
@@ -481,7 +485,7 @@ def read_looked_at(task_id: str, reply: Any) -> LookedAt:
         result if status == FAILED else None,
         int(milliseconds) / 1000,
     )
-    return LookedAt(task, bool(was_over))
+    return LookedAt(task, bool(was_over), None if model is None else (model.decode(), int(ahead)))
 
 
 def read_task_state(reply: Any) -> RequestState | None:

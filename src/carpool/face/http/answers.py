@@ -50,6 +50,13 @@ class TaskAccepted(Struct):
     status: Literal["PENDING"]
 
 
+class QueueState(Struct):
+    """Where a task stands, at most a few seconds ago; those who come later and go before it are not in it."""
+
+    place: Annotated[int, Meta(description="1 is the next one; 0: it is being worked on")]
+    estimated_wait_ms: Annotated[int | None, Meta(description="until it is taken; null while nobody knows")]
+
+
 class TaskState(Struct):
     """A task that waits for its outcome, or has one."""
 
@@ -58,6 +65,7 @@ class TaskState(Struct):
     timestamp: Annotated[Moment, Meta(description="of the result; of the submission while there is none")]
     output: Annotated[Raw, Meta(description="the model's own JSON; with SUCCESS")] | UnsetType = UNSET
     error: Annotated[Problem, Meta(description="with FAILED")] | UnsetType = UNSET
+    queue: Annotated[QueueState, Meta(description="with PENDING, where it is known")] | UnsetType = UNSET
 
 
 # To operators

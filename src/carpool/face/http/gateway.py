@@ -31,6 +31,7 @@ from carpool.face.http.wire import (
 )
 from carpool.face.intake import Intake, ServedModel, new_request_id
 
+_encode = msgspec.json.Encoder().encode
 TASK_ID = re.compile(r"[0-9a-f]{32}\Z").match
 
 
@@ -239,6 +240,8 @@ def task_json(task: StoredTask) -> bytes:
         middle = b',"output":' + task.output
     elif task.error is not None:
         middle = b',"error":' + task.error
+    elif task.queue is not None:
+        middle = b',"queue":' + _encode(task.queue)
     return b'{"task_id":"%b","status":"%b"%b,"timestamp":"%b"}' % (
         task.id.encode(),
         task.status.encode(),

@@ -36,6 +36,11 @@ class DepthWatch:
         """Entries that nobody took yet."""
         return sum(counts[0] for counts in self._counts)
 
+    def times_of(self, shard: Shard) -> float:
+        """How many times as much waits in all shards together as in this one; 1 where that is not known."""
+        own = self._counts[shard.number][0]
+        return self.unread() / own if own else 1.0
+
     def task_bytes(self) -> int:
         """Bytes of tasks without a result, and of results."""
         return sum(counts[1] + counts[2] for counts in self._counts)

@@ -11,6 +11,8 @@
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
+
 from carpool.broker.polls import Answer, Poll, Polls, no_such_task
 from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.formats import LATE
@@ -23,7 +25,7 @@ from carpool.core.outcome import Outcome
 from carpool.core.ports import Caller
 from carpool.core.problem import problem_json
 from carpool.core.request import Request
-from carpool.core.task import StoredTask
+from carpool.core.task import TAKEN, QueuePlace, StoredTask
 from carpool.core.timers import Every
 
 LOOK_AGAIN_S = 1.0
@@ -41,6 +43,7 @@ class RedisTasks:
         removals: TaskRemovals,
         result_ttl_ms: int,
         count: Callable[[str], None] = lambda code: None,
+        queue_place: Callable[[str, str, int], QueuePlace | None] = lambda task_id, model, ahead: None,
     ) -> None:
         self._steps = steps
         self._gateway = gateway
@@ -49,6 +52,8 @@ class RedisTasks:
         self._result_ttl_ms = result_ttl_ms
         # Is told the codes of outcomes that tasks have from here: those that are deleted, and those whose time is over.
         self._count = count
+        # Where a task stands, by its id, its model, and how many of its shard go before it.
+        self._queue_place = queue_place
         self._polls = Polls(self._read)
         # Runs while somebody waits.
         self._looks = Every(LOOK_AGAIN_S, self._look_again)
@@ -141,8 +146,10 @@ class RedisTasks:
 
     # Looking.
 
-    def _look(self, task_id: str, done: Callable[[Found], None], *, to_be_told: bool = True) -> None:
-        """Ask for a task's state, and maybe to be told when it has an outcome."""
+    def _look(
+        self, task_id: str, done: Callable[[Found], None], *, to_be_told: bool = True, with_standing: bool = False
+    ) -> None:
+        """Ask for a task's state, and maybe to be told when it has an outcome, or where it stands."""
 
         def told(found: LookedAt | RedisFailure) -> None:
             if isinstance(found, RedisFailure):
@@ -150,10 +157,16 @@ class RedisTasks:
                 return
             if found.was_over:
                 self._count(LATE.code)
-            done(found.task)
+            if found.task is not None and found.standing is not None:
+                model, ahead = found.standing
+                queue = TAKEN if ahead < 0 else self._queue_place(task_id, model, ahead)
+                done(msgspec.structs.replace(found.task, queue=queue))
+            else:
+                done(found.task)
 
         gateway, late = self._gateway if to_be_told else b"", problem_json(LATE, task_id)
-        self._steps.look_at_task(task_id, gateway, late, self._result_ttl_ms, told)
+        ttl_ms = self._result_ttl_ms
+        self._steps.look_at_task(task_id, gateway, late, ttl_ms, told, with_standing=with_standing)
 
     def _first_look(self, poll: Poll, found: Found) -> None:
         if isinstance(found, RedisFailure):
@@ -180,7 +193,7 @@ class RedisTasks:
 
     def _read(self, poll: Poll) -> None:
         """Answer with what Redis has now."""
-        self._look(poll.task_id, partial(self._answer, poll), to_be_told=False)
+        self._look(poll.task_id, partial(self._answer, poll), to_be_told=False, with_standing=True)
 
     def _answer(self, poll: Poll, found: Found) -> None:
         poll.tell(

@@ -33,6 +33,6 @@ local function keep_result(task, counted, status, result, now, kept_ms)
   uncount_bytes(counted)
   count_bytes(part, size)
   redis.call('HSET', task, 's', status, 'r', result, 't', now, 'b', size .. ' ' .. part)
-  redis.call('HDEL', task, 'f', 'w', 'd') -- the id of its entry tells when it was submitted
+  redis.call('HDEL', task, 'f', 'w', 'd', 'n') -- the id of its entry tells when it was submitted
   redis.call('PEXPIRE', task, kept_ms)
 end

@@ -228,7 +228,7 @@ local function drop_if_idle(field, now)
     end
     redis.call('DEL', stream)
     redis.call('HDEL', LANES, field)
-    redis.call('HDEL', SIZES, 'h' .. field, 'u' .. field, 's' .. field)
+    redis.call('HDEL', SIZES, 'h' .. field, 'u' .. field, 's' .. field, 'n' .. field)
     redis.call('ZREM', LEASED, field)
   end
   redis.call('ZREM', IDLE, field)

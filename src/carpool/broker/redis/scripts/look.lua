@@ -1,12 +1,40 @@
 -- A task's state. While it has no result, a gateway may ask to be told when it has. One whose time is over, and that no
 -- batcher ends, because none serves its model any more, has failed.
 -- ARGV: id of the task, the gateway's name, without spaces ('': it need not be told), now, the result of one whose time is
---       over, ms that this is kept
--- Returns: status, owner, ms, result, each nil if there is none; 1 if its time was over
+--       over, ms that this is kept, 1 to be told where it stands
+-- Returns: status, owner, ms, result, each nil if there is none; 1 if its time was over; if it waits, and that was asked
+--          for: model, how many of this shard go before it; -1 if it was taken
 local NAMES_BYTES_MAX = 4096
+
+-- How many go before a task, by counts and without a look at entries. In its own stream it has a number. Of another stream
+-- those go first that came before its place: as many as if they had come evenly since the first that waits.
+local function ahead_of(field, id, number, now)
+  local offset, _, model = about(field)
+  if not model or not number then -- the version before gave it none
+    return
+  end
+  local sizes = redis.call('HMGET', SIZES, 'n' .. field, 'u' .. field)
+  local added, unread = tonumber(sizes[1] or '0'), tonumber(sizes[2] or '0')
+  local own = math.min(number - (added - unread), unread)
+  if own < 1 then
+    return model, -1
+  end
+  local place, ahead = ms_of(id) + offset, own - 1
+  local heads = redis.call('ZRANGE', heads_of(model), 0, HEADS_MAX - 1, 'WITHSCORES')
+  for i = 1, #heads, 2 do
+    local other, head = heads[i], tonumber(heads[i + 1])
+    if other ~= field and head < place then
+      local newest = now + (about(other) or 0)
+      local share = newest > head and math.min((place - head) / (newest - head), 1) or 1
+      ahead = ahead + share * tonumber(redis.call('HGET', SIZES, 'u' .. other) or '0')
+    end
+  end
+  return model, math.floor(ahead + 0.5)
+end
+
 local task, gateway, now = task_of(ARGV[1]), ARGV[2], clock(ARGV[3])
-local state = redis.call('HMGET', task, 's', 'o', 't', 'r', 'b', 'f', 'e', 'd')
-local was_over = 0
+local state = redis.call('HMGET', task, 's', 'o', 't', 'r', 'b', 'f', 'e', 'd', 'n')
+local was_over, model, ahead = 0, nil, nil
 if state[1] == 'P' then
   -- It has its own deadline, or the part that its bytes count in ends soon after its time.
   local over_at = tonumber(state[8] or string.match(state[5] or '', ':(%d+)$'))
@@ -24,4 +52,7 @@ if state[1] == 'P' then
     end
   end
 end
-return { state[1], state[2], state[3], state[4], was_over }
+if state[1] == 'P' and ARGV[6] == '1' then
+  model, ahead = ahead_of(state[6], state[7], tonumber(state[9]), now)
+end
+return { state[1], state[2], state[3], state[4], was_over, model or false, ahead or false }

@@ -57,6 +57,8 @@ if letter ~= '' and not redis.call('ZSCORE', LETTERS, letter) then
   return redis.error_reply('NOLETTER there is no such dead letter')
 end
 
+-- Tasks are numbered in their stream, so that a look can tell how many stand before one.
+local number = part and redis.call('HINCRBY', SIZES, 'n' .. field, wanted) - wanted
 local stream, first = stream_of(field), nil
 local entry_id = ARGV[5] == '' and '*' or ARGV[5] .. '-*'
 for i = 1, wanted do
@@ -70,7 +72,8 @@ for i = 1, wanted do
   local task, its_owner, own_ms = ARGV[at - 3], ARGV[at - 2], ARGV[at]
   if task then
     local size = size_of(i) .. ' ' .. part
-    redis.call('HSET', task_of(task), 's', 'P', 'o', its_owner, 't', now, 'f', field, 'e', id, 'b', size)
+    local key, n = task_of(task), number + i
+    redis.call('HSET', key, 's', 'P', 'o', its_owner, 't', now, 'f', field, 'e', id, 'b', size, 'n', n)
     if client_of(i) ~= '' then
       redis.call('HSET', task_of(task), 'c', client_of(i))
     end
