@@ -104,7 +104,8 @@ class Loaded(NamedTuple):
                 f"{latency.p99 or 0:.0f} ms{refused}"
             )
         late = self.report.behind_ms.p99 or 0.0
-        machine = f"load late by {late:.0f} ms (p99), cores {self.idle:.0%} idle"
+        odd = {kind: count for kind, count in self.report.status.items() if kind not in ("200", *REFUSALS)}
+        machine = f"{f'{odd}, ' if odd else ''}load late by {late:.0f} ms (p99), cores {self.idle:.0%} idle"
         excuse = "; timings not judged, other programs were in the way" * self.is_disturbed
         return f"{'; '.join(parts)}; {machine}{excuse}"
 

@@ -11,7 +11,7 @@ Rules:
 5. Nothing is made per request but its bytes and a tuple: no task, no future, no timer. One timer paces, one sweep
    finds those out of time. Only a request that is sent again has a timer of its own.
 6. A refused request (429, 503) is sent again after its Retry-After, if asked for: at most `retries` times, and not
-   where that would be after its timeout. Its latency still counts from when it was due first.
+   later than the timeout after it was due first. Each try has the timeout; the latency counts from the first.
 7. The generator's own delay is known: `Tally.behind` has by how much it sent late.
 """
 
@@ -191,11 +191,11 @@ class LoadGenerator:
         now = monotonic()
         oldest_allowed = now - self.timeout_s
         waiting = self.waiting
-        while waiting and waiting[0].intended < oldest_allowed:
+        while waiting and waiting[0].asked < oldest_allowed:
             due = waiting.popleft()
             due.part.tally.failed("timeout-unsent", now - due.asked, now)
         for connection in self.connections:
-            if connection.due is not None and connection.due.intended < oldest_allowed:
+            if connection.due is not None and connection.due.asked < oldest_allowed:
                 connection.fail("timeout")
         if self.sending_since is None and not self.tally.in_flight:
             self._stopped.set()
