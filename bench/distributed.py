@@ -9,16 +9,16 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from statistics import median
-from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import msgspec
 from redis import Redis
 
+from keyed import temporary_keys
 from measuring import (
     CARPOOL,
     HERE,
@@ -44,8 +44,6 @@ EVERY_SECOND = ("--save", "", "--appendonly", "yes", "--appendfsync", "everysec"
 CONNECTIONS = 2000
 # What the ratio of CPU time is about: Redis is the same program on both sides.
 PYTHON_ROLES = ("gateway", "batcher")
-# Credentials have no tiers yet: a gateway that takes a header for one.
-TIERED_GATEWAY = [sys.executable, str(HERE / "tiered_gateway.py")]
 MIXED = HERE / "mixed.lua"
 # Results of tasks that nobody fetches: a few seconds of them, so that Redis does not grow with the length of a run.
 SHORT_RESULTS = {"CARPOOL_TASKS_RESULT_TTL_S": "3"}
@@ -142,7 +140,6 @@ def carpool(
     upstream: str = SIMULATED,
     flags: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
-    gateway_program: Sequence[str] = CARPOOL,
 ) -> Iterator[Deployment]:
     """Carpool's roles over one Redis or a Cluster, ready."""
     ports, pids = [], {"gateway": [], "batcher": [], "redis": broker.pids}
@@ -156,7 +153,7 @@ def carpool(
             admin_ports["batcher"].append(port + 1)
         for _ in range(gateways):
             port = free_port()
-            command = [*gateway_program, "gateway", "--broker", broker.url, "--port", str(port), *flags]
+            command = [*CARPOOL, "gateway", "--broker", broker.url, "--port", str(port), *flags]
             pids["gateway"].append(stack.enter_context(process(command, port, environment)).pid)
             ports.append(port)
             admin_ports["gateway"].append(port + 1)
@@ -219,20 +216,21 @@ def beside_the_floor(quick: bool) -> None:
 
 def mixed_beside_single(quick: bool) -> None:
     seconds = 4 if quick else 10
-    setup: dict[str, Any] = {"environment": SHORT_RESULTS, "gateway_program": TIERED_GATEWAY}
     loads: dict[str, list[Load]] = {"single": [], "mixed": []}
     with (
+        temporary_keys() as keys,
         redis_server() as first,
         redis_server() as second,
-        carpool(first, **setup) as calm,
-        carpool(second, **setup) as varied,
+        carpool(first, flags=("--config", str(keys.config)), environment=SHORT_RESULTS) as calm,
+        carpool(second, flags=("--config", str(keys.config)), environment=SHORT_RESULTS) as varied,
         Redis(port=second.ports[0]) as client,
     ):
         systems = {"single": calm, "mixed": varied}
         for number in range(3):
             for name, system in systems.items():
                 console.print(f"redis-mixed, round {number + 1} of 3, {name} ...")
-                loads[name].append(wrk(system.ports, system.pids, seconds, CONNECTIONS, MIXED, name))
+                arguments = (name, *map(str, keys.files.values()))
+                loads[name].append(wrk(system.ports, system.pids, seconds, CONNECTIONS, MIXED, *arguments))
                 time.sleep(BETWEEN_ROUNDS_S)
         outcomes = {name: outcomes_of(system) for name, system in systems.items()}
         batch = {name: mean_batch(system) for name, system in systems.items()}

@@ -2,8 +2,10 @@
 
 import hashlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 # Per cent of the requests.
@@ -48,3 +50,10 @@ def keyed(
     config.write_text("\n".join(lines) + "\n")
     all_keys.write_text("\n".join(mixed) + "\n")
     return Keyed(config, files, all_keys)
+
+
+@contextmanager
+def temporary_keys() -> Iterator[Keyed]:
+    """One owner in each tier, without limits, until the block ends."""
+    with TemporaryDirectory() as directory:
+        yield keyed(Path(directory))
