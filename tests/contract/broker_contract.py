@@ -34,6 +34,7 @@ class Adapter(ABC):
         bytes_max: int = 1_000_000,
         lanes_max: int = 100,
         strict_order: bool = False,
+        trickle: float = 0.0,
     ) -> Broker:
         """A new, empty broker."""
 
@@ -58,7 +59,7 @@ class BrokerContract(ABC):
         self.broker = self.ready()
         self.arrived_in: list[tuple[str, bytes]] = []
 
-    def ready(self, **bounds: int | bool) -> Broker:
+    def ready(self, **bounds: float) -> Broker:
         broker = self.adapter.make(self.clock, **bounds)  # type: ignore[arg-type]
         for model in MODELS:
             broker.when_work_arrives(model, self.note_arrival)
@@ -186,6 +187,37 @@ class BrokerContract(ABC):
         self.clock.advance(1.0)
         enterprise = self.queued("enterprise", tier=0)
         assert self.take() == [enterprise, free]
+
+    def test_with_strict_order_the_lowest_tier_gets_its_trickle(self) -> None:
+        self.broker = self.ready(strict_order=True, trickle=0.25)
+        for number in range(60):
+            self.queued(f"free {number}", tier=2)
+            self.queued(f"enterprise {number}", tier=0)
+        taken = [request.tier for _ in range(6) for request in self.take(8)]
+        assert len(taken) == 48
+        assert 0.25 * 48 - 4 <= taken.count(2) <= 0.25 * 48 + 4
+
+    def test_a_flood_of_one_owner_does_not_delay_others(self) -> None:
+        """What an owner has waiting beyond its share stands behind others; its own order stays."""
+        self.queued("first", owner="b")  # so that it is known that there are others
+        assert len(self.take()) == 1
+        flood = [self.queued(f"flood {number}", owner="a") for number in range(260)]
+        self.clock.advance(1.0)
+        single = self.queued("single", owner="b")
+        self.clock.advance(0.01)
+        taken = self.take(130) + self.take(10)
+        assert single in taken[:130]
+        assert [request for request in taken if request.owner == "a"] == flood[:139]
+
+    def test_sharing_inside_a_tier_takes_nothing_from_it(self) -> None:
+        """The tier's place is that of its longest-waiting request, whoever's turn it is."""
+        self.queued("first", owner="b", tier=1)
+        assert len(self.take()) == 1
+        flood = [self.queued(f"flood {number}", owner="a", tier=1) for number in range(150)]
+        self.clock.advance(0.3)
+        self.queued("later", tier=0)
+        self.clock.advance(0.01)
+        assert self.take(150) == flood
 
     def test_a_lane_that_empties_and_fills_again_goes_on_counting(self) -> None:
         """The arrival rate is derived from the count, and kept in the notes."""

@@ -190,6 +190,7 @@ class RedisBroker:
         bytes_max: int,
         lanes_max: int,
         strict_order: bool,
+        trickle: float,
     ) -> None:
         self._runner = runner
         self._nodes = nodes
@@ -199,9 +200,9 @@ class RedisBroker:
         self._stream = self._keys.replies(gateway)
         steps = self._steps = Steps(nodes, self._keys, self._now_ms)
         self._offsets_ms = {
-            line_name(tier, is_task): STRICT_STEP_MS * tier if strict_order else round(target_s * 1000)
+            line_name(tier, is_task, is_over): STRICT_STEP_MS * tier if strict_order else round(target_s * 1000)
             for tier, target_s in enumerate(TARGETS_S)
-            for is_task in (False, True)
+            for is_task, is_over in ((False, False), (False, True), (True, False))
         }
         self.queue = RedisQueue(
             steps,
@@ -231,6 +232,8 @@ class RedisBroker:
             RedisDeadLetterBox(steps, bounds=bounds),
             [SuiteModel(model) for model in MODELS],
             lines=list(self._offsets_ms),
+            late_ms={line: 2000 for line in self._offsets_ms if line.startswith(b"o")},
+            trickle=trickle,
             tier_target_s=TARGETS_S,
             letter_bounds=bounds,
             clock=clock,
@@ -398,6 +401,7 @@ class RedisAdapter(Adapter):
         bytes_max: int = 1_000_000,
         lanes_max: int = 100,
         strict_order: bool = False,
+        trickle: float = 0.0,
     ) -> RedisBroker:
         async def make() -> RedisBroker:
             broker = RedisBroker(
@@ -409,6 +413,7 @@ class RedisAdapter(Adapter):
                 bytes_max=bytes_max,
                 lanes_max=lanes_max,
                 strict_order=strict_order,
+                trickle=trickle,
             )
             self._brokers.append(broker)
             await until(lambda: broker.queue.mode == "redis")

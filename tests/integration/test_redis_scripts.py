@@ -270,6 +270,21 @@ class TestTake:
         # Places: 500 (s2), 550 (s1), 499 (s0).
         assert sorted(fields_of(shard.take(Budget(1, 6)))) == ["a:s0"] * 3 + ["a:s1"] + ["a:s2"] * 2
 
+    def test_what_exceeds_a_share_stands_later_inside_its_tier_alone(self, shard: ShardBench) -> None:
+        offsets = {"s0": 50, "o0": 50, "s1": 150, "o1": 150}
+        for field, at, number in (("a:o0", 0, 4), ("a:s0", 90, 1), ("a:s1", 10, 1), ("a:s0", 210, 1)):
+            shard.now = START_MS + at
+            shard.submit(field, number, offsets=offsets)
+        lines = ("s0", "o0=200", "s1", "o1=200", "s2", "t0")
+        order = [field for _ in range(7) for field in fields_of(shard.take(Budget(1, 1), lines=lines))]
+        # Tier 0 has the best place (50) until its last one (260), and inside it 90 and then 200 come before 210.
+        assert order == ["a:s0", "a:o0", "a:o0", "a:o0", "a:o0", "a:s1", "a:s0"]
+
+    def test_a_line_that_a_batcher_does_not_know_is_taken_all_the_same(self, shard: ShardBench) -> None:
+        shard.submit("a:o0", 3, offsets={"o0": 50})
+        shard.submit("a:s0", 3)
+        assert sorted(fields_of(shard.take(Budget(3, 2)))) == ["a:o0"] * 3 + ["a:s0"] * 3
+
     def test_strict_order_is_a_matter_of_offsets(self, shard: ShardBench) -> None:
         for field, at in (("a:s2", 0), ("b:s1", 100_000), ("c:s0", 900_000), ("a:s1", 950_000)):
             shard.now = START_MS + at

@@ -5,10 +5,13 @@ from hypothesis import strategies as st
 
 from carpool.broker.redis.batcher.shards import (
     ShardView,
+    best_first,
     is_due_again,
     is_scarce,
     plan_claims,
     plan_reads,
+    plan_trickle,
+    same_tier,
     shards_for_claims,
 )
 from carpool.broker.redis.keys import Keys
@@ -22,7 +25,7 @@ LANES = {b"a": "m", b"b": "m", b"c": "n", b"d": "n"}
 heads = st.builds(
     lambda lane, line, place, unread: Head(lane + b":" + line, LANES[lane], float(place), unread),
     st.sampled_from(sorted(LANES)),
-    st.sampled_from([b"s0", b"s1", b"t0"]),
+    st.sampled_from([b"s0", b"o0", b"s1", b"t0"]),
     st.integers(0, 50),
     st.integers(1, 40),
 )
@@ -113,3 +116,36 @@ def test_a_shard_that_gave_nothing_of_its_part_is_not_asked_again(
         assert is_due_again(claims, budgets, welcome, taken) == has_turn
     gave = taken._replace(streams=[Stream(b"a:s0", [], [])])
     assert is_due_again(first, budgets, welcome, gave) == bool(more)
+
+
+@given(views=views, budgets=budgets(), late=st.integers(0, 60))
+def test_the_shard_with_the_next_of_the_best_tier_is_asked_first(
+    views: list[list[Head]], budgets: list[Budget], late: int
+) -> None:
+    shards = [ShardView(SHARDS[number], list(found)) for number, found in enumerate(views)]
+    offers = [(view, usable) for view in shards if (usable := view.usable(budgets))]
+    if not offers:
+        return
+    ordered = best_first(offers, {b"o0": late})
+    assert sorted(ordered, key=lambda offer: offer[0].shard.number) == offers
+    heads = [head for _, usable in offers for head in usable]
+    best = min(heads, key=lambda head: head.place)
+    tier = [head for head in heads if same_tier(head.line) == same_tier(best.line)]
+    next_place = min(head.place + late * (head.line == b"o0") for head in tier)
+    assert any(head in tier and head.place + late * (head.line == b"o0") == next_place for head in ordered[0][1])
+
+
+@given(views=views, budgets=budgets(), due=st.integers(1, 40))
+def test_a_trickle_is_what_is_due_of_the_tier_and_can_be_used(
+    views: list[list[Head]], budgets: list[Budget], due: int
+) -> None:
+    shards = [ShardView(SHARDS[number], list(found)) for number, found in enumerate(views)]
+    offers = [(view, usable) for view in shards if (usable := view.usable(budgets))]
+    reads = plan_trickle(offers, budgets, 1, due)
+    heads = [head for _, usable in offers for head in usable if head.line == b"s1"]
+    assert bool(reads) == bool(heads)
+    for streams in reads.values():
+        ((field, number),) = streams
+        assert number <= due and any(head.field == field and number <= head.unread for head in heads)
+        for budget in budgets:
+            assert batches_needed({field.partition(b":")[0]: number}, budget) <= budget.batches

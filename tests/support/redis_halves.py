@@ -42,10 +42,11 @@ MODEL = "m"
 TARGETS_S = (0.05, 0.15, 0.5)
 TASK_PATIENCE_MS = 1000
 LINE_OFFSETS_MS = {
-    line_name(tier, is_task): round(target_s * 1000) + is_task * TASK_PATIENCE_MS
+    line_name(tier, is_task, is_over): round(target_s * 1000) + is_task * TASK_PATIENCE_MS
     for tier, target_s in enumerate(TARGETS_S)
-    for is_task in (False, True)
+    for is_task, is_over in ((False, False), (False, True), (True, False))
 }
+LATE_MS = {line_name(tier, is_task=False, is_over=True): 2000 for tier in range(len(TARGETS_S))}
 # Deadlines and ends of leases that do not come while a test waits: what comes, comes for another reason.
 NEVER_S = 600.0
 NEVER_MS = 600_000
@@ -282,9 +283,9 @@ class Halves:
                 queue.nodes_changed()
 
         nodes = self._connect(changed, pending_bytes_max=pending_bytes_max)
-        settings: dict[str, Any] = {"waiting_max": 100_000, "bytes_max": 10**9, "lanes_max": 64, **options}
+        settings: dict[str, Any] = {"waiting_max": 100_000, "bytes_max": 10**9, "lanes_max": 64}
+        settings |= {"line_offsets_ms": LINE_OFFSETS_MS, **options}
         local = local_broker() if with_upstream else None
-        settings |= {"line_offsets_ms": LINE_OFFSETS_MS}
         queue = RedisQueue(Steps(nodes, self.keys), name, models=[MODEL], local=local, **settings)
         queues.append(queue)
         self._opened.callback(queue.close)
@@ -316,7 +317,7 @@ class Halves:
         bounds: LetterBounds = options.pop("letter_bounds", None) or letter_bounds()
         replies = ReplyWriter(steps, name, result_ttl_ms=60_000, letter_bounds=bounds)
         letters = RedisDeadLetterBox(steps, bounds=bounds)
-        settings: dict[str, Any] = {"lease_ms": NEVER_MS, **options}
+        settings: dict[str, Any] = {"lease_ms": NEVER_MS, "late_ms": LATE_MS, **options}
         settings |= {"lines": list(LINE_OFFSETS_MS), "tier_target_s": TARGETS_S, "letter_bounds": bounds}
         feed = Feed(steps, name, broker, replies, letters, [model], **settings)
         self._opened.callback(feed.close)

@@ -167,11 +167,12 @@ class ShardBench:
         budgets: Budget | Mapping[str, Budget],
         *,
         consumer: str = "b1",
+        lines: Sequence[str] = LINES,
     ) -> list[Entry]:
         """New entries."""
         if isinstance(budgets, Budget):
             budgets = {"m": budgets}
-        args: list[str | bytes | int] = [consumer, self._now(), *LINES, ""]
+        args: list[str | bytes | int] = [consumer, self._now(), *lines, ""]
         for model, budget in budgets.items():
             args += [model, budget.batches, budget.largest, len(budget.rooms)]
             args += [part for pair in budget.rooms.items() for part in pair]

@@ -18,6 +18,7 @@ PURE = [
     "broker/fair_line.py",
     "broker/journal_records.py",
     "broker/lanes.py",
+    "broker/shares.py",
     "broker/standing.py",
     "broker/taking.py",
     "broker/trickle.py",

@@ -4,11 +4,11 @@ A request is known by its number here: clients choose ids, and may repeat them. 
 later is dropped.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from carpool.broker.deadlines import Deadlines
-from carpool.broker.standing import CountedStanding
+from carpool.broker.shares import ParkedShares
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, QueueFull
 from carpool.core.events import Events
@@ -40,6 +40,8 @@ class Parking:
         self._parked: dict[int, Request] = {}
         self._next_number = 1
         self._deadlines = Deadlines()
+        # By model and tier.
+        self._shares: defaultdict[tuple[str, int], ParkedShares] = defaultdict(ParkedShares)
         self.held = 0
         self.held_bytes = 0
         # For metrics.
@@ -70,14 +72,15 @@ class Parking:
         if request.is_task:
             self._deadlines.add_unordered(request, request.deadline)
         else:
+            self._shares[request.model, request.tier].add(request)
             self._deadlines.add(request)
         if self._events.subscribers:
             self._events.admitted(request)
         return None
 
     def standing(self, model: str, tier: int) -> Standing:
-        """Who is parked of one model and tier."""
-        return CountedStanding(lambda: (r for r in self._parked.values() if r.model == model), tier)
+        """Who has synchronous requests of one model and tier parked here. It stays the same object."""
+        return self._shares[model, tier]
 
     def still_here(self, requests: Iterable[Request]) -> list[Request]:
         """Those of them that wait here."""
@@ -99,6 +102,8 @@ class Parking:
     def remove(self, request: Request) -> None:
         """A request goes another way."""
         del self._parked[request.number]
+        if not request.is_task:
+            self._shares[request.model, request.tier].remove(request)
         self.held -= 1
         self.held_bytes -= request.size
         request.held_by = None
@@ -137,6 +142,8 @@ class Parking:
             # Before it is told: the next request of the same client may come from there.
             self.held -= 1
             self.held_bytes -= request.size
+            if not request.is_task:
+                self._shares[request.model, request.tier].remove(request)
             request.taken = request.arrived + queue_s
             request.held_by = None
             waits.append(queue_s)

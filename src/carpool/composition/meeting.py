@@ -271,5 +271,16 @@ def line_offsets_ms(settings: Settings) -> dict[bytes, int]:
     for tier, facts in enumerate(settings.tiers):
         target = tier * STRICT_STEP_MS if settings.broker.order == "strict" else round(facts.target_ms)
         offsets[line_name(tier, is_task=False)] = target
+        offsets[line_name(tier, is_task=False, is_over=True)] = target
         offsets[line_name(tier, is_task=True)] = target + round(settings.tasks.patience_ms)
     return offsets
+
+
+def late_ms(settings: Settings) -> dict[bytes, int]:
+    """How much later than others of its tier stands what exceeds its owner's share: as long as anybody waits."""
+    queue_ms = settings.broker.queue_timeout_s * 1000
+    is_predicted = settings.shedding.mode == "predicted"
+    return {
+        line_name(tier, is_task=False, is_over=True): round(facts.wait_max_ms if is_predicted else queue_ms)
+        for tier, facts in enumerate(settings.tiers)
+    }

@@ -10,7 +10,7 @@ from carpool.broker.redis.batcher.replies import ReplyWriter
 from carpool.broker.redis.fleet.view import Beat, FleetView, ModelBeat, endpoint_beat
 from carpool.broker.sides import BatcherSide
 from carpool.composition.batcher import BatcherHalf, make_broker
-from carpool.composition.meeting import Meeting
+from carpool.composition.meeting import Meeting, late_ms
 from carpool.core.errors import Draining
 from carpool.core.snapshot import RedisBatcherNumbers
 from carpool.service import ModelService
@@ -47,6 +47,8 @@ class RedisBatcherHalf(BatcherHalf):
             meeting.dead_letters,
             self.services,
             lines=list(meeting.line_offsets_ms),
+            late_ms=late_ms(settings),
+            trickle=settings.broker.trickle if settings.broker.order == "strict" else 0.0,
             tier_target_s=ground.tier_target_s,
             lease_ms=settings.broker.lease_ms,
             deliveries_max=settings.broker.deliveries_max,

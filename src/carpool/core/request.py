@@ -69,6 +69,8 @@ class Request(msgspec.Struct, eq=False):
     is_task: bool = False
     # Its owner is an offender: it rides with offenders only. Kept by the broker.
     is_apart: bool = False
+    # More than its owner's share waits already: it waits behind others of its tier. Kept by the broker (Redis).
+    is_over: bool = False
     phase: int = ADMITTED
     # When it was taken into a batch; 0.0 before.
     taken: float = 0.0

@@ -14,7 +14,8 @@ evenly, they share the shards evenly.
 | `<ns>:{tag}:openers`, `:opened`, `:lines` | hash | lanes that count: who opened them, how many each, lines |
 | `<ns>:{tag}:counts` | hash | `held`: entries without an outcome, `unread`: those nobody took yet; `letter`: the last
   letter's id, `letter_bytes`, `letters_counted` (ms); `input_bytes`, `result_bytes`, their parts (scripts/bytes.lua) |
-| `<ns>:{tag}:q:<lane>:<line>` | stream | the entries of one lane and one line (a tier, synchronous or tasks) |
+| `<ns>:{tag}:q:<lane>:<line>` | stream | the entries of one lane and one line (a tier: synchronous requests, those of
+  them that exceed their owner's share, or tasks) |
 | `<ns>:{tag}:task:<id>` | hash | a task and its result |
 | `<ns>:{tag}:letters`, `:letter` | zset, hash | ids of dead letters in order; their contents by id |
 | `<ns>:{tag}:bell` | channel | rung when a stream without unread entries gets some: how many, place, name, model |
@@ -109,6 +110,12 @@ def lane_name(model: str, lane_key: bytes) -> bytes:
     return blake2b(model.encode() + b"\0" + lane_key, digest_size=16).hexdigest().encode()
 
 
-def line_name(tier: int, is_task: bool) -> bytes:
-    """Tiers wait apart, and so do tasks, which have later places in the order."""
-    return b"%b%d" % (b"t" if is_task else b"s", tier)
+def line_name(tier: int, is_task: bool, is_over: bool = False) -> bytes:
+    """Tiers wait apart, and so do tasks, which have later places in the order, and what exceeds its owner's share."""
+    return b"%b%d" % (b"t" if is_task else b"o" if is_over else b"s", tier)
+
+
+def tier_of(line: bytes) -> int:
+    """The tier of a line; -1 for a line that somebody else made."""
+    number = line[1:]
+    return int(number) if number.isdigit() else -1

@@ -19,11 +19,12 @@ class Head(msgspec.Struct):
     # The virtual deadline of the first of them.
     place: float
     unread: int
-    # What its entries may share a batch with.
+    # What its entries may share a batch with, and how they wait.
     lane: bytes = b""
+    line: bytes = b""
 
     def __post_init__(self) -> None:
-        self.lane = self.field.partition(b":")[0]
+        self.lane, _, self.line = self.field.partition(b":")
 
 
 class View(NamedTuple):

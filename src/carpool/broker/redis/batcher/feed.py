@@ -5,7 +5,8 @@
 2. One question at a time: the next one is asked when the last is answered, so that the limit holds over all shards.
    It goes to several shards at once if it takes several to fill the free slots; when it is quiet a bell says which
    one has something. What is taken for the last free slot waits a moment for company from shards that have more.
-3. Where more waits than can be taken, the shard whose best entry has the smallest virtual deadline goes first.
+3. Where more waits than can be taken, the shard whose best entry has the smallest virtual deadline goes first. What
+   exceeds its owner's share stands later inside its tier. With strict order, the lowest tier gets a trickle.
 4. An entry is leased. Leases are renewed while their requests are staged or running, and until their outcome is
    acknowledged; those that are not renewed (their batcher died, or never got to see them) are claimed by any batcher.
 5. An entry that was delivered before may be the one that kills batchers (suspects.py).
@@ -14,7 +15,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,10 +26,12 @@ from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX, ReplyWriter
 from carpool.broker.redis.batcher.shards import (
     Reads,
     ShardView,
+    best_first,
     is_due_again,
     is_scarce,
     plan_claims,
     plan_reads,
+    plan_trickle,
     shards_for_claims,
 )
 from carpool.broker.redis.batcher.suspects import (
@@ -45,10 +48,11 @@ from carpool.broker.redis.batcher.sweeper import Sweeper
 from carpool.broker.redis.client.link import Link, RedisFailure
 from carpool.broker.redis.client.node import Reader
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
-from carpool.broker.redis.keys import Shard, lane_name
+from carpool.broker.redis.keys import Shard, lane_name, tier_of
 from carpool.broker.redis.steps import Done, Steps
 from carpool.broker.redis.terms import NONE, Budget, Claim, Entry, Head, Stream, Taken
 from carpool.broker.sides import FedModel, SuspectLetters
+from carpool.broker.trickle import Trickle
 from carpool.core.clock import Clock, monotonic
 from carpool.core.request import QUEUED, Request
 from carpool.core.timers import Every, OncePerTurn
@@ -92,6 +96,10 @@ class Feed:
         *,
         # The names of all lines (`line_name`), in their order.
         lines: Sequence[bytes],
+        # Of these, which stand so many ms later inside their tier: what exceeds an owner's share.
+        late_ms: Mapping[bytes, int] | None = None,
+        # With strict order: the share of what is taken that the lowest tier gets all the same.
+        trickle: float = 0.0,
         # What each tier adds to the time of a request for its place in the local order, in seconds.
         tier_target_s: Sequence[float],
         lease_ms: int = 1500,
@@ -106,7 +114,10 @@ class Feed:
         self._replies = replies
         self._models = {model.name: model for model in models}
         self._model_names = list(self._models)
-        self._lines = lines
+        self._late_ms = late_ms or {}
+        self._lines = [b"%b=%d" % (line, late) if (late := self._late_ms.get(line)) else line for line in lines]
+        self._trickle = Trickle(trickle) if trickle else None
+        self._lowest_tier = max(map(tier_of, lines), default=0)
         self._lease_ms = lease_ms
         self._renew_every_s = lease_ms / 1000 / RENEWALS_A_LEASE
         self._look_every_s = lease_ms / 1000 / LOOKS_A_LEASE
@@ -306,12 +317,15 @@ class Feed:
             self._look_at(unknown)
         elif offers:
             if len(offers) > 1 and is_scarce(offers, budgets):
-                offers.sort(key=lambda offer: (offer[1][0].place, offer[0].shard.number))
+                offers = best_first(offers, self._late_ms)
             else:
                 self._next_shard += 1
                 first = self._next_shard % len(offers)
                 offers = offers[first:] + offers[:first]
-            if reads := plan_reads(offers, budgets):
+            reads: Reads = {}
+            if self._trickle is not None and (due := self._trickle.due()):
+                reads = plan_trickle(offers, budgets, self._lowest_tier, due)
+            if reads or (reads := plan_reads(offers, budgets)):
                 self._read(reads)
             else:
                 self._take(offers[0][0], budgets)
@@ -438,8 +452,24 @@ class Feed:
                     self._release(view.shard, stream.field, stream.entries)
                 else:
                     self._stage(view.shard, stream, taken.view.now_ms)
+            if self._trickle is not None:
+                self._keep_trickle(self._trickle, taken.streams)
         except Exception:
             logger.exception("an answer of Redis could not be dealt with")
+
+    def _keep_trickle(self, trickle: Trickle, streams: Sequence[Stream]) -> None:
+        """Count what was taken of the lowest tier and of others, and who waits, as far as is known."""
+        others = lowest = 0
+        for stream in streams:
+            if stream.deliveries is None:  # not claimed: taken for the first time
+                if tier_of(stream.field.partition(b":")[2]) == self._lowest_tier:
+                    lowest += len(stream.entries)
+                else:
+                    others += len(stream.entries)
+        tiers = {tier_of(head.line) for view in self._views for head in view.heads or () if head.unread > 0}
+        trickle.served(
+            others, lowest, others_wait=bool(tiers - {self._lowest_tier}), lowest_waits=self._lowest_tier in tiers
+        )
 
     def _awaits_company(self) -> bool:
         """Whether the last free slots would get batches that are not full while other shards have more for them."""

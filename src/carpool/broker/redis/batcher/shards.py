@@ -1,10 +1,11 @@
 """What a batcher knows of the shards, and how it asks them for what its free slots can use. Pure."""
 
 from collections.abc import Mapping, Sequence
+from math import inf
 
 import msgspec
 
-from carpool.broker.redis.keys import Shard
+from carpool.broker.redis.keys import Shard, tier_of
 from carpool.broker.redis.terms import NONE, Budget, Claim, Head, Taken, View
 
 # One question goes to so many shards at most.
@@ -117,6 +118,40 @@ class Room:
 
 
 Reads = dict[int, list[tuple[bytes, int]]]
+
+
+def best_first(offers: Offers, late_ms: Mapping[bytes, int]) -> list[tuple[ShardView, list[Head]]]:
+    """Shards in the order in which they should be asked, while more waits than can be taken: by the first entry of the
+    tier whose turn it is. Inside that, a line may stand later; shards without any of it come behind, by their places.
+    """
+    tier = same_tier(min((head for _, heads in offers for head in heads), key=lambda head: head.place).line)
+
+    def order(offer: tuple[ShardView, list[Head]]) -> tuple[float, float, int]:
+        view, heads = offer
+        places = [head.place + late_ms.get(head.line, 0) for head in heads if same_tier(head.line) == tier]
+        return min(places, default=inf), heads[0].place, view.shard.number
+
+    return sorted(offers, key=order)
+
+
+def same_tier(line: bytes) -> bytes:
+    """The line of a tier that has what does not exceed its owner's share."""
+    return b"s" + line[1:] if line[:1] == b"o" else line
+
+
+def plan_trickle(offers: Offers, budgets: Sequence[Budget], tier: int, due: int) -> Reads:
+    """Read so many of a tier, from where its best is; nothing where there is none, or no room for it."""
+    room = Room(budgets)
+    best = min(
+        ((head, view) for view, heads in offers for head in heads if tier_of(head.line) == tier),
+        key=lambda found: found[0].place,
+        default=None,
+    )
+    if best is None:
+        return {}
+    head, view = best
+    number = min(due, head.unread, room.for_lane(head))
+    return {view.shard.number: [(head.field, number)]} if number > 0 else {}
 
 
 def shards_for_claims(budgets: Sequence[Budget]) -> int:

@@ -6,7 +6,8 @@
 3. When a shard's node is lost, its requests are queued again elsewhere. When Redis is gone, a gateway with upstreams of
    its own hands them to its local broker (direct mode); one without answers 503. Work may be done twice then; outcomes
    are given once. When Redis comes back, entries that were handed on are withdrawn, if nobody took them.
-4. Whoever leaves has its entry deleted, and a batcher that took it is told. Whoever waited too long for a slot has it
+4. What exceeds its owner's share of what is parked here waits in a second line of its tier (broker/shares.py).
+5. Whoever leaves has its entry deleted, and a batcher that took it is told. Whoever waited too long for a slot has it
    deleted if no batcher took it yet.
 """
 
@@ -58,7 +59,7 @@ MOVING = ("MOVED", "ASK")
 
 
 class Group(msgspec.Struct, eq=False):
-    """The requests of one lane and tier that leave in this turn, and what is the same for all of them."""
+    """The requests of one lane and line that leave in this turn, and what is the same for all of them."""
 
     stream: QueueStream
     header: bytes
@@ -129,7 +130,7 @@ class RedisQueue:
             events=events,
             clock=clock,
         )
-        self._groups: dict[tuple[str, bytes, bytes, int, float, bool], Group] = {}
+        self._groups: dict[tuple[str, bytes, bytes, int, float, bool, bool], Group] = {}
         self._leaving: list[Group] = []
         self._cancelled: defaultdict[int, list[tuple[bytes, bytes, Request | None]]] = defaultdict(list)
         self._to_withdraw: list[tuple[Shard, bytes, bytes]] = []
@@ -249,7 +250,15 @@ class RedisQueue:
         request.phase = QUEUED
         request.held_by = None
         queue_timeout_s = request.queue_timeout_s
-        key = (request.model, request.parameters, request.lane, request.tier, queue_timeout_s, request.is_task)
+        key = (
+            request.model,
+            request.parameters,
+            request.lane,
+            request.tier,
+            queue_timeout_s,
+            request.is_task,
+            request.is_over,
+        )
         group = self._groups.get(key)
         if group is None:
             if len(self._groups) >= GROUPS_KEPT_MAX:

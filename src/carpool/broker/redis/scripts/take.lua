@@ -1,12 +1,14 @@
 -- Give a batcher the best entries that its free slots can use: whole batches, each of one lane.
--- ARGV: consumer, now, lines, closed by '', then for each model: name, new batches, largest batch, number of lanes with
+-- ARGV: consumer, now, lines (`s0`, or `o0=250`: inside its tier it stands so many ms later), closed by '', then for each model: name, new batches, largest batch, number of lanes with
 --       a batch that is not full, and for each of these lane and room
 -- Returns: what a batcher must know of the shard, then for each stream: field, entries
 local consumer, now = ARGV[1], clock(ARGV[2])
-local lines, names, models, rooms = {}, {}, {}, {}
+local lines, late_ms, names, models, rooms = {}, {}, {}, {}, {}
 local at = 3
 while ARGV[at] ~= '' do
-  lines[#lines + 1] = ARGV[at]
+  local line, late = string.match(ARGV[at], '^([^=]*)=?(%d*)$')
+  lines[#lines + 1] = line
+  late_ms[line] = tonumber(late)
   at = at + 1
 end
 at = at + 1
@@ -69,7 +71,8 @@ local function best_stream()
   return best, best_model
 end
 
--- How many of each stream are among the first `quota` of their lane.
+-- How many of each stream are among the first `quota` of their lane. The tier whose first entry has the smallest place
+-- goes first, whichever of its lines has it; inside the tier, what exceeds its owner's share stands later.
 local function shares_of(streams, quota)
   if #streams == 1 then
     streams[1].number = quota
@@ -78,21 +81,31 @@ local function shares_of(streams, quota)
   for _, stream in ipairs(streams) do
     local _, last = group_of(stream_of(stream.field))
     local offset = about(stream.field)
+    local line = string.sub(stream.field, #lane_of(stream.field) + 2)
+    stream.late = late_ms[line] or 0
+    stream.tier = string.gsub(line, '^o', 's')
     stream.number, stream.places = 0, {}
     for i, entry in ipairs(redis.call('XRANGE', stream_of(stream.field), '(' .. last, '+', 'COUNT', quota)) do
       stream.places[i] = ms_of(entry[1]) + offset
     end
   end
   for _ = 1, quota do
-    local next_stream
+    local best_place, tier
     for _, stream in ipairs(streams) do
       local place = stream.places[stream.number + 1]
-      if place and (not next_stream or place < next_stream.places[next_stream.number + 1]) then
-        next_stream = stream
+      if place and (not best_place or place < best_place) then
+        best_place, tier = place, stream.tier
       end
     end
-    if not next_stream then
+    if not tier then
       return
+    end
+    local next_stream, next_place
+    for _, stream in ipairs(streams) do
+      local place = stream.tier == tier and stream.places[stream.number + 1]
+      if place and (not next_stream or place + stream.late < next_place) then
+        next_stream, next_place = stream, place + stream.late
+      end
     end
     next_stream.number = next_stream.number + 1
   end

@@ -1,0 +1,86 @@
+"""Over a real Redis: one owner floods, another sends a request now and then; with strict order, a tier floods."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from carpool.broker.redis.keys import tier_of
+from carpool.core.request import Request
+from support.processes import until
+from support.redis_halves import LINE_OFFSETS_MS, Batcher, Halves, open_halves
+from support.redis_servers import RedisServer
+
+BATCH, FLOOD = 32, 3200
+# Longer than the test takes, on any machine.
+LATE_MS = dict.fromkeys((b"o0", b"o1", b"o2"), 600_000)
+
+
+@pytest.fixture
+async def halves(redis_server: RedisServer) -> AsyncIterator[Halves]:
+    async with open_halves(redis_server, shards=16) as halves:
+        yield halves
+
+
+async def next_batch(batcher: Batcher) -> list[Request]:
+    """What the one slot sends next."""
+    batcher.model.free = 1
+    batcher.feed.ring()
+    await until(lambda: batcher.broker.depth >= 1 and not batcher.feed.unanswered)
+    batcher.model.free = 0
+    return batcher.start_batch()
+
+
+@pytest.mark.parametrize("late_ms", [LATE_MS, {}], ids=["shared", "in order of arrival"])
+async def test_a_flood_does_not_delay_who_sends_one(halves: Halves, late_ms: dict[bytes, int]) -> None:
+    gateway = await halves.gateway()
+    batcher = await halves.batcher(free=0, largest=BATCH, late_ms=late_ms)
+    gateway.submit("known", owner="b")
+    batcher.answer(await next_batch(batcher))
+    await gateway.until_told(1)
+    for start in range(0, FLOOD, 100):
+        gateway.submit(*(f"flood-{start + number}" for number in range(100)), owner="a")
+        await halves.until_entries(start + 100)
+    waits: list[int] = []
+    for single in range(3):
+        gateway.submit(f"single-{single}", owner="b")
+        await halves.until_entries(gateway.queue.parking.held)
+        batches = 0
+        batch: list[Request] = []
+        while not any(request.owner == "b" for request in batch):
+            batch = await next_batch(batcher)
+            batcher.answer(batch)
+            batches += 1
+        await batcher.until_confirmed()
+        waits.append(batches)
+        if not late_ms:
+            break
+    flood_batches = FLOOD // BATCH
+    if late_ms:
+        # Behind what the owner of the flood may have, and what was asked of other shards before.
+        assert max(waits) <= flood_batches // 5
+        assert sum(waits[1:]) <= flood_batches // 10
+    else:
+        assert waits[0] > flood_batches // 2  # the test shows something
+
+
+async def test_with_strict_order_the_lowest_tier_gets_its_trickle(redis_server: RedisServer) -> None:
+    """By line offsets the higher tier would always go first; every batcher sees to the lowest tier's share."""
+    async with open_halves(redis_server, shards=1) as halves:  # of several, each fills the batch that it begins
+        await serve_two_tiers(halves)
+
+
+async def serve_two_tiers(halves: Halves) -> None:
+    strict = {line: tier_of(line) * 10**13 for line in LINE_OFFSETS_MS}
+    gateway = await halves.gateway(line_offsets_ms=strict)
+    batcher = await halves.batcher(free=0, largest=BATCH, trickle=0.1)
+    for start in range(0, 1600, 100):
+        gateway.submit(*(f"free-{start + number}" for number in range(100)), tier=2)
+        gateway.submit(*(f"enterprise-{start + number}" for number in range(100)), tier=0)
+        await halves.until_entries(2 * start + 200)
+    taken: list[Request] = []
+    while len(taken) < 1200:
+        batch = await next_batch(batcher)
+        batcher.answer(batch)
+        taken += batch
+    free = sum(request.tier == 2 for request in taken)
+    assert 0.1 * len(taken) - BATCH <= free <= 0.1 * len(taken) + BATCH
