@@ -48,7 +48,9 @@ class View:
                     pressure={"m": 1.5},
                     shed={("m", "free"): 7},
                 ),
-                RedisGatewayNumbers(broker_mode=1, sent_again=4, late_outcomes=0),
+                RedisGatewayNumbers(
+                    broker_mode=1, sent_again=4, late_outcomes=0, rate_limit_asks=0, rate_limit_failures=0
+                ),
             ],
             models={"m": self.model(self.sizes, self.seconds), 'odd "name"': self.model(*nothing)},
         )

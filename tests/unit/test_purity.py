@@ -11,6 +11,8 @@ ROOT = Path(carpool.__file__).parent
 IMPURE = {"asyncio", "random", "secrets", "selectors", "socket", "ssl", "subprocess", "threading", "time", "uvloop"}
 PURE = [
     "admission/input_policy.py",
+    "admission/leases.py",
+    "admission/limits.py",
     "admission/owners.py",
     "admission/shedding.py",
     "batching/policy.py",

@@ -7,11 +7,21 @@ bound.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from carpool.admission.credentials import Credentials
+from carpool.admission.limits import LocalLimits, Permits
 from carpool.admission.owners import Owners
 from carpool.admission.shedding import Door
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, Draining, UpstreamDown
-from carpool.core.ports import Availability, Caller, EarlyRefusals, Peer, RequestQueue, TaskBoard
+from carpool.core.ports import (
+    Availability,
+    Caller,
+    EarlyRefusals,
+    Peer,
+    RateLimit,
+    RateLimits,
+    RequestQueue,
+    TaskBoard,
+)
 from carpool.core.request import Request
 
 # Nobody is shed.
@@ -32,6 +42,12 @@ class Gate:
         decides_early: bool = False,
         clock: Clock = monotonic,
         credentials: Credentials | None = None,
+        *,
+        # For those without a credential; None: they have no limit.
+        anonymous: RateLimit | None = None,
+        rates: RateLimits | None = None,
+        # How many gateways share the requests that an owner may have at once.
+        sharers: Callable[[], int] = lambda: 1,
     ) -> None:
         self._broker = broker
         self._tasks = tasks
@@ -46,6 +62,11 @@ class Gate:
         self._owners = Owners(trusted_proxies)
         # None: none is asked for.
         self._credentials = credentials
+        self._anonymous = anonymous
+        rates = rates or LocalLimits(clock)
+        # Callers with a limit come in by these (core.ports.RateLimits).
+        self.enter, self.when_known = rates.enter, rates.when_known
+        self._permits = Permits(sharers)
         # Closed at the end of a drain, when nothing could be finished any more.
         self.closed = False
 
@@ -56,13 +77,17 @@ class Gate:
         if peer.caller is not None:
             return peer.caller
         if peer.proxy is None:  # the first request of this connection
-            itself = Caller(self._owners.of_peer(peer.address), self._lowest_tier)
+            itself = Caller(self._owners.of_peer(peer.address), self._lowest_tier, limit=self._anonymous)
             if not self._owners.is_trusted(peer.address):
                 peer.caller = itself
                 return itself
             peer.proxy = itself
         owner = self._owners.behind(headers.get(b"x-forwarded-for", b""))
-        return Caller(owner, self._lowest_tier) if owner else peer.proxy
+        return Caller(owner, self._lowest_tier, limit=self._anonymous) if owner else peer.proxy
+
+    def hold(self, request: Request, concurrent: int) -> CarpoolError | None:
+        """Count a synchronous request among those that its owner may have at once, or say why not."""
+        return self._permits.give(request, concurrent)
 
     def admit(self, request: Request) -> CarpoolError | None:
         """Let a synchronous request in, or say why not."""

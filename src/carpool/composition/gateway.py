@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from carpool.admission.gate import Gate
+from carpool.admission.limits import LocalLimits
 from carpool.admission.shedding import Door, pressure
 from carpool.composition.door import configured_keys, make_credentials, warn_if_open, watch_token_keys
 from carpool.composition.ground import Ground
-from carpool.core.ports import Availability, RequestQueue, TaskBoard
+from carpool.core.ports import Availability, RateLimit, RateLimits, RequestQueue, TaskBoard
 from carpool.core.request import Request
 from carpool.core.snapshot import DoorNumbers
 from carpool.face.http.gateway import GatewayRoutes, HttpFaceSettings
@@ -21,6 +22,7 @@ from carpool.face.http.state import HttpLimits
 from carpool.face.intake import Intake, IntakeSettings
 from carpool.service import ModelFace
 from carpool.settings import Settings
+from carpool.settings.schema import LimitSettings
 
 # Files that are not client connections: upstream connections, the journal, logs.
 FILES_RESERVED = 256
@@ -74,6 +76,10 @@ class GatewayHalf:
         availability: Mapping[str, Availability],
         models: Sequence[ModelFace],
         doors: Mapping[str, Door],
+        *,
+        # Where several gateways share the limits of owners: these, and how many gateways there are.
+        rates: RateLimits | None = None,
+        sharers: Callable[[], int] = lambda: 1,
     ) -> None:
         settings = ground.settings
         self._ground = ground
@@ -95,6 +101,9 @@ class GatewayHalf:
             decides_early=not any(model.is_cached for model in ground.models.values()),
             clock=ground.clock,
             credentials=self.credentials,
+            anonymous=anonymous_limit(settings.limits),
+            rates=rates or LocalLimits(ground.clock),
+            sharers=sharers,
         )
         self.intake = Intake(
             self.gate,
@@ -184,6 +193,13 @@ async def close_server(server: Server) -> None:
     """Close whatever is open, now."""
     server.stop_listening()
     await server.finish(0.0)
+
+
+def anonymous_limit(limits: LimitSettings) -> RateLimit | None:
+    """What those without a credential may ask for; None: as much as they like."""
+    if not limits.anonymous:
+        return None
+    return RateLimit(limits.anonymous, min(limits.burst, limits.anonymous), limits.concurrent)
 
 
 def intake_settings(ground: Ground) -> IntakeSettings:

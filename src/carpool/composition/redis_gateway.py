@@ -3,11 +3,13 @@
 from functools import partial
 from math import inf
 
+from carpool.admission.shared_limits import SharedLimits
 from carpool.admission.shedding import pressure
 from carpool.broker.redis.fleet.api_keys import ApiKeyWatch
 from carpool.broker.redis.fleet.view import Beat
 from carpool.broker.redis.formats import Reply
 from carpool.broker.redis.gateway.queue import RedisQueue
+from carpool.broker.redis.gateway.rates import RedisRateBudget
 from carpool.composition.batcher import BatcherHalf
 from carpool.composition.door import TAKES_KEYS
 from carpool.composition.gateway import GatewayHalf
@@ -79,7 +81,23 @@ class RedisGatewayHalf(GatewayHalf):
         ground.opened.callback(self.queue.close)
         self.availability = {name: FleetAvailability() for name in ground.models}
         doors = make_doors(ground.settings, ground.models, self.queue.parking.standing)
-        super().__init__(ground, self.queue, meeting.tasks, self.availability, list(meeting.faces.values()), doors)
+        self.rates = SharedLimits(
+            RedisRateBudget(meeting.steps, meeting.name),
+            is_reachable=self.is_connected,
+            sharers=meeting.gateways_last_seen,
+            clock=ground.clock,
+        )
+        ground.opened.callback(self.rates.close)
+        super().__init__(
+            ground,
+            self.queue,
+            meeting.tasks,
+            self.availability,
+            list(meeting.faces.values()),
+            doors,
+            rates=self.rates,
+            sharers=meeting.gateways_last_seen,
+        )
         for model, door in doors.items():
             let_see(door, [service for service in own.services if service.name == model])
         if doors:
@@ -98,6 +116,7 @@ class RedisGatewayHalf(GatewayHalf):
         self._ground.do_every(RATE_TICK_S, self._measure)
         self._ground.do_every(DOOR_TICK_S, self._look_at_doors)
         self._watch_api_keys()
+        self.rates.start()
 
     def is_connected(self) -> bool:
         """Whether requests go over Redis."""
@@ -142,6 +161,8 @@ class RedisGatewayHalf(GatewayHalf):
             broker_mode=MODE_NUMBERS[self.queue.mode],
             sent_again=self.queue.sent_again,
             late_outcomes=self.queue.parking.late_outcomes,
+            rate_limit_asks=self.rates.asks,
+            rate_limit_failures=self.rates.failures,
         )
 
     def _watch_api_keys(self) -> None:

@@ -5,7 +5,7 @@ The halves of `composition/` plug them together.
 
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -257,7 +257,7 @@ class TaskBoard(Protocol):
 class RateLimit(msgspec.Struct, frozen=True):
     """How much an owner may ask for. 0: as much as it likes."""
 
-    # Requests a minute at an even pace, and how many may come at once on top of that.
+    # Requests a minute at an even pace, and how many may come at once: in any 60 s at most the sum of both comes in.
     per_minute: int = 0
     burst: int = 1
     # Requests that may wait or run at once.
@@ -317,7 +317,59 @@ class EarlyRefusals(Protocol):
         ...
 
 
-class Admission(Protocol):
+# Header lines that tell a caller what is left of its limit (b"": nothing to tell), or why it does not come in.
+Entry = bytes | CarpoolError
+
+
+class RateLimits(Protocol):
+    """How often owners may come in. Only for callers with a limit."""
+
+    def enter(self, caller: Caller) -> Entry | None:
+        """One more request of this caller. None: that is not known yet; then `when_known` must be called at once."""
+        ...
+
+    def when_known(self, caller: Caller, known: Callable[[Entry], None]) -> None:
+        """Have `known` called, later and once, with what `enter` could not tell."""
+        ...
+
+
+class RateAsk(NamedTuple):
+    """What a gateway says of one owner to the budget that all gateways share, and asks of it."""
+
+    owner: str
+    # Requests a minute; how many the bucket holds; how many all gateways together may have leased.
+    per_minute: int
+    capacity: int
+    leased_max: int
+    # Of this gateway's lease: how many were used and not told before (None: nobody knows), and how many it keeps.
+    used: int | None
+    kept: int
+    # Requests that wait for an answer; how many more to lease for those that are expected.
+    need: int
+    want: int
+
+
+class RateTold(NamedTuple):
+    """The answer."""
+
+    # How many of those who wait come in.
+    granted: int
+    leased: int
+    # False: what was to be kept is over.
+    is_kept: bool
+    # Seconds until the bucket is full, if nobody comes.
+    ahead_s: float
+
+
+class RateBudget(Protocol):
+    """The one budget of each owner, for all gateways."""
+
+    def ask(self, asks: Sequence[RateAsk], told: Callable[[str, RateTold | None], None]) -> None:
+        """Have `told` called once for each of these owners, later, and soon: with None if no answer comes."""
+        ...
+
+
+class Admission(RateLimits, Protocol):
     """Who comes in. Nothing past it is refused for load."""
 
     def identify(self, headers: dict[bytes, bytes], peer: Peer) -> Caller:
@@ -326,6 +378,10 @@ class Admission(Protocol):
 
     # None: who is refused depends on what is in the body.
     early: "EarlyRefusals | None"
+
+    def hold(self, request: Request, concurrent: int) -> CarpoolError | None:
+        """Count a synchronous request among the `concurrent` that its owner may have at once, or say why not."""
+        ...
 
     def admit(self, request: Request) -> CarpoolError | None:
         """Let a synchronous request in, or say why not."""

@@ -31,6 +31,14 @@ class Waiter(Protocol):
         ...
 
 
+class Permit(Protocol):
+    """A place among the requests that an owner may have at once."""
+
+    def give_back(self) -> None:
+        """It is free again; called exactly once for each request that has one."""
+        ...
+
+
 class Request(msgspec.Struct, eq=False):
     """One client's input, with its id, model, parameters, tier and deadline. Times are monotonic seconds."""
 
@@ -81,6 +89,8 @@ class Request(msgspec.Struct, eq=False):
     # The end, for /internal/requests/{id}: when it was settled, and the error's code if it was with one.
     ended: float = 0.0
     result_code: str = "ok"
+    # Where its owner may have so many at once only: given back when it is settled.
+    permit: Permit | None = None
 
     @property
     def lane_key(self) -> bytes:
@@ -100,6 +110,9 @@ class Request(msgspec.Struct, eq=False):
         self.input = b""
         if self.prepared is not None:
             self.prepared = None
+        if self.permit is not None:
+            self.permit.give_back()
+            self.permit = None
         self.ended = now
         if isinstance(outcome, CarpoolError):
             self.result_code = outcome.code

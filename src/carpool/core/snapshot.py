@@ -271,6 +271,10 @@ class RedisGatewayNumbers(Numbers, frozen=True, kw_only=True):
     broker_mode: Annotated[int, gauge("0: down, 1: over Redis, 2: direct.")]
     sent_again: Annotated[int, counter("Requests sent again because Redis, or a part, was lost.")]
     late_outcomes: Annotated[int, counter("Outcomes for which nobody waited any more.")]
+    rate_limit_asks: Annotated[int, counter("Times that Redis was asked about the rate limit of an owner.")]
+    rate_limit_failures: Annotated[
+        int, counter("Of these, without an answer: this gateway then allows its part of the limit.")
+    ]
 
 
 class RedisBatcherNumbers(Numbers, frozen=True, kw_only=True):

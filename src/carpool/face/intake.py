@@ -2,7 +2,8 @@
 
 A face translates: bytes of its protocol to the arguments here, outcomes back to bytes. It gives
 
-1. `identify`, before it parses a body, what came with the call; the Caller is then known, or was refused;
+1. `identify`, before it parses a body, what came with the call; the Caller is then known, or was refused; one with a
+   `limit` then has to `enter`, which may take a moment;
 2. `ask` an input that somebody waits for: the waiter is told the outcome, a refusal too;
 3. `ask_all` several of them that belong together: all come in, or none;
 4. `submit` a task, `look` at one, `delete` one;
@@ -75,6 +76,9 @@ class Intake:
         self.identify: Callable[[dict[bytes, bytes], Peer], Caller] = gate.identify
         # Whether a synchronous request is refused, whatever is in its body; None where that cannot be known.
         self.early = gate.early
+        # The next step, for callers with a limit; see core.ports.RateLimits.
+        self.enter = gate.enter
+        self.when_known = gate.when_known
         self._queue = queue
         self._tasks = tasks
         self._models = models
@@ -133,7 +137,9 @@ class Intake:
         if model.prepare is not None:
             model.prepare(request)
         self._recent.append(request)
-        refusal = self._gate.admit(request)
+        gate, limit = self._gate, caller.limit
+        if limit is None or not limit.concurrent or (refusal := gate.hold(request, limit.concurrent)) is None:
+            refusal = gate.admit(request)
         if refusal is not None:
             request.settle(refusal, now)  # and the ring must not keep inputs of those who were refused
         return request

@@ -18,6 +18,8 @@ evenly, they share the shards evenly.
   them that exceed their owner's share, or tasks) |
 | `<ns>:{tag}:task:<id>` | hash | a task and its result |
 | `<ns>:{tag}:letters`, `:letter` | zset, hash | ids of dead letters in order; their contents by id |
+| `<ns>:{tag}:rate:<owner>` | hash | an owner's rate limit: `full`: when its bucket is full again; leases by gateway
+  (scripts/rates.lua) |
 | `<ns>:{tag}:bell` | channel | rung when a stream without unread entries gets some: how many, place, name, model |
 | `<ns>:replies:{<gateway>}` | stream | outcomes for one gateway's parked requests |
 | `<ns>:{fleet}:gateways`, `:batchers` | hash | who lives: name → heartbeat |
@@ -25,6 +27,7 @@ evenly, they share the shards evenly.
 """
 
 from hashlib import blake2b
+from zlib import crc32
 
 import msgspec
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS as SLOTS
@@ -55,6 +58,10 @@ class Shard(msgspec.Struct, frozen=True):
         """The hash of a task."""
         return self.prefix + b"task:" + task_id.encode()
 
+    def rate(self, owner: str) -> bytes:
+        """The hash of an owner's rate limit."""
+        return self.prefix + b"rate:" + owner.encode()
+
 
 class Keys:
     """The names in one namespace."""
@@ -74,6 +81,10 @@ class Keys:
     def shard_of_task(self, task_id: str) -> Shard:
         """Where a task is kept: its id says it."""
         return self.shards[int(task_id[-1], 16) % len(self.shards)]
+
+    def shard_of_owner(self, owner: str) -> Shard:
+        """Where an owner's rate limit is kept."""
+        return self.shards[crc32(owner.encode()) % len(self.shards)]
 
     def slot_of(self, key: bytes) -> int:
         """The Cluster slot of a key."""

@@ -16,6 +16,7 @@ from carpool.broker.redis.client.nodes import Nodes, Script
 from carpool.broker.redis.formats import FAILED, PENDING, SUCCESS
 from carpool.broker.redis.keys import GROUP, Keys, Shard
 from carpool.broker.redis.terms import Budget, Claim, Head, QueueStream, Stream, Taken, View
+from carpool.core.ports import RateAsk, RateTold
 from carpool.core.problem import code_of
 from carpool.core.request import RequestState
 from carpool.core.task import StoredTask
@@ -27,6 +28,11 @@ Done = Callable[[Found | RedisFailure], None]
 # More than the script behind plain commands ever takes on the wire, and more than the read of a stream does.
 SCRIPT_BYTES_MAX = 64 * 1024
 READ_BYTES_MAX = 1024
+# The time of rate limits in rates.lua: eighths of a microsecond.
+TICKS_A_SECOND = 8_000_000
+TICKS_A_MINUTE = 60 * TICKS_A_SECOND
+# So long a gateway's lease is remembered of which nothing is heard; more than it lives at the gateway.
+LEASE_KEPT_MS = 3000
 
 
 class Unreadable(RedisFailure):
@@ -413,6 +419,18 @@ class Steps:
         """Remove one, or all; returns how many there were."""
         return int(await self._ask(scripts.DROP, shard, (letter,)))
 
+    # Rate limits.
+
+    def ask_rates(self, shard: Shard, gateway: bytes, asks: Sequence[RateAsk], done: Done[list[RateTold]]) -> None:
+        """Tell what was used of leases, and ask for more, for owners whose rate limits are kept in this shard."""
+        arguments: list[Argument] = [self._now_ms(), gateway, LEASE_KEPT_MS]
+        for ask in asks:
+            interval = -(-TICKS_A_MINUTE // ask.per_minute)
+            used = -1 if ask.used is None else ask.used
+            arguments += (interval, ask.capacity, ask.leased_max, used, ask.kept, ask.need, ask.want)
+        keys = [shard.rate(ask.owner) for ask in asks]
+        self.nodes.run(scripts.RATES, shard.slot, keys, arguments, reading(read_rates, done))
+
     # How.
 
     def _run(self, script: Script, shard: Shard, arguments: Sequence[Argument], done: Callable[[Any], None]) -> None:
@@ -462,6 +480,14 @@ def read_claimed(reply: Any, claims: Sequence[Claim]) -> Taken:
     models = [claim.model for claim in claims]
     names = [frozenset(model.decode() for model in left) for left in (more, suspects)]
     return Taken(streams, read_view(view, models), *names)
+
+
+def read_rates(reply: Any) -> list[RateTold]:
+    """From rates.lua: four numbers for each owner."""
+    return [
+        RateTold(reply[at], reply[at + 1], bool(reply[at + 2]), reply[at + 3] / TICKS_A_SECOND)
+        for at in range(0, len(reply), 4)
+    ]
 
 
 def read_queued(reply: Any) -> Queued:

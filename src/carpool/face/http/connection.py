@@ -457,7 +457,11 @@ class Connection(asyncio.Protocol):
             return
         before, output, after = pieces
         length = len(before) + len(output) + len(after)
-        response = exchange.response = b"".join((state.head_ok % length, before, output, after))
+        if headers:
+            head = b"%b%bContent-Length: %d\r\n\r\n" % (state.head(200, JSON), headers, length)
+        else:
+            head = state.head_ok % length
+        response = exchange.response = b"".join((head, before, output, after))
         pending, transport = self.pending, self.transport
         if transport is None or self.reading_paused or not pending or pending[0] is not exchange:
             self.flush()

@@ -59,6 +59,10 @@ class Sink(Protocol):
         """That was the last part."""
         ...
 
+    def handle(self, exchange: "Exchange") -> None:
+        """Give it to the routes once more: what one of them waited for is there."""
+        ...
+
     def is_gone(self) -> bool:
         """Whether nobody is there to read any more."""
         ...
@@ -85,6 +89,8 @@ class Exchange(msgspec.Struct, eq=False):
     keep_alive: bool
     # It is known that its head asks for nothing special (`known_heads.is_plain`): nobody need look again.
     is_plain: bool = False
+    # What its client is told of its rate limit: the header lines of whatever is answered.
+    limit_lines: bytes = b""
     # What is known of the response and has not left yet; it leaves when those before it on the connection have left.
     response: bytes | None = None
     # What the route keeps for this exchange (for an inference: the Request), and whom to tell if the client leaves.

@@ -6,6 +6,7 @@ Exchange, and no task, future, timer, lock or log line.
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 from msgspec import UNSET
@@ -13,7 +14,7 @@ from msgspec import UNSET
 from carpool.core.clock import rfc3339
 from carpool.core.errors import CarpoolError, ClientLeft, Malformed, TooLarge, UnsupportedMedia
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import NO_WISHES, Caller, Wishes
+from carpool.core.ports import NO_WISHES, Caller, Entry, Wishes
 from carpool.core.request import DONE, Request
 from carpool.core.task import StoredTask
 from carpool.face.http.exchange import JSON, Exchange
@@ -54,8 +55,10 @@ class ParkedReplies:
         exchange: Exchange = request.ticket
         if isinstance(outcome, Output):
             form = self._form
-            echo = b"" if exchange.is_plain else echo_line(exchange.headers)
-            exchange.sink.answer(exchange, form(request, outcome), echo)
+            lines = exchange.limit_lines
+            if not exchange.is_plain:
+                lines += echo_line(exchange.headers)
+            exchange.sink.answer(exchange, form(request, outcome), lines)
         elif not isinstance(outcome, ClientLeft):
             respond_problem(exchange, outcome, request.id)
 
@@ -83,6 +86,8 @@ class GatewayRoutes:
         """`POST /v1/inference`: a synchronous request, or a task."""
         headers, body, peer = exchange.headers, exchange.body, exchange.sink.peer
         caller = peer.caller or self._intake.identify(headers, peer)
+        if caller.limit is not None and not self._comes_in(exchange, caller):
+            return
         early = self._early
         if early is not None and early.rooms[caller.tier] <= 0 and b'"async"' not in body and b"prefer" not in headers:
             refusal = early.refusal(caller)
@@ -116,6 +121,8 @@ class GatewayRoutes:
     def predict(self, exchange: Exchange, _: str) -> None:
         """`POST /v1/predict`: JSON, or binary with the model in the query."""
         caller = self._intake.identify(exchange.headers, exchange.sink.peer)
+        if caller.limit is not None and not self._comes_in(exchange, caller):
+            return
         media = media_type(exchange.headers.get(b"content-type", JSON))
         check_encoding(exchange.headers)
         named = query_of(exchange).get("model_id")
@@ -179,6 +186,21 @@ class GatewayRoutes:
         """`GET /openapi.json`."""
         exchange.respond(200, self._openapi)
 
+    def _comes_in(self, exchange: Exchange, caller: Caller) -> bool:
+        """Whether a caller with a limit may go on now; if not, it was answered, or the route is called once more."""
+        if exchange.limit_lines:
+            return True  # it is the second call
+        entry = self._intake.enter(caller)
+        if entry is None:
+            exchange.when_client_leaves = _left_at_the_door
+            self._intake.when_known(caller, partial(_go_on, exchange))
+            return False
+        if isinstance(entry, CarpoolError):
+            respond_problem(exchange, entry)
+            return False
+        exchange.limit_lines = entry
+        return True
+
     def _park(self, exchange: Exchange, request: Request) -> None:
         """Let the exchange of a synchronous request wait for its outcome, unless that is there already."""
         if request.phase != DONE:
@@ -207,7 +229,7 @@ class GatewayRoutes:
                 return
             body = b'{"task_id":"%b","status":"PENDING"}' % request.id.encode()
             location = b"Location: /v1/result/%b\r\n" % request.id.encode()
-            exchange.respond(202, body, JSON, location + echo_line(exchange.headers))
+            exchange.respond(202, body, JSON, location + echo_line(exchange.headers) + exchange.limit_lines)
 
         self._intake.submit(
             caller=caller,
@@ -226,6 +248,22 @@ class GatewayRoutes:
 
     def _poller_left(self, exchange: Exchange) -> None:
         self._intake.leave(exchange.context)
+
+
+def _left_at_the_door(exchange: Exchange) -> None:
+    exchange.context = ClientLeft
+
+
+def _go_on(exchange: Exchange, entry: Entry) -> None:
+    """It is known whether its client is within its limit."""
+    if exchange.context is ClientLeft:
+        return
+    exchange.when_client_leaves = None
+    if isinstance(entry, CarpoolError):
+        respond_problem(exchange, entry)
+    else:
+        exchange.limit_lines = entry
+        exchange.sink.handle(exchange)
 
 
 def possible_task_id(text: str) -> str:

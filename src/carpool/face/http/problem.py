@@ -25,4 +25,4 @@ def respond_problem(exchange: Exchange, error: CarpoolError, known_id: str | Non
     headers = exchange.headers
     exchange.sink.count_problem(error.code)
     body = problem_json(error, known_id or request_id(headers))
-    exchange.respond(error.status, body, PROBLEM, echo_line(headers) + problem_headers(error))
+    exchange.respond(error.status, body, PROBLEM, echo_line(headers) + exchange.limit_lines + problem_headers(error))

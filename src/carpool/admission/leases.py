@@ -1,0 +1,160 @@
+"""One owner's rate limit at one of several gateways: what it may let in without asking the budget that all share. Pure.
+
+The budget is a bucket as in limits.py, with `burst` places and a slack. A gateway lets requests in without asking by
+a lease: so many may be used within a second. A lease takes nothing from the bucket; what was used of it is told, and
+taken then. If a gateway never tells (it died), the budget takes all of its lease.
+
+1. All leases of an owner together are at most 1.5 % of its limit, the slack is 2.5 %. The bucket never has less than
+   minus what may be leased, counting all leases as used. So in any 60 s at most `per_minute` + `burst` + 5 % come in,
+   at any number of gateways: what the bucket had, what came back in that time, what was leased, and up to 1 % for
+   answers that were on their way (0.5 s).
+2. What is told late is taken late, and the bucket may have been full meanwhile. It can lose no more by that than was
+   leased, and the slack is more. So whoever keeps to `per_minute` and `burst`, as one bucket would count it, is never
+   refused, through whichever gateways its requests go. The rest of the slack is for requests that wait for the answer.
+3. Before a gateway refuses, it asks. When the budget has said for how long there is nothing, it does not ask again
+   before: until then nothing can come back.
+4. There is one question at a time for each owner. If its answer does not come, what is leased is forgotten here, and
+   the budget is told to take all of it.
+"""
+
+from math import ceil
+
+from carpool.admission.limits import ROUNDING_S, WINDOW_S, limit_lines, over_limit
+from carpool.core.errors import RateLimited
+from carpool.core.ports import RateAsk, RateLimit, RateTold
+
+LEASE_S = 1.0
+# A lease that ends within this is renewed if it was used, else given up.
+RENEW_S = 0.4
+# So long the budget remembers a lease of which it hears nothing.
+LEASE_KEPT_S = 3.0
+# A rate is not measured over less.
+MEASURED_S_MIN = 0.05
+
+
+def leased_max(per_minute: int) -> int:
+    """How many all gateways together may have leased."""
+    return per_minute * 15 // 1000
+
+
+def slack(per_minute: int) -> int:
+    """How many places the shared bucket has beside the burst."""
+    return per_minute * 40 // 1000 - leased_max(per_minute)
+
+
+class Lease:
+    """What one gateway knows of one owner."""
+
+    __slots__ = (
+        "_ahead_s",
+        "_asked_at",
+        "_ends_at",
+        "_entered",
+        "_told_at",
+        "_unknown_until",
+        "_used",
+        "_used_since",
+        "left",
+        "limit",
+        "over_until",
+    )
+
+    def __init__(self, limit: RateLimit) -> None:
+        self.limit = limit
+        # How many may come in without asking, until `_ends_at`; how many of the lease were used and not told.
+        self.left = 0
+        self._used = 0
+        self._ends_at = 0.0
+        # Until then there is nothing in the bucket.
+        self.over_until = 0.0
+        # Until then the budget may remember a lease that is not known here.
+        self._unknown_until = 0.0
+        # What came in since the last question, for the next lease.
+        self._asked_at = float("-inf")
+        self._entered = 0
+        # As it was told last: how long until the bucket is full; and what was used since.
+        self._ahead_s = 0.0
+        self._told_at = 0.0
+        self._used_since = 0
+
+    def __repr__(self) -> str:
+        return f"<Lease left={self.left} used={self._used}>"
+
+    @property
+    def capacity(self) -> int:
+        """Places of the shared bucket."""
+        return self.limit.burst + slack(self.limit.per_minute)
+
+    def take(self, now: float) -> bool:
+        """Let one request in without asking, if that is possible."""
+        if not self.left or now >= self._ends_at:
+            return False
+        self.left -= 1
+        self._used += 1
+        self._used_since += 1
+        self._entered += 1
+        return True
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to tell what was used."""
+        return now >= self._ends_at - RENEW_S
+
+    def is_open(self) -> bool:
+        """Whether there is something to tell, one day."""
+        return bool(self.left or self._used)
+
+    def is_forgettable(self, now: float) -> bool:
+        """Whether a new one would be as good."""
+        return not self.is_open() and now >= self.over_until and now >= self._unknown_until
+
+    def ask(self, owner: str, need: int, now: float, *, is_last: bool = False) -> RateAsk:
+        """The next question, for so many that wait; from now on the lease has what it keeps. `is_last`: nothing."""
+        limit, most = self.limit, leased_max(self.limit.per_minute)
+        if now >= self._ends_at or not self._used or is_last:
+            self.left = 0
+        entered = self._entered + need
+        seconds = max(now - self._asked_at, MEASURED_S_MIN)
+        expected = 0 if is_last else min(int(entered / seconds * LEASE_S), most, ceil(limit.per_minute / WINDOW_S))
+        used = self._used if now >= self._unknown_until else None
+        self._asked_at, self._entered, self._used = now, 0, 0
+        want = max(0, expected - self.left)
+        return RateAsk(owner, limit.per_minute, self.capacity, most, used, self.left, need, want)
+
+    def told(self, told: RateTold, need: int, now: float) -> None:
+        """The answer to the last question, which was for so many."""
+        if not told.is_kept:
+            self.left = self._used = 0  # all of it was taken from the bucket already
+        self.left += told.leased
+        self._ends_at = self._asked_at + LEASE_S
+        self._unknown_until = 0.0
+        self._ahead_s, self._told_at, self._used_since = told.ahead_s, now, 0
+        self._entered += told.granted
+        if told.granted < need:
+            interval_s = WINDOW_S / self.limit.per_minute
+            # From when it was sent: rather ask once too often.
+            self.over_until = self._asked_at + told.ahead_s - (self.capacity - 1) * interval_s
+
+    def failed(self, now: float) -> None:
+        """No answer came: it may have been heard, or not."""
+        self.left = self._used = 0
+        self._unknown_until = now + LEASE_KEPT_S
+
+    # What callers are told.
+
+    def lines(self, now: float) -> bytes:
+        """For one that came in."""
+        limit = self.limit
+        interval_s = WINDOW_S / limit.per_minute
+        missing_s = self._missing_s(now, interval_s)
+        return limit_lines(limit.per_minute, limit.burst - int(missing_s / interval_s + 0.999), missing_s)
+
+    def refusal(self, now: float) -> RateLimited:
+        """For one that did not."""
+        interval_s = WINDOW_S / self.limit.per_minute
+        wait_s = max(self.over_until - now, ROUNDING_S)
+        return over_limit(self.limit, wait_s, max(self._missing_s(now, interval_s), wait_s))
+
+    def _missing_s(self, now: float, interval_s: float) -> float:
+        """Seconds until the burst is whole again; what other gateways let in since is not known."""
+        ahead_s = max(0.0, self._ahead_s - (now - self._told_at)) + self._used_since * interval_s
+        return max(0.0, ahead_s - slack(self.limit.per_minute) * interval_s)

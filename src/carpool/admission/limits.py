@@ -1,0 +1,150 @@
+"""How often an owner may come in (GCRA), and how many requests it may have at once. Pure.
+
+An owner has a bucket of `burst` places. Each request takes one; one comes back every 60 / `per_minute` seconds. So
+
+1. at most `burst` come in at once, and in any 60 s at most `per_minute` + `burst`;
+2. whoever keeps to that is never refused;
+3. a refusal takes nothing.
+
+A bucket is one number: the time at which it will be full again. One that is full need not be remembered.
+"""
+
+from collections.abc import Callable
+from math import ceil
+
+from carpool.core.errors import CarpoolError, RateLimited
+from carpool.core.ports import Caller, Entry, RateLimit
+from carpool.core.request import Request
+
+WINDOW_S = 60.0
+# What adding up fractions of seconds may get wrong; no request comes so much too early to matter.
+ROUNDING_S = 1e-6
+# Buckets that are remembered at most: beyond, the oldest ones count as full.
+OWNERS_MAX = 200_000
+TIDY_FROM = 1024
+
+
+class Buckets:
+    """The buckets of all owners. Times are seconds on any clock."""
+
+    def __init__(self, owners_max: int = OWNERS_MAX) -> None:
+        self._owners_max = owners_max
+        # When each will be full again.
+        self._full_at: dict[str, float] = {}
+        self._tidy_above = min(TIDY_FROM, owners_max)
+
+    def __len__(self) -> int:
+        return len(self._full_at)
+
+    def take(self, owner: str, now: float, interval_s: float, capacity: int) -> float:
+        """Take a place, and tell the seconds until the bucket is full; or if there is none, minus those until one is.
+
+        A place comes back every `interval_s`.
+        """
+        full_at = self._full_at.get(owner, 0.0)
+        ahead = (full_at - now if full_at > now else 0.0) + interval_s
+        missing = ahead - capacity * interval_s
+        if missing > ROUNDING_S:
+            return -missing
+        self._full_at[owner] = now + ahead
+        if len(self._full_at) > self._tidy_above:
+            self._tidy(now)
+        return ahead
+
+    def _tidy(self, now: float) -> None:
+        """Forget those that are full; only from time to time, when there are twice as many as were left."""
+        kept = {owner: full_at for owner, full_at in self._full_at.items() if full_at > now}
+        if len(kept) > self._owners_max:
+            for owner in list(kept)[: len(kept) - self._owners_max // 2]:
+                del kept[owner]
+        self._full_at = kept
+        self._tidy_above = min(max(TIDY_FROM, 2 * len(kept)), self._owners_max)
+
+
+class LocalLimits:
+    """The limits of one process (core.ports.RateLimits), or its part of them where `sharers` processes have them."""
+
+    def __init__(self, clock: Callable[[], float], sharers: Callable[[], int] = lambda: 1) -> None:
+        self._clock = clock
+        self._sharers = sharers
+        self._buckets = Buckets()
+
+    def enter(self, caller: Caller) -> Entry:
+        """One more request of a caller with a limit. It is always known at once."""
+        limit = caller.limit
+        if limit is None or not limit.per_minute:
+            return b""
+        sharers = max(1, self._sharers())
+        interval_s, capacity = WINDOW_S / limit.per_minute * sharers, max(1, limit.burst // sharers)
+        ahead = self._buckets.take(caller.owner, self._clock(), interval_s, capacity)
+        if ahead < 0:
+            return over_limit(limit, -ahead, (capacity - 1) * interval_s - ahead)
+        return limit_lines(limit.per_minute, capacity - int(ahead / interval_s + 0.999), ahead)
+
+    def when_known(self, caller: Caller, known: Callable[[Entry], None]) -> None:
+        """Nobody has to wait here."""
+        raise AssertionError("enter always knows")
+
+
+def limit_lines(per_minute: int, left: int, full_s: float) -> bytes:
+    """What a caller is told (draft-ietf-httpapi-ratelimit-headers): its policy, how many could come now, and seconds
+    until it has all of its burst again.
+    """
+    return b'RateLimit-Policy: "default";q=%d;w=60\r\nRateLimit: "default";r=%d;t=%d\r\n' % (
+        per_minute,
+        left if left > 0 else 0,
+        ceil(full_s),
+    )
+
+
+def over_limit(limit: RateLimit, wait_s: float, full_s: float) -> RateLimited:
+    """What a caller is told who may come in again after `wait_s`."""
+    per_minute = limit.per_minute
+    return RateLimited(
+        f"over the limit of {per_minute} requests a minute; try again when Retry-After is over",
+        retry_after_s=max(1, ceil(wait_s - ROUNDING_S)),
+        header_lines=limit_lines(per_minute, 0, full_s),
+    )
+
+
+class Permits:
+    """How many requests each owner has at once. Who has none is not remembered."""
+
+    def __init__(self, sharers: Callable[[], int] = lambda: 1) -> None:
+        # Among so many processes what an owner may have is divided.
+        self._sharers = sharers
+        self._by_owner: dict[str, OwnerPermit] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_owner)
+
+    def give(self, request: Request, concurrent: int) -> CarpoolError | None:
+        """Count a request that `settle` will end, or say why not."""
+        permit = self._by_owner.get(request.owner)
+        if permit is None:
+            permit = self._by_owner[request.owner] = OwnerPermit(request.owner, self._by_owner)
+        elif permit.held >= max(1, concurrent // max(1, self._sharers())):
+            return RateLimited(
+                f"at most {concurrent} requests of yours may wait or run at once; wait for an answer first",
+                retry_after_s=1,
+            )
+        permit.held += 1
+        request.permit = permit
+        return None
+
+
+class OwnerPermit:
+    """The places of one owner; its requests all have this same one (core.request.Permit)."""
+
+    __slots__ = ("_by_owner", "_owner", "held")
+
+    def __init__(self, owner: str, by_owner: "dict[str, OwnerPermit]") -> None:
+        self._owner = owner
+        self._by_owner = by_owner
+        self.held = 0
+
+    def give_back(self) -> None:
+        """One of them was settled."""
+        self.held -= 1
+        if not self.held:
+            del self._by_owner[self._owner]

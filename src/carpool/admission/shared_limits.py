@@ -1,0 +1,175 @@
+"""The rate limits of a gateway that is one of several (core.ports.RateLimits): mostly by leases (leases.py).
+
+Whoever is not covered by one waits for the answer of the budget that all gateways share. All that is to be asked in one
+turn of the event loop is asked together. While the budget cannot be reached, this gateway has its part of each limit.
+"""
+
+from collections.abc import Callable
+
+from carpool.admission.leases import Lease
+from carpool.admission.limits import LocalLimits
+from carpool.core.clock import Clock, monotonic
+from carpool.core.ports import Caller, Entry, RateBudget, RateLimit, RateTold
+from carpool.core.timers import Every, OncePerTurn
+
+# How often leases are looked at that are about to end.
+LOOK_S = 0.2
+TIDY_FROM = 1024
+
+Known = Callable[[Entry], None]
+
+
+class Account:
+    """One owner: its lease, and who waits."""
+
+    __slots__ = ("asking", "lease", "waiting")
+
+    def __init__(self, limit: RateLimit) -> None:
+        self.lease = Lease(limit)
+        # Those who wait for the answer to the question that is out (None: there is none), and for the next one.
+        self.asking: list[tuple[Caller, Known]] | None = None
+        self.waiting: list[tuple[Caller, Known]] = []
+
+
+class SharedLimits:
+    """Lets owners in within limits that hold for all gateways together."""
+
+    def __init__(
+        self,
+        budget: RateBudget,
+        *,
+        # Whether the budget can be asked; and how many gateways there are, for the time when it cannot.
+        is_reachable: Callable[[], bool],
+        sharers: Callable[[], int],
+        clock: Clock = monotonic,
+    ) -> None:
+        self._budget = budget
+        self._is_reachable = is_reachable
+        self._clock = clock
+        self._alone = LocalLimits(clock, sharers)
+        self._accounts: dict[str, Account] = {}
+        self._tidy_above = TIDY_FROM
+        # Owners with a lease, the one that ends first before the others; owners that are asked for in this turn.
+        self._leased: dict[str, None] = {}
+        self._due: dict[str, None] = {}
+        self._flush = OncePerTurn(self._ask)
+        self._looks = Every(LOOK_S, self._look)
+        # For metrics: questions, an owner each; and answers that did not come.
+        self.asks = 0
+        self.failures = 0
+
+    def __repr__(self) -> str:
+        return f"<SharedLimits owners={len(self._accounts)} leased={len(self._leased)}>"
+
+    def start(self) -> None:
+        """Renew leases from now on."""
+        self._looks.start()
+
+    def close(self) -> None:
+        """Tell what was used, and give up what is leased."""
+        self._looks.stop()
+        asks = []
+        for owner in self._leased:
+            account = self._accounts[owner]
+            if account.asking is None:
+                account.asking = []
+                asks.append(account.lease.ask(owner, 0, self._clock(), is_last=True))
+        self._leased.clear()
+        if asks:
+            self._budget.ask(asks, self._told)
+
+    def enter(self, caller: Caller) -> Entry | None:
+        """One more request of a caller with a limit; None if the budget has to be asked."""
+        limit = caller.limit
+        if limit is None or not limit.per_minute:
+            return b""
+        account = self._accounts.get(caller.owner)
+        now = self._clock()
+        if account is None:
+            account = self._open(caller.owner, limit, now)
+        lease = account.lease
+        if lease.limit is not limit:
+            lease.limit = limit
+        if lease.take(now):
+            return lease.lines(now)
+        if now < lease.over_until:
+            return lease.refusal(now)
+        if not self._is_reachable():
+            return self._alone.enter(caller)
+        # More than these do not come in, whatever the answer is: so what waits is bounded.
+        return None if len(account.waiting) < lease.capacity else lease.refusal(now)
+
+    def when_known(self, caller: Caller, known: Known) -> None:
+        """Have `known` called with the budget's answer."""
+        owner = caller.owner
+        account = self._accounts[owner]
+        account.waiting.append((caller, known))
+        if account.asking is None:
+            self._due[owner] = None
+            self._flush.ring()
+
+    def _open(self, owner: str, limit: RateLimit, now: float) -> Account:
+        accounts = self._accounts
+        if len(accounts) >= self._tidy_above:
+            for known, account in list(accounts.items()):
+                if account.asking is None and not account.waiting and account.lease.is_forgettable(now):
+                    del accounts[known]
+            self._tidy_above = max(TIDY_FROM, 2 * len(accounts))
+        account = accounts[owner] = Account(limit)
+        return account
+
+    # Questions and answers.
+
+    def _look(self) -> None:
+        """Tell of leases that are about to end."""
+        now = self._clock()
+        for owner in self._leased:
+            if not self._accounts[owner].lease.is_due(now):
+                break
+            if self._accounts[owner].asking is None:
+                self._due[owner] = None
+        if self._due:
+            self._flush.ring()
+
+    def _ask(self) -> None:
+        now, asks = self._clock(), []
+        for owner in self._due:
+            account = self._accounts[owner]
+            if account.asking is None:
+                account.asking, account.waiting = account.waiting, []
+                asks.append(account.lease.ask(owner, len(account.asking), now))
+        self._due.clear()
+        if asks:
+            self.asks += len(asks)
+            self._budget.ask(asks, self._told)
+
+    def _told(self, owner: str, told: RateTold | None) -> None:
+        account, now = self._accounts[owner], self._clock()
+        lease = account.lease
+        asked, account.asking = account.asking or [], None
+        self._leased.pop(owner, None)
+        if told is None:
+            self.failures += 1
+            lease.failed(now)
+            for caller, known in asked:
+                known(self._alone.enter(caller))
+        else:
+            lease.told(told, len(asked), now)
+            if lease.is_open():
+                self._leased[owner] = None
+            for number, (_, known) in enumerate(asked):
+                known(lease.lines(now) if number < told.granted else lease.refusal(now))
+        self._go_on(owner, account)
+
+    def _go_on(self, owner: str, account: Account) -> None:
+        """See to those who came while the question was out."""
+        waiting, account.waiting = account.waiting, []
+        for caller, known in waiting:
+            entry = self.enter(caller)
+            if entry is None:
+                account.waiting.append((caller, known))
+            else:
+                known(entry)
+        if account.waiting and account.asking is None:
+            self._due[owner] = None
+            self._flush.ring()

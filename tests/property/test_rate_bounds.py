@@ -1,0 +1,170 @@
+"""Rate limits: what comes in is bounded, and who keeps to its limit is never refused, over any number of gateways."""
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from carpool.admission.limits import Buckets, LocalLimits
+from carpool.admission.shared_limits import SharedLimits
+from carpool.core.errors import CarpoolError
+from carpool.testing import FakeClock
+from support.rates import BudgetModel, Door, limited, most_in_a_minute
+
+LIMITS = st.sampled_from([1, 7, 19, 20, 59, 60, 120, 300, 1000, 3000])
+BURSTS = st.sampled_from([1, 2, 10, 100])
+# Seconds that the slowest answer takes, there and back.
+ANSWER_S_MAX = 0.5
+
+
+class Fleet:
+    """Gateways that share one budget, on virtual time."""
+
+    def __init__(self, gateways: int, random: Random, *, answer_s: float, lost_share: float = 0.0) -> None:
+        self.clock = FakeClock()
+        self.random = random
+        self._answer_s = answer_s
+        self._lost_share = lost_share
+        self._number = gateways
+        self.door = Door(self.clock)
+
+    def run(self, client: Callable[["Fleet"], list[tuple[float, int]]]) -> None:
+        """Let requests come: each with the seconds since the one before, and its gateway."""
+
+        async def main() -> None:
+            self.budget = BudgetModel(self.clock)
+            self.gateways = [
+                SharedLimits(
+                    self.budget.way(str(number), self._way),
+                    is_reachable=lambda: True,
+                    # Without an answer a gateway has its part of the limit, here of so many that it is one request.
+                    sharers=lambda: 10**6,
+                    clock=self.clock,
+                )
+                for number in range(self._number)
+            ]
+            for gateway in self.gateways:
+                gateway.start()
+            for pause_s, caller_at in client(self):
+                await asyncio.sleep(pause_s)
+                self.door.knock(self.gateways[caller_at], self.caller)
+            await asyncio.sleep(5.0)
+            for gateway in self.gateways:
+                gateway.close()
+            await asyncio.sleep(2 * ANSWER_S_MAX)
+
+        self.clock.run(main())
+
+    def _way(self) -> tuple[float, float, str]:
+        there_s, back_s = (self.random.uniform(0.0, self._answer_s / 2) for _ in range(2))
+        lost = self.random.random() < self._lost_share
+        return there_s, back_s, self.random.choice(["there", "back"]) if lost else ""
+
+    caller = limited(60)
+
+
+@given(
+    per_minute=LIMITS,
+    burst=BURSTS,
+    gateways=st.integers(1, 8),
+    answer_s=st.sampled_from([0.0, 0.002, 0.1, ANSWER_S_MAX]),
+    lost_share=st.sampled_from([0.0, 0.2]),
+    seed=st.integers(0, 2**32),
+)
+@example(per_minute=1000, burst=1, gateways=8, answer_s=0.002, lost_share=0.0, seed=1)
+@example(per_minute=60, burst=1, gateways=8, answer_s=0.5, lost_share=0.2, seed=1)
+def test_no_more_comes_in_than_the_bound(
+    per_minute: int, burst: int, gateways: int, answer_s: float, lost_share: float, seed: int
+) -> None:
+    random = Random(seed)
+    fleet = Fleet(gateways, random, answer_s=answer_s, lost_share=lost_share)
+    fleet.caller = limited(per_minute, burst)
+
+    def flood(fleet: Fleet) -> list[tuple[float, int]]:
+        """Up to ten times the limit, in waves with pauses, each through some of the gateways."""
+        calls: list[tuple[float, int]] = []
+        passed_s = 0.0
+        while passed_s < 130.0 and len(calls) < 6000:
+            some = random.sample(range(gateways), random.randint(1, gateways))
+            pace_s = 60.0 / per_minute * random.choice([0.0, 0.1, 0.1, 0.5, 1.0])
+            for _ in range(random.randint(1, max(2, per_minute // 10))):
+                calls.append((random.uniform(0.0, 2 * pace_s), random.choice(some)))
+                passed_s += calls[-1][0]
+            rest_s = random.choice([0.0, 0.0, 0.3, 1.2, 10.0, 60.0 / per_minute * burst])
+            calls.append((min(rest_s, 70.0), random.choice(some)))
+            passed_s += calls[-1][0]
+        return calls
+
+    fleet.run(flood)
+    assert not fleet.door.waiting
+    without_answer = gateways if lost_share else 0
+    assert most_in_a_minute(fleet.door.came_in) <= per_minute * 1.05 + burst + without_answer
+    if not lost_share:
+        # Whoever drains gives up its leases, so that no more is taken from the bucket than came in.
+        assert all(not bucket.leases for bucket in fleet.budget.buckets.values())
+
+
+@given(
+    per_minute=LIMITS,
+    burst=BURSTS,
+    gateways=st.integers(1, 8),
+    answer_s=st.sampled_from([0.0, 0.002, 0.05]),
+    jumps=st.sampled_from(["round", "any", "blocks"]),
+    seed=st.integers(0, 2**32),
+)
+@example(per_minute=60, burst=10, gateways=8, answer_s=0.002, jumps="round", seed=1)
+@example(per_minute=1000, burst=1, gateways=2, answer_s=0.05, jumps="blocks", seed=1)
+def test_who_keeps_to_its_limit_is_never_refused(
+    per_minute: int, burst: int, gateways: int, answer_s: float, jumps: str, seed: int
+) -> None:
+    """At any moment it sends what one bucket with its limit would let in; with no burst, at 99 % of an even pace."""
+    random = Random(seed)
+    # Below 25 a minute there is no slack: who may have one request at once must not have its answers on the way change
+    # the order of things.
+    fleet = Fleet(gateways, random, answer_s=answer_s if per_minute * 40 // 1000 else 0.0)
+    fleet.caller = limited(per_minute, burst)
+    interval_s = 60.0 / per_minute
+
+    def conform(fleet: Fleet) -> list[tuple[float, int]]:
+        calls: list[tuple[float, int]] = []
+        bucket, now, last = Buckets(), 0.0, 0.0
+        gateway = 0
+        while now < 200.0 and len(calls) < 4000:
+            # A little slower than its limit: of the clocks' fractions the budget rounds up.
+            wait_s = -bucket.take("o", now, interval_s / 0.99, burst)
+            if wait_s > 0:
+                now += wait_s + 1e-9
+                continue
+            if jumps == "round":
+                gateway = (gateway + 1) % gateways
+            elif jumps == "any" or random.random() < 0.02:
+                gateway = random.randrange(gateways)
+            calls.append((now - last, gateway))
+            last = now
+            if random.random() < 0.01:
+                now += random.choice([0.2, 1.1, 5.0, 70.0])
+            elif random.random() < 0.3:
+                now += random.uniform(0.0, 2 * interval_s)
+        return calls
+
+    fleet.run(conform)
+    assert fleet.door.refused == []
+    assert not fleet.door.waiting
+
+
+@given(per_minute=LIMITS, burst=BURSTS, seed=st.integers(0, 2**32))
+def test_one_process_alone_is_exact(per_minute: int, burst: int, seed: int) -> None:
+    clock, random = FakeClock(), Random(seed)
+    door, limits, caller = Door(clock), LocalLimits(clock), limited(per_minute, burst)
+    for _ in range(3000):
+        clock.advance(random.expovariate(10 * per_minute / 60))
+        door.knock(limits, caller)
+    assert most_in_a_minute(door.came_in) <= per_minute + burst
+    # What a refusal says is true: who comes again when Retry-After is over comes in.
+    while not isinstance(refusal := limits.enter(caller), CarpoolError):
+        pass
+    assert refusal.retry_after_s is not None
+    clock.advance(refusal.retry_after_s)
+    assert isinstance(limits.enter(caller), bytes)

@@ -1,0 +1,205 @@
+"""Rate limits of one process, and how many requests an owner may have at once."""
+
+import pytest
+
+from carpool.admission.leases import LEASE_KEPT_S, LEASE_S, Lease, leased_max, slack
+from carpool.admission.limits import TIDY_FROM, Buckets, LocalLimits, Permits
+from carpool.core.errors import CarpoolError, ClientLeft
+from carpool.core.ports import Caller, RateAsk, RateLimit, RateTold
+from carpool.testing import FakeClock, Witness, make_request
+from support.rates import limited
+
+
+def left_of(entry: object) -> int:
+    assert isinstance(entry, bytes)
+    return int(entry.partition(b";r=")[2].partition(b";")[0])
+
+
+def refused(entry: object) -> CarpoolError:
+    assert isinstance(entry, CarpoolError)
+    return entry
+
+
+class TestOneProcess:
+    def test_a_burst_comes_in_and_then_an_even_pace(self) -> None:
+        clock = FakeClock()
+        limits, caller = LocalLimits(clock), limited(60, burst=3)
+        assert [left_of(limits.enter(caller)) for _ in range(3)] == [2, 1, 0]
+        refused(limits.enter(caller))
+        for _ in range(5):
+            clock.advance(1.0)
+            assert left_of(limits.enter(caller)) == 0
+            refused(limits.enter(caller))
+
+    def test_what_is_told(self) -> None:
+        clock = FakeClock()
+        limits, caller = LocalLimits(clock), limited(20, burst=2)
+        assert limits.enter(caller) == b'RateLimit-Policy: "default";q=20;w=60\r\nRateLimit: "default";r=1;t=3\r\n'
+        limits.enter(caller)
+        clock.advance(0.5)
+        refusal = refused(limits.enter(caller))
+        assert (refusal.code, refusal.status, refusal.retry_after_s) == ("rate-limited", 429, 3)
+        assert refusal.header_lines == b'RateLimit-Policy: "default";q=20;w=60\r\nRateLimit: "default";r=0;t=6\r\n'
+        assert "20 requests a minute" in refusal.detail
+
+    def test_a_refusal_takes_nothing(self) -> None:
+        clock = FakeClock()
+        limits, caller = LocalLimits(clock), limited(60)
+        limits.enter(caller)
+        for _ in range(100):
+            refused(limits.enter(caller))
+        clock.advance(1.0)
+        assert left_of(limits.enter(caller)) == 0
+
+    def test_owners_have_limits_of_their_own(self) -> None:
+        limits = LocalLimits(FakeClock())
+        assert left_of(limits.enter(limited(60, owner="a"))) == 0
+        assert left_of(limits.enter(limited(60, owner="b"))) == 0
+        refused(limits.enter(limited(60, owner="a")))
+
+    @pytest.mark.parametrize("caller", [Caller("o", 0), limited(0)])
+    def test_who_has_no_limit_comes_in(self, caller: Caller) -> None:
+        limits = LocalLimits(FakeClock())
+        assert {limits.enter(caller) for _ in range(100)} == {b""}
+
+    def test_a_part_of_a_limit(self) -> None:
+        clock, gateways = FakeClock(), 4
+        limits, caller = LocalLimits(clock, lambda: gateways), limited(60, burst=8)
+        assert [left_of(limits.enter(caller)) for _ in range(2)] == [1, 0]
+        assert refused(limits.enter(caller)).retry_after_s == 4
+
+    def test_a_part_is_at_least_something(self) -> None:
+        limits = LocalLimits(FakeClock(), lambda: 0)
+        assert left_of(limits.enter(limited(1))) == 0
+
+
+class TestMemory:
+    def test_owners_whose_buckets_are_full_are_forgotten(self) -> None:
+        buckets = Buckets()
+        for number in range(10 * TIDY_FROM):
+            buckets.take(str(number), number * 1.0, 10.0, 1)
+        assert len(buckets) <= 2 * TIDY_FROM
+
+    def test_there_is_a_bound_also_where_none_is_full(self) -> None:
+        buckets = Buckets(owners_max=100)
+        for number in range(1000):
+            buckets.take(str(number), 0.0, 1000.0, 1)
+        assert len(buckets) <= 100
+        assert buckets.take("999", 0.0, 1000.0, 1) < 0  # the last ones are remembered
+
+
+class TestAtOnce:
+    def test_a_place_is_free_again_when_a_request_has_its_outcome(self) -> None:
+        permits, witness = Permits(), Witness()
+        first, second, third = (make_request(str(number), witness, now=0.0, owner="o") for number in range(3))
+        assert permits.give(first, 2) is None
+        assert permits.give(second, 2) is None
+        assert refused(permits.give(third, 2)).status == 429
+        first.settle(ClientLeft("left"), 1.0)
+        assert permits.give(third, 2) is None
+        first.settle(ClientLeft("left"), 1.0)  # not again
+        assert permits.give(make_request("4", witness, now=0.0, owner="o"), 2) is not None
+        second.settle(ClientLeft("left"), 1.0)
+        third.settle(ClientLeft("left"), 1.0)
+        assert len(permits) == 0
+
+    def test_one_that_is_refused_later_gives_its_place_back(self) -> None:
+        permits, witness = Permits(), Witness()
+        for number in range(5):
+            request = make_request(str(number), witness, now=0.0, owner="o")
+            assert permits.give(request, 1) is None
+            request.settle(ClientLeft("shed"), 0.0)
+        assert len(permits) == 0
+
+    def test_gateways_divide_what_an_owner_may_have(self) -> None:
+        gateways = 3
+        permits, witness = Permits(lambda: gateways), Witness()
+        given = [permits.give(make_request(str(n), witness, now=0.0, owner="o"), 6) for n in range(3)]
+        assert [refusal is None for refusal in given] == [True, True, False]
+        gateways = 100
+        assert permits.give(make_request("x", witness, now=0.0, owner="p"), 6) is None
+
+
+LIMIT = RateLimit(6000, 100)
+INTERVAL_S = 0.01
+
+
+def ask_of(lease: Lease, need: int, now: float) -> RateAsk:
+    return lease.ask("o", need, now)
+
+
+class TestLease:
+    def lease(self, leased: int = 5) -> Lease:
+        """One that was asked for and given at 100.0."""
+        lease = Lease(LIMIT)
+        ask_of(lease, 1, 100.0)
+        lease.told(RateTold(1, leased, False, 0.0), 1, 100.0)
+        return lease
+
+    def test_shares_of_the_limit(self) -> None:
+        for per_minute in (*range(1, 200), 1000, 12_345):
+            # Answers may be half a second on their way.
+            all_of_it = 2 * leased_max(per_minute) - leased_max(per_minute) + slack(per_minute) + per_minute // 120
+            assert all_of_it <= per_minute * 0.05
+            assert slack(per_minute) >= leased_max(per_minute)
+
+    def test_it_lets_in_until_it_is_used_up_or_over(self) -> None:
+        lease = self.lease(2)
+        assert [lease.take(100.5) for _ in range(3)] == [True, True, False]
+        assert not self.lease(2).take(100.0 + LEASE_S)
+
+    def test_what_was_used_is_told_and_the_rest_is_kept(self) -> None:
+        lease = self.lease(5)
+        lease.take(100.7)
+        lease.take(100.7)
+        ask = ask_of(lease, 0, 100.8)
+        assert (ask.used, ask.kept) == (2, 3)
+        assert lease.take(100.81)  # while the question is out
+        lease.told(RateTold(0, 4, True, 0.0), 0, 100.85)
+        assert lease.left == 6
+        ask = ask_of(lease, 0, 101.2)
+        assert (ask.used, ask.kept) == (1, 6)
+
+    def test_one_that_nobody_used_is_given_up(self) -> None:
+        lease = self.lease(5)
+        ask_of(lease, 0, 100.7)
+        lease.told(RateTold(0, 0, True, 0.0), 0, 100.7)
+        ask = ask_of(lease, 0, 102.0)
+        assert (ask.used, ask.kept, ask.want) == (0, 0, 0)
+        assert not lease.is_open()
+
+    def test_without_an_answer_the_budget_is_to_take_all(self) -> None:
+        lease = self.lease(5)
+        lease.take(100.1)
+        ask_of(lease, 0, 100.7)
+        lease.failed(101.2)
+        assert not lease.take(101.2)
+        assert not lease.is_forgettable(101.3)
+        assert ask_of(lease, 1, 101.3).used is None
+        lease.told(RateTold(1, 0, False, 0.0), 1, 101.3)
+        assert ask_of(lease, 1, 101.4).used == 0
+
+    def test_what_the_budget_does_not_remember_any_more_is_forgotten_here_too(self) -> None:
+        lease = Lease(LIMIT)
+        ask_of(lease, 1, 100.0)
+        lease.failed(100.5)
+        assert lease.is_forgettable(100.5 + LEASE_KEPT_S)
+        assert ask_of(lease, 1, 100.5 + LEASE_KEPT_S).used == 0
+
+    def test_what_is_wanted_follows_the_rate_and_has_a_bound(self) -> None:
+        lease = Lease(LIMIT)
+        assert ask_of(lease, 1, 100.0).want == 0
+        lease.told(RateTold(1, 0, False, 0.0), 1, 100.0)
+        assert ask_of(lease, 1, 100.25).want == 8
+        lease.told(RateTold(1, 0, False, 0.0), 1, 100.25)
+        ask = ask_of(lease, 50, 100.3)
+        assert ask.want == ask.leased_max == 90
+
+    def test_a_refusal_tells_how_long_there_is_nothing(self) -> None:
+        lease = Lease(RateLimit(60, 1))
+        ask = ask_of(lease, 2, 100.0)
+        full_s = float(ask.capacity)
+        lease.told(RateTold(1, 0, False, full_s + 0.5), 2, 100.1)
+        assert lease.over_until == 101.5
+        assert lease.refusal(100.1).retry_after_s == 2
+        assert b";r=0;" in lease.refusal(100.1).header_lines
