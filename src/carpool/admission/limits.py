@@ -10,6 +10,7 @@ A bucket is one number: the time at which it will be full again. One that is ful
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from math import ceil
 
 from carpool.core.errors import CarpoolError, RateLimited
@@ -22,6 +23,8 @@ ROUNDING_S = 1e-6
 # Buckets that are remembered at most: beyond, the oldest ones count as full.
 OWNERS_MAX = 200_000
 TIDY_FROM = 1024
+# Texts that are written once: most callers are told what others were told a moment ago.
+LINES_KEPT = 4096
 
 
 class Buckets:
@@ -64,7 +67,7 @@ class Buckets:
 class LocalLimits:
     """The limits of one process (core.ports.RateLimits), or its part of them where `sharers` processes have them."""
 
-    def __init__(self, clock: Callable[[], float], sharers: Callable[[], int] = lambda: 1) -> None:
+    def __init__(self, clock: Callable[[], float], sharers: Callable[[], int] | None = None) -> None:
         self._clock = clock
         self._sharers = sharers
         self._buckets = Buckets()
@@ -74,8 +77,10 @@ class LocalLimits:
         limit = caller.limit
         if limit is None or not limit.per_minute:
             return b""
-        sharers = max(1, self._sharers())
-        interval_s, capacity = WINDOW_S / limit.per_minute * sharers, max(1, limit.burst // sharers)
+        interval_s, capacity = WINDOW_S / limit.per_minute, limit.burst
+        if self._sharers is not None:
+            sharers = max(1, self._sharers())
+            interval_s, capacity = interval_s * sharers, max(1, capacity // sharers)
         ahead = self._buckets.take(caller.owner, self._clock(), interval_s, capacity)
         if ahead < 0:
             return over_limit(limit, -ahead, (capacity - 1) * interval_s - ahead)
@@ -87,24 +92,29 @@ class LocalLimits:
 
 
 def limit_lines(per_minute: int, left: int, full_s: float) -> bytes:
-    """What a caller is told (draft-ietf-httpapi-ratelimit-headers): its policy, how many could come now, and seconds
-    until it has all of its burst again.
-    """
-    return b'RateLimit-Policy: "default";q=%d;w=60\r\nRateLimit: "default";r=%d;t=%d\r\n' % (
-        per_minute,
-        left if left > 0 else 0,
-        ceil(full_s),
-    )
+    """What a caller is told: its limit, how many could come now, and seconds until it has all of its burst again."""
+    return _lines(per_minute, left if left > 0 else 0, ceil(full_s))
+
+
+@lru_cache(LINES_KEPT)
+def _lines(per_minute: int, left: int, full_s: int) -> bytes:
+    """As draft-ietf-httpapi-ratelimit-headers has it."""
+    policy = b'RateLimit-Policy: "default";q=%d;w=60\r\n' % per_minute
+    return policy + b'RateLimit: "default";r=%d;t=%d\r\n' % (left, full_s)
 
 
 def over_limit(limit: RateLimit, wait_s: float, full_s: float) -> RateLimited:
     """What a caller is told who may come in again after `wait_s`."""
-    per_minute = limit.per_minute
     return RateLimited(
-        f"over the limit of {per_minute} requests a minute; try again when Retry-After is over",
+        _over_limit_text(limit.per_minute),
         retry_after_s=max(1, ceil(wait_s - ROUNDING_S)),
-        header_lines=limit_lines(per_minute, 0, full_s),
+        header_lines=limit_lines(limit.per_minute, 0, full_s),
     )
+
+
+@lru_cache(LINES_KEPT)
+def _over_limit_text(per_minute: int) -> str:
+    return f"over the limit of {per_minute} requests a minute; try again when Retry-After is over"
 
 
 class Permits:
