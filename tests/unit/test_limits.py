@@ -1,11 +1,16 @@
 """Rate limits of one process, and how many requests an owner may have at once."""
 
+import asyncio
+from collections.abc import Callable, Sequence
+
 import pytest
 
+from carpool.admission import shared_limits
 from carpool.admission.leases import LEASE_KEPT_S, LEASE_S, Lease, leased_max, slack
 from carpool.admission.limits import TIDY_FROM, Buckets, LocalLimits, Permits
+from carpool.admission.shared_limits import SharedLimits
 from carpool.core.errors import CarpoolError, ClientLeft
-from carpool.core.ports import Caller, RateAsk, RateLimit, RateTold
+from carpool.core.ports import Caller, Entry, RateAsk, RateLimit, RateTold
 from carpool.testing import FakeClock, Witness, make_request
 from support.rates import limited
 
@@ -203,3 +208,29 @@ class TestLease:
         assert lease.over_until == 101.5
         assert lease.refusal(100.1).retry_after_s == 2
         assert b";r=0;" in lease.refusal(100.1).header_lines
+
+
+class Answering:
+    """A budget that grants everything, and leases nothing, in the next turn."""
+
+    def ask(self, asks: Sequence[RateAsk], told: Callable[[str, RateTold | None], None]) -> None:
+        for ask in asks:
+            asyncio.get_running_loop().call_soon(told, ask.owner, RateTold(ask.need, 0, False, 0.0))
+
+
+def test_owners_that_do_not_come_any_more_are_forgotten() -> None:
+    clock = FakeClock()
+
+    async def main() -> None:
+        limits = SharedLimits(Answering(), is_reachable=lambda: True, sharers=lambda: 1, clock=clock)
+        for number in range(5 * shared_limits.TIDY_FROM):
+            caller = limited(60, owner=str(number))
+            assert limits.enter(caller) is None
+            entered: list[Entry] = []
+            limits.when_known(caller, entered.append)
+            await asyncio.sleep(0.01)
+            assert len(entered) == 1
+        owners = int(repr(limits).partition("owners=")[2].split()[0])
+        assert owners <= 2 * shared_limits.TIDY_FROM
+
+    clock.run(main())

@@ -15,6 +15,8 @@ from carpool.core.timers import Every, OncePerTurn
 # How often leases are looked at that are about to end.
 LOOK_S = 0.2
 TIDY_FROM = 1024
+# With more than so many, less is remembered of each.
+OWNERS_MAX = 100_000
 
 Known = Callable[[Entry], None]
 
@@ -29,6 +31,10 @@ class Account:
         # Those who wait for the answer to the question that is out (None: there is none), and for the next one.
         self.asking: list[tuple[Caller, Known]] | None = None
         self.waiting: list[tuple[Caller, Known]] = []
+
+    def is_quiet(self) -> bool:
+        """Whether nobody waits, and nothing is leased."""
+        return self.asking is None and not self.waiting and not self.lease.is_open()
 
 
 class SharedLimits:
@@ -111,12 +117,21 @@ class SharedLimits:
     def _open(self, owner: str, limit: RateLimit, now: float) -> Account:
         accounts = self._accounts
         if len(accounts) >= self._tidy_above:
-            for known, account in list(accounts.items()):
-                if account.asking is None and not account.waiting and account.lease.is_forgettable(now):
-                    del accounts[known]
-            self._tidy_above = max(TIDY_FROM, 2 * len(accounts))
+            self._tidy(now)
         account = accounts[owner] = Account(limit)
         return account
+
+    def _tidy(self, now: float) -> None:
+        """Forget those of whom nothing is to be remembered; where many are left, also until when there is nothing."""
+        accounts = self._accounts
+        quiet = [owner for owner, each in accounts.items() if each.is_quiet()]
+        for owner in quiet:
+            if accounts[owner].lease.is_forgettable(now):
+                del accounts[owner]
+        if len(accounts) > OWNERS_MAX:
+            for owner in quiet:
+                accounts.pop(owner, None)
+        self._tidy_above = max(TIDY_FROM, 2 * len(accounts))
 
     # Questions and answers.
 

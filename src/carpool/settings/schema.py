@@ -374,7 +374,9 @@ class LimitSettings(Section, frozen=True):
 
     per_minute: Annotated[int, doc("requests a minute of an owner with a credential (429); 0: no limit", ge=0)] = 1000
     burst: Annotated[Count, doc("requests that may come at once, on top of an even pace")] = 100
-    concurrent: Annotated[int, doc("requests of an owner that may wait or run at once (429); 0: no limit", ge=0)] = 0
+    concurrent: Annotated[
+        int, doc("synchronous requests of an owner that may wait or run at once (429); 0: no limit", ge=0)
+    ] = 0
     anonymous: Annotated[
         int, doc("requests a minute of an address, for those without a credential (429); 0: no limit", ge=0)
     ] = 0
