@@ -47,12 +47,6 @@ REQUEST_ID: Json = {
     "schema": {"type": "string"},
     "description": "echoed if it has 1 to 128 of A-Z a-z 0-9 . _ : -; any other is replaced by Carpool's own id",
 }
-OWN_TIMEOUT: Json = {
-    "name": "X-Request-Timeout-Ms",
-    "in": "header",
-    "schema": {"type": "integer", "minimum": 1, "maximum": 999_999_999},
-    "description": "a deadline: a 504 comes then, and nothing is sent to the model after it",
-}
 
 
 def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> bytes:
@@ -62,7 +56,8 @@ def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> 
         "name": "Prefer",
         "in": "header",
         "schema": {"type": "string"},
-        "description": "`respond-async` makes the request a task; `wait=s` is a deadline in seconds",
+        "description": "`respond-async` makes the request a task; `wait=s` is a deadline in seconds, as "
+        "`X-Request-Timeout-Ms` is one in milliseconds",
     }
     wait: Json = {
         "name": "wait_ms",
@@ -81,7 +76,7 @@ def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> 
             "post": {
                 "operationId": "inference",
                 "summary": "One input in, its output back; or a task to poll",
-                "parameters": [REQUEST_ID, OWN_TIMEOUT, prefer],
+                "parameters": [REQUEST_ID, prefer],
                 "requestBody": {"required": True, "content": {"application/json": {"schema": ref(InferenceCall)}}},
                 "responses": {
                     "200": answer("The model's output", InferenceAnswer),
@@ -100,7 +95,7 @@ def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> 
             "post": {
                 "operationId": "predict",
                 "summary": "One input, JSON or binary, and its output",
-                "parameters": [REQUEST_ID, OWN_TIMEOUT, model_id],
+                "parameters": [REQUEST_ID, model_id],
                 "requestBody": {
                     "required": True,
                     "content": {
