@@ -31,6 +31,9 @@ def test_create_list_revoke(path: Path) -> None:
 def test_only_its_owner_may_read_it(path: Path) -> None:
     KeyFile(path).create(BOB)
     assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)
+    KeyFile(path).create(ALICE)
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_watch_tells_of_each_change_once(path: Path) -> None:

@@ -75,8 +75,12 @@ class KeyFile:
     def _make(self) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Before SQLite opens it, so that nobody else ever may.
-            os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
+            # Before SQLite opens it, so that nobody else ever may; and somebody may have loosened it.
+            file = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
+            try:
+                os.fchmod(file, 0o600)
+            finally:
+                os.close(file)
         except OSError as failure:
             raise KeyStoreError(f"{self._path}: {failure.strerror}") from None
 

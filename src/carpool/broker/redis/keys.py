@@ -23,7 +23,7 @@ evenly, they share the shards evenly.
 | `<ns>:{tag}:bell` | channel | rung when a stream without unread entries gets some: how many, place, name, model |
 | `<ns>:replies:{<gateway>}` | stream | outcomes for one gateway's parked requests |
 | `<ns>:{fleet}:gateways`, `:batchers` | hash | who lives: name → heartbeat |
-| `<ns>:{fleet}:keys`, `:keys-version` | hash, string | API keys: name → digest and terms; another text at each change |
+| `<ns>:{fleet}:keys`, `:keys-version` | hash | API keys: name → digest and terms; `now`: another text at each change |
 """
 
 from hashlib import blake2b

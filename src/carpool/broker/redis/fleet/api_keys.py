@@ -52,7 +52,8 @@ class ApiKeyWatch:
     def _look(self) -> None:
         if not self._is_asking:
             self._is_asking = True
-            self._nodes.send(self._keys.fleet_slot, self._told_version, b"GET", self._keys.api_keys_version)
+            # In a hash, so that the user of Redis needs no right more.
+            self._nodes.send(self._keys.fleet_slot, self._told_version, b"HGET", self._keys.api_keys_version, b"now")
 
     def _told_version(self, reply: Any) -> None:
         version = reply or b""

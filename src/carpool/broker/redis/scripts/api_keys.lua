@@ -9,6 +9,6 @@ else
   changed = redis.call('HSETNX', KEYS[1], name, body)
 end
 if changed == 1 then
-  redis.call('SET', KEYS[2], version)
+  redis.call('HSET', KEYS[2], 'now', version)
 end
 return changed
