@@ -26,8 +26,10 @@ ROOT = Path(carpool.__file__).parent
 STOP_S = 30.0
 HOUR_S = 3600.0
 SLOTS, MAX_BATCH = 8, 4
-# The modules that may read the wall clock: for what people read, and to compare it with that of Redis.
+# The modules that may read the wall clock: for what people read, to compare it with that of Redis, and because a
+# credential says until when it is valid.
 WALL_CLOCK = {
+    "admission/credentials.py",
     "broker/dead_letters.py",
     "broker/journal.py",
     "broker/redis/fleet/servers.py",
