@@ -447,7 +447,9 @@ class Connection(asyncio.Protocol):
             self.break_off()  # the head of another one is out
             return
         exchange.response = self.whole_response(exchange, status, body, content_type, headers)
-        self.flush()
+        pace = self.state.error_pace
+        if status < 400 or pace is None or pace.is_now(self.flush):
+            self.flush()
 
     def answer(self, exchange: Exchange, pieces: tuple[bytes, bytes, bytes], headers: bytes) -> None:
         """Take the usual response, on the hot path: each block of memory of its size costs as much as all else here."""

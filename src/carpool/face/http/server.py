@@ -12,6 +12,7 @@ from typing import Any, cast
 from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
 from carpool.core.timers import Every
 from carpool.face.http.connection import LINGER_S, UNREAD_BYTES_MIN, Connection
+from carpool.face.http.error_pace import ErrorPace
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.state import HttpLimits, HttpState
 
@@ -66,6 +67,7 @@ class HttpServer:
     ) -> int:
         """Listen, on a socket that others share if one is given; returns the port, which matters if 0 was asked for."""
         loop = asyncio.get_running_loop()
+        self.state.error_pace = ErrorPace()
         where: dict[str, Any] = {"host": host, "port": port} if listening is None else {"sock": listening}
         # With TLS we accept by ourselves: who has not agreed upon it yet must count, but asyncio does not tell of it.
         self._server = await loop.create_server(

@@ -7,6 +7,7 @@ from email.utils import formatdate
 import msgspec
 
 from carpool.core.clock import Clock, monotonic
+from carpool.face.http.error_pace import ErrorPace
 from carpool.face.http.exchange import JSON, REASONS, Exchange
 from carpool.face.http.known_heads import KnownHeads
 
@@ -49,6 +50,8 @@ class HttpState:
         self.unread_bytes = 0
         # Answers that were errors, by code, for metrics.
         self.problems: dict[str, int] = {}
+        # None where no event loop runs.
+        self.error_pace: ErrorPace | None = None
         # While true, every response asks its client to go.
         self.draining = False
 
