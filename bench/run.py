@@ -13,6 +13,7 @@ memory      20,000 requests of 2 KB waiting, above idle
 soak        5 minutes at 5,000 requests a second: is the memory flat?
 resilience  what breaker, retries and isolation cost when nothing fails: beside a gateway without them, alternating
 poison      1 input in 1,000 fails its batch, half of the slots idle: what the others notice, and what the GPUs do
+cache       results that are kept: on and never hit beside off, and a hit beside a miss, alone and over Redis
 redis       a gateway and a batcher over a real Redis beside bench/floor/redis_*.py, alternating, medians of three
 redis-mixed the same with three tiers, tasks and eight lanes beside one of each, alternating, medians of three
 redis-rate  10,000 requests a second for 60 s through the same, Redis with `appendfsync everysec`
@@ -34,6 +35,7 @@ from pathlib import Path
 from statistics import median
 from urllib.request import urlopen
 
+import caching
 import distributed
 import door
 import measuring
@@ -268,6 +270,7 @@ SECTIONS: dict[str, Callable[[bool], None]] = {
     "soak": soak,
     "resilience": resilience,
     "poison": poison,
+    "cache": caching.cache,
     "redis": distributed.beside_the_floor,
     "redis-mixed": distributed.mixed_beside_single,
     "redis-rate": distributed.at_a_rate,

@@ -151,7 +151,7 @@ class RedisGateway(RedisProcess):
         """What `/metrics` shows because of the role. What is held in memory came to it in direct mode."""
         parking, direct = self.gateway.queue.parking, self.batcher.broker
         door = self.gateway.describe(parking.held + direct.held, parking.held_bytes + direct.held_bytes)
-        return door, self.gateway.describe_queue()
+        return door, self.gateway.describe_cache(), self.gateway.describe_queue()
 
 
 class RedisBatcher(RedisProcess):
@@ -258,7 +258,7 @@ class RedisServe(RedisGateway):
         """What `/metrics` shows because of the role. What is held in memory was taken from Redis."""
         parking = self.gateway.queue.parking
         door = self.gateway.describe(parking.held, parking.held_bytes)
-        return door, self.gateway.describe_queue(), self.own.describe_feed()
+        return door, self.gateway.describe_cache(), self.gateway.describe_queue(), self.own.describe_feed()
 
 
 PROCESSES: dict[Role, type[RedisProcess]] = {each.role: each for each in (RedisGateway, RedisBatcher, RedisServe)}

@@ -58,6 +58,8 @@ class EmbeddedProcess(Process):
         ground.do_every(DOOR_TICK_S, self._look_at_doors)
         if self.gateway.credentials is not None:
             watch_key_file(ground, self.gateway.credentials)
+        if self.gateway.seats is not None:
+            self.tasks.keep_result = self.gateway.seats.keep
         ground.do_every(EXPIRY_TICK_S, self.expire)
         await self.gateway.start(self.listening)
         self.port = self.gateway.port
@@ -98,7 +100,7 @@ class EmbeddedProcess(Process):
 
     def expire(self) -> None:
         """Look at the deadlines."""
-        self.broker.expire(self.ground.clock())
+        self.gateway.expire(self.ground.clock())
 
     def check_ready(self, answer: Callable[[str | None], None]) -> None:
         """Ready when an endpoint accepts a connection and this process does not drain; else the reason why not."""
@@ -136,6 +138,7 @@ class EmbeddedProcess(Process):
                     dead_letter_bytes=journal.counts.dead_letter_bytes,
                 ),
                 self.gateway.describe(broker.held, broker.held_bytes),
+                self.gateway.describe_cache(),
                 JournalNumbers(
                     tasks_pending=journal.counts.tasks_pending,
                     results_stored=journal.counts.results,

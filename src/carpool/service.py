@@ -3,6 +3,7 @@
 import logging
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import aiohttp
 
@@ -13,7 +14,7 @@ from carpool.batching.policy import make_policy
 from carpool.broker.memory import MemoryBroker
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, QueueFull
-from carpool.core.ports import DeadLetters, Slots
+from carpool.core.ports import DeadLetters, Sharing, Slots
 from carpool.core.request import Request
 from carpool.core.snapshot import ModelNumbers, ModelState
 from carpool.face.intake import ServedModel
@@ -29,6 +30,7 @@ from carpool.upstream.health import STATES, HasPages, HealthWatch, LoadSource, s
 from carpool.upstream.load import LoadLimit
 from carpool.upstream.offenders import Offenders
 from carpool.upstream.pool import Member, Pool
+from carpool.upstream.same import merge_same
 from carpool.upstream.simulated import SimulatedEndpoint, parse_sim_url
 from carpool.upstream.tls import Credentials
 
@@ -76,7 +78,7 @@ class ModelFace:
             request.prepared, request.lane = prepared.value, prepared.lane
             request.size += len(request.input)  # the decoded tensors are held too
 
-    def served(self) -> ServedModel:
+    def served(self, sharing: Sharing | None = None) -> ServedModel:
         """What the face must know of this model."""
         # Most protocols look at nothing: then the hot path need not ask.
         looks = self.codec.prepares or type(self.codec).check_parameters is not Codec.check_parameters
@@ -86,7 +88,7 @@ class ModelFace:
             # At the door alone: what was let in once is not refused later because the rules have changed.
             policy = InputPolicy(limits.input_bytes_max, limits.deny_patterns)
             prepare = checked_first(policy, prepare)
-        return ServedModel(self.name, self.body_bytes_max, self.codec.binary_input, prepare)
+        return ServedModel(self.name, self.body_bytes_max, self.codec.binary_input, prepare, sharing)
 
 
 def checked_first(policy: InputPolicy, prepare: Prepare | None) -> Prepare:
@@ -165,6 +167,7 @@ class ModelService(ModelFace):
             others_waiting=self._others_waiting,
             all_waiting=self._all_waiting,
             when_limit_is_learned=self._limit_is_learned,
+            merge=partial(merge_same, is_owned=model.is_cached_by_owner) if model.is_cached else None,
             events=broker.events,
             clock=clock,
             random_share=random_share,

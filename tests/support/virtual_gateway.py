@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from carpool.upstream.codecs import JsonCodec
 from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.offenders import Offenders
 from carpool.upstream.pool import Pool
+from carpool.upstream.same import merge_same
 
 SERVICE_S = 0.05
 
@@ -35,7 +37,13 @@ def failing(status: int, mark: bytes = b"bad") -> Callable[[Call], Answer]:
 class Stand:
     """A gateway without a face: a test sends requests to it, and scripts its upstreams."""
 
-    def __init__(self, *upstreams: FakeUpstream, max_batch: int = 8, dead_letters: DeadLetters | None = None) -> None:
+    def __init__(
+        self,
+        *upstreams: FakeUpstream,
+        max_batch: int = 8,
+        dead_letters: DeadLetters | None = None,
+        is_cached: bool = False,
+    ) -> None:
         self.clock = FakeClock()
         self.upstreams = upstreams
         self.witness = Witness()
@@ -43,6 +51,7 @@ class Stand:
         self.events = Events()
         self._max_batch = max_batch
         self._dead_letters = dead_letters
+        self._merge = partial(merge_same, is_owned=False) if is_cached else None
         self._serial = 0
 
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -71,6 +80,7 @@ class Stand:
                 max_batch=lambda: self._max_batch,
                 others_waiting=lambda: self.broker.most_waiting("m"),
                 all_waiting=lambda: self.broker.all_waiting("m"),
+                merge=self._merge,
                 events=self.events,
                 clock=self.clock,
             )
@@ -90,13 +100,15 @@ class Stand:
 
         self.clock.run(started())
 
-    def send(self, value: bytes, owner: str, is_task: bool = False, timeout_s: float = 4.0) -> Request:
+    def send(
+        self, value: bytes, owner: str, is_task: bool = False, timeout_s: float = 4.0, *, is_same: bool = False
+    ) -> Request:
         self._serial += 1
         request = make_request(
             str(self._serial),
             self.witness,
             now=self.clock(),
-            value=b'"%b %d"' % (value, self._serial),
+            value=value if is_same else b'"%b %d"' % (value, self._serial),
             owner=owner,
             is_task=is_task,
             total_timeout_s=600.0 if is_task else timeout_s,

@@ -282,7 +282,8 @@ class MemoryBroker:
         for request in self._deadlines.due(now):
             if request.deadline <= now:
                 self.settle(request, DeadlineExceeded("no result in time; the request was given up"))
-            elif request.phase == QUEUED and not request.taken:  # else it had its slot, and was put back
+            elif request.phase == QUEUED and not request.taken and request.queue_timeout_s < inf:
+                # Else it had its slot, and was put back; or it is shared, and each who waits has its own time.
                 self.settle(request, queue_timeout(request))
             else:
                 self._deadlines.add_end(request)

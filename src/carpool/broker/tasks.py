@@ -19,8 +19,8 @@ from carpool.broker.polls import Answer, Poll, Polls, no_such_task
 from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import is_dead_letter
 from carpool.core.errors import CarpoolError, ClientLeft, Draining, QueueFull, UnknownModel, UnknownTask
-from carpool.core.outcome import Outcome
-from carpool.core.ports import Caller
+from carpool.core.outcome import Outcome, Output
+from carpool.core.ports import Caller, SameKey
 from carpool.core.problem import code_of, problem_json
 from carpool.core.request import ADMITTED, RUNNING, Request, RequestState, state_of
 from carpool.core.task import TAKEN, StoredTask, place_behind
@@ -57,6 +57,8 @@ class Tasks:
         self._live: dict[str, LiveTask] = {}
         self._restored: list[Request] = []
         self._polls = Polls(self._waited_enough)
+        # Keeps the result of a task for requests that are the same.
+        self.keep_result: Callable[[SameKey, Output], None] = lambda key, output: None
         # While true, accepted tasks go to the journal alone: the next process runs them.
         self.draining = False
 
@@ -137,6 +139,8 @@ class Tasks:
                 self._live[request.id] = task
                 if self.draining:
                     self._broker.withdraw(request)
+                elif request.result is not None:
+                    self._broker.settle(request, request.result)
                 else:
                     self._broker.enqueue(request)
             accepted(error)
@@ -160,6 +164,9 @@ class Tasks:
                 dead_letter = DeadLetter(outcome.code, outcome.detail, request.sends)
         else:
             result = TaskResult("SUCCESS", bytes(outcome.value), None, time.time())
+            if request.result_key is not None and request.result is None:
+                self.keep_result(request.result_key, outcome)
+            request.result_key = request.result = None
         self._journal.finish(request.id, result, lambda _: self._finished(request.id), dead_letter)
 
     def look(self, caller: Caller, task_id: str, wait_s: float, forget: bool, answer: Answer) -> Poll:

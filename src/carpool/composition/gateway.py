@@ -4,17 +4,20 @@ import asyncio
 import resource
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from carpool.admission.cache import ResultCache, digest_key, digest_key_of_owner, exact_key, exact_key_of_owner
 from carpool.admission.gate import Gate
 from carpool.admission.limits import LocalLimits
 from carpool.admission.shedding import Door, pressure
+from carpool.broker.seats import Seats
 from carpool.composition.door import configured_keys, make_credentials, warn_if_open, watch_token_keys
 from carpool.composition.ground import Ground
-from carpool.core.ports import Availability, RateLimit, RateLimits, RequestQueue, TaskBoard
+from carpool.core.ports import Availability, FarResults, RateLimit, RateLimits, RequestQueue, TaskBoard
 from carpool.core.request import Request
-from carpool.core.snapshot import DoorNumbers
+from carpool.core.snapshot import CacheNumbers, DoorNumbers
 from carpool.face.http.gateway import GatewayRoutes, HttpFaceSettings
 from carpool.face.http.openapi import gateway_openapi
 from carpool.face.http.server import HttpServer
@@ -39,6 +42,11 @@ class DrainedTasks(TaskBoard, Protocol):
 
 class ExpiringQueue(RequestQueue, Protocol):
     """The way to those who do the work."""
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """What became of requests, by code."""
+        ...
 
     def expire(self, now: float) -> None:
         """Look at the deadlines."""
@@ -80,6 +88,8 @@ class GatewayHalf:
         # Where several gateways share the limits of owners: these, and how many gateways there are.
         rates: RateLimits | None = None,
         sharers: Callable[[], int] = lambda: 1,
+        # Where results are kept that all gateways share.
+        far: FarResults | None = None,
     ) -> None:
         settings = ground.settings
         self._ground = ground
@@ -105,11 +115,14 @@ class GatewayHalf:
             rates=rates or LocalLimits(ground.clock),
             sharers=sharers,
         )
+        self.results = ResultCache(bytes_max=settings.cache.bytes_max, ttl_s=settings.cache.ttl_s)
+        cached = {name for name, model in ground.models.items() if model.is_cached}
+        self.seats = self._make_seats(far) if cached else None
         self.intake = Intake(
             self.gate,
-            queue,
+            self.seats or queue,
             tasks,
-            {model.name: model.served() for model in models},
+            {model.name: model.served(self.seats if model.name in cached else None) for model in models},
             intake_settings(ground),
             clock=ground.clock,
         )
@@ -121,6 +134,28 @@ class GatewayHalf:
         self.http = HttpServer(routes.router.serve, http_limits(settings, models), ground.clock)
         self.servers: list[Server] = [self.http]
         self.port = 0
+
+    def _make_seats(self, far: FarResults | None) -> Seats:
+        settings, broker = self._ground.settings, self._ground.settings.broker
+        is_owned = settings.cache.scope == "owner"
+        if far is None:
+            key_of = exact_key_of_owner if is_owned else exact_key
+        else:
+            key_of = digest_key_of_owner if is_owned else digest_key
+        return Seats(
+            self.gate.admit,
+            self.gate.admit_task,
+            self._queue,
+            self.results,
+            key_of,
+            outcomes=self._queue.outcomes,
+            waiting_max=broker.waiting_max,
+            bytes_max=broker.bytes_max,
+            far=far,
+            strict_order=broker.order == "strict",
+            events=self._ground.events,
+            clock=self._ground.clock,
+        )
 
     async def start(self, listening: socket.socket | None) -> None:
         """Serve clients, on a socket that other processes share if one is given."""
@@ -163,6 +198,8 @@ class GatewayHalf:
     def expire(self, now: float) -> None:
         """Look at the deadlines."""
         self._queue.expire(now)
+        if self.seats is not None:
+            self.seats.expire(now)
 
     def find_recent(self, request_id: str) -> Request | None:
         """A live or recent request of this gateway."""
@@ -170,6 +207,8 @@ class GatewayHalf:
 
     def describe(self, held: int, held_bytes: int) -> DoorNumbers:
         """What `/metrics` shows of it; the broker knows what is held."""
+        if self.seats is not None:
+            held, held_bytes = held + self.seats.held - self.seats.queued, held_bytes + self.seats.held_bytes
         return DoorNumbers(
             problems=self.http.state.problems,
             connections=sum(server.connected() for server in self.servers),
@@ -187,6 +226,16 @@ class GatewayHalf:
         """How much comes in, as a share of what should."""
         door, target = self.doors[model], self._ground.settings.shedding.utilization_target
         return pressure(door.rates, door.capacity[-1], target)
+
+    def describe_cache(self) -> CacheNumbers:
+        """What `/metrics` shows of results that are kept."""
+        seats = self.seats
+        hits, misses, shared = (0, 0, 0) if seats is None else (seats.hits, seats.misses, seats.shared)
+        return CacheNumbers(
+            cache_lookups={"hit": hits, "miss": misses, "shared": shared},
+            cache_entries=len(self.results),
+            cache_bytes=self.results.bytes,
+        )
 
 
 async def close_server(server: Server) -> None:

@@ -19,6 +19,7 @@ from carpool.broker.redis.fleet.registry import Registry
 from carpool.broker.redis.fleet.servers import Inspection
 from carpool.broker.redis.fleet.view import Beat, FleetView, fleet_health, fleet_state
 from carpool.broker.redis.gateway.dead_letters import RedisDeadLetterDesk
+from carpool.broker.redis.gateway.results import RedisResults
 from carpool.broker.redis.gateway.states import RequestStates
 from carpool.broker.redis.gateway.task_intake import TaskIntake
 from carpool.broker.redis.gateway.task_removals import TaskRemovals
@@ -183,6 +184,7 @@ class Meeting:
             broker_memory_bytes=self.memory.used_bytes,
             broker_disks=bool(self.disks.found),
             queue_unread=self.depth.unread(),
+            broker_cache_bytes=self.depth.cache_bytes(),
             task_bytes=self.depth.task_bytes(),
             dead_letters_dropped=self.letter_bounds.dropped,
             live_gateways=len(view.live_gateways()),
@@ -192,6 +194,19 @@ class Meeting:
         return outcomes, redis
 
     # The parts.
+
+    def make_results(self) -> RedisResults:
+        """The way to results that are kept for requests that are the same."""
+        cache = self.ground.settings.cache
+        results = RedisResults(
+            self.steps,
+            bytes_max=cache.bytes_max,
+            ttl_s=cache.ttl_s,
+            is_memory_short=lambda: self.memory.is_short,
+            clock=self.ground.clock,
+        )
+        self.ground.opened.callback(results.close)
+        return results
 
     def _make_nodes(self, patience_ms: int = 0) -> Nodes:
         broker = self.ground.settings.broker
@@ -205,6 +220,7 @@ class Meeting:
         settings, broker = self.ground.settings, self.ground.settings.broker
         shards = task_shards(settings)
         removals = TaskRemovals(self.steps)
+        result_ttl_ms = round(settings.tasks.result_ttl_s * 1000)
         intake = TaskIntake(
             self.steps,
             removals,
@@ -218,10 +234,11 @@ class Meeting:
             replicas_timeout_ms=broker.replicas_timeout_ms,
             durable_nodes=self._make_nodes(broker.replicas_timeout_ms) if broker.replicas else None,
             is_memory_full=lambda: self.memory.is_full,
+            result_ttl_ms=result_ttl_ms,
+            count=self._count_outcome,
             events=self.ground.events,
             clock=self.ground.clock,
         )
-        result_ttl_ms = round(settings.tasks.result_ttl_s * 1000)
         return RedisTasks(
             self.steps, self.name, intake, removals, result_ttl_ms, self._count_outcome, self._queue_place
         )

@@ -39,6 +39,8 @@ class RedisBatcherHalf(BatcherHalf):
             waited=self.broker.waited,
             events=ground.events,
         )
+        if any(model.is_cached for model in ground.models.values()):
+            self.replies.keep_result = meeting.make_results().keep
         self.feed: BatcherSide = Feed(
             meeting.steps,
             meeting.name,

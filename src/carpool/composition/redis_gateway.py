@@ -97,6 +97,7 @@ class RedisGatewayHalf(GatewayHalf):
             doors,
             rates=self.rates,
             sharers=meeting.gateways_last_seen,
+            far=meeting.make_results(),
         )
         for model, door in doors.items():
             let_see(door, [service for service in own.services if service.name == model])

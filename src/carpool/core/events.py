@@ -8,6 +8,8 @@
 4. Over Redis a gateway tells of what was admitted and settled, a batcher of what was taken and sent, and of tasks whose
    result it wrote. Each has a Request of its own for it, with the same id. A task that was deleted in Redis, or that
    nobody took in time, is counted but not told of: no process has it.
+5. Where identical requests share a seat, each is admitted and settled; what is taken and sent is the seat, with the id
+   of one of them.
 """
 
 import logging
@@ -58,7 +60,8 @@ class Events:
 
     def admitted(self, request: Request) -> None:
         """A request came in."""
-        self._tell(lambda subscriber: subscriber.admitted(request))
+        if not request.is_seat:
+            self._tell(lambda subscriber: subscriber.admitted(request))
 
     def taken(self, batch: Sequence[Request]) -> None:
         """A batch left its lane."""
@@ -70,7 +73,8 @@ class Events:
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request got its outcome."""
-        self._tell(lambda subscriber: subscriber.settled(request, outcome))
+        if not request.is_seat:
+            self._tell(lambda subscriber: subscriber.settled(request, outcome))
 
     def _tell(self, tell: Callable[[Subscriber], None]) -> None:
         for subscriber in self.subscribers:

@@ -76,15 +76,19 @@ class Outcomes(Protocol):
         ...
 
 
-class RequestQueue(Protocol):
+class Cancels(Protocol):
+    """What is told of clients who leave."""
+
+    def cancel(self, request: Request) -> None:
+        """The client left: never send it if it has not been sent yet, discard its result otherwise."""
+        ...
+
+
+class RequestQueue(Cancels, Protocol):
     """The broker as the face and admission see it."""
 
     def submit(self, request: Request) -> CarpoolError | None:
         """Queue the request, or say why not. Its outcome comes through `request.settle`."""
-        ...
-
-    def cancel(self, request: Request) -> None:
-        """The client left: never send it if it has not been sent yet, discard its result otherwise."""
         ...
 
 
@@ -293,6 +297,46 @@ class Wishes(msgspec.Struct, frozen=True):
 
 
 NO_WISHES = Wishes()
+
+
+# What is the same for requests that have the same result: model, parameters, lane, owner (or ""), input; or a digest.
+SameKey = bytes | tuple[str, bytes, bytes, str, bytes]
+
+
+class Results(Protocol):
+    """Results that this process keeps."""
+
+    def find(self, key: SameKey, now: float) -> Output | None:
+        """The result under this key, if there is one."""
+        ...
+
+    def keep(self, key: SameKey, output: Output, now: float, age_s: float = 0.0) -> None:
+        """Keep a result that came `age_s` ago."""
+        ...
+
+
+class FarResults(Protocol):
+    """Results that many processes keep together. Whatever is wrong there, the request goes on without."""
+
+    def look(self, key: bytes, found: Callable[[Output | None, float], None]) -> None:
+        """Have `found` told the result and its age in seconds, or None: once, soon, not before this returns."""
+        ...
+
+    def keep(self, key: bytes, output: Output) -> None:
+        """Keep a result, if that is possible."""
+        ...
+
+
+class Sharing(Protocol):
+    """Lets requests in whose model gives the same output for the same input."""
+
+    def ask(self, request: Request, wishes: "Wishes") -> CarpoolError | None:
+        """Let a synchronous request in, or say why not. It may have its outcome when this returns."""
+        ...
+
+    def submit(self, request: Request, wishes: "Wishes", accepted: Callable[[CarpoolError | None], None]) -> None:
+        """Let a task in: `accepted(None)` once it is safe, or `accepted(error)`."""
+        ...
 
 
 class Peer(msgspec.Struct, eq=False):

@@ -75,6 +75,12 @@ class Request(msgspec.Struct, eq=False):
     number: int = 0
     # A task outlives its client and this process; a synchronous request does not.
     is_task: bool = False
+    # It stands for several clients' requests, which are counted in its place.
+    is_seat: bool = False
+    # For models whose results are kept: the key of its result; the result that was found for a task, or who waits for
+    # another one.
+    result_key: Any = None
+    result: Any = None
     # Its owner is an offender: it rides with offenders only. Kept by the broker.
     is_apart: bool = False
     # More than its owner's share waits already: it waits behind others of its tier. Kept by the broker (Redis).

@@ -195,6 +195,23 @@ class DoorNumbers(Numbers, frozen=True, kw_only=True):
     ]
 
 
+class CacheNumbers(Numbers, frozen=True, kw_only=True):
+    """Models whose results are kept."""
+
+    shown = "gateways, alone"
+
+    cache_lookups: Annotated[
+        Counts,
+        counter(
+            "Requests to models whose results are kept: the result was there (`hit`), they shared the seat of an "
+            "identical one (`shared`), or they had a seat of their own (`miss`).",
+            "result",
+        ),
+    ]
+    cache_entries: Annotated[int, gauge("Results that this process keeps.")]
+    cache_bytes: Annotated[int, gauge("Bytes of these, with their keys.")]
+
+
 class ModelNumbers(Numbers, frozen=True, kw_only=True):
     """One model, at a process that has endpoints of it."""
 
@@ -256,6 +273,7 @@ class RedisNumbers(Numbers, frozen=True, kw_only=True):
         bool, gauge("1 while a server of Redis writes to a disk though `broker.persistence` forbids it.")
     ]
     queue_unread: Annotated[int, gauge("Requests that wait in Redis for a batcher.")]
+    broker_cache_bytes: Annotated[int, gauge("Bytes of results that are kept in Redis for requests that are the same.")]
     task_bytes: Annotated[int, gauge("Bytes of tasks and their results in Redis.")]
     dead_letters_dropped: Annotated[int, counter("Dead letters that went to make room.")]
     live_gateways: Annotated[int, gauge("Gateways heard of lately.")]

@@ -21,7 +21,7 @@ import msgspec
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, Forbidden, UnknownModel
 from carpool.core.outcome import Outcome
-from carpool.core.ports import NO_WISHES, Admission, Caller, Peer, RequestQueue, TaskBoard, Wishes
+from carpool.core.ports import NO_WISHES, Admission, Caller, Cancels, Peer, Sharing, TaskBoard, Wishes
 from carpool.core.request import Request, Waiter
 from carpool.core.task import StoredTask
 
@@ -46,6 +46,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     binary_input: Callable[[bytes], bytes]
     # For protocols that look into inputs before they are admitted: raises Malformed.
     prepare: Callable[[Request], None] | None = None
+    # For models whose results are kept: it stands before admission.
+    sharing: Sharing | None = None
 
 
 class IntakeSettings(msgspec.Struct, frozen=True):
@@ -65,7 +67,7 @@ class Intake:
     def __init__(
         self,
         gate: Admission,
-        queue: RequestQueue,
+        queue: Cancels,
         tasks: TaskBoard,
         models: dict[str, ServedModel],
         settings: IntakeSettings,
@@ -139,7 +141,7 @@ class Intake:
         self._recent.append(request)
         gate, limit = self._gate, caller.limit
         if limit is None or not limit.concurrent or (refusal := gate.hold(request, limit.concurrent)) is None:
-            refusal = gate.admit(request)
+            refusal = gate.admit(request) if model.sharing is None else model.sharing.ask(request, wishes)
         if refusal is not None:
             request.settle(refusal, now)  # and the ring must not keep inputs of those who were refused
         return request
@@ -220,7 +222,10 @@ class Intake:
         if model.prepare is not None:
             model.prepare(request)
         self._recent.append(request)
-        self._gate.admit_task(request, lambda error: accepted(request, error))
+        if model.sharing is None:
+            self._gate.admit_task(request, lambda error: accepted(request, error))
+        else:
+            model.sharing.submit(request, wishes, lambda error: accepted(request, error))
 
     def look(
         self,

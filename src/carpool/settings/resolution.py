@@ -51,6 +51,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     body_bytes_max: int
     # Results are kept, and identical requests share a seat.
     is_cached: bool
+    # What one owner asked for is never given to another.
+    is_cached_by_owner: bool
     # What protects its calls.
     security: UpstreamSecurity
 
@@ -76,6 +78,7 @@ def resolve(settings: Settings, name: str, own: ModelSettings, where: Where = st
         batching=_overlaid(settings.batching, own),
         input=_overlaid(settings.input, own),
         is_cached=settings.cache.enabled if own.cache is None else own.cache,
+        is_cached_by_owner=settings.cache.scope == "owner",
         body_bytes_max=own.body_bytes_max or settings.gateway.body_bytes_max,
         security=UpstreamSecurity(
             upstream.tls_ca, upstream.tls_cert, upstream.tls_key, upstream.token_file, header_files

@@ -15,6 +15,7 @@ from carpool.core.tally import Histogram
 KINDS: tuple[type[Numbers], ...] = (
     shapes.OutcomeNumbers,
     shapes.DoorNumbers,
+    shapes.CacheNumbers,
     shapes.ModelNumbers,
     shapes.JournalNumbers,
     shapes.RedisNumbers,

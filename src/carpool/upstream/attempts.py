@@ -32,6 +32,7 @@ from carpool.upstream.codecs.base import Refusal
 from carpool.upstream.endpoint import Answer, AttemptFailedError, ConnectionFailedError, DoubtfulAnswerError
 from carpool.upstream.pool import WELL_S, Member, Pool
 from carpool.upstream.retry import RetryBudget, pause_before
+from carpool.upstream.same import Merged
 
 logger = logging.getLogger("carpool.upstream")
 
@@ -85,6 +86,7 @@ class Attempts:
         budget: RetryBudget,
         when_limit_is_learned: Callable[[Member], None],
         when_answered: Callable[[list[Request]], None],
+        merge: Callable[[list[Request]], Merged] | None = None,
         events: Events | None = None,
         clock: Clock = monotonic,
         random_share: Callable[[], float] = random.random,
@@ -99,6 +101,8 @@ class Attempts:
         self._when_limit_is_learned = when_limit_is_learned
         # Called with the members of each call that was answered, before they are settled.
         self._when_answered = when_answered
+        # Finds the inputs of a call that are the same; None where each is sent for itself.
+        self._merge = merge
         self._events = events or Events()
         self._clock = clock
         self._random_share = random_share
@@ -215,8 +219,9 @@ class Attempts:
         if self._events.subscribers:
             self._events.sent(members, member.name, attempt, started)
         is_slot_held = False
+        sent, places = (members, None) if self._merge is None else self._merge(members)
         try:
-            answer = await member.endpoint.post(self._codec.encode(members, call_id), timeout_s)
+            answer = await member.endpoint.post(self._codec.encode(sent, call_id), timeout_s)
         except AttemptFailedError as failure:
             self.calls["failed"] += 1
             error = UpstreamFailed(f"the inference API could not be used: {failure}")
@@ -238,7 +243,7 @@ class Attempts:
         try:
             if not 200 <= answer.status < 300:
                 return self._refused(answer, members, member, started, call_id)
-            parts = self._codec.decode(answer, members, call_id)
+            parts = self._codec.decode(answer, sent, call_id)
         except ProtocolFaultError as fault:
             self.calls["protocol-fault"] += 1
             self._pool.went_badly(member)
@@ -251,20 +256,21 @@ class Attempts:
         ended(seconds)
         self.service_s += SERVICE_WEIGHT * (seconds - self.service_s)
         self.call_seconds.observe(seconds)
-        member.load.answered(len(members), seconds, started)
-        member.batch_limit.answered(len(members), started)
+        member.load.answered(len(sent), seconds, started)
+        member.batch_limit.answered(len(sent), started)
         self.calls["ok"] += 1
         self._pool.went_well(member, members[0].common_key, started)
         self._when_answered(members)
         facts = CallFacts(
-            len(members),
+            len(sent),
             seconds,
             parts[0].model_version,
             endpoint=member.name,
             attempts=attempt,
             started_s=started - members[0].taken,
         )
-        self._outcomes.settle_batch(members, [Output(part.value, facts, part.tokens_used) for part in parts])
+        outputs = [Output(part.value, facts, part.tokens_used) for part in parts]
+        self._outcomes.settle_batch(members, outputs if places is None else [outputs[place] for place in places])
         return None
 
     def _call_failed(self, members: list[Request], member: Member, timeout_s: float, started: float) -> None:

@@ -23,6 +23,7 @@ from carpool.upstream.poison import KnownPoison
 from carpool.upstream.pool import Member, Pool
 from carpool.upstream.refusals import RefusedShares
 from carpool.upstream.retry import RetryBudget
+from carpool.upstream.same import Merged
 
 logger = logging.getLogger("carpool.upstream")
 
@@ -47,6 +48,7 @@ class UpstreamDispatcher:
         others_waiting: Callable[[], int] = lambda: 0,
         all_waiting: Callable[[], int] | None = None,
         when_limit_is_learned: Callable[[Member], None] = lambda member: None,
+        merge: Callable[[list[Request]], Merged] | None = None,
         events: Events | None = None,
         clock: Clock = monotonic,
         random_share: Callable[[], float] = random.random,
@@ -71,6 +73,7 @@ class UpstreamDispatcher:
             budget=self._budget,
             when_limit_is_learned=self._limit_is_learned,
             when_answered=self._answered,
+            merge=merge,
             events=events,
             clock=clock,
             random_share=random_share,

@@ -27,6 +27,8 @@ _RECORD_AT, _NAMES_AT = 3, _BEGINNING.size
 _pack = _BEGINNING.pack  # for every request
 # The outcome of a task that no batcher ends.
 LATE = DeadlineExceeded("no batcher had a result in time")
+# The time with which a result begins (scripts/keep.lua).
+RESULT_MS_DIGITS = 13
 # The state of a task.
 PENDING, SUCCESS, FAILED = b"P", b"S", b"F"
 
@@ -66,6 +68,8 @@ class EntryRecord(msgspec.Struct, frozen=True, gc=False):
     remaining_ms: int
     # The client's own name for itself.
     client_id: str = ""
+    # Of a task: under which key its result is to be kept for requests that are the same; empty if it is not.
+    result_key: bytes = b""
 
 
 class More(msgspec.Struct, frozen=True, array_like=True):
@@ -74,6 +78,7 @@ class More(msgspec.Struct, frozen=True, array_like=True):
     # W3C `traceparent` and `tracestate`. Nobody writes these yet.
     trace: str = ""
     client_id: str = ""
+    result_key: bytes = b""
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
@@ -92,9 +97,18 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     found: list[tuple[str, RequestState]] = []
 
 
+class KeptResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A result that is kept for requests that are the same."""
+
+    value: bytes
+    tokens_used: int | None = None
+    model_version: str | None = None
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decode_header = msgspec.msgpack.Decoder(Header).decode
 _decode_more = msgspec.msgpack.Decoder(More).decode
+_decode_result = msgspec.msgpack.Decoder(KeptResult).decode
 _decode_reply = msgspec.msgpack.Decoder(Reply).decode
 _NO_MORE = More()
 _ERRORS: dict[str, type[CarpoolError]] = {kind.code: kind for kind in all_errors()}
@@ -131,9 +145,9 @@ def encode_record(number: int, request_id: str, owner: str, remaining_ms: int, m
     return _pack(ENTRY_FORMAT, length, number, remaining_ms, len(request_id), len(owner)) + names + more
 
 
-def encode_more(client_id: str) -> bytes:
+def encode_more(client_id: str, result_key: bytes = b"") -> bytes:
     """The end of a record."""
-    return _encoder.encode(More(client_id=client_id))
+    return _encoder.encode(More(client_id=client_id, result_key=result_key))
 
 
 def decode_value(data: bytes) -> tuple[EntryRecord, bytes]:
@@ -149,7 +163,7 @@ def decode_value(data: bytes) -> tuple[EntryRecord, bytes]:
     if version != ENTRY_FORMAT or end > len(data):
         raise UnknownFormatError("the value of an entry is not what its header says")
     owner = names[id_length:]
-    return EntryRecord(number, names[:id_length], owner, remaining_ms, more.client_id), data[end:]
+    return EntryRecord(number, names[:id_length], owner, remaining_ms, more.client_id, more.result_key), data[end:]
 
 
 def encode_reply(reply: Reply) -> bytes:
@@ -166,6 +180,19 @@ def decode_reply(data: bytes) -> Reply:
     if reply.version != REPLY_FORMAT:
         raise UnknownFormatError(f"the reply has format {reply.version}, this program reads {REPLY_FORMAT}")
     return reply
+
+
+def encode_result(result: KeptResult) -> bytes:
+    """What is kept."""
+    return _encoder.encode(result)
+
+
+def decode_result(data: bytes) -> tuple[int, KeptResult]:
+    """When it was kept, in ms on Redis's clock, and what. Raises UnknownFormatError."""
+    try:
+        return int(data[:RESULT_MS_DIGITS]), _decode_result(data[RESULT_MS_DIGITS:])
+    except (msgspec.MsgspecError, ValueError) as failure:
+        raise UnknownFormatError("a result cannot be read") from failure
 
 
 def make_error(code: str, detail: str, retry_after_s: int | None) -> CarpoolError:

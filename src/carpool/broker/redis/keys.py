@@ -20,6 +20,8 @@ evenly, they share the shards evenly.
 | `<ns>:{tag}:letters`, `:letter` | zset, hash | ids of dead letters in order; their contents by id |
 | `<ns>:{tag}:rate:<owner>` | hash | an owner's rate limit: `full`: when its bucket is full again; leases by gateway
   (scripts/rates.lua) |
+| `<ns>:{tag}:result:<key>`, `:results` | string, zset | a result for requests that are the same; their keys with their
+  sizes, by when they are over (`cache_bytes` in `counts` adds them up) |
 | `<ns>:{tag}:bell` | channel | rung when a stream without unread entries gets some: how many, place, name, model |
 | `<ns>:replies:{<gateway>}` | stream | outcomes for one gateway's parked requests |
 | `<ns>:{fleet}:gateways`, `:batchers` | hash | who lives: name → heartbeat |
@@ -53,6 +55,10 @@ class Shard(msgspec.Struct, frozen=True):
     def stream(self, field: bytes) -> bytes:
         """The stream of a field of `lanes`."""
         return self.prefix + b"q:" + field
+
+    def result(self, key: bytes) -> bytes:
+        """A result that is kept for requests that are the same."""
+        return self.prefix + b"result:" + key
 
     def task(self, task_id: str) -> bytes:
         """The hash of a task."""

@@ -213,6 +213,25 @@ class Steps:
                 shard.slot, reading(read_queued, done), b"EVAL", scripts.SUBMIT.source, 1, shard.counts, *arguments
             )
 
+    def submit_answered(
+        self,
+        shard: Shard,
+        task: tuple[str, str, str],
+        result: bytes,
+        done: Done[Queued],
+        *,
+        kept_ms: int,
+        stored_bytes_max: int,
+        eval_on: Nodes | None = None,
+    ) -> None:
+        """Accept a task (id, owner, client id) with its result. `eval_on`: as for `submit`."""
+        arguments: list[Argument] = [*task, result, kept_ms, stored_bytes_max, self._now_ms()]
+        if eval_on is None:
+            self._run(scripts.ANSWERED, shard, arguments, reading(read_queued, done))
+        else:
+            told, source = reading(read_queued, done), scripts.ANSWERED.source
+            eval_on.send(shard.slot, told, b"EVAL", source, 1, shard.counts, *arguments)
+
     def cancel(self, shard: Shard, entries: Iterable[tuple[bytes, bytes, bool]], done: Done[list[bool]]) -> None:
         """Delete entries (field, id, whether nobody waits any more) that nobody took, and those for which nobody waits:
         then the batcher that took it is told. Says of each whether it was deleted before somebody took it.
@@ -393,6 +412,27 @@ class Steps:
 
         pending = (b"XPENDING", shard.stream(field), GROUP, entry_id, entry_id, 1)
         self.nodes.send(shard.slot, reading(leased, done), *pending)
+
+    # Results that are kept for requests that are the same.
+
+    def find_results(self, shard: Shard, names: Sequence[bytes], done: Done[list[bytes | None]]) -> None:
+        """The results with these names, all on the server of this shard; None for each that is not there."""
+        self.nodes.send(shard.slot, reading(list, done), b"MGET", *names)
+
+    def clock(self, shard: Shard, done: Done[int]) -> None:
+        """The time of the server of this shard, in ms."""
+
+        def milliseconds(reply: Any) -> int:
+            return int(reply[0]) * 1000 + int(reply[1]) // 1000
+
+        self.nodes.send(shard.slot, reading(milliseconds, done), b"TIME")
+
+    def keep_results(self, shard: Shard, results: Sequence[tuple[bytes, bytes]], bytes_max: int, kept_ms: int) -> None:
+        """Keep results (key and value), with at most so many bytes in this shard. It is not waited for."""
+        arguments: list[Argument] = [self._now_ms(), bytes_max, kept_ms]
+        for result in results:
+            arguments += result
+        self._run(scripts.KEEP, shard, arguments, ignore)
 
     # Dead letters.
 

@@ -70,6 +70,8 @@ class Unpacker:
             record.number,
             header.is_task,
         )
+        if record.result_key:
+            request.result_key = record.result_key
         fault = self._fault_of(request, header, now, delivery)
         if delivery > 1:  # it rides with others like it, and at the end alone
             is_alone = company_of(delivery, self._deliveries_max) == 1

@@ -26,7 +26,7 @@ from carpool.broker.redis.steps import Finished, Steps, TaskResult
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, Draining, InternalError
 from carpool.core.events import Events
-from carpool.core.outcome import CallFacts, Outcome
+from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.problem import problem_json
 from carpool.core.request import Request
 from carpool.core.tally import SECONDS_BOUNDS, Histogram
@@ -92,6 +92,8 @@ class ReplyWriter:
         # Outcomes that Redis has not confirmed yet.
         self.unconfirmed = 0
         self.retries = 0
+        # Keeps the output of a task for requests that are the same.
+        self.keep_result: Callable[[bytes, Output], None] = lambda key, output: None
         # Is told of each haul whose last entry is done with.
         self.when_emptied: Callable[[Haul], None] = lambda haul: None
         self._outcomes: Counter[str] = Counter() if outcomes is None else outcomes
@@ -221,6 +223,8 @@ class ReplyWriter:
             result = TaskResult(request.id, FAILED, problem, letter)
         else:
             result = TaskResult(request.id, SUCCESS, bytes(outcome.value), b"")
+            if request.result_key is not None:
+                self.keep_result(request.result_key, outcome)
         waited_s = request.taken - request.arrived if request.taken else None
         # The answer to its whole batch is kept until Redis has the result only if somebody is to be told.
         told = (request, outcome) if self._events.subscribers else None

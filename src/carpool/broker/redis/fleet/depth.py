@@ -8,7 +8,7 @@ from carpool.broker.redis.keys import Keys, Shard
 from carpool.core.timers import Every
 
 INTERVAL_S = 1.0
-COUNTS = (b"unread", b"input_bytes", b"result_bytes", b"letter_bytes")
+COUNTS = (b"unread", b"input_bytes", b"result_bytes", b"letter_bytes", b"cache_bytes")
 
 
 class DepthWatch:
@@ -48,6 +48,10 @@ class DepthWatch:
     def letter_bytes(self) -> int:
         """Bytes of dead letters."""
         return sum(counts[3] for counts in self._counts)
+
+    def cache_bytes(self) -> int:
+        """Bytes of results that are kept for requests that are the same."""
+        return sum(counts[4] for counts in self._counts)
 
     def _told(self, shard: Shard, reply: Any) -> None:
         if isinstance(reply, list):

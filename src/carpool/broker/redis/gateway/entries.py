@@ -31,7 +31,8 @@ def values_of(requests: Iterable[Request], now: float) -> list[tuple[bytes, byte
 
 def record_of(request: Request, remaining_ms: int) -> bytes:
     """What the value of its entry begins with."""
-    more = encode_more(request.client_id) if request.client_id and request.is_task else b""
+    has_more = request.is_task and (request.client_id or request.result_key)
+    more = encode_more(request.client_id, request.result_key or b"") if has_more else b""
     return encode_record(request.number, request.id, request.owner, remaining_ms, more)
 
 

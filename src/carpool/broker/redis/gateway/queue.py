@@ -12,7 +12,7 @@
 """
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -145,6 +145,11 @@ class RedisQueue:
         # For metrics.
         self.sent_again = 0
         self.replies = ReplyReader(nodes, keys, name, came=self.reply_came, changed=self.nodes_changed)
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """What became of requests, by code."""
+        return self.parking.outcomes
 
     @property
     def to_withdraw(self) -> int:

@@ -73,11 +73,14 @@ class TaskIntake:
         stored_bytes_max: int,
         lanes_max: int,
         line_offsets_ms: Mapping[bytes, int],
+        result_ttl_ms: int = 600_000,
         shards_used: int = SHARDS_MAX,
         replicas: int = 0,
         replicas_timeout_ms: int = 200,
         durable_nodes: Nodes | None = None,
         is_memory_full: Callable[[], bool] = lambda: False,
+        # Is told the codes of outcomes that tasks have from here.
+        count: Callable[[str], None] = lambda code: None,
         events: Events | None = None,
         clock: Clock = monotonic,
     ) -> None:
@@ -94,11 +97,13 @@ class TaskIntake:
         self._shards_used = shards_used
         self._lanes_max = lanes_max
         self._offsets_ms = line_offsets_ms
+        self._result_ttl_ms = result_ttl_ms
         self._replicas = replicas
         self._replicas_timeout_ms = replicas_timeout_ms
         self._durable_nodes = durable_nodes if replicas else None
         self._task_nodes = self._durable_nodes or steps.nodes
         self._is_memory_full = is_memory_full
+        self._count = count
         self._events = events or Events()
         self._clock = clock
         self._collected: list[Request] = []
@@ -160,7 +165,8 @@ class TaskIntake:
         for request in requests:
             if self._keys.shard_of_task(request.id) is not shard:
                 request.id = f"{request.id[:-1]}{shard.number:x}"
-            lines[request.model, request.parameters, request.lane, request.tier].append(request)
+            if request.result is None:
+                lines[request.model, request.parameters, request.lane, request.tier].append(request)
         flush = Flush([]) if self._replicas else None
         for line in lines.values():
             try:
@@ -170,6 +176,9 @@ class TaskIntake:
                 for request in line:
                     if not request.ticket.is_sent:  # those that are on their way have an answer of their own
                         self._refuse(request, InternalError("the task could not be queued"))
+        for request in requests:
+            if request.result is not None:
+                self._send_answered(shard, request, flush)
         if flush is not None:
             self._is_confirming = True
             confirmed = partial(self._confirmed, flush)
@@ -198,6 +207,19 @@ class TaskIntake:
             )
             for request in part:
                 request.ticket.is_sent = True
+
+    def _send_answered(self, shard: Shard, request: Request, flush: Flush | None) -> None:
+        """Bring in a task with the result that was kept for others like it."""
+        request.ticket.is_sent = True
+        self._steps.submit_answered(
+            shard,
+            (request.id, request.owner, request.client_id),
+            bytes(request.result.value),
+            partial(self._queued, [request], flush),
+            kept_ms=self._result_ttl_ms,
+            stored_bytes_max=self._bytes_max[1],
+            eval_on=None if flush is None else self._durable_nodes,
+        )
 
     def _queued(self, requests: list[Request], flush: Flush | None, queued: Queued | RedisFailure) -> None:
         """Redis has answered a submission."""
@@ -235,7 +257,17 @@ class TaskIntake:
             if self._events.subscribers:
                 self._events.admitted(request)
             request.input, request.prepared, request.ticket = b"", None, None  # Redis has it
+            if request.result is not None:
+                self._answered(request)
             submission.accepted(None)
+
+    def _answered(self, request: Request) -> None:
+        """It came in with its result: that is its outcome."""
+        output, request.result = request.result, None
+        request.settle(output, self._clock())
+        self._count(request.result_code)
+        if self._events.subscribers:
+            self._events.settled(request, output)
 
     def _take_back(self, requests: Sequence[Request]) -> None:
         """Remove tasks that too few replicas have; tell their submitters when that is done."""

@@ -1,0 +1,479 @@
+"""Identical requests share one seat: one of them is sent, and all get its result. Results that are kept need no seat.
+
+1. Each client has a request of its own, with its own waiter, deadline and end. What the broker has is the seat. While
+   nobody shares it, that is the client's request itself, so that a request which stays alone costs little more than
+   without; when a second one comes, the first gets a request of its own too, and the seat is nobody's any more.
+2. A shared seat has the best place and the latest deadline of those who share it. One that waits is queued anew for a
+   member with a better place. Where it is not known whether it still waits (Redis), the old one stays in the queue as
+   well, and the first result counts: nobody ever waits longer for it, and the model may see the input twice.
+3. Each member has its own deadline and its own time in the queue. The last one who leaves takes the seat along.
+4. An output is everybody's. So is an error that will come again. Another one is the first's alone: the others, if they
+   have time left, ride once more, together, in a new seat; what comes of that is everybody's.
+5. Members count against bounds of their own, as many requests and bytes as the broker may have.
+6. Where others keep results too (Redis), they are asked before a seat is queued. It can be shared meanwhile.
+7. Nobody shares the seat of an offender: those ride apart, and wait for it.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from copy import copy
+from functools import partial
+from math import inf
+
+from carpool.broker.deadlines import Deadlines, queue_timeout
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull
+from carpool.core.events import Events
+from carpool.core.outcome import Outcome, Output
+from carpool.core.ports import FarResults, RequestQueue, Results, SameKey, Wishes
+from carpool.core.request import ADMITTED, DONE, QUEUED, Request, Waiter
+
+
+class Seat:
+    """What the requests with one key have in common. It is the waiter of those that the broker has for it."""
+
+    __slots__ = ("_seats", "first", "is_looked_for", "key", "members", "requests", "waiter")
+
+    def __init__(self, seats: "Seats", key: SameKey, request: Request) -> None:
+        self._seats = seats
+        self.key = key
+        # What was queued for it, or is about to be; empty when it is over.
+        self.requests = [request]
+        # Who waits for its first request, while nobody shares it.
+        self.waiter: Waiter = request.waiter if request.result is None else request.result
+        # Those who share it; None while the first is alone. The first may have left.
+        self.members: dict[int, Request] | None = None
+        self.first: Request | None = None
+        # Others are asked for a result: nothing is queued yet.
+        self.is_looked_for = False
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """One of its requests has an outcome."""
+        self._seats.ended(self, request, outcome)
+
+
+class Seats:
+    """Stands before admission for models whose results are kept (core.ports.Sharing), and before the queue for those
+    who leave.
+    """
+
+    def __init__(
+        self,
+        admit: Callable[[Request], CarpoolError | None],
+        admit_task: Callable[[Request, Callable[[CarpoolError | None], None]], None],
+        queue: RequestQueue,
+        results: Results,
+        key_of: Callable[[Request], SameKey],
+        *,
+        # Where the broker counts outcomes.
+        outcomes: Counter[str],
+        waiting_max: int,
+        bytes_max: int,
+        # Where others keep results; without, the broker is this process's own, and looks at requests as they are now.
+        far: FarResults | None = None,
+        strict_order: bool = False,
+        events: Events | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._admit = admit
+        self._admit_task = admit_task
+        self._queue = queue
+        self._results = results
+        self._key_of = key_of
+        self._outcomes = outcomes
+        self._waiting_max = waiting_max
+        self._bytes_max = bytes_max
+        self._far = far
+        self._strict_order = strict_order
+        self._events = events or Events()
+        self._clock = clock
+        # What others may still share: seats, and requests that are alone and need none yet.
+        self._open: dict[SameKey, Seat | Request] = {}
+        self._deadlines = Deadlines()
+        # Members, and requests for which others are asked.
+        self.held = 0
+        self.held_bytes = 0
+        # Requests that the broker has and that are nobody's own.
+        self.queued = 0
+        # For metrics: requests whose result was kept, that took a seat, that shared one.
+        self.hits = 0
+        self.misses = 0
+        self.shared = 0
+
+    def __repr__(self) -> str:
+        return f"<Seats open={len(self._open)} held={self.held} bytes={self.held_bytes} queued={self.queued}>"
+
+    # What the face calls.
+
+    def ask(self, request: Request, wishes: Wishes) -> CarpoolError | None:
+        """Let a synchronous request in, or say why not. It may have its outcome when this returns."""
+        if wishes.no_store:
+            return self._admit(request)
+        key = self._key_of(request)
+        if wishes.no_cache:  # nobody shares it, but its result is kept
+            self.misses += 1
+            request.result_key, request.result, request.waiter = key, request.waiter, self
+            return self._admit(request)
+        found = self._results.find(key, request.arrived)
+        if found is not None:
+            self._hit(request, found)
+            return None
+        if (shared := self._open.get(key)) is not None:
+            seated = shared.requests[0] if isinstance(shared, Seat) else shared
+            if not seated.is_apart or seated.owner == request.owner:
+                return self._join(key, shared, seated, request)
+        if self._far is not None:
+            request.waiter = seat = self._open[key] = Seat(self, key, request)
+            return self._look(seat, request, self._far)
+        self.misses += 1
+        request.result_key, request.result, request.waiter = key, request.waiter, self
+        self._open[key] = request
+        return self._admit(request)
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """A request that was alone to its end has its outcome."""
+        key, waiter = request.result_key, request.result
+        request.result_key = request.result = None  # the key may be the whole input
+        if self._open.get(key) is request:
+            del self._open[key]
+        if isinstance(outcome, Output):
+            self._keep(key, outcome)
+        waiter.settled(request, outcome)
+
+    def submit(self, request: Request, wishes: Wishes, accepted: Callable[[CarpoolError | None], None]) -> None:
+        """Let a task in, with its result if that is known. Tasks share no seat: they outlive this process."""
+        if not wishes.no_store:
+            key = request.result_key = self._key_of(request)
+            if not wishes.no_cache:
+                request.result = self._results.find(key, request.arrived)
+                if request.result is None and self._far is not None:
+                    assert isinstance(key, bytes)
+                    self._far.look(key, partial(self._task_looked_for, request, accepted))
+                    return
+                self._count_task(request)
+        self._admit_task(request, accepted)
+
+    def keep(self, key: SameKey, output: Output) -> None:
+        """Keep the result of a task."""
+        self._results.keep(key, output, self._clock())
+
+    def cancel(self, request: Request) -> None:
+        """The client left. Requests that share nothing are the queue's alone."""
+        if request.phase == DONE and not request.is_seat:
+            return
+        seat = request.waiter if isinstance(request.waiter, Seat) else request.held_by
+        if not isinstance(seat, Seat):
+            self._queue.cancel(request)
+        elif seat.members is None:
+            self._leave_alone(seat, request)
+        else:
+            member = seat.first if request.is_seat else request
+            if member is not None and member.phase != DONE:
+                self._leave(member, client_left())
+
+    def expire(self, now: float) -> None:
+        """Look at the members whose time is over."""
+        for member in self._deadlines.due(now):
+            if member.deadline <= now:
+                self._leave(member, DeadlineExceeded("no result in time; the request was given up"))
+            elif self._may_run(member.held_by, member):
+                self._deadlines.add_unordered(member, member.deadline)
+            else:
+                self._leave(member, queue_timeout(member))
+
+    # What the broker tells.
+
+    def ended(self, seat: Seat, request: Request, outcome: Outcome) -> None:
+        """A request of a seat has its outcome."""
+        if not request.is_seat:
+            self._close(seat)
+            if isinstance(outcome, Output):
+                self._keep(seat.key, outcome)
+            seat.waiter.settled(request, outcome)
+            return
+        self._outcomes[request.result_code] -= 1  # the broker counts it; those who share it are counted here
+        self.queued -= 1
+        if request not in seat.requests:
+            return  # given up
+        seat.requests.remove(request)
+        assert seat.members is not None
+        if isinstance(outcome, Output):
+            self._close(seat)
+            self._keep(seat.key, outcome)
+            members = list(seat.members.values())
+            for member in members:
+                member.taken = max(request.taken, member.arrived)
+            self._settle_all(seat, members, outcome)
+        elif not seat.requests:  # else another is under way for them
+            self._close(seat)
+            members = self._go_again(seat, outcome) if outcome.retryable else list(seat.members.values())
+            self._settle_all(seat, members, outcome)
+
+    # Results.
+
+    def _hit(self, request: Request, output: Output) -> None:
+        self.hits += 1
+        request.taken = request.arrived
+        if self._events.subscribers:
+            self._events.admitted(request)
+        self._count(request, output)
+
+    def _keep(self, key: SameKey, output: Output) -> None:
+        self._results.keep(key, output, self._clock())
+        if self._far is not None:
+            assert isinstance(key, bytes)
+            self._far.keep(key, output)
+
+    def _look(self, seat: Seat, request: Request, far: FarResults) -> CarpoolError | None:
+        """Ask others for the result of a new seat."""
+        if (refusal := self._refusal(request)) is not None:
+            return refusal
+        self.held += 1
+        self.held_bytes += request.size
+        seat.is_looked_for = True
+        assert isinstance(seat.key, bytes)
+        far.look(seat.key, partial(self._looked_for, seat, request))
+        return None
+
+    def _looked_for(self, seat: Seat, request: Request, output: Output | None, age_s: float) -> None:
+        """Others have told: the result, or that the seat must be queued."""
+        now = self._clock()
+        self.held -= 1
+        self.held_bytes -= request.size
+        seat.is_looked_for = False
+        if output is not None:
+            self._results.keep(seat.key, output, now, age_s)
+        if not seat.requests:
+            return  # all have left
+        if output is not None:
+            self._close(seat)
+            if seat.members is None:
+                request.waiter = seat.waiter
+                self._hit(request, output)
+                return
+            self.hits += 1
+            drop(request)
+            members = list(seat.members.values())
+            for member in members:
+                member.taken = member.arrived
+            self._settle_all(seat, members, output)
+            return
+        self.misses += 1
+        refusal = expired(request, now) or self._admit(request)
+        self.queued += request.is_seat
+        if refusal is not None:
+            self._outcomes[refusal.code] += request.is_seat  # `ended` counts it out
+            request.settle(refusal, now)
+
+    def _task_looked_for(
+        self,
+        request: Request,
+        accepted: Callable[[CarpoolError | None], None],
+        output: Output | None,
+        age_s: float,
+    ) -> None:
+        if output is not None:
+            self._results.keep(request.result_key, output, self._clock(), age_s)
+        request.result = output
+        self._count_task(request)
+        self._admit_task(request, accepted)
+
+    def _count_task(self, request: Request) -> None:
+        if request.result is None:
+            self.misses += 1
+        else:
+            self.hits += 1
+
+    # Members.
+
+    def _join(self, key: SameKey, shared: Seat | Request, seated: Request, request: Request) -> CarpoolError | None:
+        """Let a request wait for the result of another."""
+        if (refusal := self._refusal(request)) is not None:
+            return refusal
+        if isinstance(shared, Seat):
+            seat = shared
+        else:
+            seated.waiter = seat = self._open[key] = Seat(self, key, seated)
+            seated.result_key = seated.result = None
+        if seat.members is None:
+            self._share(seat, seated)
+        self.shared += 1
+        # The same bytes need not be held twice.
+        request.input, request.prepared = seated.input, seated.prepared
+        if self._events.subscribers:
+            self._events.admitted(request)
+        self._add(seat, request)
+        if self._far is None or seat.is_looked_for:
+            seated.deadline = max(seated.deadline, request.deadline)
+        if request.tier < seated.tier and (self._strict_order or request.place < seated.place):
+            self._move_up(seat, seat.requests[-1], request)
+        return None
+
+    def _share(self, seat: Seat, seated: Request) -> None:
+        """The first is not alone any more: give it a request of its own. What the broker has is the seat now."""
+        seat.members = {}
+        first = seat.first = copy(seated)
+        first.waiter, first.number = seat.waiter, 0
+        seated.is_seat, seated.ticket, seated.permit, seated.own_timeout_s = True, None, None, 0.0
+        if not seat.is_looked_for:
+            self.queued += 1
+        elif self._events.subscribers:
+            self._events.admitted(first)
+        if self._far is None:
+            seated.queue_timeout_s = inf  # its members have their own
+        self._add(seat, first)
+
+    def _add(self, seat: Seat, member: Request) -> None:
+        assert seat.members is not None
+        self.held += 1
+        self.held_bytes += member.size
+        seat.members[id(member)] = member
+        member.phase, member.held_by = QUEUED, seat
+        self._deadlines.add_unordered(member, min(member.arrived + member.queue_timeout_s, member.deadline))
+
+    def _move_up(self, seat: Seat, seated: Request, member: Request) -> None:
+        """A seat that waits gets the place that this member would have; one that runs needs none."""
+        if seat.is_looked_for:
+            seated.tier, seated.place, seated.owner = member.tier, member.place, member.owner
+            return
+        if seated.taken or seated.tier <= member.tier:
+            return
+        moved = self._seat_for(seat, member, seated.deadline, seated.queue_timeout_s)
+        moved.place = member.place
+        if self._queue.submit(moved) is not None:
+            return  # it stays where it is
+        self.queued += 1
+        if self._far is not None:
+            seat.requests.append(moved)  # a batcher may have the old one already
+        else:
+            seat.requests = [moved]
+            self._queue.cancel(seated)
+
+    def _seat_for(self, seat: Seat, member: Request, deadline: float, queue_timeout_s: float) -> Request:
+        """What the broker gets, as if this member came now."""
+        now = self._clock()
+        request = copy(member)
+        request.waiter, request.ticket, request.held_by, request.number = seat, None, None, 0
+        request.phase, request.is_seat, request.is_apart, request.taken = ADMITTED, True, False, 0.0
+        request.permit, request.own_timeout_s = None, 0.0
+        request.place += now - request.arrived
+        request.arrived, request.deadline, request.queue_timeout_s = now, deadline, queue_timeout_s
+        return request
+
+    def _go_again(self, seat: Seat, error: CarpoolError) -> list[Request]:
+        """Give those a new seat who are not to have this error; returns who is."""
+        assert seat.members is not None
+        now = self._clock()
+        again = [member for member in seat.members.values() if rides_again(seat, member, now)]
+        if not again:
+            return list(seat.members.values())
+        for member in again:
+            del seat.members[id(member)]
+            member.sends += 1
+        best = min(again, key=lambda member: (member.tier, member.place))
+        latest = max(member.deadline for member in again)
+        timeout_s = inf if self._far is None else best.queue_timeout_s
+        other = Seat(self, seat.key, best)
+        request = self._seat_for(other, best, latest, timeout_s)
+        other.requests, other.members = [request], {id(member): member for member in again}
+        for member in again:
+            member.held_by = other
+        self._open.setdefault(seat.key, other)
+        failed = list(seat.members.values())
+        self.queued += 1
+        if (refusal := self._admit(request)) is not None:
+            self._outcomes[refusal.code] += 1  # `ended` counts it out
+            request.settle(refusal, now)
+        return failed
+
+    def _leave(self, member: Request, outcome: CarpoolError) -> None:
+        """A member does not wait any more. The last one takes the seat along."""
+        seat: Seat = member.held_by
+        assert seat.members is not None
+        del seat.members[id(member)]
+        is_last = not seat.members
+        if is_last:
+            self._close(seat)
+        self._settle(member, outcome)
+        if is_last:
+            self._give_up(seat)
+            seat.key, seat.first = b"", None
+
+    def _leave_alone(self, seat: Seat, request: Request) -> None:
+        """A client left who shared its seat with nobody."""
+        if not seat.is_looked_for:
+            self._queue.cancel(request)
+            return
+        seat.requests = []
+        self._close(seat)
+        request.waiter = seat.waiter
+        if self._events.subscribers:
+            self._events.admitted(request)
+        self._count(request, client_left())
+
+    def _give_up(self, seat: Seat) -> None:
+        """Nobody waits for it: what is queued for it is not sent."""
+        requests, seat.requests = seat.requests, []
+        for request in requests:
+            if seat.is_looked_for:
+                drop(request)
+            else:
+                self._queue.cancel(request)
+
+    def _close(self, seat: Seat) -> None:
+        """Nobody may share it from now on."""
+        if self._open.get(seat.key) is seat:
+            del self._open[seat.key]
+
+    def _settle_all(self, seat: Seat, members: list[Request], outcome: Outcome) -> None:
+        seat.members = {}
+        self._give_up(seat)
+        seat.key, seat.first = b"", None  # it may be remembered for a while, with its requests
+        for member in members:
+            if member.phase != DONE:  # who was told before may have made another leave
+                self._settle(member, outcome)
+
+    def _settle(self, member: Request, outcome: Outcome) -> None:
+        """Give a member its one outcome, and back what it counts for."""
+        self.held -= 1
+        self.held_bytes -= member.size
+        member.held_by = None
+        self._count(member, outcome)
+
+    def _count(self, request: Request, outcome: Outcome) -> None:
+        request.settle(outcome, self._clock())
+        self._outcomes[request.result_code] += 1  # bounded: codes come from the error tree
+        if self._events.subscribers:
+            self._events.settled(request, outcome)
+
+    def _may_run(self, seat: Seat, member: Request) -> bool:
+        """Whether a seat has left the queue, or somebody else sees to it that it does not wait for too long."""
+        if self._far is None:
+            return any(request.taken for request in seat.requests)
+        return not seat.is_looked_for and any(request.arrived <= member.arrived for request in seat.requests)
+
+    def _refusal(self, request: Request) -> CarpoolError | None:
+        if self.held >= self._waiting_max or self.held_bytes + request.size > self._bytes_max:
+            return QueueFull("the queue is full; try again soon", retry_after_s=1)
+        return None
+
+
+def rides_again(seat: Seat, member: Request, now: float) -> bool:
+    """Whether a failure that may pass is not this member's: it was not the first, and has not ridden twice."""
+    has_time = now < min(member.arrived + member.queue_timeout_s, member.deadline)
+    return member is not seat.first and not member.sends and has_time
+
+
+def expired(request: Request, now: float) -> CarpoolError | None:
+    """What a request gets whose time is over before it was queued."""
+    return DeadlineExceeded("no result in time; the request was given up") if request.deadline <= now else None
+
+
+def drop(request: Request) -> None:
+    """A seat that was never queued is nobody's: what it holds is not needed."""
+    request.phase, request.input, request.prepared = DONE, b"", None
+
+
+def client_left() -> ClientLeft:
+    """For those who do not wait any more."""
+    return ClientLeft("the client left")

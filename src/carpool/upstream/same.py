@@ -1,0 +1,32 @@
+"""Inputs of a batch that are the same are sent once. Pure.
+
+For models whose results are kept. Requests of one gateway have shared a seat already; here those of several gateways
+meet, and tasks. Leases, attempts and searches are about requests as before: only what is written in a call, and what
+comes back, is fewer.
+"""
+
+from typing import Any, NamedTuple
+
+from carpool.core.request import Request
+
+
+class Merged(NamedTuple):
+    """The members of a call."""
+
+    # One for each input, in the order of the first of them; and for each member the place of its input there.
+    sent: list[Request]
+    places: list[int]
+
+
+def merge_same(members: list[Request], *, is_owned: bool) -> Merged:
+    """Of each input one request; with `is_owned`, of each owner's."""
+    places_of: dict[Any, int] = {}
+    sent: list[Request] = []
+    places: list[int] = []
+    for request in members:
+        key = (request.owner, request.input) if is_owned else request.input
+        place = places_of.setdefault(key, len(sent))
+        if place == len(sent):
+            sent.append(request)
+        places.append(place)
+    return Merged(sent, places)

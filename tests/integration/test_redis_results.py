@@ -1,0 +1,162 @@
+"""Results that gateways keep together, in a real Redis: bounded, for a while, and never in anybody's way."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from carpool.broker.redis.gateway.results import RedisResults
+from carpool.broker.redis.keys import Keys
+from carpool.broker.redis.steps import Steps
+from carpool.core.outcome import CallFacts, Output
+from carpool.testing import make_output
+from support.processes import PATIENCE_S, until
+from support.redis_nodes import connected
+from support.redis_servers import RedisCluster, RedisServer, running_redis
+
+KEYS = [bytes([number]) * 32 for number in range(40)]
+
+
+@asynccontextmanager
+async def results_in(server: Any, namespace: str, **options: Any) -> AsyncIterator[RedisResults]:
+    async with connected(server.url) as nodes:
+        keys = Keys(namespace, options.pop("shards", 16))
+        await until(lambda: all(nodes.is_up(shard.slot) for shard in keys.shards))
+        results = RedisResults(
+            Steps(nodes, keys), **{"bytes_max": 10**6, "ttl_s": 60.0, "look_s_max": PATIENCE_S, **options}
+        )
+        yield results
+        results.close()
+
+
+async def find(results: RedisResults, *keys: bytes) -> list[bytes | None]:
+    found: dict[bytes, bytes | None] = {}
+
+    def told(key: bytes, output: Output | None, age_s: float) -> None:
+        assert key not in found
+        found[key] = None if output is None else output.value
+
+    for key in keys:
+        results.look(key, partial(told, key))
+    assert not found
+    await until(lambda: len(found) == len(keys))
+    return [found[key] for key in keys]
+
+
+async def cache_bytes(server: RedisServer, namespace: str, shard: int = 0) -> int:
+    return int(await server.ask("HGET", Keys(namespace, 1).shards[shard].counts.decode(), "cache_bytes") or 0)
+
+
+async def test_what_one_keeps_another_finds(tmp_path: Path, redis_server: RedisServer) -> None:
+    async with results_in(redis_server, tmp_path.name) as one, results_in(redis_server, tmp_path.name) as two:
+        for number, key in enumerate(KEYS):
+            one.keep(key, Output(memoryview(b"[%d]" % number), CallFacts(3, 0.1, "v2"), number))
+        await asyncio.sleep(0)
+        expected = [b"[%d]" % number for number in range(40)]
+
+        async def all_found() -> bool:
+            return await find(two, *KEYS) == expected
+
+        await until(all_found)
+        found: list[tuple[Output | None, float]] = []
+        two.look(KEYS[7], lambda output, age_s: found.append((output, age_s)))
+        await until(lambda: bool(found))
+        output, age_s = found[0]
+        assert output is not None
+        assert (output.tokens_used, output.call.cached, output.call.model_version) == (7, True, "v2")
+        assert 0 <= age_s < 60
+        assert await find(two, b"x" * 32, KEYS[1]) == [None, b"[1]"]
+
+
+async def test_in_a_cluster(tmp_path: Path, redis_cluster: RedisCluster) -> None:
+    async with results_in(redis_cluster, tmp_path.name) as results:
+        for key in KEYS:
+            results.keep(key, make_output(key.hex().encode()))
+
+        async def all_found() -> bool:
+            return await find(results, *KEYS) == [key.hex().encode() for key in KEYS]
+
+        await until(all_found)
+
+
+async def test_bytes_are_bounded_and_the_oldest_go(tmp_path: Path, redis_server: RedisServer) -> None:
+    async with results_in(redis_server, tmp_path.name, shards=1, bytes_max=10_000) as results:
+        for key in KEYS[:20]:
+            results.keep(key, make_output(b"x" * 1000))
+            results.write()
+            await find(results, key)  # one after the other
+        kept = await find(results, *KEYS[:20])
+        assert kept[-6:] == [b"x" * 1000] * 6
+        assert kept[:12] == [None] * 12
+        assert 0 < await cache_bytes(redis_server, tmp_path.name) <= 10_000
+        # The same one again counts once.
+        before = await cache_bytes(redis_server, tmp_path.name)
+        for _ in range(10):
+            results.keep(KEYS[19], make_output(b"x" * 1000))
+            results.write()
+            await find(results, KEYS[19])
+        assert await cache_bytes(redis_server, tmp_path.name) == before
+        assert await find(results, *KEYS[14:20]) == kept[14:]
+
+
+async def test_they_are_gone_in_time_and_count_no_more(tmp_path: Path, redis_server: RedisServer) -> None:
+    async with results_in(redis_server, tmp_path.name, shards=1, ttl_s=0.1) as results:
+        results.keep(KEYS[0], make_output(b"1"))
+        results.keep(KEYS[1], make_output(b"2"))
+        results.write()
+        assert await find(results, KEYS[0]) == [b"1"]
+
+        async def is_gone() -> bool:
+            return await find(results, *KEYS[:2]) == [None, None]
+
+        await until(is_gone)
+        results.keep(KEYS[2], make_output(b"3"))
+        results.write()
+        await find(results, KEYS[2])
+        assert 0 < await cache_bytes(redis_server, tmp_path.name) < 500
+
+
+async def test_while_memory_is_short_they_make_room(tmp_path: Path, redis_server: RedisServer) -> None:
+    is_short = False
+    async with results_in(redis_server, tmp_path.name, shards=1, is_memory_short=lambda: is_short) as results:
+        for key in KEYS:
+            results.keep(key, make_output(b"x"))
+        results.write()
+        assert None not in await find(results, *KEYS)
+        is_short = True
+        results.keep(b"k" * 32, make_output(b"x"))
+        results.write()
+        assert await find(results, *KEYS, b"k" * 32) == [None] * 41
+        assert await cache_bytes(redis_server, tmp_path.name) == 0
+
+
+async def test_what_is_no_result_is_none(tmp_path: Path, redis_server: RedisServer) -> None:
+    async with results_in(redis_server, tmp_path.name, shards=1) as results:
+        client = redis_server.client()
+        await client.set(Keys(tmp_path.name, 1).shards[0].result(KEYS[0]), b"garbage")
+        await client.aclose()
+        assert await find(results, KEYS[0]) == [None]
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+async def test_nobody_waits_for_a_redis_that_does_not_answer(tmp_path: Path, how: str) -> None:
+    async with running_redis(tmp_path) as server, results_in(server, "n", look_s_max=0.2) as results:
+
+        async def is_found() -> bool:
+            return await find(results, KEYS[0]) == [b"1"]
+
+        results.keep(KEYS[0], make_output(b"1"))
+        await until(is_found)
+        getattr(server, how)()
+        assert await find(results, KEYS[0], KEYS[1]) == [None, None]
+        for _ in range(5):
+            assert await find(results, KEYS[0]) == [None]
+        results.keep(KEYS[2], make_output(b"1"))
+        await asyncio.sleep(0.01)
+        if how == "stop":
+            server.go_on()
+            await until(is_found)

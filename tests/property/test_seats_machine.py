@@ -1,0 +1,147 @@
+"""Seats under any order of arrivals, departures, deadlines, outputs and failures: one outcome each, the right one."""
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from carpool.core.errors import (
+    CarpoolError,
+    ClientLeft,
+    DeadlineExceeded,
+    Draining,
+    InputRefused,
+    QueueFull,
+    UpstreamFailed,
+)
+from carpool.core.ports import NO_WISHES, Wishes
+from carpool.core.request import DONE, RUNNING, Request
+from carpool.testing import make_output
+from support.shared_seats import FarAway, SharedDoor
+
+VALUES = st.sampled_from([b'"a"', b'"b"'])
+WISHES = st.sampled_from([NO_WISHES] * 6 + [Wishes(no_store=True), Wishes(no_cache=True)])
+ERRORS = st.sampled_from([UpstreamFailed, InputRefused, QueueFull, Draining])
+
+
+class SeatsMachine(RuleBasedStateMachine):
+    asked = Bundle("asked")
+
+    @initialize(is_far=st.booleans(), scope=st.sampled_from(["all", "owner"]), strict=st.booleans())
+    def begin(self, is_far: bool, scope: str, strict: bool) -> None:
+        self.far = FarAway() if is_far else None
+        self.scope = scope
+        self.door = SharedDoor(far=self.far, scope=scope, strict_order=strict, waiting_max=12, ttl_s=6.0)
+        # Request, its value, its deadline, its owner.
+        self.all: list[tuple[Request, bytes, float, str]] = []
+        self.refused = 0
+        self.left: set[str] = set()
+        self.running: list[Request] = []
+
+    @rule(
+        target=asked,
+        value=VALUES,
+        tier=st.integers(0, 2),
+        owner=st.sampled_from("xy"),
+        wishes=WISHES,
+        timeout_s=st.sampled_from([0.05, 1.0, 4.0]),
+        is_closed=st.sampled_from([False] * 5 + [True]),
+    )
+    def ask(self, value: bytes, tier: int, owner: str, wishes: Wishes, timeout_s: float, is_closed: bool) -> Request:
+        door = self.door
+        door.refusal = QueueFull("closed") if is_closed else None
+        text = b'"%b%b"' % (value[1:-1], owner.encode()) if self.scope == "owner" else value
+        before = door.broker.outcomes.total()
+        request = door.ask(
+            value, tier=tier, owner=owner, wishes=wishes, total_timeout_s=timeout_s, queue_timeout_s=min(2.0, timeout_s)
+        )
+        door.refusal = None
+        if request.phase == DONE and door.broker.outcomes.total() == before:
+            self.refused += 1  # at the door: that is no outcome of an admitted request
+        self.all.append((request, text, door.now + timeout_s, owner))
+        return request
+
+    @rule(request=asked)
+    def leave(self, request: Request) -> None:
+        if self.door.witness.outcome(request) is None:
+            self.left.add(request.id)
+        self.door.seats.cancel(request)
+
+    @rule(seconds=st.sampled_from([0.01, 0.06, 0.5, 2.1]))
+    def pass_time(self, seconds: float) -> None:
+        self.door.pass_time(seconds)
+        now = self.door.now
+        for request, _, deadline, _ in self.all:
+            is_looked_for = self.far is not None and bool(self.far.asked)
+            assert deadline > now or is_looked_for or self.door.witness.outcome(request) is not None
+
+    @rule(count=st.integers(1, 3))
+    def take(self, count: int) -> None:
+        self.running += self.door.take(count)
+
+    def value_of(self, request: Request) -> bytes:
+        """What the model says: it knows the owner only where that is part of what is asked."""
+        value: bytes = request.input
+        return b'"%b%b"' % (value[1:-1], request.owner.encode()) if self.scope == "owner" else value
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        batch = [request for request in self.running if request.phase == RUNNING]
+        self.running = []
+        chosen = [request for request in batch if data.draw(st.booleans())]
+        self.running = [request for request in batch if request not in chosen]
+        self.door.broker.settle_batch(chosen, [make_output(self.value_of(request)) for request in chosen])
+
+    @precondition(lambda self: self.running)
+    @rule(error=ERRORS, is_closed=st.booleans())
+    def fail(self, error: type[CarpoolError], is_closed: bool) -> None:
+        self.door.refusal = QueueFull("closed") if is_closed else None
+        self.door.broker.settle(self.running.pop(), error("no"))
+        self.door.refusal = None
+
+    @precondition(lambda self: self.far and self.far.asked)
+    @rule(is_broken=st.booleans(), is_closed=st.sampled_from([False, False, True]))
+    def tell(self, is_broken: bool, is_closed: bool) -> None:
+        before = self.door.broker.outcomes.total()
+        told = len(self.door.witness.told)
+        self.door.refusal = QueueFull("closed") if is_closed else None
+        assert self.far is not None
+        self.far.answer(is_broken=is_broken)
+        self.door.refusal = None
+        # One that was alone and is refused, or is too late, never came in.
+        self.refused += (len(self.door.witness.told) - told) - (self.door.broker.outcomes.total() - before)
+
+    @invariant()
+    def each_has_at_most_one_outcome_and_the_right_one(self) -> None:
+        if not hasattr(self, "door"):
+            return
+        for request, text, _, _ in self.all:
+            outcome: Any = self.door.outcome(request)  # asserts that there is one at most
+            assert outcome is None or isinstance(outcome, CarpoolError) or outcome == text
+            assert isinstance(outcome, ClientLeft) == (request.id in self.left)
+        assert 0 <= self.door.seats.held <= 13 + len(self.far.asked if self.far else ())
+        assert self.door.counts().total() == len(self.door.witness.told) - self.refused
+
+    def teardown(self) -> None:
+        if not hasattr(self, "door"):
+            return
+        door = self.door
+        while self.far is not None and self.far.asked:
+            self.tell(is_broken=True, is_closed=False)
+        for _ in range(3):
+            door.broker.settle_batch(batch := door.take(), [make_output(self.value_of(r)) for r in batch])
+        door.pass_time(10.0)
+        for request, _, _, _ in self.all:
+            outcome = door.outcome(request)
+            assert outcome is not None
+            if isinstance(outcome, DeadlineExceeded):
+                assert request.id not in self.left
+        seats, broker = door.seats, door.broker
+        assert (seats.held, seats.held_bytes, seats.queued, broker.held, broker.held_bytes) == (0, 0, 0, 0, 0)
+        self.each_has_at_most_one_outcome_and_the_right_one()
+
+
+TestSeats = SeatsMachine.TestCase
+TestSeats.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,82 @@
+"""Results that are kept: what makes two requests the same, how long, how many."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from carpool.admission.cache import ENTRY_BYTES, ResultCache, digest_key, digest_key_of_owner, exact_key
+from carpool.core.outcome import CallFacts, Output
+from carpool.core.request import Request
+from carpool.testing import Witness, make_output, make_request
+
+Parts = tuple[bytes, bytes, str, bytes]
+PARTS = st.tuples(*[st.binary(max_size=3)] * 2, st.text("ab,;1", max_size=3), st.binary(max_size=4))
+
+
+def request_of(parameters: bytes, lane: bytes, model: str, value: bytes) -> Request:
+    request = make_request("r", Witness(), now=0.0, model=model, parameters=parameters, value=value)
+    request.lane = lane
+    return request
+
+
+@given(PARTS, PARTS)
+def test_only_what_is_the_same_has_the_same_key(one: Parts, two: Parts) -> None:
+    first, second = request_of(*one), request_of(*two)
+    for key_of in (exact_key, digest_key, digest_key_of_owner):
+        assert (key_of(first) == key_of(second)) == (one == two)
+
+
+def test_an_owner_is_part_of_the_key_where_it_counts() -> None:
+    first, second = request_of(b"", b"", "m", b"1"), request_of(b"", b"", "m", b"1")
+    first.owner = "somebody"
+    assert digest_key(first) == digest_key(second)
+    assert digest_key_of_owner(first) != digest_key_of_owner(second)
+
+
+def test_what_comes_out_is_what_went_in() -> None:
+    cache = ResultCache(bytes_max=10_000, ttl_s=5.0)
+    cache.keep(b"k", Output(memoryview(b"[[1],2]")[1:4], CallFacts(7, 0.2, "v3", endpoint="e"), 12), 1.0)
+    found = cache.find(b"k", 5.9)
+    assert found is not None
+    assert (found.value, found.tokens_used) == (b"[1]", 12)
+    assert (found.call.cached, found.call.model_version, found.call.upstream_s) == (True, "v3", 0.0)
+    assert cache.find(b"k", 6.0) is None
+    assert (len(cache), cache.bytes) == (0, 0)
+
+
+def test_an_old_one_is_kept_for_the_rest_of_its_time() -> None:
+    cache = ResultCache(bytes_max=10_000, ttl_s=5.0)
+    cache.keep(b"k", make_output(b"1"), 10.0, age_s=4.0)
+    assert cache.find(b"k", 10.9) is not None
+    assert cache.find(b"k", 11.0) is None
+    cache.keep(b"k", make_output(b"1"), 10.0, age_s=5.0)
+    assert len(cache) == 0
+
+
+def test_the_one_that_was_unused_for_longest_goes_first() -> None:
+    size = ENTRY_BYTES + 2
+    cache = ResultCache(bytes_max=3 * size, ttl_s=5.0)
+    for key in (b"a", b"b", b"c"):
+        cache.keep(key, make_output(b"1"), 0.0)
+    assert cache.find(b"a", 0.0) is not None
+    cache.keep(b"d", make_output(b"1"), 0.0)
+    assert [cache.find(key, 0.0) is not None for key in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
+    cache.keep(b"e", make_output(b"1" * 3 * size), 0.0)  # it would take all the room
+    assert len(cache) == 3
+
+
+@given(st.lists(st.tuples(st.binary(min_size=1, max_size=1), st.binary(max_size=600), st.floats(0, 3))))
+def test_bytes_are_bounded_and_counted(steps: list[tuple[bytes, bytes, float]]) -> None:
+    cache, now = ResultCache(bytes_max=3000, ttl_s=5.0), 0.0
+    newest: dict[bytes, tuple[bytes, float]] = {}
+    for key, value, seconds in steps:
+        now += seconds
+        found = cache.find(key, now)
+        if found is not None:
+            assert found.value == newest[key][0]
+            assert now < newest[key][1] + 5.0
+        cache.keep(key, make_output(value), now)
+        newest[key] = (value, now)
+        assert 0 <= cache.bytes <= 3000
+    for key in newest:
+        cache.find(key, now + 100.0)
+    assert (len(cache), cache.bytes) == (0, 0)

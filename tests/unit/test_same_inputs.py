@@ -1,0 +1,76 @@
+"""Inputs of a batch that are the same are sent once, and each request has its own outcome as before."""
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from carpool.core.errors import ClientLeft, InputRefused
+from carpool.core.outcome import Output
+from carpool.core.request import Request
+from carpool.testing import AttemptFailedError, FakeUpstream, Witness, make_request
+from carpool.upstream.same import merge_same
+from support.virtual_gateway import Stand, failing
+
+
+@given(st.lists(st.tuples(st.sampled_from([b"1", b"2", b"3"]), st.sampled_from("ab"))), st.booleans())
+def test_of_each_input_one_is_sent(pairs: list[tuple[bytes, str]], is_owned: bool) -> None:
+    members = [make_request(str(n), Witness(), now=0.0, value=v, owner=o) for n, (v, o) in enumerate(pairs)]
+    sent, places = merge_same(members, is_owned=is_owned)
+    assert len(places) == len(members)
+    for request, place in zip(members, places, strict=True):
+        assert sent[place].input == request.input
+        assert sent[place].owner == request.owner or not is_owned
+    assert len(sent) == len({pair if is_owned else pair[0] for pair in pairs})
+
+
+def values(stand: Stand, requests: list[Request]) -> list[object]:
+    outcomes = [stand.witness.outcome(request) for request in requests]
+    return [bytes(each.value) if isinstance(each, Output) else type(each) for each in outcomes]
+
+
+class TestOverTheUpstream:
+    def test_each_gets_the_output_of_its_own_input(self) -> None:
+        gpu = FakeUpstream(slots=1)
+        stand = Stand(gpu, is_cached=True)
+
+        async def main() -> None:
+            requests = [stand.send(value, "o", is_same=True) for value in (b'"a"', b'"b"', b'"a"', b'"a"', b'"c"')]
+            await asyncio.sleep(0.5)
+            assert [call.inputs for call in gpu.calls] == [[b'"a"', b'"b"', b'"c"']]
+            assert values(stand, requests) == [b'"a"', b'"b"', b'"a"', b'"a"', b'"c"']
+            outcome = stand.witness.outcome(requests[0])
+            assert isinstance(outcome, Output)
+            assert outcome.call.batch_size == 3
+
+        stand.run(main)
+
+    def test_who_left_is_not_sent_again_and_the_others_are(self) -> None:
+        gpu = FakeUpstream(slots=1).then(AttemptFailedError("reset"), delay_s=0.05)
+        stand = Stand(gpu, is_cached=True)
+
+        async def main() -> None:
+            requests = [stand.send(value, "o", is_same=True) for value in (b'"a"', b'"b"', b'"a"')]
+            await asyncio.sleep(0.02)
+            for request in requests[:2]:
+                stand.broker.cancel(request)
+            await asyncio.sleep(2.0)
+            assert [call.inputs for call in gpu.calls] == [[b'"a"', b'"b"'], [b'"a"']]
+            assert values(stand, requests) == [ClientLeft, ClientLeft, b'"a"']
+
+        stand.run(main)
+
+    def test_a_bad_input_is_everybodys_who_sent_it_and_nobody_elses(self) -> None:
+        gpu = FakeUpstream(slots=2)
+        for _ in range(100):
+            gpu.then(failing(422))
+        stand = Stand(gpu, is_cached=True)
+
+        async def main() -> None:
+            inputs = (b'"bad"', b'"fine"', b'"bad"', b'"good"', b'"fine"', b'"bad"')
+            requests = [stand.send(value, "o", is_same=True) for value in inputs]
+            await asyncio.sleep(3.0)
+            expected = [InputRefused if b"bad" in value else value for value in inputs]
+            assert values(stand, requests) == expected
+
+        stand.run(main)

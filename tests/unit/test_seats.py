@@ -1,0 +1,437 @@
+"""Identical requests share one seat: the rules of broker/seats.py, each with a test."""
+
+import pytest
+
+from carpool.core.errors import ClientLeft, DeadlineExceeded, InputRefused, QueueFull, QueueTimeout, UpstreamFailed
+from carpool.core.outcome import Output
+from carpool.core.ports import Wishes
+from carpool.core.request import DONE, Request
+from carpool.testing import make_output
+from support.shared_seats import FarAway, SharedDoor
+
+NO_STORE, NO_CACHE = Wishes(no_store=True), Wishes(no_cache=True)
+
+
+def cached(door: SharedDoor, request: Request) -> bool:
+    outcome = door.witness.outcome(request)
+    assert isinstance(outcome, Output)
+    return outcome.call.cached
+
+
+class TestSharing:
+    def test_one_is_sent_and_all_get_its_output(self) -> None:
+        door = SharedDoor()
+        requests = [door.ask(b'"a"') for _ in range(5)]
+        other = door.ask(b'"b"')
+        batch = door.take()
+        assert sorted(request.input for request in batch) == [b'"a"', b'"b"']
+        door.answer(batch)
+        assert [door.outcome(request) for request in requests] == [b'"a"'] * 5
+        assert door.outcome(other) == b'"b"'
+        assert not any(cached(door, request) for request in requests)
+        assert (door.seats.misses, door.seats.shared, door.seats.hits) == (2, 4, 0)
+        assert door.counts() == {"ok": 6}
+        assert (door.seats.held, door.seats.held_bytes, door.seats.queued, door.broker.held) == (0, 0, 0, 0)
+
+    def test_each_keeps_its_own_times(self) -> None:
+        door = SharedDoor()
+        first = door.ask()
+        door.pass_time(0.2)
+        second = door.ask()
+        batch = door.take()
+        door.pass_time(0.1)
+        third = door.ask()
+        door.pass_time(0.1)
+        door.answer(batch)
+        assert second.taken - second.arrived == 0.0
+        assert third.taken == third.arrived  # it came while the seat ran
+        assert third.ended - third.arrived == pytest.approx(0.1)
+        assert door.outcome(first) == door.outcome(third) == b'"x"'
+
+    def test_other_parameters_or_owners_share_nothing(self) -> None:
+        door = SharedDoor(scope="owner")
+        for owner in ("a", "b"):
+            for parameters in (b"", b'{"k":1}'):
+                door.ask(owner=owner, parameters=parameters)
+                door.ask(owner=owner, parameters=parameters)
+        assert (door.admitted, door.seats.shared) == (4, 4)
+
+    def test_owners_share_where_the_scope_is_all(self) -> None:
+        door = SharedDoor()
+        door.ask(owner="a")
+        door.ask(owner="b")
+        assert (door.admitted, door.seats.shared) == (1, 1)
+
+    def test_nobody_shares_the_seat_of_an_offender(self) -> None:
+        door = SharedDoor(offenders={("m", "bad")})
+        door.ask(owner="bad")
+        door.ask(owner="good")
+        assert door.admitted == 2
+        door.ask(owner="other")
+        assert door.admitted == 2
+
+    def test_ten_thousand_members_come_and_leave(self) -> None:
+        door = SharedDoor(waiting_max=20_000)
+        requests = [door.ask() for _ in range(10_000)]
+        for request in requests[::2]:
+            door.seats.cancel(request)
+        assert door.seats.held == 5000
+        door.answer(door.take())
+        assert all(door.outcome(request) == b'"x"' for request in requests[1::2])
+        assert all(isinstance(door.outcome(request), ClientLeft) for request in requests[::2])
+        assert door.counts() == {"ok": 5000, "client-left": 5000}
+
+    def test_members_count_against_the_bounds(self) -> None:
+        door = SharedDoor(waiting_max=3)
+        requests = [door.ask() for _ in range(5)]
+        assert [isinstance(door.outcome(request), QueueFull) for request in requests] == [False] * 3 + [True] * 2
+        door = SharedDoor(bytes_max=7)
+        requests = [door.ask() for _ in range(4)]  # of three bytes each
+        assert [isinstance(door.outcome(request), QueueFull) for request in requests] == [False, False, True, True]
+
+
+class TestResults:
+    def test_a_result_that_is_kept_needs_no_seat(self) -> None:
+        door = SharedDoor()
+        door.ask()
+        door.answer(door.take())
+        again = door.ask()
+        assert door.outcome(again) == b'"x"'
+        assert cached(door, again)
+        assert (door.admitted, door.seats.hits) == (1, 1)
+        assert door.counts() == {"ok": 2}
+
+    def test_it_is_too_old_one_day(self) -> None:
+        door = SharedDoor(ttl_s=10.0)
+        door.ask()
+        door.answer(door.take())
+        door.pass_time(9.9)
+        assert door.outcome(door.ask()) is not None
+        door.pass_time(0.2)
+        assert door.outcome(door.ask()) is None
+
+    def test_errors_are_not_kept(self) -> None:
+        door = SharedDoor()
+        door.ask()
+        door.broker.settle(door.take()[0], InputRefused("no"))
+        assert door.outcome(door.ask()) is None
+        assert len(door.results) == 0
+
+    def test_no_store_shares_nothing_and_leaves_nothing(self) -> None:
+        door = SharedDoor()
+        door.ask(wishes=NO_STORE)
+        door.ask()
+        door.ask(wishes=NO_STORE)
+        batch = door.take()
+        assert len(batch) == 3
+        door.answer(batch[:1])
+        assert len(door.results) == 0
+        door.answer(batch[1:])
+        assert len(door.results) == 1
+        assert door.outcome(door.ask(wishes=NO_STORE)) is None
+
+    def test_no_cache_is_computed_anew_and_kept(self) -> None:
+        door = SharedDoor()
+        door.ask()
+        door.answer(door.take())
+        anew = door.ask(wishes=NO_CACHE)
+        assert door.outcome(anew) is None
+        (request,) = door.take()
+        door.broker.settle(request, make_output(b'"new"'))
+        assert door.outcome(anew) == b'"new"'
+        assert not cached(door, anew)
+        assert door.outcome(door.ask()) == b'"new"'
+
+    def test_a_hit_asks_nobody_for_admission(self) -> None:
+        door = SharedDoor()
+        door.ask()
+        door.answer(door.take())
+        door.refusal = QueueFull("shed")
+        assert door.outcome(door.ask()) == b'"x"'
+        assert isinstance(door.outcome(door.ask(b'"y"')), QueueFull)
+
+
+class TestPlaceAndDeadline:
+    def test_a_better_tier_moves_the_seat_up(self) -> None:
+        door = SharedDoor()
+        low = door.ask(b'"a"', tier=2)
+        door.pass_time(0.01)
+        door.ask(b'"b"', tier=1)
+        high = door.ask(b'"a"', tier=0, owner="pays")
+        (first,) = door.take(1)
+        assert (first.input, first.tier, first.owner) == (b'"a"', 0, "pays")
+        assert first.place == high.place
+        assert [request.input for request in door.take()] == [b'"b"']
+        door.answer([first])
+        assert door.outcome(low) == door.outcome(high) == b'"a"'
+        assert door.counts() == {"ok": 2}
+        assert door.seats.queued == 0
+
+    def test_a_seat_that_has_waited_longer_stays(self) -> None:
+        door = SharedDoor()
+        door.ask(tier=2)
+        door.pass_time(0.48)
+        door.ask(tier=0)
+        assert [request.tier for request in door.take()] == [2]
+
+    def test_with_strict_order_it_moves(self) -> None:
+        door = SharedDoor(strict_order=True)
+        door.ask(tier=2)
+        door.pass_time(0.48)
+        door.ask(tier=0)
+        assert [request.tier for request in door.take()] == [0]
+
+    def test_one_that_runs_stays(self) -> None:
+        door = SharedDoor()
+        door.ask(tier=2)
+        batch = door.take()
+        high = door.ask(tier=0)
+        assert door.take() == []
+        door.answer(batch)
+        assert door.outcome(high) == b'"x"'
+
+    def test_the_seat_has_the_latest_deadline(self) -> None:
+        door = SharedDoor()
+        hasty = door.ask(total_timeout_s=0.05)
+        patient = door.ask()
+        door.pass_time(0.06)
+        assert isinstance(door.outcome(hasty), DeadlineExceeded)
+        assert door.outcome(patient) is None
+        batch = door.take()
+        assert len(batch) == 1
+        assert batch[0].deadline == patient.deadline
+        door.answer(batch)
+        assert door.outcome(patient) == b'"x"'
+
+    def test_each_has_its_own_time_in_the_queue(self) -> None:
+        door = SharedDoor()
+        first = door.ask()
+        door.pass_time(1.0)
+        second = door.ask()
+        door.pass_time(1.01)
+        assert isinstance(door.outcome(first), QueueTimeout)
+        assert door.outcome(second) is None
+        door.pass_time(1.0)
+        assert isinstance(door.outcome(second), QueueTimeout)
+        assert door.take() == []
+        assert door.counts() == {"queue-timeout": 2}
+
+    def test_who_runs_waits_for_the_deadline(self) -> None:
+        door = SharedDoor()
+        first, second = door.ask(), door.ask()
+        batch = door.take()
+        door.pass_time(3.0)
+        assert door.outcome(first) is door.outcome(second) is None
+        door.pass_time(1.01)
+        assert isinstance(door.outcome(first), DeadlineExceeded)
+        assert isinstance(door.outcome(second), DeadlineExceeded)
+        assert batch[0].phase == DONE
+        assert door.broker.held == 0
+
+
+class TestLeaving:
+    def test_the_first_leaves_and_the_others_stay(self) -> None:
+        door = SharedDoor()
+        first, second = door.ask(), door.ask()
+        door.seats.cancel(first)
+        door.seats.cancel(first)
+        batch = door.take()
+        door.answer(batch)
+        assert isinstance(door.outcome(first), ClientLeft)
+        assert door.outcome(second) == b'"x"'
+        assert door.counts() == {"ok": 1, "client-left": 1}
+
+    def test_the_last_takes_the_seat_along(self) -> None:
+        door = SharedDoor()
+        requests = [door.ask() for _ in range(3)]
+        for request in requests:
+            door.seats.cancel(request)
+        assert door.take() == []
+        assert door.counts() == {"client-left": 3}
+        later = door.ask()
+        door.answer(door.take())
+        assert door.outcome(later) == b'"x"'
+
+    def test_who_is_alone_takes_it_along(self) -> None:
+        door = SharedDoor()
+        request = door.ask()
+        door.seats.cancel(request)
+        assert door.take() == []
+        assert isinstance(door.outcome(request), ClientLeft)
+
+    def test_uncached_requests_are_the_queues_alone(self) -> None:
+        door = SharedDoor()
+        request = door.ask(wishes=NO_STORE)
+        door.seats.cancel(request)
+        assert isinstance(door.outcome(request), ClientLeft)
+
+
+class TestFailures:
+    def test_an_error_of_the_input_is_everybodys(self) -> None:
+        door = SharedDoor()
+        requests = [door.ask() for _ in range(3)]
+        door.broker.settle(door.take()[0], InputRefused("no"))
+        assert all(isinstance(door.outcome(request), InputRefused) for request in requests)
+        assert door.counts() == {InputRefused.code: 3}
+
+    def test_one_that_may_pass_is_the_firsts(self) -> None:
+        door = SharedDoor()
+        requests = [door.ask() for _ in range(3)]
+        door.broker.settle(door.take()[0], UpstreamFailed("down"))
+        assert isinstance(door.outcome(requests[0]), UpstreamFailed)
+        (again,) = door.take()
+        later = door.ask()
+        door.answer([again])
+        assert [door.outcome(request) for request in (*requests[1:], later)] == [b'"x"'] * 3
+        assert door.counts() == {"ok": 3, UpstreamFailed.code: 1}
+
+    def test_a_second_failure_is_everybodys_who_rode_twice(self) -> None:
+        door = SharedDoor()
+        requests = [door.ask() for _ in range(3)]
+        door.broker.settle(door.take()[0], UpstreamFailed("down"))
+        later = door.ask()
+        door.broker.settle(door.take()[0], UpstreamFailed("down"))
+        assert all(isinstance(door.outcome(request), UpstreamFailed) for request in requests)
+        assert door.outcome(later) is None
+        door.broker.settle(door.take()[0], UpstreamFailed("down"))
+        assert isinstance(door.outcome(later), UpstreamFailed)
+        assert door.take() == []
+        assert (door.seats.held, door.seats.queued, door.broker.held) == (0, 0, 0)
+
+    def test_a_closed_door_is_everybodys(self) -> None:
+        door = SharedDoor()
+        requests = [door.ask() for _ in range(3)]
+        door.refusal = QueueFull("full")
+        door.broker.settle(door.take()[0], UpstreamFailed("down"))
+        assert isinstance(door.outcome(requests[0]), UpstreamFailed)
+        assert all(isinstance(door.outcome(request), QueueFull) for request in requests[1:])
+        assert door.counts() == {UpstreamFailed.code: 1, QueueFull.code: 2}
+
+    def test_if_the_first_has_left_nobody_has_the_failure(self) -> None:
+        door = SharedDoor()
+        requests = [door.ask() for _ in range(2)]
+        door.seats.cancel(requests[0])
+        door.broker.settle(door.take()[0], UpstreamFailed("down"))
+        door.answer(door.take())
+        assert door.outcome(requests[1]) == b'"x"'
+
+
+class TestFarAway:
+    def test_a_result_from_elsewhere(self) -> None:
+        far = FarAway()
+        door = SharedDoor(far=far)
+        door.ask()
+        far.answer()
+        door.answer(door.take())
+        other = SharedDoor(far=far)
+        first, second = other.ask(), other.ask()
+        assert len(far.asked) == 1
+        far.answer()
+        assert other.outcome(first) == other.outcome(second) == b'"x"'
+        assert cached(other, first)
+        assert other.admitted == 0
+        third = other.ask()
+        assert other.outcome(third) == b'"x"'
+        assert not far.asked
+        assert other.counts() == {"ok": 3}
+        assert other.seats.held == 0
+
+    def test_without_one_the_seat_is_queued_once(self) -> None:
+        far = FarAway()
+        door = SharedDoor(far=far)
+        requests = [door.ask(tier=2), door.ask(tier=0, owner="pays")]
+        assert door.admitted == 0
+        far.answer(is_broken=True)
+        batch = door.take()
+        assert [(request.tier, request.owner) for request in batch] == [(0, "pays")]
+        door.answer(batch)
+        assert [door.outcome(request) for request in requests] == [b'"x"'] * 2
+        assert door.counts() == {"ok": 2}
+        assert len(far.kept) == 1
+
+    @pytest.mark.parametrize("number", [1, 2])
+    def test_all_leave_before_the_answer(self, number: int) -> None:
+        far = FarAway()
+        door = SharedDoor(far=far)
+        requests = [door.ask() for _ in range(number)]
+        for request in requests:
+            door.seats.cancel(request)
+        far.answer()
+        assert door.admitted == 0
+        assert door.counts() == {"client-left": number}
+        assert (door.seats.held, door.seats.queued) == (0, 0)
+
+    @pytest.mark.parametrize("number", [1, 2])
+    def test_the_door_is_closed_meanwhile(self, number: int) -> None:
+        far = FarAway()
+        door = SharedDoor(far=far)
+        requests = [door.ask() for _ in range(number)]
+        door.refusal = QueueFull("full")
+        far.answer()
+        assert all(isinstance(door.outcome(request), QueueFull) for request in requests)
+        assert (door.seats.held, door.seats.queued) == (0, 0)
+
+    def test_the_deadline_passes_meanwhile(self) -> None:
+        far = FarAway()
+        door = SharedDoor(far=far)
+        request = door.ask(total_timeout_s=0.01)
+        door.pass_time(0.02)
+        far.answer()
+        assert isinstance(door.outcome(request), DeadlineExceeded)
+        assert door.admitted == 0
+
+    def test_a_seat_that_may_run_already_is_queued_twice_and_the_first_result_counts(self) -> None:
+        far = FarAway()
+        door = SharedDoor(far=far)
+        low = door.ask(tier=2)
+        far.answer()
+        high = door.ask(tier=0)
+        first, second = door.take()
+        assert (first.tier, second.tier) == (0, 2)
+        door.answer([second])
+        assert door.outcome(low) == door.outcome(high) == b'"x"'
+        assert first.phase == DONE
+        assert door.counts() == {"ok": 2}
+        assert (door.seats.held, door.seats.queued, door.broker.held) == (0, 0, 0)
+
+    def test_the_seat_expires_with_its_first_and_the_others_get_another(self) -> None:
+        far = FarAway()
+        door = SharedDoor(far=far)
+        hasty = door.ask(total_timeout_s=0.5, queue_timeout_s=0.5)
+        far.answer()
+        door.pass_time(0.4)
+        patient = door.ask()
+        door.pass_time(0.11)
+        assert isinstance(door.outcome(hasty), DeadlineExceeded)
+        assert door.outcome(patient) is None
+        door.answer(door.take())
+        assert door.outcome(patient) == b'"x"'
+
+
+class Permit:
+    """Counts how often it was given back."""
+
+    def __init__(self) -> None:
+        self.given_back = 0
+
+    def give_back(self) -> None:
+        self.given_back += 1
+
+
+class TestWhatAMemberBrings:
+    def test_each_permit_is_given_back_once(self) -> None:
+        door = SharedDoor()
+        permits = [Permit() for _ in range(3)]
+        requests = [door.ask(tier=2 - number, permit=permits[number]) for number in range(3)]
+        door.broker.settle(door.take()[0], UpstreamFailed("down"))
+        door.answer(door.take())
+        assert [permit.given_back for permit in permits] == [1, 1, 1]
+        assert door.outcome(requests[2]) == b'"x"'
+
+    def test_a_deadline_of_ones_own_is_ones_own(self) -> None:
+        door = SharedDoor()
+        hasty, patient = door.ask(own_timeout_s=0.05), door.ask()
+        door.pass_time(0.06)
+        assert isinstance(door.outcome(hasty), DeadlineExceeded)
+        door.answer(door.take())
+        assert door.outcome(patient) == b'"x"'
