@@ -18,7 +18,7 @@
 """
 
 from collections.abc import Sequence
-from math import ceil, inf
+from math import ceil, inf, sqrt
 
 import msgspec
 
@@ -31,8 +31,10 @@ RECOUNT_S = 0.005
 GUARD_S = 0.5
 GUARD_SEEN_MIN = 4
 TRUST_FALLS, TRUST_GROWS, TRUST_MIN = 0.8, 0.05, 0.05
-# Weight of the newest tick in the rates.
-RATE_WEIGHT = 0.2
+# Weight of the newest tick in the rates; and in those that must see at once that more comes.
+RATE_WEIGHT, QUICK_WEIGHT = 0.2, 0.5
+# More may come than the mean: so many standard deviations are counted on top of it.
+SIGMAS = 3.0
 # The same for a wait that was seen.
 WAIT_WEIGHT = 0.1
 # Rule 7, where nothing else is set: seconds of capacity.
@@ -92,6 +94,7 @@ class Door:
         self._served_rates = [0.0] * count
         self._stood = [0] * count
         self._admitted_rates = [0.0] * count
+        self._quick_rates = [0.0] * count
         # Requests a second that come, also those that are refused.
         self.rates = [0.0] * count
         self.trust = [1.0] * count
@@ -185,6 +188,7 @@ class Door:
             came, served = admitted + self._refused[tier], max(0, admitted - (stands - self._stood[tier]))
             self.rates[tier] += RATE_WEIGHT * (came / seconds - self.rates[tier])
             self._admitted_rates[tier] += RATE_WEIGHT * (admitted / seconds - self._admitted_rates[tier])
+            self._quick_rates[tier] += QUICK_WEIGHT * (admitted / seconds - self._quick_rates[tier])
             self._served_rates[tier] += RATE_WEIGHT * (served / seconds - self._served_rates[tier])
             self._admitted[tier] = self._refused[tier] = 0
             self._stood[tier] = stands
@@ -264,9 +268,9 @@ class Door:
 
     def _overtaking(self, tier: int) -> float:
         """What comes later, within the longest wait of this tier, and is served before."""
-        return sum(
-            rate * seconds for rate, seconds in zip(self._admitted_rates, self._overtaking_s[tier], strict=False)
-        )
+        overtaking_s = self._overtaking_s[tier]
+        most = sum(max(self._admitted_rates[n], self._quick_rates[n]) * each for n, each in enumerate(overtaking_s))
+        return most + SIGMAS * sqrt(most)
 
 
 def too_long(wait_s: float) -> Shed:

@@ -4,6 +4,10 @@ One loop per model. It is woken by an arrival, a freed slot or its timer, and ru
 all else that happened in one turn of the event loop: its cost is per batch and not per request. It cannot raise: a
 failure is logged and the loop wakes again a moment later.
 
+Slots that took their batches together become free together, and nobody gets one in between: with 32 slots of 200 ms
+whoever comes first in the order waits up to 200 ms, not 6. So while more waits than the slots can take, batches leave a
+little apart, at SPREAD of the even pace: the slots fall into step once, and lose nothing after that.
+
 Bytes are bounded too: those of a batch, and those of all batches that run. While there is no room for one more batch,
 no slot counts as free; an outcome makes room, and rings.
 """
@@ -34,6 +38,8 @@ SIZE_WEIGHT, SIZE_DRIFT = 0.1, 0.02
 # So many batches must have ended before anything is said of the capacity.
 BATCHES_SEEN_MIN = 8
 TIMER_S_MIN = 0.001
+# How far apart batches leave while more waits than the slots can take, in parts of the even pace.
+SPREAD = 0.9
 # How long a batch waits for company that is being fetched.
 COMPANY_S = 0.01
 RETRY_AFTER_FAILURE_S = 0.01
@@ -89,6 +95,9 @@ class BatchLoop:
         # Whether company for those who wait here is being fetched from elsewhere, and when a slot last became free.
         self.company_comes: Callable[[], bool] = lambda: False
         self._freed_at = -inf
+        # While more waits than the slots can take: when the next batch may leave.
+        self._is_crowded = False
+        self._next_at = -inf
         # Whether requests of this model wait, here or elsewhere; and who wants to see one of each batch that leaves.
         self.is_waiting: Callable[[], bool] = lambda: any(True for _ in broker.lanes(model))
         self.sampled: Callable[[Request], None] | None = None
@@ -147,6 +156,8 @@ class BatchLoop:
         """Fill free slots, best lane first; returns when to look again."""
         if self.free_slots() <= 0:
             return inf  # a freed slot, or an outcome that makes room, will ring
+        if now < self._next_at and not self.draining:
+            return self._next_at
         wake = inf
         # Each lane is planned once, and again when its turn has come: the slots may have gone to others meanwhile.
         ready: list[tuple[float, int, LaneQueue]] = []
@@ -171,6 +182,8 @@ class BatchLoop:
                     continue
                 if not self._send(lane, plan, now):
                     return inf  # nobody overtakes it: an outcome will make room for it, and ring
+                if now < self._next_at and not self.draining:
+                    return self._next_at
                 if lane.waiting:
                     heappush(ready, (lane.place(), number, lane))
             elif isinstance(plan, WaitUntil):
@@ -190,13 +203,26 @@ class BatchLoop:
         self.batches[send.reason] = self.batches.get(send.reason, 0) + 1
         self.batch_sizes.observe(len(batch))
         self.policy.sent(largest if is_full else len(batch), largest)
-        if self._slots.free() <= 0 and self.is_waiting():
-            self.busy_size += SIZE_WEIGHT * (len(batch) - self.busy_size)
-        else:
-            self.busy_size += SIZE_DRIFT * (largest - self.busy_size)
+        self._look_around(len(batch), largest, now)
         if self.sampled is not None:
             self.sampled(batch[-1])
         return True
+
+    def _look_around(self, size: int, largest: int, now: float) -> None:
+        """After a batch of this size: what the slots can do, and whether the next one may leave at once."""
+        is_waiting = self.is_waiting()
+        if self._slots.free() <= 0 and is_waiting:
+            self.busy_size += SIZE_WEIGHT * (size - self.busy_size)
+            self._is_crowded = True
+        else:
+            self.busy_size += SIZE_DRIFT * (largest - self.busy_size)
+            self._is_crowded = self._is_crowded and is_waiting
+        if self._is_crowded and self.is_capacity_known():
+            pace_s = SPREAD * self.service_s / max(1, self._slots.total())
+            # From when it was due, not from when a late timer let it go: else the slots would stand idle.
+            self._next_at = max(self._next_at, now - pace_s) + pace_s
+        else:
+            self._next_at = -inf
 
     def capacity_rps(self, slots: int) -> float:
         """Requests a second that so many slots serve while all of them are busy."""
