@@ -17,9 +17,10 @@ taken then. If a gateway never tells (it died), the budget takes all of its leas
    the budget is told to take all of it.
 """
 
+from functools import lru_cache
 from math import ceil
 
-from carpool.admission.limits import ROUNDING_S, WINDOW_S, limit_lines, over_limit
+from carpool.admission.limits import LINES_KEPT, ROUNDING_S, WINDOW_S, limit_lines, over_limit
 from carpool.core.errors import RateLimited
 from carpool.core.ports import RateAsk, RateLimit, RateTold
 
@@ -37,6 +38,7 @@ def leased_max(per_minute: int) -> int:
     return per_minute * 15 // 1000
 
 
+@lru_cache(LINES_KEPT)
 def slack(per_minute: int) -> int:
     """How many places the shared bucket has beside the burst."""
     return per_minute * 40 // 1000 - leased_max(per_minute)
@@ -156,5 +158,8 @@ class Lease:
 
     def _missing_s(self, now: float, interval_s: float) -> float:
         """Seconds until the burst is whole again; what other gateways let in since is not known."""
-        ahead_s = max(0.0, self._ahead_s - (now - self._told_at)) + self._used_since * interval_s
-        return max(0.0, ahead_s - slack(self.limit.per_minute) * interval_s)
+        # For each request of a caller with a limit: no calls of `max`.
+        ahead_s = self._ahead_s - (now - self._told_at)
+        ahead_s = (ahead_s if ahead_s > 0.0 else 0.0) + self._used_since * interval_s
+        missing_s = ahead_s - slack(self.limit.per_minute) * interval_s
+        return missing_s if missing_s > 0.0 else 0.0

@@ -72,6 +72,7 @@ class Door:
     ) -> None:
         count = len(tiers)
         self._tiers = tiers
+        self._lowest = count - 1
         self._is_strict = is_strict
         self._standings = standings
         self._trickle = trickle
@@ -129,8 +130,10 @@ class Door:
             if refusal is not None:
                 return refusal
         self._admitted[tier] += 1
-        for behind in range(tier, len(rooms)):
-            rooms[behind] -= 1
+        rooms[tier] -= 1
+        if tier < self._lowest:
+            for behind in range(tier + 1, len(rooms)):
+                rooms[behind] -= 1
         return None
 
     def refusal_if_full(self, tier: int, owner: str, now: float) -> Shed | None:
@@ -221,12 +224,11 @@ class Door:
         if self._thresholds is not None:
             self.rooms[:] = self._rooms_by_threshold(self._thresholds)
             return
-        last = len(self._tiers) - 1
         for tier, rule in enumerate(self._tiers):
             served = max(self.capacity[tier] * self.trust[tier] * rule.wait_max_s, self._batch[tier])
             waiting = self._waiting(tier)
             allowed = served - self._overtaking(tier) - (self._ahead(tier) - waiting)
-            if tier == last:
+            if tier == self._lowest:
                 allowed = max(allowed, served * self._trickle)
             self._allowed[tier] = allowed
             self.rooms[tier] = allowed - waiting
