@@ -93,7 +93,7 @@ def test_admissions_between_two_counts_take_places() -> None:
 
 
 def test_what_overtakes_counts() -> None:
-    """While enterprise and paid have 600/s, a free request has 400/s left, and less when more of them come than usual."""
+    """While enterprise and paid have 600/s, a free request has 400/s left, or less when more of them come."""
     scene = Scene()
     for _ in range(60):
         for tier, count in ((ENTERPRISE, 10), (PAID, 50)):

@@ -156,34 +156,10 @@ class BatchLoop:
         """Fill free slots, best lane first; returns when to look again."""
         if self.free_slots() <= 0:
             return inf  # a freed slot, or an outcome that makes room, will ring
-        if self._is_too_soon(now):
+        if now < self._next_at and not self.draining:
             return self._next_at
-        ready, wake = self._ready_lanes(now)
-        while ready and self.free_slots() > 0:
-            _, number, lane = heappop(ready)
-            if not lane.waiting or (lane.is_apart and self._slots.free_apart() <= 0):
-                continue
-            plan = self.policy.plan(self._view(lane, now), now)
-            if isinstance(plan, Send):
-                if self._awaits_company(lane, now):
-                    wake = min(wake, self._freed_at + COMPANY_S)
-                    continue
-                if not self._send(lane, plan, now):
-                    return inf  # nobody overtakes it: an outcome will make room for it, and ring
-                if self._is_too_soon(now):
-                    return self._next_at
-                if lane.waiting:
-                    heappush(ready, (lane.place(), number, lane))
-            elif isinstance(plan, WaitUntil):
-                wake = min(wake, plan.at)
-        return wake if self.free_slots() > 0 else inf
-
-    def _ready_lanes(self, now: float) -> tuple[list[tuple[float, int, LaneQueue]], float]:
-        """The lanes with a batch to send, as a heap by their places; and when to look at the others again.
-
-        Each is planned here, and again when its turn has come: the slots may have gone to others meanwhile.
-        """
         wake = inf
+        # Each lane is planned once, and again when its turn has come: the slots may have gone to others meanwhile.
         ready: list[tuple[float, int, LaneQueue]] = []
         for number, lane in enumerate(self._broker.lanes(self.model)):
             if lane.is_apart and self._slots.free_apart() <= 0:
@@ -195,11 +171,24 @@ class BatchLoop:
             elif isinstance(plan, WaitUntil):
                 wake = min(wake, plan.at)
         heapify(ready)
-        return ready, wake
-
-    def _is_too_soon(self, now: float) -> bool:
-        """Whether the next batch is to leave a little later than the last one."""
-        return now < self._next_at and not self.draining
+        while ready and self.free_slots() > 0:
+            _, number, lane = heappop(ready)
+            if not lane.waiting or (lane.is_apart and self._slots.free_apart() <= 0):
+                continue
+            plan = self.policy.plan(self._view(lane, now), now)
+            if isinstance(plan, Send):
+                if self._awaits_company(lane, now):
+                    wake = min(wake, self._freed_at + COMPANY_S)
+                    continue
+                if not self._send(lane, plan, now):
+                    return inf  # nobody overtakes it: an outcome will make room for it, and ring
+                if now < self._next_at and not self.draining:
+                    return self._next_at
+                if lane.waiting:
+                    heappush(ready, (lane.place(), number, lane))
+            elif isinstance(plan, WaitUntil):
+                wake = min(wake, plan.at)
+        return wake if self.free_slots() > 0 else inf
 
     def _send(self, lane: LaneQueue, send: Send, now: float) -> bool:
         """Send a batch; false if too many bytes are under way for the one whose turn it is."""
