@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -700,5 +700,67 @@ class TestCapacity:
             stand.arrive(MAX_BATCH + 2)
             await asyncio.sleep(1)
             assert [request.id for request in seen] == ["3", "5"]
+
+        stand.run(main)
+
+
+async def keep_busy(stand: Stand, seconds: float) -> float:
+    """Let more wait than the slots can take; returns the share of their time that they worked."""
+    began, busy_s = stand.clock(), stand.pool.busy_seconds()
+    while (took_s := stand.clock() - began) < seconds:
+        stand.arrive(max(0, 400 - stand.broker.depth), queue_timeout_s=1000.0, total_timeout_s=1000.0)
+        await asyncio.sleep(0.001)
+    return (stand.pool.busy_seconds() - busy_s) / (took_s * stand.pool.total())
+
+
+class TestBatchesLeaveApart:
+    def test_slots_that_work_in_step_fall_out_of_it(self) -> None:
+        slots = 16
+        stand = Stand(slots=slots)
+
+        async def main() -> None:
+            await keep_busy(stand, 3.0)
+            late = [at for at in stand.sent.at if at > 2.0]
+            gaps = [after - before for before, after in pairwise(late)]
+            assert max(gaps) < 4 * SERVICE_S / slots
+            await asyncio.sleep(20.0)
+
+        stand.run(main)
+
+    @pytest.mark.parametrize(
+        ("slots", "service_s"),
+        [
+            (1, (0.01,) * 9 + (0.1,)),
+            (2, (0.01,) * 9 + (0.1,)),
+            (4, (0.02, 0.2, 0.02, 0.05, 0.02, 0.1)),
+            (16, (0.02, 0.2, 0.02, 0.05, 0.02, 0.1)),
+            (32, (0.005,)),
+            (8, (0.002,)),
+            (16, (0.2,)),
+        ],
+    )
+    def test_that_costs_slots_little_of_their_time(self, slots: int, service_s: tuple[float, ...]) -> None:
+        gpu = FakeUpstream(slots=slots)
+        for number in range(20_000):
+            gpu.then(echo, delay_s=service_s[number % len(service_s)])
+        stand = Stand(slots=slots, gpu=gpu, max_batch=1)
+
+        async def main() -> None:
+            await keep_busy(stand, 0.2)
+            assert await keep_busy(stand, 1.5) > 0.95
+            await asyncio.sleep(20.0)
+
+        stand.run(main)
+
+    def test_it_recovers_at_once_from_batches_that_seemed_to_take_long(self) -> None:
+        """The first batches of a cold model, or of a process that was stopped."""
+        slots = 16
+        gpu = FakeUpstream(slots=slots).then(echo, delay_s=2.5, times=2 * slots).then(echo, delay_s=0.1, times=10**4)
+        stand = Stand(slots=slots, gpu=gpu, max_batch=1)
+
+        async def main() -> None:
+            await keep_busy(stand, 5.05)
+            assert await keep_busy(stand, 2.0) > 0.8
+            await asyncio.sleep(20.0)
 
         stand.run(main)

@@ -6,7 +6,8 @@ failure is logged and the loop wakes again a moment later.
 
 Slots that took their batches together become free together, and nobody gets one in between: with 32 slots of 200 ms
 whoever comes first in the order waits up to 200 ms, not 6. So while more waits than the slots can take, batches leave a
-little apart, at SPREAD of the even pace: the slots fall into step once, and lose nothing after that.
+little apart, at SPREAD of the even pace: the slots fall into step once, and lose nothing after that. Where they do not,
+because calls take now long, now short, that would cost slots their time again and again: so there is a purse for it.
 
 Bytes are bounded too: those of a batch, and those of all batches that run. While there is no room for one more batch,
 no slot counts as free; an outcome makes room, and rings.
@@ -40,6 +41,9 @@ BATCHES_SEEN_MIN = 8
 TIMER_S_MIN = 0.001
 # How far apart batches leave while more waits than the slots can take, in parts of the even pace.
 SPREAD = 0.9
+# What slots may stand idle for that: this share of the time they work. As much may be saved up as it takes all of them
+# to fall into step, if their calls do not take longer than this.
+SPREAD_SHARE, SPREAD_SERVICE_S_MAX = 0.02, 0.5
 # How long a batch waits for company that is being fetched.
 COMPANY_S = 0.01
 RETRY_AFTER_FAILURE_S = 0.01
@@ -98,6 +102,9 @@ class BatchLoop:
         # While more waits than the slots can take: when the next batch may leave.
         self._is_crowded = False
         self._next_at = -inf
+        # Slot-seconds that may still be spent on that; slots that stand idle for it, and since when.
+        self._purse_s = inf
+        self._idle_slots, self._idle_since = 0, 0.0
         # Whether requests of this model wait, here or elsewhere; and who wants to see one of each batch that leaves.
         self.is_waiting: Callable[[], bool] = lambda: any(True for _ in broker.lanes(model))
         self.sampled: Callable[[Request], None] | None = None
@@ -154,23 +161,14 @@ class BatchLoop:
 
     def _send_what_is_ready(self, now: float) -> float:
         """Fill free slots, best lane first; returns when to look again."""
+        self._purse_s -= self._idle_slots * (now - self._idle_since)
+        self._idle_slots = 0
         if self.free_slots() <= 0:
             return inf  # a freed slot, or an outcome that makes room, will ring
-        if now < self._next_at and not self.draining:
+        if self._leaves_later(now):
             return self._next_at
-        wake = inf
         # Each lane is planned once, and again when its turn has come: the slots may have gone to others meanwhile.
-        ready: list[tuple[float, int, LaneQueue]] = []
-        for number, lane in enumerate(self._broker.lanes(self.model)):
-            if lane.is_apart and self._slots.free_apart() <= 0:
-                continue  # whoever keeps the slots' time rings when there is some for them
-            plan = self.policy.plan(self._view(lane, now), now)
-            if isinstance(plan, Send):
-                is_due = lane.is_apart and self._slots.is_apart_due()
-                ready.append((-inf if is_due else lane.place(), number, lane))
-            elif isinstance(plan, WaitUntil):
-                wake = min(wake, plan.at)
-        heapify(ready)
+        ready, wake = self._ready(now)
         while ready and self.free_slots() > 0:
             _, number, lane = heappop(ready)
             if not lane.waiting or (lane.is_apart and self._slots.free_apart() <= 0):
@@ -182,13 +180,29 @@ class BatchLoop:
                     continue
                 if not self._send(lane, plan, now):
                     return inf  # nobody overtakes it: an outcome will make room for it, and ring
-                if now < self._next_at and not self.draining:
+                if self._leaves_later(now):
                     return self._next_at
                 if lane.waiting:
                     heappush(ready, (lane.place(), number, lane))
             elif isinstance(plan, WaitUntil):
                 wake = min(wake, plan.at)
         return wake if self.free_slots() > 0 else inf
+
+    def _ready(self, now: float) -> tuple[list[tuple[float, int, LaneQueue]], float]:
+        """The lanes that may send now, as a heap, the best first; and when another one may."""
+        wake = inf
+        ready: list[tuple[float, int, LaneQueue]] = []
+        for number, lane in enumerate(self._broker.lanes(self.model)):
+            if lane.is_apart and self._slots.free_apart() <= 0:
+                continue  # whoever keeps the slots' time rings when there is some for them
+            plan = self.policy.plan(self._view(lane, now), now)
+            if isinstance(plan, Send):
+                is_due = lane.is_apart and self._slots.is_apart_due()
+                ready.append((-inf if is_due else lane.place(), number, lane))
+            elif isinstance(plan, WaitUntil):
+                wake = min(wake, plan.at)
+        heapify(ready)
+        return ready, wake
 
     def _send(self, lane: LaneQueue, send: Send, now: float) -> bool:
         """Send a batch; false if too many bytes are under way for the one whose turn it is."""
@@ -217,12 +231,22 @@ class BatchLoop:
         else:
             self.busy_size += SIZE_DRIFT * (largest - self.busy_size)
             self._is_crowded = self._is_crowded and is_waiting
-        if self._is_crowded and self.is_capacity_known():
-            pace_s = SPREAD * self.service_s / max(1, self._slots.total())
+        slots = self._slots.total()
+        if slots > 1 and self.is_capacity_known():
+            all_in_step_s = slots * min(self.service_s, SPREAD_SERVICE_S_MAX) / 2
+            self._purse_s = min(self._purse_s + SPREAD_SHARE * self.service_s, all_in_step_s)
+            pace_s = SPREAD * self.service_s / slots
             # From when it was due, not from when a late timer let it go: else the slots would stand idle.
-            self._next_at = max(self._next_at, now - pace_s) + pace_s
+            self._next_at = max(self._next_at, now - max(pace_s, TIMER_S_MIN)) + pace_s if self._is_crowded else -inf
         else:
             self._next_at = -inf
+
+    def _leaves_later(self, now: float) -> bool:
+        """Whether the next batch is kept back for a moment, so that slots do not work in step."""
+        if now >= self._next_at or self.draining or self._purse_s <= 0.0:
+            return False
+        self._idle_slots, self._idle_since = self.free_slots(), now
+        return self._idle_slots > 0
 
     def capacity_rps(self, slots: int) -> float:
         """Requests a second that so many slots serve while all of them are busy."""
