@@ -764,3 +764,17 @@ class TestBatchesLeaveApart:
             await asyncio.sleep(20.0)
 
         stand.run(main)
+
+    def test_no_slot_stands_idle_for_it_longer_than_max_wait(self) -> None:
+        stand = Stand(slots=2)
+
+        async def main() -> None:
+            await keep_busy(stand, 4.0)
+            busy_until = [0.0, 0.0]
+            for at in stand.sent.at:
+                slot = busy_until.index(min(busy_until))
+                assert at - busy_until[slot] <= MAX_WAIT_S + 0.0011
+                busy_until[slot] = at + SERVICE_S
+            await asyncio.sleep(20.0)
+
+        stand.run(main)

@@ -8,6 +8,7 @@ Slots that took their batches together become free together, and nobody gets one
 whoever comes first in the order waits up to 200 ms, not 6. So while more waits than the slots can take, batches leave a
 little apart, at SPREAD of the even pace: the slots fall into step once, and lose nothing after that. Where they do not,
 because calls take now long, now short, that would cost slots their time again and again: so there is a purse for it.
+And no slot stands idle for it longer than `max_wait_s` at a time.
 
 Bytes are bounded too: those of a batch, and those of all batches that run. While there is no room for one more batch,
 no slot counts as free; an outcome makes room, and rings.
@@ -105,6 +106,8 @@ class BatchLoop:
         # Slot-seconds that may still be spent on that; slots that stand idle for it, and since when.
         self._purse_s = inf
         self._idle_slots, self._idle_since = 0, 0.0
+        # Since when a slot is free; infinity while none is.
+        self._free_since = inf
         # Whether requests of this model wait, here or elsewhere; and who wants to see one of each batch that leaves.
         self.is_waiting: Callable[[], bool] = lambda: any(True for _ in broker.lanes(model))
         self.sampled: Callable[[Request], None] | None = None
@@ -121,6 +124,7 @@ class BatchLoop:
 
     def _slot_freed(self) -> None:
         self._freed_at = self._clock()
+        self._free_since = min(self._free_since, self._freed_at)
         self.ring()
 
     def ring(self) -> None:
@@ -166,7 +170,7 @@ class BatchLoop:
         if self.free_slots() <= 0:
             return inf  # a freed slot, or an outcome that makes room, will ring
         if self._leaves_later(now):
-            return self._next_at
+            return self._next_time()
         # Each lane is planned once, and again when its turn has come: the slots may have gone to others meanwhile.
         ready, wake = self._ready(now)
         while ready and self.free_slots() > 0:
@@ -181,7 +185,7 @@ class BatchLoop:
                 if not self._send(lane, plan, now):
                     return inf  # nobody overtakes it: an outcome will make room for it, and ring
                 if self._leaves_later(now):
-                    return self._next_at
+                    return self._next_time()
                 if lane.waiting:
                     heappush(ready, (lane.place(), number, lane))
             elif isinstance(plan, WaitUntil):
@@ -224,8 +228,10 @@ class BatchLoop:
 
     def _look_around(self, size: int, largest: int, now: float) -> None:
         """After a batch of this size: what the slots can do, and whether the next one may leave at once."""
-        is_waiting = self.is_waiting()
-        if self._slots.free() <= 0 and is_waiting:
+        is_waiting, is_full = self.is_waiting(), self._slots.free() <= 0
+        if is_full:
+            self._free_since = inf
+        if is_full and is_waiting:
             self.busy_size += SIZE_WEIGHT * (size - self.busy_size)
             self._is_crowded = True
         else:
@@ -243,10 +249,14 @@ class BatchLoop:
 
     def _leaves_later(self, now: float) -> bool:
         """Whether the next batch is kept back for a moment, so that slots do not work in step."""
-        if now >= self._next_at or self.draining or self._purse_s <= 0.0:
+        if now >= self._next_time() or self.draining or self._purse_s <= 0.0:
             return False
         self._idle_slots, self._idle_since = self.free_slots(), now
         return self._idle_slots > 0
+
+    def _next_time(self) -> float:
+        """When the next batch may leave."""
+        return min(self._next_at, self._free_since + self.max_wait_s)
 
     def capacity_rps(self, slots: int) -> float:
         """Requests a second that so many slots serve while all of them are busy."""
