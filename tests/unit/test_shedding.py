@@ -2,12 +2,29 @@
 
 from math import inf, sqrt
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
 
+from carpool.admission.gate import Gate
 from carpool.admission.shedding import GUARD_S, RECOUNT_S, Door, Thresholds, TierRule, pressure
+from carpool.composition.shedding import learn_share
 from carpool.core.errors import Shed
+from carpool.testing import Witness, make_request
+
+
+class Up:
+    """Endpoints that work."""
+
+    is_down = is_shut_to_some = False
+
+    def is_shut_to(self, owner: str) -> bool:
+        return False
+
+    def retry_after_s(self) -> int:
+        return 1
+
 
 TIERS = [TierRule(0.05, 1.0), TierRule(0.15, 0.5), TierRule(0.5, 0.25)]
 ENTERPRISE, PAID, FREE = range(3)
@@ -162,10 +179,57 @@ def test_less_capacity_closes_the_door_and_more_opens_it() -> None:
 def test_a_deadline_of_its_own() -> None:
     scene = Scene()
     scene.stands[ENTERPRISE].set(somebody=100)
-    assert scene.door.refusal_if_late(ENTERPRISE, 0.2) is None
-    refusal = scene.door.refusal_if_late(ENTERPRISE, 0.05)
+    assert scene.door.refusal_if_late(ENTERPRISE, "somebody", 0.2) is None
+    refusal = scene.door.refusal_if_late(ENTERPRISE, "somebody", 0.05)
     assert refusal is not None
     assert refusal.predicted_wait_ms == 100
+    assert scene.door.shed[ENTERPRISE] == 1
+
+
+def test_what_one_owner_has_waiting_makes_no_other_late() -> None:
+    scene = Scene()
+    scene.stands[FREE].set(flood=200)
+    assert scene.door.refusal_if_late(FREE, "flood", 0.1) is not None
+    assert scene.door.refusal_if_late(FREE, "little", 0.01) is None
+
+
+def test_nobody_overtakes_one_that_does_not_wait() -> None:
+    """Six tenths of the capacity are used, and nothing waits: the hasty of the lowest tier are in time."""
+    scene = Scene()
+    for _ in range(60):
+        for _ in range(60):
+            scene.ask(ENTERPRISE)
+        scene.door.tick(0.1, scene.now)
+    assert scene.door.refusal_if_late(FREE, "hasty", 0.02) is None
+    scene.stands[ENTERPRISE].set(somebody=6)
+    assert scene.door.refusal_if_late(FREE, "hasty", 0.02) is None
+    scene.stands[ENTERPRISE].set(somebody=10)
+    assert scene.door.refusal_if_late(FREE, "hasty", 0.02) is not None
+
+
+def test_who_would_be_late_takes_no_place_from_others() -> None:
+    """An owner of a high tier sends what cannot be served in time: that is not what lower tiers stand behind."""
+    scene = Scene()
+    scene.stands[ENTERPRISE].set(somebody=20)
+    nothing: Any = None
+    gate = Gate(nothing, nothing, {"m": Up()}, lowest_tier=2, doors={"m": scene.door})
+    for tick in range(50):
+        scene.now += 0.1
+        for number in range(100):
+            late = make_request(f"{tick} {number}", Witness(), now=scene.now, own_timeout_s=0.001)
+            assert isinstance(gate.admit(late), Shed)
+        scene.door.tick(0.1, scene.now)
+    assert scene.door.shed[ENTERPRISE] == 5000
+    assert scene.door.predicted_wait_s(FREE) == pytest.approx(0.02)
+
+
+def test_a_gateway_to_which_nothing_came_so_far_lets_the_first_in() -> None:
+    """The others have more than all of the capacity, at any tier."""
+    scene = Scene()
+    learn_share(scene.door, 1000.0, 8.0, [0.0, 0.0, 5000.0], scene.stands, 0.2)
+    assert [scene.ask(tier) is None for tier in range(3)] == [True, True, True]
+    learn_share(scene.door, 1000.0, 8.0, [2000.0, 0.0, 5000.0], scene.stands, 0.2)
+    assert [scene.ask(tier) is None for tier in range(3)] == [True, True, True]
 
 
 def test_the_guard_trusts_less_while_even_the_shortest_wait_is_too_long() -> None:

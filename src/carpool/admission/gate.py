@@ -99,17 +99,16 @@ class Gate:
         door = self._doors.get(request.model)
         if door is None:
             return self._broker.submit(request)
-        now = request.arrived
-        refusal = door.refusal(request.tier, request.owner, now)
-        if refusal is None and request.own_timeout_s:
-            refusal = door.refusal_if_late(request.tier, request.deadline - now)
-        return refusal or self._broker.submit(request)
+        now, refusal = request.arrived, None
+        if request.own_timeout_s:
+            refusal = door.refusal_if_late(request.tier, request.owner, request.deadline - now)
+        return refusal or door.refusal(request.tier, request.owner, now) or self._broker.submit(request)
 
     def admit_task(self, request: Request, accepted: Callable[[CarpoolError | None], None]) -> None:
         """Let a task in: `accepted(None)` once it is safe, or `accepted(error)`."""
         refusal: CarpoolError | None = leaving() if self.closed else None
         if refusal is None and request.own_timeout_s and (door := self._doors.get(request.model)) is not None:
-            refusal = door.refusal_if_late(request.tier, request.deadline - request.arrived)
+            refusal = door.refusal_if_late(request.tier, request.owner, request.deadline - request.arrived)
         if refusal is not None:
             accepted(refusal)
         else:

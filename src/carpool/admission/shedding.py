@@ -142,11 +142,8 @@ class Door:
             self._recount(now)
         if self.rooms[tier] > 0 or not self._is_known:
             return None
-        if self._thresholds is None:
-            standing = self._standings[tier]
-            own = standing.of(owner)
-            if (own + 1) * (standing.owners + (own == 0)) < self._allowed[tier]:
-                return None
+        if self._thresholds is None and self._turns(tier, owner) < self._allowed[tier]:
+            return None
         self._refused[tier] += 1
         self.shed[tier] += 1
         refusal = self._refusals[tier]
@@ -154,12 +151,23 @@ class Door:
             refusal = self._refusals[tier] = too_long(self.predicted_wait_s(tier))
         return refusal
 
-    def refusal_if_late(self, tier: int, seconds: float) -> Shed | None:
-        """Why a request that has so many seconds until its deadline is not let in; it would not be served by then."""
+    def refusal_if_late(self, tier: int, owner: str, seconds: float) -> Shed | None:
+        """Why a request that has so many seconds until its deadline is not let in; it would not be served by then.
+
+        To be asked before it is let in: it takes no place.
+        """
         if self._thresholds is not None or not self._is_known:
             return None
-        wait_s = self.predicted_wait_s(tier)
-        return too_long(wait_s) if wait_s > seconds else None
+        capacity, waiting = self.capacity[tier] * self.trust[tier], self._waiting(tier)
+        ahead = self._ahead(tier) - waiting + min(waiting, self._turns(tier, owner))
+        if not ahead:
+            return None  # nobody overtakes one that does not wait
+        wait_s = (ahead + self._overtakers(tier, seconds)) / capacity if capacity > 0.0 else inf
+        if wait_s <= seconds:
+            return None
+        self._refused[tier] += 1
+        self.shed[tier] += 1
+        return too_long(wait_s)
 
     def predicted_wait_s(self, tier: int) -> float:
         """How long a request of this tier would wait for a slot, by all that waits now."""
@@ -268,11 +276,23 @@ class Door:
                     ahead += self._waiting(lower) * (1.0 - head_start_s / wait_s)
         return ahead
 
+    def _turns(self, tier: int, owner: str) -> int:
+        """Rule 3: what is served of a tier until it is the turn of one more request of this owner."""
+        standing = self._standings[tier]
+        own = standing.of(owner)
+        return (own + 1) * (standing.owners + (own == 0))
+
     def _overtaking(self, tier: int) -> float:
         """What comes later, within the longest wait of this tier, and is served before."""
-        overtaking_s = self._overtaking_s[tier]
-        most = sum(max(self._admitted_rates[n], self._quick_rates[n]) * each for n, each in enumerate(overtaking_s))
+        most = self._overtakers(tier, inf)
         return most + SIGMAS * sqrt(most)
+
+    def _overtakers(self, tier: int, seconds: float) -> float:
+        """The mean of that, for one that waits so long."""
+        return sum(
+            max(self._admitted_rates[n], self._quick_rates[n]) * min(each, seconds)
+            for n, each in enumerate(self._overtaking_s[tier])
+        )
 
 
 def too_long(wait_s: float) -> Shed:

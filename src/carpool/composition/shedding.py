@@ -14,6 +14,8 @@ from carpool.settings import Settings
 FindStanding = Callable[[str, int], Standing]
 # How often a door learns what can be served.
 DOOR_TICK_S = 0.1
+# What a gateway is taken to want at least.
+SOME_RPS = 1.0
 
 
 def make_doors(settings: Settings, models: Iterable[str], standing: FindStanding) -> dict[str, Door]:
@@ -76,7 +78,8 @@ def learn_share(
     """
     shares: list[float] = []
     for own, elsewhere in zip(accumulate(door.rates), accumulate(others), strict=True):
-        share = own / (own + elsewhere) if own else 0.0
+        # Whoever had nothing so far may be about to.
+        share = max(own, SOME_RPS) / (max(own, SOME_RPS) + elsewhere)
         shares.append(max(capacity * share, capacity - elsewhere))
     door.learn(shares, [batch * share / capacity for share in shares], standings, batch_s)
 
