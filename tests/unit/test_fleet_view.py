@@ -254,9 +254,19 @@ def test_what_can_be_served_and_what_is_wanted() -> None:
             b"new": batcher(m=model(capacity_rps=0.0, batch_s=1.0)),
         },
     )
-    assert seen.capacity_rps("m") == 400.0
+    assert seen.capacity_rps("m") == 600.0  # the new one is like the others
     assert seen.batch_s("m") == pytest.approx(0.15)
     assert seen.wanted("m", 3) == [5.0, 7.0, 36.0]
     assert seen.wanted("m", 3, without="a") == [4.0, 5.0, 6.0]
     assert seen.wanted("other", 3) == [0.0, 0.0, 0.0]
     assert (seen.capacity_rps("other"), seen.batch_s("other")) == (0.0, 0.0)
+
+
+def test_a_batcher_of_an_older_version_is_taken_to_be_like_the_others() -> None:
+    """It tells what full batches would be, and not how long one takes: with that, all that runs would seem to wait."""
+    old = batcher(m=model(capacity_rps=9000.0))
+    seen = view({}, {b"a": old, b"b": old, b"c": batcher(m=model(capacity_rps=300.0, batch_s=0.2))})
+    assert seen.capacity_rps("m") == pytest.approx(900.0)
+    assert seen.batch_s("m") == pytest.approx(0.2)
+    none_knows = view({}, {b"a": old, b"b": old})
+    assert (none_knows.capacity_rps("m"), none_knows.batch_s("m")) == (0.0, 0.0)

@@ -145,13 +145,19 @@ class FleetView(msgspec.Struct, frozen=True):
         return sum(beat.healthy_slots for _, beat in self._serving(model))
 
     def capacity_rps(self, model: str) -> float:
-        """Requests a second that all live batchers together can serve; 0 while none of them knows."""
-        return sum(beat.capacity_rps for _, beat in self._serving(model))
+        """Requests a second that all live batchers together can serve; 0 while none of them knows.
+
+        Those who do not know yet, or are too old to tell, are taken to be like the others, slot by slot.
+        """
+        known = self._measured(model)
+        slots = sum(beat.healthy_slots for beat in known)
+        return sum(beat.capacity_rps for beat in known) * self.healthy_slots(model) / max(1, slots)
 
     def batch_s(self, model: str) -> float:
         """How long a batch takes, on average over what can be served."""
-        weighed = sum(beat.capacity_rps * beat.batch_s for _, beat in self._serving(model))
-        return weighed / max(self.capacity_rps(model), 1e-9)
+        known = self._measured(model)
+        weighed = sum(beat.capacity_rps * beat.batch_s for beat in known)
+        return weighed / max(sum(beat.capacity_rps for beat in known), 1e-9)
 
     def wanted(self, model: str, tiers: int, without: str = "") -> list[float]:
         """Requests a second that come to the live gateways, by tier; `without` one of them."""
@@ -178,6 +184,10 @@ class FleetView(msgspec.Struct, frozen=True):
                 for member in self.batchers
             ],
         )
+
+    def _measured(self, model: str) -> list[ModelBeat]:
+        """Of the batchers that tell what they can serve."""
+        return [beat for _, beat in self._serving(model) if beat.capacity_rps > 0.0 and beat.batch_s > 0.0]
 
     def _serving(self, model: str) -> Iterator[tuple[Member, ModelBeat]]:
         for member in self.live_batchers():
