@@ -43,6 +43,7 @@ async def test_s8_credentials_stay_where_they_are(tmp_path: Path) -> None:
     settings = {
         "auth.mode": "both",
         "auth.jwt_file": secret,
+        "auth.jwt_algorithms": "HS256",
         "service.token": "canary-service-new,canary-service-old",
         "limits.per_minute": 0,
     }

@@ -194,11 +194,15 @@ class TestTokens:
             assert [await status(gateway.port, each) for each in tokens] == [200, 401]
             file.write_bytes(b'{"keys": [')
             await until(lambda: len(gateway.log_messages("error")) == 1)
-            assert [await status(gateway.port, each) for each in tokens] == [200, 401]
+            page = b"<html>502 Bad Gateway: try again in a moment</html>"
+            file.write_bytes(page)
+            await until(lambda: len(gateway.log_messages("error")) == 2)
+            tokens.append(bearer(token_of(page)))  # signed with what everybody may read
+            assert [await status(gateway.port, each) for each in tokens] == [200, 401, 401]
             file.write_bytes(new.key_set(new.ec))
             await comes_in(gateway.port, tokens[1])
             assert await status(gateway.port, tokens[0]) == 401  # though it was known
-            assert len(gateway.log_messages("error")) == 1
+            assert len(gateway.log_messages("error")) == 2
 
     async def test_s6_every_attack_gets_the_same_401_and_nothing_is_fetched(self, tmp_path: Path) -> None:
         signers, own = Signers(), Signers()

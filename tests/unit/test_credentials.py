@@ -104,7 +104,7 @@ class TestKeys:
     )
     def test_everything_else_is_refused_in_the_same_words(self, headers: dict[bytes, bytes]) -> None:
         asked = credentials(key_of())
-        asked.change_token_keys(TokenKeys(SECRET, TokenRules()))
+        asked.change_token_keys(TokenKeys(SECRET, TokenRules(["HS256"])))
         asked.identify(bearer(KEY))  # that it is known helps nobody
         asked.identify(bearer(token()))
         assert refused(asked, headers) == refused(asked, {})
@@ -179,7 +179,7 @@ class TestKeys:
 class TestTokens:
     def asked(self, wall: Wall | None = None, **rules: Any) -> Credentials:
         asked = credentials(key_of(), takes_keys=False, wall=wall)
-        asked.change_token_keys(TokenKeys(SECRET, TokenRules(**rules)))
+        asked.change_token_keys(TokenKeys(SECRET, TokenRules(["HS256"], **rules)))
         return asked
 
     def test_a_token_and_its_tier(self) -> None:
@@ -200,7 +200,7 @@ class TestTokens:
     def test_other_keys_make_all_tokens_unknown(self) -> None:
         asked, headers = self.asked(), bearer(token())
         asked.identify(headers)
-        asked.change_token_keys(TokenKeys(b"another secret, of more than 32 bytes", TokenRules()))
+        asked.change_token_keys(TokenKeys(b"another secret, of more than 32 bytes", TokenRules(["HS256"])))
         refused(asked, headers)
 
     def test_so_many_are_known_at_most(self) -> None:

@@ -314,7 +314,7 @@ class TestCredentials:
                 "auth.jwt_file (carpool.toml) must be a file with keys: No such",
             ),
             ("[auth]\nmode = 'jwt'\njwt_file = 'carpool.toml'\njwt_algorithms = ['none']", "not 'none'"),
-            ("[auth]\nmode = 'jwt'\njwt_file = 'carpool.toml'\njwt_algorithms = ['ES256']", "no key for ES256"),
+            ("[auth]\nmode = 'jwt'\njwt_file = 'carpool.toml'\njwt_algorithms = ['ES256']", "neither a JSON"),
             ("[auth]\nmode = 'open'", '"off", "keys", "jwt" or "both"'),
         ],
     )
@@ -323,10 +323,11 @@ class TestCredentials:
         assert part in told and "canary" not in told
 
     def test_a_file_with_keys(self) -> None:
-        Path("secret").write_text("x" * 32 + "\n")
-        assert load(toml="[auth]\nmode = 'jwt'\njwt_file = 'secret'").auth.jwt_file == "secret"
+        toml = "[auth]\nmode = 'jwt'\njwt_file = 'secret'\njwt_algorithms = ['HS256']"
+        Path("secret").write_text("xyz" * 11 + "\n")
+        assert load(toml=toml).auth.jwt_file == "secret"
         Path("secret").write_text("canary")
-        told = refusal(toml="[auth]\nmode = 'jwt'\njwt_file = 'secret'")
+        told = refusal(toml=toml)
         assert "at least 32 bytes" in told and "canary" not in told
 
     def test_what_clients_send_is_no_setting(self) -> None:

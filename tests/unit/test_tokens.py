@@ -15,9 +15,10 @@ from support.tokens import ALGORITHMS, SECRET, Signers, encode, token_of
 
 NOW = 1_800_000_000.0
 RULES = TokenRules()
+SECRET_RULES = TokenRules(["HS256"])
 SIGNERS = Signers()
 SET = TokenKeys(SIGNERS.key_set(), RULES)
-HS = TokenKeys(SECRET, RULES)
+HS = TokenKeys(SECRET, SECRET_RULES)
 
 
 def claims(**others: Any) -> dict[str, Any]:
@@ -55,7 +56,7 @@ class TestKeys:
         assert owner(keys, token_of(Signers().ec, claims())) is None
 
     def test_a_secret_of_one_line(self) -> None:
-        assert owner(TokenKeys(SECRET + b"\n", RULES), token_of(SECRET, claims())) == "jwt:ann"
+        assert owner(TokenKeys(SECRET + b"\n", SECRET_RULES), token_of(SECRET, claims())) == "jwt:ann"
 
     def test_a_set_of_one_needs_no_kid_but_another_kid_is_not_it(self) -> None:
         keys = TokenKeys(SIGNERS.key_set(SIGNERS.ec), RULES)
@@ -82,13 +83,37 @@ class TestKeys:
         assert owner(keys, token_of(SIGNERS.rsa, claims(), {"kid": "rsa-1"})) == "jwt:ann"
         assert owner(keys, token_of(SIGNERS.ec, claims(), {"kid": "ec-1"})) is None
         with pytest.raises(ValueError, match="no key for ES256"):
-            TokenKeys(SECRET, TokenRules(["ES256"]))
+            TokenKeys(SIGNERS.key_set(SIGNERS.rsa), TokenRules(["ES256"]))
+
+    def test_also_than_those_that_keys_name(self) -> None:
+        secret = {**OctKey.import_key(SECRET).as_dict(), "alg": "HS256", "kid": "hs"}
+        both = json.dumps({"keys": [SIGNERS.rsa.as_dict(private=False), secret]}).encode()
+        token = token_of(SECRET, claims(), {"kid": "hs"})
+        assert owner(TokenKeys(both, RULES), token) == "jwt:ann"
+        assert owner(TokenKeys(both, TokenRules(["RS256"])), token) is None
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            b"<html><body>502 Bad Gateway: try again later</body></html>",
+            b"\xef\xbb\xbf" + SIGNERS.key_set(),
+            b"[" + SIGNERS.key_set() + b"]",
+            b"".join(public_pem(SIGNERS.rsa).splitlines()[1:-1]),
+            SIGNERS.key_set()[1:],
+        ],
+        ids=["an error page", "a mark before it", "an array", "a PEM without its frame", "cut off"],
+    )
+    @pytest.mark.parametrize("algorithms", [[], ["RS256"], ["RS256", "HS256"]])
+    def test_no_file_is_a_secret_unless_that_is_asked_for(self, content: bytes, algorithms: list[str]) -> None:
+        """Anybody may read an error page, or a public key: whoever signs with it is nobody."""
+        with pytest.raises(ValueError, match="neither a JSON Web Key Set nor a PEM"):
+            TokenKeys(content, TokenRules(algorithms))
 
     @pytest.mark.parametrize(
         ("content", "says"),
         [
-            (b"", "at least 32 bytes"),
-            (b"short-and-secret", "at least 32 bytes"),
+            (b"", "neither"),
+            (b"short-and-secret", "neither"),
             (b"{", "not a JSON Web Key Set"),
             (b'{"keys": 7}', "not a JSON Web Key Set"),
             (b'{"keys": []}', "no key for"),
@@ -110,6 +135,15 @@ class TestKeys:
         with pytest.raises(ValueError, match=says) as fault:
             TokenKeys(content, RULES)
         assert "canary" not in str(fault.value) and "short-and-secret" not in str(fault.value)
+
+    @pytest.mark.parametrize(
+        ("secret", "says"),
+        [(b"", "at least 32"), (b"short-and-secret\n", "at least 32"), (bytes(64), "again and again")],
+    )
+    def test_secrets_that_are_none(self, secret: bytes, says: str) -> None:
+        with pytest.raises(ValueError, match=says) as fault:
+            TokenKeys(secret, SECRET_RULES)
+        assert "short-and-secret" not in str(fault.value)
 
 
 class TestAttacks:
@@ -217,7 +251,7 @@ class TestAttacks:
         ],
     )
     def test_issuer_and_audience(self, said: dict[str, Any], is_good: bool) -> None:
-        keys = TokenKeys(SECRET, TokenRules(issuer="us", audience="carpool"))
+        keys = TokenKeys(SECRET, TokenRules(["HS256"], issuer="us", audience="carpool"))
         assert (owner(keys, token_of(SECRET, claims(**said))) == "jwt:ann") is is_good
 
     def test_a_long_token_is_not_looked_at(self) -> None:

@@ -1,6 +1,8 @@
 """JSON Web Tokens: whose signature is trusted, and what a token must say. Signatures are checked by joserfc.
 
-1. The keys are those of one file: a JWKS (or one JWK), a PEM with a public key or a certificate, or a plain secret.
+1. The keys are those of one file: a JWKS (or one JWK), a PEM with a public key or a certificate, or, where HS256 is the
+   only algorithm that is allowed, a plain secret. Unless somebody said so, no file is a secret: one that should be a
+   key set and is the error page of a server, or public keys in a form that is not known here, can be read by anybody.
    Nothing that a token names is ever fetched: `jku`, `x5u`, `jwk` and `x5c` are not looked at.
 2. Each key is for one algorithm: the one that it names, else the one of its type (RSA: RS256, EC on P-256: ES256,
    Ed25519: EdDSA, a secret: HS256). A token of another algorithm than its key's is refused, so no public key is ever
@@ -60,7 +62,7 @@ ALGORITHMS = tuple(algorithm for _, algorithm in KEY_TYPES.values())
 class TokenRules(NamedTuple):
     """What a token must say, and where it says what."""
 
-    # Algorithms for keys that name none; empty: whichever is their type's.
+    # Those that keys may be for; empty: any of ours, but a plain secret is none then.
     algorithms: Sequence[str] = ()
     issuer: str = ""
     audience: str = ""
@@ -152,6 +154,10 @@ def read_keys(content: bytes, algorithms: Sequence[str]) -> list[tuple[Key, str 
         return _read_key_set(text, algorithms)
     if b"-----BEGIN " in text:
         found = _read_pem(text)
+    elif set(algorithms) != {"HS256"}:
+        raise ValueError(
+            "it is neither a JSON Web Key Set nor a PEM; for a plain secret set auth.jwt_algorithms to HS256 alone"
+        )
     else:
         # Without the line's end, which editors and `echo` add.
         secret = content.rstrip(b"\r\n")
@@ -180,7 +186,7 @@ def _read_key_set(text: bytes, algorithms: Sequence[str]) -> list[tuple[Key, str
         if kind in ("EC", "OKP") and entry.get("crv") not in ("P-256", "Ed25519"):
             continue
         key_class, usual = KEY_TYPES[kind]
-        if algorithm not in ALGORITHMS if algorithm is not None else bool(algorithms) and usual not in algorithms:
+        if algorithm not in (None, *ALGORITHMS) or (algorithms and usual not in algorithms):
             continue
         if algorithm not in (None, usual):
             raise ValueError(f"a key of type {kind} cannot be for {algorithm}")
@@ -227,8 +233,11 @@ def _import(key_class: type[Key], material: Any) -> Key:
 
 
 def _weakness(key: Key) -> str:
-    if isinstance(key, OctKey) and len(key.raw_value) < SECRET_BYTES_MIN:
-        return f"a secret must have at least {SECRET_BYTES_MIN} bytes"
+    if isinstance(key, OctKey):
+        if len(key.raw_value) < SECRET_BYTES_MIN:
+            return f"a secret must have at least {SECRET_BYTES_MIN} bytes"
+        if len(set(key.raw_value)) == 1:
+            return "a secret must not be one byte again and again"  # as a disk without power leaves a file
     if isinstance(key, RSAKey) and key.public_key.key_size < RSA_BITS_MIN:
         return f"an RSA key must have at least {RSA_BITS_MIN} bits"
     return ""

@@ -341,7 +341,10 @@ class AuthSettings(Section, frozen=True):
     ] = ""
     jwt_algorithms: Annotated[
         list[str],
-        doc("algorithms that are accepted where a key of the file names none: `HS256`, `RS256`, `ES256`, `EdDSA`"),
+        doc(
+            "algorithms that keys of the file may be for: `HS256`, `RS256`, `ES256`, `EdDSA`; empty: all of them. "
+            "For a plain secret `HS256` must stand here alone"
+        ),
     ] = []
     jwt_issuer: Annotated[str, doc("what `iss` must be; empty: anything")] = ""
     jwt_audience: Annotated[str, doc("what `aud` must be, or have in it; empty: anything")] = ""
