@@ -175,6 +175,24 @@ class TestKeys:
         unusable = [b"", b"{}", b'{"name":"x","sha256":"short"}', encode_key(key_of(owner="127.0.0.1"))]
         assert decode_keys([encode_key(key), newer, *unusable]) == [key, key]
 
+    @pytest.mark.parametrize(
+        "more",
+        [
+            b'"owner":"\xff"',
+            b'"newer":' + b"[" * 100_000 + b"]" * 100_000,
+            b'"per_minute":-1',
+            b'"per_minute":%b' % (b"9" * 400),
+            b'"burst":0',
+            b'"concurrent":-1',
+            b'"expires":null',
+        ],
+        ids=lambda more: more[:16].decode("latin-1"),
+    )
+    def test_one_that_cannot_be_read_hides_no_other(self, more: bytes) -> None:
+        key = key_of(created=NOW)
+        odd = encode_key(key_of())[:-1] + b"," + more + b"}"
+        assert decode_keys([odd, encode_key(key), odd]) == [key]
+
 
 class TestTokens:
     def asked(self, wall: Wall | None = None, **rules: Any) -> Credentials:

@@ -168,7 +168,7 @@ class TestRefusals:
             ("[gateway]\nmax_batch = 1", ["did you mean batching.max_batch?"]),
             ("[gatway]\nport = 1", ["gatway", "did you mean gateway?"]),
             ('"a\\nb" = 1', [r"'a\nb'", "not a known key"]),
-            ("gateway = 1", ["gateway (carpool.toml) must be a table, not 1"]),
+            ("gateway = 1", ["gateway (carpool.toml) must be a table"]),
             ("[gateway]\nport = '80'", ["gateway.port (carpool.toml) must be a whole number", "not '80'"]),
             ("[gateway]\nport = 70000", ["gateway.port (carpool.toml)", "from 0 to 65535, not 70000"]),
             ("[gateway]\nport = true", ["gateway.port", "not True"]),
@@ -277,6 +277,13 @@ class TestSecrets:
         assert "hunter" not in repr(load(env=self.TOKEN))
         assert "hunter" not in refusal(env={"CARPOOL_SERVICE_TOKEN": "hunter two"})
         assert "12345" not in refusal(toml="[service]\ntoken = 12345")
+        assert "hunter" not in refusal(toml="service = 'hunter2'")
+
+    @pytest.mark.parametrize("empty", ["", " ", ",", " , "])
+    def test_an_empty_variable_takes_no_token_away(self, empty: str) -> None:
+        variable = {"CARPOOL_SERVICE_TOKEN": empty}
+        assert not load(env=variable).service.token
+        assert load(env=variable, toml="[service]\ntoken = ['hunter2']").service.token == ["hunter2"]
 
     @pytest.mark.parametrize("toml", ["'http://me:hunter2@gpu/x'", "['http://me:hunter2@gpu/x']"])
     def test_neither_is_a_password_in_an_endpoint(self, toml: str) -> None:
@@ -299,6 +306,11 @@ class TestCredentials:
         [
             ("[keys.a]\ntier = 'paid'", "keys.a.sha256 (carpool.toml) is missing"),
             ("[keys.a]\nsha256 = 'cp_canary'", "keys.a.sha256 (carpool.toml) must be a SHA-256 in hex"),
+            ("[keys.a]\nsha256 = ['cp_canary']", "keys.a.sha256 (carpool.toml) must be text"),
+            ("[keys]\na = 'cp_canary'", "keys.a (carpool.toml) must be a table"),
+            ("keys = ['cp_canary']", "keys (carpool.toml) must be a table"),
+            ("[keys.a]\nsha256 = '@'\nper_minute = 1_000_000_001", "keys.a.per_minute (carpool.toml) must be"),
+            ("[limits]\nburst = 1_000_000_001", "limits.burst (carpool.toml) must be"),
             (
                 "[keys.a]\nsha256 = '@'\ntier = 'gold'",
                 "keys.a.tier (carpool.toml) must be one of enterprise, paid, free",
@@ -309,6 +321,7 @@ class TestCredentials:
             ("[keys.'127.0.0.1']\nsha256 = '@'", "keys.127.0.0.1.owner (carpool.toml) must not be an address"),
             ("[keys.a]\nsha256 = '@'\n[keys.b]\nsha256 = '@'", "keys.b.sha256 (carpool.toml) is that of keys.a too"),
             ("[auth]\nmode = 'jwt'", "auth.mode (carpool.toml) needs auth.jwt_file"),
+            ("[auth]\nmode = 'both'\njwt_file = ['canary']", "auth.jwt_file (carpool.toml) must be text"),
             (
                 "[auth]\nmode = 'both'\njwt_file = 'canary'",
                 "auth.jwt_file (carpool.toml) must be a file with keys: No such",

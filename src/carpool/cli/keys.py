@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn, Protocol, TypeVar
 
 import typer
 
-from carpool.core.api_key import KEY_PREFIX, ApiKey, KeyStoreError, owner_fault
+from carpool.core.api_key import KEY_PREFIX, LIMIT_MAX, ApiKey, KeyStoreError, owner_fault
 from carpool.core.clock import rfc3339
 from carpool.settings import ConfigError, Settings, broker_address, check_name, load_settings
 
@@ -76,9 +76,9 @@ def create(
     models: Annotated[
         list[str] | None, typer.Option(metavar="MODEL", help="A model it may ask for; may be repeated (default: all).")
     ] = None,
-    per_minute: Annotated[int | None, typer.Option(min=0, help="As limits.per_minute, for its owner.")] = None,
-    burst: Annotated[int | None, typer.Option(min=1, help="As limits.burst.")] = None,
-    concurrent: Annotated[int | None, typer.Option(min=0, help="As limits.concurrent.")] = None,
+    per_minute: Annotated[int | None, typer.Option(min=0, max=LIMIT_MAX, help="As limits.per_minute.")] = None,
+    burst: Annotated[int | None, typer.Option(min=1, max=LIMIT_MAX, help="As limits.burst.")] = None,
+    concurrent: Annotated[int | None, typer.Option(min=0, max=LIMIT_MAX, help="As limits.concurrent.")] = None,
     expires: Annotated[
         float | None, typer.Option(metavar="DAYS", min=0, max=36500, help="It is valid for so long.")
     ] = None,

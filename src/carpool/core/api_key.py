@@ -3,20 +3,27 @@
 1. A key is `cp_` and 43 characters of `A-Za-z0-9_-`: 256 random bits, so a plain hash is enough, and no two are alike.
 2. An owner is 1 to 64 printable ASCII characters. It is no address, nor does it begin as the owners of tokens do: so
    whoever comes with a key is never taken for a stranger of that address, or for the subject of a token.
-3. Fields that a newer version wrote are passed over.
+3. Fields that a newer version wrote are passed over. A key that is not as it should be lets nobody in, and keeps
+   nobody from reading the others: else one of them would hide that another was revoked.
 """
 
 import re
 from collections.abc import Iterable
 from ipaddress import ip_network
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 KEY_PREFIX = b"cp_"
 # What the owner of a token begins with: its subject follows, or the subject's hash.
 TOKEN_OWNER, TOKEN_OWNER_HASHED = "jwt:", "jwt#"
 OWNER_CHARS_MAX = 64
 DIGEST_CHARS = 64
+# Of any limit: beyond, nothing is limited in truth, and some sums would not be exact.
+LIMIT_MAX = 1_000_000_000
+Limit = Annotated[int, Meta(ge=0, le=LIMIT_MAX)]
+Burst = Annotated[int, Meta(ge=1, le=LIMIT_MAX)]
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _OWNER = re.compile(r"[\x21-\x7e]{1,64}")
@@ -39,9 +46,9 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # Models that it may ask for; none named: all.
     models: tuple[str, ...] = ()
     # None: as the tier has it.
-    per_minute: int | None = None
-    burst: int | None = None
-    concurrent: int | None = None
+    per_minute: Limit | None = None
+    burst: Burst | None = None
+    concurrent: Limit | None = None
     # Seconds since 1970; 0: never, or not known.
     created: float = 0.0
     expires: float = 0.0
@@ -81,7 +88,7 @@ def decode_keys(stored: Iterable[bytes]) -> list[ApiKey]:
     for body in stored:
         try:
             key = msgspec.json.decode(body, type=ApiKey)
-        except msgspec.DecodeError:
+        except (ValueError, TypeError, RecursionError):  # msgspec's own, no UTF-8, no bytes, too deep
             continue
         if is_digest(key.sha256) and not owner_fault(key.counts_for):
             found.append(key)

@@ -121,6 +121,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
             raise unknown("variable", variable, "environment", [*VARIABLES, FILE_VARIABLE])
         is_list = get_origin(get_args(key.hint)[0]) is list
         value = [item.strip() for item in text.split(",") if item.strip()] if is_list else text
+        if key.is_secret and not value:
+            continue  # whoever forgot to fill it in did not mean that nothing is asked for
         given[key.path] = _Given(value, f"environment {variable}", True)
     return given
 
@@ -172,7 +174,7 @@ def _build_named(cls: type[SectionT], path: str, value: Any, file_name: str) -> 
 
 def _table(value: Any, path: str, file_name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} ({file_name}) must be a table, not {shown(value)}")
+        raise ConfigError(f"{path} ({file_name}) must be a table")  # what stands there may be a key, or a token
     return value
 
 
@@ -180,7 +182,8 @@ def _convert(key: Key, given: _Given) -> Any:
     try:
         value = msgspec.convert(given.value, key.hint, strict=not given.is_text)
     except msgspec.ValidationError:
-        but = "" if key.is_secret or key.path == "broker.url" else f", not {shown(given.value)}"
+        is_hidden = key.is_secret or key.path in ("broker.url", "auth.jwt_file") or key.path.startswith("keys.")
+        but = "" if is_hidden else f", not {shown(given.value)}"
         raise ConfigError(f"{key.path} ({given.source}) must be {describe(key.hint)}{but}") from None
     for text in value if isinstance(value, list) else [value]:
         # Besides being of no use, such text could neither be printed on one line nor dumped as TOML.

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from carpool.batching.policy import PolicyName
+from carpool.core.api_key import Burst, Limit
 from carpool.core.dead_letter import SynchronousKept
 from carpool.core.names import ProtocolName
 
@@ -375,13 +376,13 @@ class ServiceSettings(Section, frozen=True):
 class LimitSettings(Section, frozen=True):
     """How much one owner may ask for. A tier, and a key, may have their own."""
 
-    per_minute: Annotated[int, doc("requests a minute of an owner with a credential (429); 0: no limit", ge=0)] = 1000
-    burst: Annotated[Count, doc("requests that may come at once, on top of an even pace")] = 100
+    per_minute: Annotated[Limit, doc("requests a minute of an owner with a credential (429); 0: no limit")] = 1000
+    burst: Annotated[Burst, doc("requests that may come at once, on top of an even pace")] = 100
     concurrent: Annotated[
-        int, doc("synchronous requests of an owner that may wait or run at once (429); 0: no limit", ge=0)
+        Limit, doc("synchronous requests of an owner that may wait or run at once (429); 0: no limit")
     ] = 0
     anonymous: Annotated[
-        int, doc("requests a minute of an address, for those without a credential (429); 0: no limit", ge=0)
+        Limit, doc("requests a minute of an address, for those without a credential (429); 0: no limit")
     ] = 0
 
 
@@ -449,9 +450,9 @@ class TierSettings(Section, frozen=True):
     wait_max_ms: Annotated[
         float, doc("who would wait longer for a slot is refused at the door (`shedding.mode`)", ge=1, le=86_400_000)
     ] = 500.0
-    per_minute: Annotated[Whole | None, doc("as `limits.per_minute`")] = None
-    burst: Annotated[Count | None, doc("as `limits.burst`")] = None
-    concurrent: Annotated[Whole | None, doc("as `limits.concurrent`")] = None
+    per_minute: Annotated[Limit | None, doc("as `limits.per_minute`")] = None
+    burst: Annotated[Burst | None, doc("as `limits.burst`")] = None
+    concurrent: Annotated[Limit | None, doc("as `limits.concurrent`")] = None
 
 
 class KeySettings(Section, frozen=True):
@@ -461,9 +462,9 @@ class KeySettings(Section, frozen=True):
     owner: Annotated[str, doc("whom its requests count for; by default the name of this table")] = ""
     tier: Annotated[str, doc("the tier's name; by default the lowest")] = ""
     models: Annotated[list[str], doc("models that it may ask for; empty: all")] = []
-    per_minute: Annotated[Whole | None, doc("as `limits.per_minute`")] = None
-    burst: Annotated[Count | None, doc("as `limits.burst`")] = None
-    concurrent: Annotated[Whole | None, doc("as `limits.concurrent`")] = None
+    per_minute: Annotated[Limit | None, doc("as `limits.per_minute`")] = None
+    burst: Annotated[Burst | None, doc("as `limits.burst`")] = None
+    concurrent: Annotated[Limit | None, doc("as `limits.concurrent`")] = None
 
 
 class ModelSettings(Section, frozen=True):

@@ -65,10 +65,10 @@ class ApiKeyWatch:
             self._is_asking = False
             if isinstance(reply, RedisFailure):
                 return
-            # The version from before: what came in between is seen at the next look.
-            self._version = version
             found = decode_keys(bodies_of(reply))
             self._changed(found)
+            # The version from before: what came in between is seen at the next look.
+            self._version = version
             logger.info("API keys were read", extra={"fields": {"keys": len(found)}})
 
         self._nodes.send(self._keys.fleet_slot, told_keys, b"HGETALL", self._keys.api_keys)
