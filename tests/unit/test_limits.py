@@ -62,6 +62,16 @@ class TestOneProcess:
         assert left_of(limits.enter(limited(60, owner="b"))) == 0
         refused(limits.enter(limited(60, owner="a")))
 
+    def test_whoever_gets_a_higher_limit_may_use_it(self) -> None:
+        """A bucket of 100 a minute each is full again in 100 minutes: no matter to one that has 1,000 a minute."""
+        clock = FakeClock()
+        limits = LocalLimits(clock)
+        for _ in range(100):
+            limits.enter(limited(1, burst=100))
+        assert refused(limits.enter(limited(1000, burst=100))).retry_after_s == 1
+        clock.advance(1.0)
+        assert left_of(limits.enter(limited(1000, burst=100))) == 15
+
     @pytest.mark.parametrize("caller", [Caller("o", 0), limited(0)])
     def test_who_has_no_limit_comes_in(self, caller: Caller) -> None:
         limits = LocalLimits(FakeClock())
@@ -208,6 +218,20 @@ class TestLease:
         assert lease.over_until == 101.5
         assert lease.refusal(100.1).retry_after_s == 2
         assert b";r=0;" in lease.refusal(100.1).header_lines
+
+    def test_but_not_as_long_as_under_a_lower_limit(self) -> None:
+        low, high = RateLimit(1, 100), RateLimit(1000, 100)
+        lease = Lease(low)
+        ask_of(lease, 1, 100.0)
+        lease.told(RateTold(0, 0, False, 6000.0), 1, 100.0)
+        assert lease.over_until == pytest.approx(160.0)
+        lease.change(high, 101.0)
+        assert lease.over_until < 103.0
+        lease.change(low, 103.0)
+        ask_of(lease, 1, 104.0)
+        lease.change(high, 104.1)  # while the question is out
+        lease.told(RateTold(0, 0, False, 6000.0), 1, 104.2)
+        assert lease.over_until < 106.0
 
 
 class Answering:

@@ -87,6 +87,17 @@ class Lease:
         """Places of the shared bucket."""
         return self.limit.burst + slack(self.limit.per_minute)
 
+    @property
+    def longest_over_s(self) -> float:
+        """No longer is there nothing in the bucket, whatever was taken under another limit. A place more than that."""
+        per_minute = self.limit.per_minute
+        return (leased_max(per_minute) + 2) * WINDOW_S / per_minute
+
+    def change(self, limit: RateLimit, now: float) -> None:
+        """The owner has this limit now: where it is a higher one, there is something sooner."""
+        self.limit = limit
+        self.over_until = min(self.over_until, now + self.longest_over_s)
+
     def take(self, now: float) -> bool:
         """Let one request in without asking, if that is possible."""
         if not self.left or now >= self._ends_at:
@@ -134,7 +145,8 @@ class Lease:
         if told.granted < need:
             interval_s = WINDOW_S / self.limit.per_minute
             # From when it was sent: rather ask once too often.
-            self.over_until = self._asked_at + told.ahead_s - (self.capacity - 1) * interval_s
+            over_s = told.ahead_s - (self.capacity - 1) * interval_s
+            self.over_until = self._asked_at + min(over_s, self.longest_over_s)  # it may have asked with another limit
 
     def failed(self, now: float) -> None:
         """No answer came: it may have been heard, or not."""

@@ -4,7 +4,8 @@ An owner has a bucket of `burst` places. Each request takes one; one comes back 
 
 1. at most `burst` come in at once, and in any 60 s at most `per_minute` + `burst`;
 2. whoever keeps to that is never refused;
-3. a refusal takes nothing.
+3. a refusal takes nothing;
+4. what was taken under another limit counts for an empty bucket at most: whoever gets a higher limit may use it.
 
 A bucket is one number: the time at which it will be full again. One that is full need not be remembered.
 """
@@ -44,9 +45,12 @@ class Buckets:
 
         A place comes back every `interval_s`.
         """
-        full_at = self._full_at.get(owner, 0.0)
+        full_at, all_s = self._full_at.get(owner, 0.0), capacity * interval_s
         ahead = (full_at - now if full_at > now else 0.0) + interval_s
-        missing = ahead - capacity * interval_s
+        if ahead > all_s + interval_s + ROUNDING_S:
+            self._full_at[owner] = now + all_s  # rule 4: now, so that it fills from here on
+            ahead = all_s + interval_s
+        missing = ahead - all_s
         if missing > ROUNDING_S:
             return -missing
         self._full_at[owner] = now + ahead

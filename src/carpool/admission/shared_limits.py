@@ -95,7 +95,7 @@ class SharedLimits:
             account = self._open(caller.owner, limit, now)
         lease = account.lease
         if lease.limit is not limit:
-            lease.limit = limit
+            lease.change(limit, now)
         if lease.take(now):
             return lease.lines(now)
         if now < lease.over_until:
