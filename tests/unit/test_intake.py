@@ -6,11 +6,21 @@ from collections.abc import Sequence
 
 import pytest
 
+from carpool.admission.cache import ResultCache, exact_key
 from carpool.admission.gate import Gate
 from carpool.broker.journal import Journal
 from carpool.broker.memory import MemoryBroker
+from carpool.broker.seats import Seats
 from carpool.broker.tasks import Tasks
-from carpool.core.errors import CarpoolError, Forbidden, InputRefused, Malformed, QueueFull, UnknownModel
+from carpool.core.errors import (
+    CarpoolError,
+    Forbidden,
+    InputRefused,
+    Malformed,
+    QueueFull,
+    QueueTimeout,
+    UnknownModel,
+)
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Caller
 from carpool.core.request import DONE, Request
@@ -28,15 +38,27 @@ def prepare(request: Request) -> None:
 class House:
     """An intake over an embedded broker with room for four requests; the upstream is whoever calls `answer`."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, *, is_cached: bool = False) -> None:
         self.clock = FakeClock()
         self.broker = MemoryBroker(waiting_max=4, bytes_max=1000, lanes_max=9, tiers=1, clock=self.clock)
         self.broker.when_work_arrives("m", lambda lane: None)
         tasks = Tasks(self.broker, journal, clock=self.clock)
         gate = Gate(self.broker, tasks, {"m": Pool([FakeUpstream()], self.clock)}, lowest_tier=0)
-        self.model = ServedModel("m", 1000, lambda data: data, prepare)
+        self.seats = Seats(
+            gate.admit,
+            gate.admit_task,
+            self.broker,
+            ResultCache(bytes_max=1000, ttl_s=300.0),
+            exact_key,
+            outcomes=self.broker.outcomes,
+            waiting_max=4,
+            bytes_max=1000,
+            clock=self.clock,
+        )
+        self.model = ServedModel("m", 1000, lambda data: data, prepare, self.seats if is_cached else None)
         settings = IntakeSettings("m", (0.5,), 2.0, 4.0, 600.0)
-        self.intake = Intake(gate, self.broker, tasks, {"m": self.model}, settings, self.clock)
+        queue = self.seats if is_cached else self.broker
+        self.intake = Intake(gate, queue, tasks, {"m": self.model}, settings, self.clock)
         self.witness = Witness()
         self.told: list[Sequence[Outcome]] = []
 
@@ -63,6 +85,11 @@ class House:
 @pytest.fixture
 async def house() -> House:
     return House(open_journal())
+
+
+@pytest.fixture
+async def cached_house() -> House:
+    return House(open_journal(), is_cached=True)
 
 
 async def test_a_request_has_what_its_caller_and_the_settings_say(house: House) -> None:
@@ -162,6 +189,29 @@ async def test_of_a_group_that_is_over_nothing_is_kept_with_its_requests(house: 
     gc.collect()
     assert house.intake.find_recent("r.0") is not None
     assert kept() is None
+
+
+async def test_a_group_that_shares_a_seat_with_itself_is_told_its_error(cached_house: House) -> None:
+    house = cached_house
+    house.ask_all(b'"a"', b'"a"', b'"a"')
+    (seat,) = house.take()
+    error = InputRefused("no")
+    house.broker.settle(seat, error)
+    assert house.told == [[error]]
+    assert (house.seats.held, house.seats.queued, house.broker.held) == (0, 0, 0)
+
+
+async def test_a_group_that_expires_takes_nobody_elses_deadline_along(cached_house: House) -> None:
+    house = cached_house
+    house.ask_all(b'"a"', b'"b"', b'"a"')
+    other = house.ask(b'"b"')
+    house.clock.advance(2.1)
+    house.broker.expire(house.clock())
+    house.seats.expire(house.clock())
+    ((error,),) = house.told
+    assert isinstance(error, QueueTimeout)
+    assert isinstance(house.witness.outcome(other), QueueTimeout)
+    assert (house.seats.held, house.seats.queued, house.broker.held) == (0, 0, 0)
 
 
 async def test_a_group_of_none_is_answered(house: House) -> None:

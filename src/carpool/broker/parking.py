@@ -109,7 +109,12 @@ class Parking:
         request.held_by = None
 
     def end(self, request: Request, outcome: Outcome) -> None:
-        """Settle a parked request and give back what it counts for."""
+        """Settle a parked request and give back what it counts for.
+
+        One that is not parked any more has its outcome: who was told before may have made it leave.
+        """
+        if request not in self:
+            return
         self.remove(request)
         request.settle(outcome, self._clock())
         self.outcomes[request.result_code] += 1  # bounded: codes come from the error tree

@@ -174,6 +174,8 @@ class Seats:
     def expire(self, now: float) -> None:
         """Look at the members whose time is over."""
         for member in self._deadlines.due(now):
+            if member.phase == DONE:
+                continue  # who was told before has made it leave
             if member.deadline <= now:
                 self._leave(member, DeadlineExceeded("no result in time; the request was given up"))
             elif self._may_run(member.held_by, member):
@@ -426,11 +428,12 @@ class Seats:
             del self._open[seat.key]
 
     def _settle_all(self, seat: Seat, members: list[Request], outcome: Outcome) -> None:
-        seat.members = {}
+        waiting = seat.members
+        assert waiting is not None
         self._give_up(seat)
         seat.key, seat.first = b"", None  # it may be remembered for a while, with its requests
         for member in members:
-            if member.phase != DONE:  # who was told before may have made another leave
+            if waiting.pop(id(member), None) is not None:  # else who was told before has made it leave
                 self._settle(member, outcome)
 
     def _settle(self, member: Request, outcome: Outcome) -> None:
