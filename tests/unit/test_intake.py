@@ -1,5 +1,6 @@
 """The way in (`face/intake.py`): one request, several that belong together, tasks."""
 
+import asyncio
 import gc
 import weakref
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ class House:
         self.broker = MemoryBroker(waiting_max=4, bytes_max=1000, lanes_max=9, tiers=1, clock=self.clock)
         self.broker.when_work_arrives("m", lambda lane: None)
         tasks = Tasks(self.broker, journal, clock=self.clock)
-        gate = Gate(self.broker, tasks, {"m": Pool([FakeUpstream()], self.clock)}, lowest_tier=0)
+        gate = self.gate = Gate(self.broker, tasks, {"m": Pool([FakeUpstream()], self.clock)}, lowest_tier=0)
         self.seats = Seats(
             gate.admit,
             gate.admit_task,
@@ -125,6 +126,32 @@ async def test_the_last_requests_are_kept_and_no_more(house: House) -> None:
         house.intake.cancel(house.ask(name=f"r{number}"))
     assert house.intake.find_recent("r0") is None
     assert house.intake.find_recent("r1") is not None
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("end", ["closed", "full", "fails", "deleted"])
+async def test_of_a_task_that_is_over_its_input_is_not_kept(is_cached: bool, end: str) -> None:
+    house = House(open_journal(), is_cached=is_cached)
+    house.gate.closed = end == "closed"
+    told: asyncio.Queue[Request] = asyncio.Queue()
+    for number in range(5 if end == "full" else 1):
+        house.intake.submit(
+            caller=ANYBODY,
+            model=house.model,
+            parameters=b"",
+            value=b'"a long text %d"' % number,
+            accepted=lambda request, error: told.put_nowait(request),
+        )
+    request = await told.get()  # where there is no room for the last, that is told first
+    if end == "fails":
+        house.broker.settle(house.take()[0], InputRefused("no"))
+    elif end == "deleted":
+        gone: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        house.intake.delete(caller=ANYBODY, task_id=request.id, done=gone.set_result)
+        assert await gone is None
+    assert house.intake.find_recent(request.id) is request
+    assert request.phase == DONE
+    assert "a long text" not in repr(request)
 
 
 # Several requests of one call

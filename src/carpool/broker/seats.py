@@ -133,7 +133,6 @@ class Seats:
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request that was alone to its end has its outcome."""
         key, waiter = request.result_key, request.result
-        request.result_key = request.result = None  # the key may be the whole input
         if self._open.get(key) is request:
             del self._open[key]
         if isinstance(outcome, Output):

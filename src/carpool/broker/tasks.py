@@ -166,7 +166,6 @@ class Tasks:
             result = TaskResult("SUCCESS", bytes(outcome.value), None, time.time())
             if request.result_key is not None and request.result is None:
                 self.keep_result(request.result_key, outcome)
-            request.result_key = request.result = None
         self._journal.finish(request.id, result, lambda _: self._finished(request.id), dead_letter)
 
     def look(self, caller: Caller, task_id: str, wait_s: float, forget: bool, answer: Answer) -> Poll:

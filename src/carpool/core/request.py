@@ -129,6 +129,8 @@ class Request(msgspec.Struct, eq=False):
         except Exception:  # a waiter's defect must not stop the outcomes of its neighbours
             logger.exception("a waiter failed to take an outcome")
         self.ticket = None
+        if self.result_key is not None:
+            self.result_key = self.result = None  # the key may be the whole input
         return True
 
 

@@ -222,10 +222,16 @@ class Intake:
         if model.prepare is not None:
             model.prepare(request)
         self._recent.append(request)
+
+        def told(error: CarpoolError | None) -> None:
+            if error is not None:
+                request.settle(error, self._clock())  # the ring must not keep inputs of those who were refused
+            accepted(request, error)
+
         if model.sharing is None:
-            self._gate.admit_task(request, lambda error: accepted(request, error))
+            self._gate.admit_task(request, told)
         else:
-            model.sharing.submit(request, wishes, lambda error: accepted(request, error))
+            model.sharing.submit(request, wishes, told)
 
     def look(
         self,
