@@ -64,6 +64,13 @@ def test_the_one_that_was_unused_for_longest_goes_first() -> None:
     assert len(cache) == 3
 
 
+def test_all_of_a_key_is_counted() -> None:
+    """What a protocol adds to the lane is written by clients: names of tensors, and shapes."""
+    cache = ResultCache(bytes_max=10_000, ttl_s=5.0)
+    cache.keep(exact_key(request_of(b"{}", b"l" * 1000, "m", b"12")), make_output(b"1"), 0.0)
+    assert cache.bytes == ENTRY_BYTES + 1 + 2 + 1000 + 1 + 2
+
+
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=1), st.binary(max_size=600), st.floats(0, 3))))
 def test_bytes_are_bounded_and_counted(steps: list[tuple[bytes, bytes, float]]) -> None:
     cache, now = ResultCache(bytes_max=3000, ttl_s=5.0), 0.0

@@ -70,7 +70,7 @@ class ResultCache:
     def keep(self, key: SameKey, output: Output, now: float, age_s: float = 0.0) -> None:
         """Keep a result that came `age_s` ago, in place of an older one; not one that would take all the room."""
         value = bytes(output.value)  # a slice would keep the answer to its whole batch
-        size = len(value) + ENTRY_BYTES + (len(key) if isinstance(key, bytes) else len(key[-1]) + len(key[1]))
+        size = len(value) + ENTRY_BYTES + (len(key) if isinstance(key, bytes) else sum(map(len, key)))
         if size > self._bytes_max or age_s >= self._ttl_s:
             return
         kept = self._kept
