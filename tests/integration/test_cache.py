@@ -174,6 +174,36 @@ class TestOverRedis:
     async def has_bytes(self, gateway: GatewayProcess) -> bool:
         return await gateway.metric("carpool_broker_cache_bytes") > 0
 
+    async def test_nobody_waits_for_the_seat_of_an_offender(self, tmp_path: Path, redis_server: RedisServer) -> None:
+        flags = ["--broker", redis_server.url]
+        settings = CACHED | {"broker.namespace": tmp_path.name, "gateway.trusted_proxies": "127.0.0.1"}
+        bad, good = "X-Forwarded-For: 10.0.0.1\r\n", "X-Forwarded-For: 10.0.0.2\r\n"
+        async with (
+            scripted_upstream() as upstream,
+            running_role(tmp_path / "b", "batcher", *flags, "--upstream", upstream.url, settings=settings),
+            running_role(tmp_path / "g", "gateway", *flags, settings=settings) as gateway,
+        ):
+            upstream.poison = "bad"
+            number = 0
+
+            async def is_known() -> bool:
+                nonlocal number
+                number += 1
+                await asyncio.gather(
+                    ask(gateway, f"fine {number}", good), *(ask(gateway, f"bad {number} {i}", bad) for i in range(3))
+                )
+                offenders: list[str] = (await gateway.fleet())["offenders"]
+                return offenders == ["10.0.0.1"]
+
+            await until(is_known)
+            before = await lookups(gateway)
+            upstream.latency_s = 0.2
+            first = asyncio.create_task(ask(gateway, "trending", bad))
+            await asyncio.sleep(0.1)
+            assert (await ask(gateway, "trending", good)).json["output"] == "gnidnert"
+            await first
+            assert (await lookups(gateway))["shared"] == before["shared"]
+
     @pytest.mark.parametrize("ttl_s", [300, 0.05])
     async def test_a_trending_input_while_gateways_are_killed(self, tmp_path: Path, ttl_s: float) -> None:
         async with (

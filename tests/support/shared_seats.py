@@ -49,13 +49,16 @@ class SharedDoor:
         ttl_s: float = 300.0,
     ) -> None:
         self.now = 100.0
+        self.far = far
+        # Over Redis it is the batchers that set them apart.
+        self.offenders = set() if offenders is None else offenders
         self.broker = MemoryBroker(
             waiting_max=10_000,
             bytes_max=10**7,
             lanes_max=9,
             tiers=3,
             strict_order=strict_order,
-            offenders=offenders or set(),
+            offenders=self.offenders,
             clock=self.clock,
         )
         self.broker.when_work_arrives("m", lambda lane: None)
@@ -74,6 +77,7 @@ class SharedDoor:
             bytes_max=bytes_max,
             far=far,
             strict_order=strict_order,
+            offenders=self.offenders,
             clock=self.clock,
         )
         self.witness = Witness()

@@ -1,5 +1,7 @@
 """Identical requests share one seat: the rules of broker/seats.py, each with a test."""
 
+from typing import Any
+
 import pytest
 
 from carpool.core.errors import ClientLeft, DeadlineExceeded, InputRefused, QueueFull, QueueTimeout, UpstreamFailed
@@ -62,14 +64,6 @@ class TestSharing:
         door.ask(owner="b")
         assert (door.admitted, door.seats.shared) == (1, 1)
 
-    def test_nobody_shares_the_seat_of_an_offender(self) -> None:
-        door = SharedDoor(offenders={("m", "bad")})
-        door.ask(owner="bad")
-        door.ask(owner="good")
-        assert door.admitted == 2
-        door.ask(owner="other")
-        assert door.admitted == 2
-
     def test_ten_thousand_members_come_and_leave(self) -> None:
         door = SharedDoor(waiting_max=20_000)
         requests = [door.ask() for _ in range(10_000)]
@@ -88,6 +82,81 @@ class TestSharing:
         door = SharedDoor(bytes_max=7)
         requests = [door.ask() for _ in range(4)]  # of three bytes each
         assert [isinstance(door.outcome(request), QueueFull) for request in requests] == [False, False, True, True]
+
+
+BAD = ("m", "bad")
+
+
+@pytest.fixture(params=[False, True], ids=["embedded", "far"])
+def door_of_offenders(request: pytest.FixtureRequest) -> SharedDoor:
+    """One with nobody far away, or with somebody who never has a result."""
+    return SharedDoor(far=FarAway() if request.param else None, offenders={("m", "of another input")})
+
+
+class TestOffenders:
+    def ask(self, door: SharedDoor, **more: Any) -> Request:
+        """Others are asked for a result first, where there are any; they have none."""
+        asked = door.ask(**more)
+        if door.far is not None:
+            while door.far.asked:
+                door.far.answer(is_broken=True)
+        return asked
+
+    def lanes(self, door: SharedDoor) -> dict[bool, int]:
+        """How many seats wait, by whether they ride apart."""
+        return {lane.is_apart: lane.waiting for lane in door.broker.lanes("m")}
+
+    def test_nobody_shares_the_seat_of_one(self, door_of_offenders: SharedDoor) -> None:
+        door = door_of_offenders
+        door.offenders.add(BAD)
+        self.ask(door, owner="bad")
+        self.ask(door, owner="good")
+        assert door.admitted == 2
+        self.ask(door, owner="other")
+        self.ask(door, owner="bad")
+        assert door.admitted == 2
+        assert self.lanes(door) == {False: 1, True: 1}
+
+    def test_who_is_found_to_be_one_keeps_nobody_waiting(self, door_of_offenders: SharedDoor) -> None:
+        door = door_of_offenders
+        bad, good = self.ask(door, owner="bad"), self.ask(door, owner="good")
+        door.offenders.add(BAD)
+        door.pass_time(0.01)
+        assert "good" in [request.owner for request in door.broker.waiting_requests()]
+        door.answer(door.take())
+        assert door.outcome(good) == door.outcome(bad) == b'"x"'
+        assert (door.seats.held, door.seats.queued, door.broker.held) == (0, 0, 0)
+        assert door.counts() == {"ok": 2}
+
+    def test_nor_does_one_who_is_found_out_when_its_batch_is_taken(self) -> None:
+        door = SharedDoor()
+        self.ask(door, owner="bad")
+        good = self.ask(door, owner="good")
+        door.offenders.add(BAD)
+        assert door.take() == []  # it waits again, apart
+        later = self.ask(door, owner="later")
+        assert self.lanes(door) == {False: 1}
+        door.answer(door.take())
+        assert door.outcome(good) == door.outcome(later) == b'"x"'
+
+    def test_one_with_a_better_place_takes_no_seat_along(self, door_of_offenders: SharedDoor) -> None:
+        door = door_of_offenders
+        door.offenders.add(BAD)
+        good = self.ask(door, owner="good", tier=2)
+        bad = self.ask(door, owner="bad", tier=0)
+        assert self.lanes(door) == {False: 1}
+        door.answer(door.take())
+        assert door.outcome(good) == door.outcome(bad) == b'"x"'
+
+    def test_a_failure_leaves_them_no_seat(self, door_of_offenders: SharedDoor) -> None:
+        door = door_of_offenders
+        door.offenders.add(BAD)
+        first, bad, good = (self.ask(door, owner=owner) for owner in ("first", "bad", "good"))
+        door.broker.settle(door.take()[0], UpstreamFailed("down"))
+        assert isinstance(door.outcome(first), UpstreamFailed)
+        assert self.lanes(door) == {False: 1}
+        door.answer(door.take())
+        assert door.outcome(good) == door.outcome(bad) == b'"x"'
 
 
 class TestResults:

@@ -11,11 +11,12 @@
    have time left, ride once more, together, in a new seat; what comes of that is everybody's.
 5. Members count against bounds of their own, as many requests and bytes as the broker may have.
 6. Where others keep results too (Redis), they are asked before a seat is queued. It can be shared meanwhile.
-7. Nobody shares the seat of an offender: those ride apart, and wait for it.
+7. Nobody waits for the seat of an offender: those ride apart, for longer. Where one who shares a seat is found to be an
+   offender, the others have it queued anew, for one of them.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from copy import copy
 from functools import partial
 from math import inf
@@ -26,7 +27,7 @@ from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, Queu
 from carpool.core.events import Events
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import FarResults, RequestQueue, Results, SameKey, Wishes
-from carpool.core.request import ADMITTED, DONE, QUEUED, Request, Waiter
+from carpool.core.request import ADMITTED, DONE, QUEUED, RUNNING, Request, Waiter
 
 
 class Seat:
@@ -72,6 +73,8 @@ class Seats:
         # Where others keep results; without, the broker is this process's own, and looks at requests as they are now.
         far: FarResults | None = None,
         strict_order: bool = False,
+        # Model and owner of those who ride with one another only. Empty is false.
+        offenders: Set[tuple[str, str]] = frozenset(),
         events: Events | None = None,
         clock: Clock = monotonic,
     ) -> None:
@@ -85,6 +88,9 @@ class Seats:
         self._bytes_max = bytes_max
         self._far = far
         self._strict_order = strict_order
+        self._offenders = offenders
+        # Those whom nobody waits for any more.
+        self._parted: Set[tuple[str, str]] = frozenset()
         self._events = events or Events()
         self._clock = clock
         # What others may still share: seats, and requests that are alone and need none yet.
@@ -118,10 +124,9 @@ class Seats:
         if found is not None:
             self._hit(request, found)
             return None
-        if (shared := self._open.get(key)) is not None:
+        if (shared := self._open.get(key)) is not None and (not self._offenders or self._may_share(shared, request)):
             seated = shared.requests[0] if isinstance(shared, Seat) else shared
-            if not seated.is_apart or seated.owner == request.owner:
-                return self._join(key, shared, seated, request)
+            return self._join(key, shared, seated, request)
         if self._far is not None:
             request.waiter = seat = self._open[key] = Seat(self, key, request)
             return self._look(seat, request, self._far)
@@ -171,7 +176,12 @@ class Seats:
                 self._leave(member, client_left())
 
     def expire(self, now: float) -> None:
-        """Look at the members whose time is over."""
+        """Look at the members whose time is over, and at those who wait for an offender."""
+        if self._offenders != self._parted:
+            self._parted = frozenset(self._offenders)
+            for shared in list(self._open.values()):
+                if isinstance(shared, Seat):
+                    self._part(shared)
         for member in self._deadlines.due(now):
             if member.phase == DONE:
                 continue  # who was told before has made it leave
@@ -306,7 +316,8 @@ class Seats:
         self._add(seat, request)
         if self._far is None or seat.is_looked_for:
             seated.deadline = max(seated.deadline, request.deadline)
-        if request.tier < seated.tier and (self._strict_order or request.place < seated.place):
+        is_better = request.tier < seated.tier and (self._strict_order or request.place < seated.place)
+        if is_better and not self._offends(request):
             self._move_up(seat, seat.requests[-1], request)
         return None
 
@@ -339,6 +350,10 @@ class Seats:
             return
         if seated.taken or seated.tier <= member.tier:
             return
+        self._queue_anew(seat, seated, member)
+
+    def _queue_anew(self, seat: Seat, seated: Request, member: Request) -> None:
+        """Let a seat wait where this member would."""
         moved = self._seat_for(seat, member, seated.deadline, seated.queue_timeout_s)
         moved.place = member.place
         if self._queue.submit(moved) is not None:
@@ -349,6 +364,29 @@ class Seats:
         else:
             seat.requests = [moved]
             self._queue.cancel(seated)
+
+    def _may_share(self, shared: Seat | Request, request: Request) -> bool:
+        """Whether a request would not wait for another owner that is an offender."""
+        if isinstance(shared, Request):
+            return shared.owner == request.owner or not self._offends(shared)
+        self._part(shared)
+        return any(each.owner == request.owner or not self._offends(each) for each in shared.requests)
+
+    def _part(self, seat: Seat) -> None:
+        """If a seat waits for offenders only, let it wait for another of its members."""
+        if seat.members is None or not all(each.phase != RUNNING and self._offends(each) for each in seat.requests):
+            return
+        others = [member for member in seat.members.values() if not self._offends(member)]
+        if not others:
+            return
+        best, seated = min(others, key=by_place), seat.requests[-1]
+        if seat.is_looked_for:
+            seated.tier, seated.place, seated.owner = best.tier, best.place, best.owner
+        else:
+            self._queue_anew(seat, seated, best)
+
+    def _offends(self, request: Request) -> bool:
+        return (request.model, request.owner) in self._offenders
 
     def _seat_for(self, seat: Seat, member: Request, deadline: float, queue_timeout_s: float) -> Request:
         """What the broker gets, as if this member came now."""
@@ -371,7 +409,7 @@ class Seats:
         for member in again:
             del seat.members[id(member)]
             member.sends += 1
-        best = min(again, key=lambda member: (member.tier, member.place))
+        best = min(again, key=lambda member: (self._offends(member), by_place(member)))
         latest = max(member.deadline for member in again)
         timeout_s = inf if self._far is None else best.queue_timeout_s
         other = Seat(self, seat.key, best)
@@ -458,6 +496,11 @@ class Seats:
         if self.held >= self._waiting_max or self.held_bytes + request.size > self._bytes_max:
             return QueueFull("the queue is full; try again soon", retry_after_s=1)
         return None
+
+
+def by_place(member: Request) -> tuple[int, float]:
+    """The best place first."""
+    return member.tier, member.place
 
 
 def rides_again(seat: Seat, member: Request, now: float) -> bool:

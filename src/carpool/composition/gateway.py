@@ -153,6 +153,7 @@ class GatewayHalf:
             bytes_max=broker.bytes_max,
             far=far,
             strict_order=broker.order == "strict",
+            offenders=self._ground.offenders.riders,
             events=self._ground.events,
             clock=self._ground.clock,
         )

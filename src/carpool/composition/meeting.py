@@ -56,10 +56,9 @@ class Meeting:
         self.role = role
         # Unique: what belongs to a process that is gone must not reach another one.
         self.name = f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}".encode()
-        # Called when a node came or went; when somebody of the fleet did; with every view of the fleet.
+        # Called when a node came or went; when somebody of the fleet did.
         self.when_nodes_change: list[Callable[[], None]] = []
         self.when_fleet_changes: list[Callable[[], None]] = []
-        self.when_heard: list[Callable[[FleetView], None]] = []
         # Where the outcomes of this process are counted; whoever takes part says that before it starts.
         self.counted: Parking | MemoryBroker
         self.faces = {name: ModelFace(model) for name, model in ground.models.items()}
@@ -254,8 +253,9 @@ class Meeting:
         counts[code] = counts.get(code, 0) + 1  # bounded: codes come from the error tree
 
     def _heard(self, view: FleetView) -> None:
-        for listener in self.when_heard:
-            listener(view)
+        """What one batcher has found out about an owner, all act upon."""
+        found = [(name, owner) for name in self.ground.models for owner in view.offenders(name)]
+        self.ground.offenders.told(found, self.ground.clock())
 
     def _other_gateways(self) -> list[bytes]:
         names = [member.name.encode() for member in self.registry.view.live_gateways()]

@@ -7,7 +7,7 @@ from functools import partial
 
 from carpool.broker.redis.batcher.feed import Feed
 from carpool.broker.redis.batcher.replies import ReplyWriter
-from carpool.broker.redis.fleet.view import Beat, FleetView, ModelBeat, endpoint_beat
+from carpool.broker.redis.fleet.view import Beat, ModelBeat, endpoint_beat
 from carpool.broker.sides import BatcherSide
 from carpool.composition.batcher import BatcherHalf, make_broker
 from carpool.composition.meeting import Meeting, late_ms
@@ -62,7 +62,6 @@ class RedisBatcherHalf(BatcherHalf):
             service.waiting_elsewhere = partial(waiting_in_redis, self.feed, service)
             service.loop.company_comes = partial(company_comes, self.feed, service)
         meeting.when_nodes_change.append(self.feed.ring)
-        meeting.when_heard.append(self._heard_of_offenders)
 
     def take(self) -> None:
         """Take what waits in Redis from now on."""
@@ -112,11 +111,6 @@ class RedisBatcherHalf(BatcherHalf):
             await asyncio.sleep(0.005)
         for request in self.broker.waiting_requests():
             self.broker.settle(request, Draining("this process leaves"))  # back to Redis
-
-    def _heard_of_offenders(self, view: FleetView) -> None:
-        """What one batcher has found out about an owner, all of them act upon."""
-        found = [(service.name, owner) for service in self.services for owner in view.offenders(service.name)]
-        self._ground.offenders.told(found, self._ground.clock())
 
 
 def model_beat(service: ModelService) -> ModelBeat:
