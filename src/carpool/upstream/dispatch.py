@@ -27,6 +27,9 @@ from carpool.upstream.same import Merged
 
 logger = logging.getLogger("carpool.upstream")
 
+# So many retries may be saved up with few slots.
+RETRIES_KEPT_MIN = 20.0
+
 
 class UpstreamDispatcher:
     """Sends the batches of one model."""
@@ -56,7 +59,8 @@ class UpstreamDispatcher:
         self._pool = pool
         self._broker = broker
         self._model = model
-        self._budget = budget or RetryBudget()
+        # An endpoint that dies takes its calls with it: so much is saved up that all that run can be made again.
+        self._budget = budget or RetryBudget(kept_max=max(RETRIES_KEPT_MIN, 2.0 * pool.total()))
         self._dead_letters = dead_letters
         self._when_limit_is_learned = when_limit_is_learned
         self._clock = clock

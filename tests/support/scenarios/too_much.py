@@ -110,11 +110,13 @@ class Burst(NamedTuple):
 async def burst_with_retries(
     directory: Path, broker: Broker, times: float, seconds: float, recovery_s: float = 5.0
 ) -> Burst:
-    """Half of the capacity, so many times of it for `seconds`, half again; all clients retry when they are told to."""
+    """Half of the capacity, so many times of it for `seconds`, half again; all clients retry when they are told to, up to
+    three times, as those of most libraries do.
+    """
     calm = CALM * CAPACITY
     schedule = f"{calm}:{CALM_S}s,{times * CAPACITY}:{seconds}s,{calm}:{recovery_s + CALM_S}s"
     async with overloadable(directory, broker) as (running, keys):
-        load = await send_load(running.gateway.port, schedule, keys.load(MIX), retries=5)
+        load = await send_load(running.gateway.port, schedule, keys.load(MIX), retries=3)
     over_s = CALM_S + seconds
     return Burst(load, load.between(0, CALM_S - 0.5), load.between(over_s + recovery_s))
 
