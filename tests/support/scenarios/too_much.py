@@ -110,8 +110,8 @@ class Burst(NamedTuple):
 async def burst_with_retries(
     directory: Path, broker: Broker, times: float, seconds: float, recovery_s: float = 5.0
 ) -> Burst:
-    """Half of the capacity, so many times of it for `seconds`, half again; all clients retry when they are told to, up to
-    three times, as those of most libraries do.
+    """Half of the capacity, so many times of it for `seconds`, half again. Who is told to come again does, up to three
+    times, as clients of most libraries do.
     """
     calm = CALM * CAPACITY
     schedule = f"{calm}:{CALM_S}s,{times * CAPACITY}:{seconds}s,{calm}:{recovery_s + CALM_S}s"
