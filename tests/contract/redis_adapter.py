@@ -233,6 +233,7 @@ class RedisBroker:
             [SuiteModel(model) for model in MODELS],
             lines=list(self._offsets_ms),
             late_ms={line: 2000 for line in self._offsets_ms if line.startswith(b"o")},
+            strict_order=strict_order,
             trickle=trickle,
             tier_target_s=TARGETS_S,
             letter_bounds=bounds,

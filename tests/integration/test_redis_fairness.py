@@ -1,14 +1,19 @@
 """Over a real Redis: one owner floods, another sends a request now and then; with strict order, a tier floods."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 
 from carpool.broker.redis.keys import tier_of
+from carpool.broker.redis.steps import Steps
 from carpool.core.request import Request
 from support.processes import until
 from support.redis_halves import LINE_OFFSETS_MS, Batcher, Halves, open_halves
 from support.redis_servers import RedisServer
+from support.redis_tasks import task_board
+from support.tasks import told
 
 BATCH, FLOOD = 32, 3200
 # Longer than the test takes, on any machine.
@@ -84,3 +89,36 @@ async def serve_two_tiers(halves: Halves) -> None:
         taken += batch
     free = sum(request.tier == 2 for request in taken)
     assert 0.1 * len(taken) - BATCH <= free <= 0.1 * len(taken) + BATCH
+
+
+@pytest.mark.parametrize("shards", [1, 16])
+async def test_however_many_tasks_are_old_synchronous_requests_have_their_share(
+    redis_server: RedisServer, shards: int
+) -> None:
+    async with open_halves(redis_server, shards=shards) as halves:
+        await serve_beside_tasks(halves)
+
+
+async def serve_beside_tasks(halves: Halves) -> None:
+    offsets = {line: 0 if line.startswith(b"t") else 600_000 for line in LINE_OFFSETS_MS}
+    gateway = await halves.gateway(line_offsets_ms=offsets)
+    batcher = await halves.batcher(free=0, largest=BATCH)
+    tasks = task_board(Steps(batcher.nodes, halves.keys), b"g1", line_offsets_ms=offsets)
+    requests = [
+        gateway.request(f"{number:031x}{number % len(halves.keys.shards):x}", is_task=True, tier=2)
+        for number in range(800)
+    ]
+    submitted = await asyncio.gather(*(told(partial(tasks.submit, request)) for request in requests))
+    assert set(submitted) == {None}
+    gateway.submit(*(f"waits-{number}" for number in range(120)), tier=2)
+    await halves.until_entries(920)
+    taken = [request.is_task for _ in range(12) for request in await next_answered(batcher)]
+    tasks.close()
+    assert taken.count(False) == 120
+    assert taken.count(True) >= BATCH
+
+
+async def next_answered(batcher: Batcher) -> list[Request]:
+    batch = await next_batch(batcher)
+    batcher.answer(batch)
+    return batch

@@ -14,7 +14,7 @@ from carpool.broker.redis.batcher.shards import (
     same_tier,
     shards_for_claims,
 )
-from carpool.broker.redis.keys import Keys
+from carpool.broker.redis.keys import Keys, tier_of
 from carpool.broker.redis.terms import ANY, NONE, Budget, Head, Stream, Taken, View
 
 SHARDS = Keys().shards
@@ -141,7 +141,7 @@ def test_a_trickle_is_what_is_due_of_the_tier_and_can_be_used(
 ) -> None:
     shards = [ShardView(SHARDS[number], list(found)) for number, found in enumerate(views)]
     offers = [(view, usable) for view in shards if (usable := view.usable(budgets))]
-    reads = plan_trickle(offers, budgets, 1, due)
+    reads = plan_trickle(offers, budgets, lambda line: tier_of(line) == 1, due)
     heads = [head for _, usable in offers for head in usable if head.line == b"s1"]
     assert bool(reads) == bool(heads)
     for streams in reads.values():

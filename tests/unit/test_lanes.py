@@ -12,9 +12,17 @@ TARGETS_S = (0.05, 0.15, 0.5)
 ENTERPRISE, PAID, FREE = range(3)
 
 
-def waiting(lane: Lane, name: str, now: float, tier: int = FREE, total_timeout_s: float = 4.0) -> Request:
+def waiting(
+    lane: Lane, name: str, now: float, tier: int = FREE, total_timeout_s: float = 4.0, *, is_task: bool = False
+) -> Request:
     request = make_request(
-        name, Witness(), now=now, tier=tier, target_s=TARGETS_S[tier], total_timeout_s=total_timeout_s
+        name,
+        Witness(),
+        now=now,
+        tier=tier,
+        target_s=TARGETS_S[tier],
+        total_timeout_s=total_timeout_s,
+        is_task=is_task,
     )
     lane.append(request)
     return request
@@ -169,6 +177,27 @@ def test_what_the_lowest_tier_gets_while_nobody_else_waits_is_not_charged() -> N
     backlog(lane, ENTERPRISE, 1000)
     assert sum(lowest_of([lane], 10, 64)) == pytest.approx(32, abs=2 + 32)
     assert sum(lowest_of([lane], 5, 64)) == pytest.approx(16, abs=2)
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize("are_lanes_apart", [False, True])
+def test_however_many_tasks_are_old_synchronous_requests_have_their_share(
+    is_strict: bool, are_lanes_apart: bool
+) -> None:
+    ranks = Ranks(3, strict=is_strict)
+    lanes = [Lane("m", b"{1}", ranks)]
+    lanes += [Lane("m", b"{2}", ranks)] if are_lanes_apart else []
+    for _ in range(2000):
+        waiting(lanes[0], "task", -100.0, FREE, is_task=True, total_timeout_s=1e9)
+    assert lowest_of(lanes, 10, 8) == [8] * 10
+    for _ in range(500):
+        waiting(lanes[-1], "waits", 0.0, FREE, total_timeout_s=1e9)
+    found = []
+    for _ in range(50):
+        lane = min((lane for lane in lanes if lane.waiting), key=Lane.place)
+        found += [request.is_task for request in lane.take(8, 1.0)[0]]
+    assert len(found) == 400
+    assert found.count(True) == pytest.approx(0.1 * 400, abs=16)
 
 
 def test_with_strict_order_a_task_comes_before_lower_tiers_too() -> None:

@@ -3,7 +3,8 @@
 1. Inside a tier: owners share fairly, by cost (`fair_line.py`); an owner's own requests in order of arrival; tasks
    apart. Between tiers: the smallest `place` (arrival + the tier's target) of the tiers' longest-waiting requests goes
    first. So those who pay go first, and nobody starves: a place never changes while later arrivals' places grow. With
-   `strict`, a higher tier always goes first, but for what is due to the lowest (`trickle.py`).
+   `strict`, a higher tier always goes first, but for what is due to the lowest (`trickle.py`). Tasks have later places;
+   those that are old enough go before synchronous requests, but for what is due to these.
 2. A request that was settled while it waited (client left, queue timeout) stays in its line until it comes to the
    head, but counts no longer. When the dead outnumber the living the line is rebuilt, so memory follows the living.
 3. A batch is bounded in bytes too: it ends before the request with which it would have too many. Nobody behind that
@@ -17,7 +18,7 @@ from typing import Any
 from carpool.broker.fair_line import FairLine
 from carpool.broker.standing import WaitingCount
 from carpool.broker.taking import Taking
-from carpool.broker.trickle import Trickle
+from carpool.broker.trickle import SYNCHRONOUS_SHARE, Trickle
 from carpool.core.request import APART, QUEUED, Request
 
 REBUILD_DEAD_MIN = 64
@@ -28,7 +29,7 @@ STRICT_STEP_S = 1e9
 class Ranks:
     """What the lanes of one model have in common: who waits in each line, and the rule between tiers."""
 
-    __slots__ = ("is_strict", "lowest", "standings", "tiers", "trickle")
+    __slots__ = ("is_strict", "lowest", "standings", "synchronous", "tiers", "trickle")
 
     def __init__(self, tiers: int, strict: bool = False, trickle: float = 0.0) -> None:
         self.tiers = tiers
@@ -37,9 +38,15 @@ class Ranks:
         self.standings = [WaitingCount() for _ in range(2 * tiers)]
         self.lowest = (tiers - 1, 2 * tiers - 1)
         self.trickle = Trickle(trickle) if strict and trickle and tiers > 1 else None
+        self.synchronous = Trickle(SYNCHRONOUS_SHARE, debt_max=0.0)
 
     def served(self, batch: list[Request]) -> None:
-        """A batch was taken: keep the lowest tier's share."""
+        """A batch was taken: keep the shares."""
+        standings, tiers = self.standings, self.tiers
+        if any(standings[index].waiting for index in range(tiers, 2 * tiers)):
+            tasks = sum(request.is_task for request in batch)
+            waits = any(standings[index].waiting for index in range(tiers))
+            self.synchronous.served(tasks, len(batch) - tasks, others_wait=True, lowest_waits=waits)
         if self.trickle is not None:
             tier = self.tiers - 1
             lowest = sum(request.tier == tier for request in batch)
@@ -141,7 +148,14 @@ class Lane:
             if due:
                 return min(due) - STRICT_STEP_S
         rank, place, _, _ = min(live)
-        return rank * STRICT_STEP_S + place
+        step = float(rank)
+        if self._ranks.synchronous.due():
+            due = [line[1] for line in live if line[0] == rank and line[2] < self._tiers]
+            if due:
+                place = min(due)
+            else:
+                step += 0.5  # behind the lanes that have some
+        return step * STRICT_STEP_S + place
 
     def requests(self) -> list[Request]:
         """All that wait, tier by tier."""
@@ -160,17 +174,24 @@ class Lane:
             for index in self._ranks.lowest:
                 taking.room = due - len(taking.batch)
                 self._take_from(index, inf, taking)
+        if due := min(self._ranks.synchronous.due(), count - len(taking.batch)):
+            taking.room = due
+            self._take_best(taking, is_synchronous=True)
         taking.room = count - len(taking.batch)
-        while taking.room and self.waiting and taking.bytes_left >= 0:
-            live = self._live_lines()
-            bound = inf
-            if len(live) > 1:
-                live.sort()
-                if live[0][0] == live[1][0]:
-                    bound = live[1][1]
-            self._take_from(live[0][2], bound, taking)
+        self._take_best(taking)
         self._ranks.served(taking.batch)
         return taking.batch, taking.expired
+
+    def _take_best(self, taking: Taking, *, is_synchronous: bool = False) -> None:
+        """Move requests in their order while there is room; of the best rank, synchronous ones alone."""
+        while taking.room and self.waiting and taking.bytes_left >= 0:
+            live = sorted(self._live_lines())
+            if is_synchronous:
+                live = [line for line in live if line[0] == live[0][0] and line[2] < self._tiers]
+                if not live:
+                    return
+            bound = live[1][1] if len(live) > 1 and live[0][0] == live[1][0] else inf
+            self._take_from(live[0][2], bound, taking)
 
     def _take_from(self, index: int, bound: float, taking: Taking) -> None:
         """Move requests from one line while it is still the best (its place not after `bound`) and there is room."""

@@ -50,6 +50,7 @@ class RedisBatcherHalf(BatcherHalf):
             self.services,
             lines=list(meeting.line_offsets_ms),
             late_ms=late_ms(settings),
+            strict_order=settings.broker.order == "strict",
             trickle=settings.broker.trickle if settings.broker.order == "strict" else 0.0,
             tier_target_s=ground.tier_target_s,
             lease_ms=settings.broker.lease_ms,

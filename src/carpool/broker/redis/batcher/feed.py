@@ -15,7 +15,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,15 +24,18 @@ from carpool.broker.redis.batcher.entries import Unpacker
 from carpool.broker.redis.batcher.leases import NO_HEADER, Haul, Lease, Leases
 from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX, ReplyWriter
 from carpool.broker.redis.batcher.shards import (
+    Offers,
     Reads,
     ShardView,
     best_first,
     is_due_again,
     is_scarce,
+    is_task_line,
     plan_claims,
     plan_reads,
     plan_trickle,
     shards_for_claims,
+    synchronous_of_the_best,
 )
 from carpool.broker.redis.batcher.suspects import (
     AGAIN,
@@ -52,7 +55,7 @@ from carpool.broker.redis.keys import Shard, lane_name, tier_of
 from carpool.broker.redis.steps import Done, Steps
 from carpool.broker.redis.terms import NONE, Budget, Claim, Entry, Head, Stream, Taken
 from carpool.broker.sides import FedModel, SuspectLetters
-from carpool.broker.trickle import Trickle
+from carpool.broker.trickle import SYNCHRONOUS_SHARE, Trickle
 from carpool.core.clock import Clock, monotonic
 from carpool.core.request import QUEUED, Request
 from carpool.core.timers import Every, OncePerTurn
@@ -98,6 +101,7 @@ class Feed:
         lines: Sequence[bytes],
         # Of these, which stand so many ms later inside their tier: what exceeds an owner's share.
         late_ms: Mapping[bytes, int] | None = None,
+        strict_order: bool = False,
         # With strict order: the share of what is taken that the lowest tier gets all the same.
         trickle: float = 0.0,
         # What each tier adds to the time of a request for its place in the local order, in seconds.
@@ -117,6 +121,8 @@ class Feed:
         self._late_ms = late_ms or {}
         self._lines = [b"%b=%d" % (line, late) if (late := self._late_ms.get(line)) else line for line in lines]
         self._trickle = Trickle(trickle) if trickle else None
+        self._is_strict = strict_order
+        self._synchronous = Trickle(SYNCHRONOUS_SHARE, debt_max=0.0)
         self._lowest_tier = max(map(tier_of, lines), default=0)
         self._lease_ms = lease_ms
         self._renew_every_s = lease_ms / 1000 / RENEWALS_A_LEASE
@@ -316,19 +322,27 @@ class Feed:
         if unknown:
             self._look_at(unknown)
         elif offers:
-            if len(offers) > 1 and is_scarce(offers, budgets):
+            is_tight = (len(offers) > 1 or self._synchronous.due() > 0) and is_scarce(offers, budgets)
+            if is_tight:
                 offers = best_first(offers, self._late_ms)
             else:
                 self._next_shard += 1
                 first = self._next_shard % len(offers)
                 offers = offers[first:] + offers[:first]
-            reads: Reads = {}
-            if self._trickle is not None and (due := self._trickle.due()):
-                reads = plan_trickle(offers, budgets, self._lowest_tier, due)
-            if reads or (reads := plan_reads(offers, budgets)):
+            if (reads := self._plan_shares(offers, budgets, is_tight)) or (reads := plan_reads(offers, budgets)):
                 self._read(reads)
             else:
                 self._take(offers[0][0], budgets)
+
+    def _plan_shares(self, offers: Offers, budgets: Sequence[Budget], is_tight: bool) -> Reads:
+        """What is due whatever the order: to the lowest tier, or to synchronous requests before old tasks."""
+        reads: Reads = {}
+        if self._trickle is not None and (due := self._trickle.due()):
+            reads = plan_trickle(offers, budgets, lambda line: tier_of(line) == self._lowest_tier, due)
+        if not reads and is_tight and (due := self._synchronous.due()):
+            is_due = synchronous_of_the_best(offers, is_strict=self._is_strict)
+            reads = {} if is_due is None else plan_trickle(offers, budgets, is_due, due)
+        return reads
 
     def _budgets(self) -> list[Budget]:
         """What free slots can use beyond what is staged already."""
@@ -452,24 +466,20 @@ class Feed:
                     self._release(view.shard, stream.field, stream.entries)
                 else:
                     self._stage(view.shard, stream, taken.view.now_ms)
-            if self._trickle is not None:
-                self._keep_trickle(self._trickle, taken.streams)
+            self._keep_shares(taken.streams)
         except Exception:
             logger.exception("an answer of Redis could not be dealt with")
 
-    def _keep_trickle(self, trickle: Trickle, streams: Sequence[Stream]) -> None:
-        """Count what was taken of the lowest tier and of others, and who waits, as far as is known."""
-        others = lowest = 0
-        for stream in streams:
-            if stream.deliveries is None:  # not claimed: taken for the first time
-                if tier_of(stream.field.partition(b":")[2]) == self._lowest_tier:
-                    lowest += len(stream.entries)
-                else:
-                    others += len(stream.entries)
-        tiers = {tier_of(head.line) for view in self._views for head in view.heads or () if head.unread > 0}
-        trickle.served(
-            others, lowest, others_wait=bool(tiers - {self._lowest_tier}), lowest_waits=self._lowest_tier in tiers
-        )
+    def _keep_shares(self, streams: Sequence[Stream]) -> None:
+        """Count what was taken, and who waits, as far as is known."""
+        waiting = {head.line for view in self._views for head in view.heads or () if head.unread > 0}
+        # What was claimed is not taken for the first time.
+        taken = [
+            (stream.field.partition(b":")[2], len(stream.entries)) for stream in streams if stream.deliveries is None
+        ]
+        keep_share(self._synchronous, lambda line: not is_task_line(line), taken, waiting)
+        if self._trickle is not None:
+            keep_share(self._trickle, lambda line: tier_of(line) == self._lowest_tier, taken, waiting)
 
     def _awaits_company(self) -> bool:
         """Whether the last free slots would get batches that are not full while other shards have more for them."""
@@ -614,3 +624,14 @@ def head_of(message: bytes) -> Head | None:
     if len(parts) != 4 or not (parts[0].isdigit() and parts[1].isdigit()):
         return None
     return Head(parts[2], parts[3].decode(errors="replace"), float(parts[1]), int(parts[0]))
+
+
+def keep_share(
+    share: Trickle, is_theirs: Callable[[bytes], bool], taken: Iterable[tuple[bytes, int]], waiting: Iterable[bytes]
+) -> None:
+    """Tell a share what was taken, by line, and who waits."""
+    numbers = Counter[bool]()
+    for line, number in taken:
+        numbers[is_theirs(line)] += number
+    who = {is_theirs(line) for line in waiting}
+    share.served(numbers[False], numbers[True], others_wait=False in who, lowest_waits=True in who)

@@ -1,6 +1,6 @@
 """What a batcher knows of the shards, and how it asks them for what its free slots can use. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
 import msgspec
@@ -139,11 +139,11 @@ def same_tier(line: bytes) -> bytes:
     return b"s" + line[1:] if line[:1] == b"o" else line
 
 
-def plan_trickle(offers: Offers, budgets: Sequence[Budget], tier: int, due: int) -> Reads:
-    """Read so many of a tier, from where its best is; nothing where there is none, or no room for it."""
+def plan_trickle(offers: Offers, budgets: Sequence[Budget], is_due: Callable[[bytes], bool], due: int) -> Reads:
+    """Read so many of the lines that are due, from where the best is; nothing if there is none, or no room for it."""
     room = Room(budgets)
     best = min(
-        ((head, view) for view, heads in offers for head in heads if tier_of(head.line) == tier),
+        ((head, view) for view, heads in offers for head in heads if is_due(head.line)),
         key=lambda found: found[0].place,
         default=None,
     )
@@ -152,6 +152,25 @@ def plan_trickle(offers: Offers, budgets: Sequence[Budget], tier: int, due: int)
     head, view = best
     number = min(due, head.unread, room.for_lane(head))
     return {view.shard.number: [(head.field, number)]} if number > 0 else {}
+
+
+def is_task_line(line: bytes) -> bool:
+    """Whether tasks wait there."""
+    return line[:1] == b"t"
+
+
+def synchronous_of_the_best(offers: Offers, *, is_strict: bool) -> Callable[[bytes], bool] | None:
+    """Which lines have synchronous requests that a task would go before; None if there is no such task. With strict
+    order it goes before others of its tier alone. What exceeds an owner's share comes behind what does not.
+    """
+    best = min((head for _, heads in offers for head in heads), key=lambda head: head.place).line
+    if not is_task_line(best):
+        return None
+    lines = {head.line for _, heads in offers for head in heads if not is_task_line(head.line)}
+    if is_strict:
+        lines = {line for line in lines if tier_of(line) == tier_of(best)}
+    lines = {line for line in lines if same_tier(line) == line} or lines
+    return lines.__contains__
 
 
 def shards_for_claims(budgets: Sequence[Budget]) -> int:
