@@ -296,6 +296,7 @@ class ModelService(ModelFace):
 
     def measure(self, seconds: float) -> None:
         """Work out the rates of the last `seconds`."""
+        self.loop.look(self._clock())
         arrivals, busy_s = self._broker.arrivals(self.name), self.pool.busy_seconds()
         self.rate += RATE_WEIGHT * ((arrivals - self._arrivals_then) / seconds - self.rate)
         used = (busy_s - self._busy_s_then) / (seconds * self.pool.total())

@@ -653,6 +653,26 @@ def test_bytes_are_bounded_for_any_traffic(
 
 
 class TestCapacity:
+    @pytest.mark.parametrize("is_timer_first", [False, True])
+    def test_batches_of_a_time_in_which_this_process_stood_still_say_nothing(self, is_timer_first: bool) -> None:
+        stand = Stand(slots=4, max_batch=1)
+
+        async def main() -> None:
+            stand.loop.look(stand.clock())
+            stand.arrive(40, queue_timeout_s=99.0, total_timeout_s=99.0)
+            await asyncio.sleep(SERVICE_S * 5.5)
+            stand.loop.look(stand.clock())
+            stand.clock.advance(2.5)  # less than an attempt may take: answers count
+            if is_timer_first:
+                stand.loop.look(stand.clock())
+            await asyncio.sleep(SERVICE_S / 10)
+            stand.loop.look(stand.clock())
+            assert stand.loop.service_s == pytest.approx(SERVICE_S)
+            await asyncio.sleep(SERVICE_S * 20)
+            assert stand.loop.service_s == pytest.approx(SERVICE_S)
+
+        stand.run(main)
+
     def test_it_is_known_after_some_batches(self) -> None:
         stand = Stand(slots=2)
 

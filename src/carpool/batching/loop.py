@@ -22,7 +22,7 @@ from math import inf
 
 from carpool.batching.policy import Policy, Send, View, WaitUntil
 from carpool.batching.rate import ArrivalRate
-from carpool.core.clock import Clock, monotonic
+from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
 from carpool.core.ports import Broker, Dispatcher, LaneQueue, Slots
 from carpool.core.request import Request
 from carpool.core.tally import BATCH_SIZE_BOUNDS, Histogram
@@ -48,6 +48,7 @@ SPREAD_SHARE, SPREAD_SERVICE_S_MAX = 0.02, 0.5
 # How long a batch waits for company that is being fetched.
 COMPANY_S = 0.01
 RETRY_AFTER_FAILURE_S = 0.01
+LOOK_S = 1.0
 
 
 class BatchLoop:
@@ -79,6 +80,9 @@ class BatchLoop:
         self.busy_size = float(max_batch)
         # While true, company is no longer waited for.
         self.draining = False
+        # When it was last seen that this process lives; calls that began before this say nothing.
+        self._looked_at = inf
+        self._stood_still_until = -inf
         # For metrics.
         self.batches: dict[str, int] = {}
         self.batch_sizes = Histogram(BATCH_SIZE_BOUNDS)
@@ -296,8 +300,20 @@ class BatchLoop:
             draining=self.draining,
         )
 
+    def look(self, now: float) -> None:
+        """See that this process lives. To be called every LOOK_S."""
+        if self._has_stood_still(now):
+            self._stood_still_until = now
+        self._looked_at = now
+
+    def _has_stood_still(self, now: float) -> bool:
+        return now - self._looked_at > LOOK_S + STOOD_STILL_S
+
     def _batch_ended(self, seconds: float) -> None:
-        """Learn how long a batch occupies a slot."""
+        """Learn how long a batch occupies a slot; nothing from those during which this process stood still."""
+        now = self._clock()
+        if self._has_stood_still(now) or now - seconds < self._stood_still_until:
+            return
         if not self._batches_ended:
             self.service_s = seconds
         self._batches_ended += 1
