@@ -12,7 +12,7 @@ from carpool.composition.batcher import BatcherHalf, make_broker
 from carpool.composition.door import watch_key_file
 from carpool.composition.gateway import GatewayHalf
 from carpool.composition.process import EXPIRY_TICK_S, Process
-from carpool.composition.shedding import DOOR_TICK_S, learn_own, let_see, make_doors, standings_of
+from carpool.composition.shedding import DOOR_TICK_S, Ticks, learn_own, let_see, make_doors, standings_of
 from carpool.core.request import state_of
 from carpool.core.snapshot import FleetState, Health, JournalNumbers, OutcomeNumbers, Snapshot
 from carpool.face.http.admin import FoundRequest
@@ -55,6 +55,7 @@ class EmbeddedProcess(Process):
         for service in self.batcher.services if doors else ():
             let_see(doors[service.name], [service])
         self.gateway = GatewayHalf(ground, self.broker, self.tasks, availability, self.batcher.services, doors)
+        self._door_ticks = Ticks(self.gateway.doors, ground.clock)
         ground.do_every(DOOR_TICK_S, self._look_at_doors)
         if self.gateway.credentials is not None:
             watch_key_file(ground, self.gateway.credentials)
@@ -92,11 +93,11 @@ class EmbeddedProcess(Process):
         logger.info("drained")
 
     def _look_at_doors(self) -> None:
-        now, tiers = self.ground.clock(), len(self.ground.settings.tiers)
+        tiers = len(self.ground.settings.tiers)
         for service in self.batcher.services:
             if (door := self.gateway.doors.get(service.name)) is not None:
                 learn_own(door, service, standings_of(self.broker.standing, service.name, tiers))
-                door.tick(DOOR_TICK_S, now)
+        self._door_ticks.tick()
 
     def expire(self) -> None:
         """Look at the deadlines."""

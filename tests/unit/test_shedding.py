@@ -9,9 +9,9 @@ import pytest
 
 from carpool.admission.gate import Gate
 from carpool.admission.shedding import GUARD_S, RECOUNT_S, Door, Thresholds, TierRule, pressure
-from carpool.composition.shedding import learn_share
+from carpool.composition.shedding import Ticks, learn_share
 from carpool.core.errors import Shed
-from carpool.testing import Witness, make_request
+from carpool.testing import FakeClock, Witness, make_request
 
 
 class Up:
@@ -383,3 +383,15 @@ def test_a_wrong_estimate_does_not_ruin_it(wrong: float) -> None:
     assert scene.served > 0.95 * scene.capacity * 20
     late = sorted(scene.waits[FREE][len(scene.waits[FREE]) // 2 :])
     assert late[int(len(late) * 0.5)] < 0.4
+
+
+@pytest.mark.parametrize("tick_s", [0.1, 0.15, 0.4])
+def test_ticks_that_come_late_make_no_rate_higher(tick_s: float) -> None:
+    scene, clock = Scene(), FakeClock()
+    ticks = Ticks({"m": scene.door}, clock)
+    for _ in range(60):
+        for _ in range(round(200 * tick_s)):
+            scene.ask(FREE)
+        clock.advance(tick_s)
+        ticks.tick()
+    assert scene.door.rates[FREE] == pytest.approx(200.0, rel=0.01)

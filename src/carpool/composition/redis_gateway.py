@@ -16,6 +16,7 @@ from carpool.composition.gateway import GatewayHalf
 from carpool.composition.meeting import Meeting
 from carpool.composition.shedding import (
     DOOR_TICK_S,
+    Ticks,
     learn_own,
     learn_share,
     let_see,
@@ -106,6 +107,7 @@ class RedisGatewayHalf(GatewayHalf):
         meeting.counted = self.queue.parking
         meeting.when_nodes_change.append(self.queue.nodes_changed)
         meeting.when_fleet_changes.append(self._look_at_fleet)
+        self._door_ticks = Ticks(doors, ground.clock)
         self._batchers_seen = ground.clock()
         # Requests a second that came in at this process's own door, lately.
         self.rate = 0.0
@@ -191,7 +193,7 @@ class RedisGatewayHalf(GatewayHalf):
 
     def _look_at_doors(self) -> None:
         """Tell the doors what can be served: by the fleet, or while Redis is gone by this process."""
-        view, now, tiers = self.meeting.registry.view, self._ground.clock(), len(self._ground.settings.tiers)
+        view, tiers = self.meeting.registry.view, len(self._ground.settings.tiers)
         for model, door in self.doors.items():
             if not self.is_connected():
                 for service in self._own.services:
@@ -210,7 +212,7 @@ class RedisGatewayHalf(GatewayHalf):
                 )
             else:
                 door.forget()
-            door.tick(DOOR_TICK_S, now)
+        self._door_ticks.tick()
 
     def _sampled(self, request: Request) -> None:
         sample(self.doors[request.model], request)

@@ -5,6 +5,7 @@ from functools import partial
 from itertools import accumulate
 
 from carpool.admission.shedding import Door, Thresholds, TierRule
+from carpool.core.clock import Clock
 from carpool.core.ports import Standing
 from carpool.core.request import Request
 from carpool.service import ModelService
@@ -42,6 +43,22 @@ def make_doors(settings: Settings, models: Iterable[str], standing: FindStanding
 def standings_of(standing: FindStanding, model: str, tiers: int) -> list[Standing]:
     """Who waits of a model, by tier."""
     return [standing(model, tier) for tier in range(tiers)]
+
+
+class Ticks:
+    """Lets doors work out their rates. Timers come late when there is much to do: the time counts that passed."""
+
+    def __init__(self, doors: Mapping[str, Door], clock: Clock) -> None:
+        self._doors = doors
+        self._clock = clock
+        self._then = clock()
+
+    def tick(self) -> None:
+        """To be called every DOOR_TICK_S, or so."""
+        now = self._clock()
+        seconds, self._then = max(now - self._then, DOOR_TICK_S / 10), now
+        for door in self._doors.values():
+            door.tick(seconds, now)
 
 
 def let_see(door: Door, services: Iterable[ModelService]) -> None:
