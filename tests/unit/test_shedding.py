@@ -395,3 +395,19 @@ def test_ticks_that_come_late_make_no_rate_higher(tick_s: float) -> None:
         clock.advance(tick_s)
         ticks.tick()
     assert scene.door.rates[FREE] == pytest.approx(200.0, rel=0.01)
+
+
+def test_a_flood_of_the_lowest_tier_elsewhere_sheds_nobody_above_it_here() -> None:
+    """Calls take long, so many run: they do not seem to wait because the lowest tier has little of the fleet here."""
+    scene = Scene()
+    for _ in range(100):
+        for _ in range(20):
+            scene.ask(ENTERPRISE)
+        scene.now += 0.1
+        scene.door.tick(0.1, scene.now)
+    learn_share(scene.door, 1000.0, 8.0, [0.0, 0.0, 20_000.0], scene.stands, 6.0)
+    scene.stands[ENTERPRISE].set(somebody=1200)  # 200 a second, for 6 s each
+    assert scene.ask(ENTERPRISE) is None
+    assert scene.door.predicted_wait_s(ENTERPRISE) == 0.0
+    scene.stands[ENTERPRISE].set(somebody=7100)
+    assert scene.ask(ENTERPRISE) is not None

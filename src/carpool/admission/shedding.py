@@ -253,14 +253,22 @@ class Door:
         return rooms
 
     def _count_running(self) -> list[float]:
-        """Rule 8."""
+        """Rule 8. What is free for a tier, and not for those below it, runs requests of that tier and above."""
         stand = [float(standing.waiting) for standing in self._standings]
-        most = self.capacity[-1] * self._batch_s
-        if sum(stand) <= most:
+        most = [capacity * self._batch_s for capacity in self.capacity]
+        if sum(stand) <= most[-1]:
             return stand
-        mix = self._served_rates if sum(self._served_rates) > 0.0 else stand
-        whole = sum(mix)
-        return [most * part / whole for part in mix]
+        running = [0.0] * len(stand)
+        below = 0.0
+        for tier in reversed(range(len(stand))):
+            mix = self._served_rates[: tier + 1]
+            if sum(mix) <= 0.0:
+                mix = stand[: tier + 1]
+            whole, free = max(sum(mix), 1e-9), max(0.0, most[tier] - below)
+            for each, part in enumerate(mix):
+                running[each] += free * part / whole
+            below = max(below, most[tier])
+        return running
 
     def _waiting(self, tier: int) -> float:
         stands = self._standings[tier].waiting
