@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from itertools import count, pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -798,3 +799,23 @@ class TestBatchesLeaveApart:
             await asyncio.sleep(20.0)
 
         stand.run(main)
+
+
+def test_calls_that_take_now_long_now_short_move_the_capacity_little() -> None:
+    """Slots x batch / mean is 8 x 1 / 0.115."""
+    random, gpu = Random(1), FakeUpstream(slots=8)
+    for _ in range(2000):
+        gpu.then(echo, delay_s=random.choice((0.02, 0.02, 0.02, 0.4)))
+    stand = Stand(slots=8, gpu=gpu, max_batch=1)
+
+    async def main() -> None:
+        await keep_busy(stand, 2.0)
+        seen = []
+        for _ in range(100):
+            await keep_busy(stand, 0.05)
+            seen.append(stand.loop.capacity_rps(8) / (8 / 0.115))
+        assert min(seen) > 0.65
+        assert max(seen) < 1.5
+        await asyncio.sleep(20.0)
+
+    stand.run(main)

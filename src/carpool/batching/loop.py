@@ -49,6 +49,8 @@ SPREAD_SHARE, SPREAD_SERVICE_S_MAX = 0.02, 0.5
 COMPANY_S = 0.01
 RETRY_AFTER_FAILURE_S = 0.01
 LOOK_S = 1.0
+# For so long batches count for the capacity, if that is more than a few of them.
+STEADY_S = 1.0
 
 
 class BatchLoop:
@@ -75,6 +77,8 @@ class BatchLoop:
         self.in_flight_bytes_max = in_flight_bytes_max
         self.policy = policy
         self.service_s = SERVICE_S_PRIOR
+        # The same, of the last second: where calls take now long, now short, ten of them say little of the capacity.
+        self._steady_s = SERVICE_S_PRIOR
         self._batches_ended = 0
         # The mean size of batches while all slots are busy: with many lanes it is less than `max_batch`.
         self.busy_size = float(max_batch)
@@ -264,7 +268,7 @@ class BatchLoop:
 
     def capacity_rps(self, slots: int) -> float:
         """Requests a second that so many slots serve while all of them are busy."""
-        return slots * self.busy_size / self.service_s
+        return slots * self.busy_size / self._steady_s
 
     def is_capacity_known(self) -> bool:
         """Whether enough batches have ended to say how long one takes."""
@@ -315,6 +319,8 @@ class BatchLoop:
         if self._has_stood_still(now) or now - seconds < self._stood_still_until:
             return
         if not self._batches_ended:
-            self.service_s = seconds
+            self.service_s = self._steady_s = seconds
         self._batches_ended += 1
         self.service_s += SERVICE_WEIGHT * (seconds - self.service_s)
+        weight = min(SERVICE_WEIGHT, self._steady_s / (STEADY_S * max(1, self._slots.total())))
+        self._steady_s += max(weight, 1.0 / self._batches_ended) * (seconds - self._steady_s)
