@@ -1,5 +1,6 @@
 """API keys in a file (`admission/key_file.py`)."""
 
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -58,6 +59,47 @@ def test_a_watch_tells_of_each_change_once(path: Path) -> None:
     file.create(BOB)
     watch.look()
     assert told[-1] == [BOB]
+
+
+@pytest.mark.parametrize("stays_open", [True, False])
+def test_also_where_a_tool_gave_the_file_a_write_ahead_log(path: Path, stays_open: bool) -> None:
+    file = KeyFile(path)
+    file.create(ALICE)
+    told: list[list[ApiKey]] = []
+    watch = KeyFileWatch(file, told.append)
+    with closing(sqlite3.connect(path)) as tool:
+        assert tool.execute("PRAGMA journal_mode = WAL").fetchone() == ("wal",)
+        if not stays_open:
+            tool.close()
+        watch.look()
+        assert told[-1] == [ALICE]
+        file.create(BOB)
+        watch.look()
+        assert told[-1] == [ALICE, BOB]
+        file.revoke("alice")
+        watch.look()
+        assert told[-1] == [BOB]
+        told.clear()
+        watch.look()
+        assert told == []
+    file.revoke("bob")
+    watch.look()
+    assert told == [[]]
+
+
+def test_a_copy_that_is_put_in_place_is_another_one(path: Path) -> None:
+    file = KeyFile(path)
+    file.create(ALICE)
+    other = KeyFile(path.with_name("other.db"))
+    other.create(BOB)
+    told: list[list[ApiKey]] = []
+    watch = KeyFileWatch(file, told.append)
+    watch.look()
+    before = path.stat().st_mtime_ns
+    path.write_bytes(path.with_name("other.db").read_bytes())
+    os.utime(path, ns=(before + 10_000_000, before + 10_000_000))
+    watch.look()
+    assert told == [[ALICE], [BOB]]
 
 
 def test_an_empty_file_has_no_keys_yet(path: Path) -> None:

@@ -2,7 +2,8 @@
 
 1. The gateway never writes and holds no lock while it does not read: it looks at the file's own count of changes, a few
    bytes, and reads the rest when that is another one. What cannot be read now is tried again at the next look, and
-   what was read last stays.
+   what was read last stays. Somebody else's tool, as for backups, may have given the file a write-ahead log: then that
+   count stands still, and another one is beside the file.
 2. Only its owner may read the file. A key itself is never in it.
 """
 
@@ -22,8 +23,9 @@ APPLICATION_ID = 0x43504C4B  # "CPLK" in the file's header
 BUSY_S = 5.0
 # The gateway does not wait for whoever writes: it looks again soon.
 LOOK_BUSY_S = 0.05
-# Where SQLite counts the changes of a file that has no write-ahead log.
+# Where SQLite counts the changes of a file that has no write-ahead log; and of one that has, in the file beside it.
 _CHANGES_AT, _CHANGES_END = 24, 28
+_LOG_INDEX_BYTES = 48
 _SCHEMA = "CREATE TABLE keys (name TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID"
 
 
@@ -65,12 +67,21 @@ class KeyFile:
         """Another one after each change; b"" while there is no file."""
         try:
             with self._path.open("rb") as file:
-                start = file.read(_CHANGES_END)
-                return b"%d " % os.fstat(file.fileno()).st_ino + start[_CHANGES_AT:]
+                start, about = file.read(_CHANGES_END), os.fstat(file.fileno())
         except FileNotFoundError:
             return b""
         except OSError as failure:
             raise KeyStoreError(f"{self._path}: {failure.strerror}") from None
+        # The time for what changes without being counted: a log that was written back, a copy that was put in place.
+        return b"%d %d " % (about.st_ino, about.st_mtime_ns) + start[_CHANGES_AT:] + self._log_index()
+
+    def _log_index(self) -> bytes:
+        """What counts the changes in the write-ahead log; b"" if there is none, or nobody has it open."""
+        try:
+            with self._path.with_name(f"{self._path.name}-shm").open("rb") as file:
+                return file.read(_LOG_INDEX_BYTES)
+        except OSError:
+            return b""
 
     def _make(self) -> None:
         try:
