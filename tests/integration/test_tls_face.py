@@ -103,6 +103,7 @@ async def test_a_client_that_does_not_read_is_cut_off(tmp_path: Path) -> None:
 async def test_sighup_brings_the_new_certificate_to_new_connections(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     certificates.make("next", "ca", "subjectAltName=DNS:localhost")
+    certificates.make("rsa", "ca", "subjectAltName=DNS:localhost", is_rsa=True)
     cert, key = tmp_path / "shown.pem", tmp_path / "shown.key"
     trusted = ssl.create_default_context(cafile=certificates.pem("ca"))
 
@@ -123,6 +124,12 @@ async def test_sighup_brings_the_new_certificate_to_new_connections(tmp_path: Pa
     def made(name: str) -> str:
         return Path(certificates.pem(name)).read_text()
 
+    async def until_seen(port: int, name: str) -> None:
+        async def is_seen() -> bool:
+            return await seen(port) == made(name)
+
+        await until(is_seen)
+
     show("server", "server")
     flags = ("--tls-cert", str(cert), "--tls-key", str(key))
     async with running_gateway(tmp_path / "g", "sim:?latency_ms=1", *flags) as gateway:
@@ -135,10 +142,10 @@ async def test_sighup_brings_the_new_certificate_to_new_connections(tmp_path: Pa
         show("next", "next")
         gateway.reload()
 
-        async def is_new() -> bool:
-            return await seen(gateway.port) == made("next")
-
-        await until(is_new)
+        await until_seen(gateway.port, "next")
+        show("rsa", "rsa")  # a key of another type takes the place of the last one too
+        gateway.reload()
+        await until_seen(gateway.port, "rsa")
         writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: h\r\n\r\n")  # connections that are open go on
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
         writer.close()

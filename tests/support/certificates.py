@@ -24,8 +24,9 @@ class Certificates:
         # A part of the client's private key.
         self.secret_line = (folder / "client.key").read_text().splitlines()[1]
 
-    def make(self, name: str, signer: str, extension: str) -> None:
-        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    def make(self, name: str, signer: str, extension: str, *, is_rsa: bool = False) -> None:
+        kind = ["rsa:2048"] if is_rsa else ["ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+        command = ["openssl", "req", "-x509", "-newkey", *kind, "-nodes"]
         command += ["-config", "openssl.cnf", "-days", "2", "-subj", f"/CN={name}", "-addext", extension]
         command += ["-out", f"{name}.pem", "-keyout", f"{name}.key"]
         if signer:

@@ -168,13 +168,11 @@ class GatewayHalf:
 
     def _prepare_reload(self, settings: Settings) -> Callable[[], None]:
         """Let new connections get the certificate that there is now, and take the configured keys; raises OSError."""
-        gateway, tls, credentials = settings.gateway, self._tls, self.credentials
-        if tls is not None and gateway.tls_cert:
-            tls_context(settings)  # a pair that does not fit must not get half into the one in use
+        tls, credentials = tls_context(settings), self.credentials
 
         def change() -> None:
-            if tls is not None and gateway.tls_cert:
-                tls.load_cert_chain(gateway.tls_cert, gateway.tls_key)
+            if tls is not None:
+                self.http.change_certificate(tls)
             if credentials is not None:
                 credentials.change_configured_keys(configured_keys(settings))
 

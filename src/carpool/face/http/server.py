@@ -84,6 +84,14 @@ class HttpServer:
         bound: int = self._listeners[0].getsockname()[1]
         return bound
 
+    def change_certificate(self, tls: ssl.SSLContext) -> None:
+        """Let new connections have this one, if there is TLS at all.
+
+        Not the next one in the same context: that keeps one for each type of key, and clients may choose the old one.
+        """
+        if self._tls is not None:
+            self._tls = tls
+
     def connected(self) -> int:
         """Open connections."""
         return len(self.connections)
