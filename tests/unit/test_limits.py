@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from itertools import count
 
 import pytest
 
@@ -256,5 +257,44 @@ def test_owners_that_do_not_come_any_more_are_forgotten() -> None:
             assert len(entered) == 1
         owners = int(repr(limits).partition("owners=")[2].split()[0])
         assert owners <= 2 * shared_limits.TIDY_FROM
+
+    clock.run(main())
+
+
+def test_nobody_is_forgotten_who_waits_while_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that is told goes on at once: what it sent behind may be of so many owners that some are forgotten."""
+    clock = FakeClock()
+    monkeypatch.setattr(shared_limits, "OWNERS_MAX", 16)
+    monkeypatch.setattr(shared_limits, "TIDY_FROM", 16)
+
+    class Empty:
+        def ask(self, asks: Sequence[RateAsk], told: Callable[[str, RateTold | None], None]) -> None:
+            for ask in asks:
+                empty_s = (ask.capacity + 5.0) * 60 / ask.per_minute
+                asyncio.get_running_loop().call_later(0.01, told, ask.owner, RateTold(0, 0, False, empty_s))
+
+    async def main() -> None:
+        limits = SharedLimits(Empty(), is_reachable=lambda: True, sharers=lambda: 1, clock=clock)
+        entered: list[Entry] = []
+        others = count()
+
+        def come(caller: Caller, known: Callable[[Entry], None]) -> None:
+            entry = limits.enter(caller)
+            if entry is None:
+                limits.when_known(caller, known)
+            else:
+                known(entry)
+
+        def go_on(entry: Entry) -> None:
+            entered.append(entry)
+            for _ in range(20 * 2 ** len(entered)):
+                come(limited(60, owner=f"other {next(others)}"), lambda _: None)
+
+        for _ in range(2):
+            for _ in range(4):
+                come(limited(60, burst=4), go_on)
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(10.0)
+        assert len(entered) == 8
 
     clock.run(main())

@@ -174,17 +174,15 @@ class SharedLimits:
                 self._leased[owner] = None
             for number, (_, known) in enumerate(asked):
                 known(lease.lines(now) if number < told.granted else lease.refusal(now))
-        self._go_on(owner, account)
+        self._go_on(account)
 
-    def _go_on(self, owner: str, account: Account) -> None:
+    def _go_on(self, account: Account) -> None:
         """See to those who came while the question was out."""
         waiting, account.waiting = account.waiting, []
         for caller, known in waiting:
+            # As if it came now: who is told goes on at once, and others who come by that may have this one forgotten.
             entry = self.enter(caller)
             if entry is None:
-                account.waiting.append((caller, known))
+                self.when_known(caller, known)
             else:
                 known(entry)
-        if account.waiting and account.asking is None:
-            self._due[owner] = None
-            self._flush.ring()
