@@ -2,7 +2,12 @@
 
 import asyncio
 
+from carpool.core.errors import UnknownModel
+from carpool.face.http.connection import Connection
 from carpool.face.http.error_pace import ERRORS_A_TURN, ErrorPace
+from carpool.face.http.exchange import Exchange
+from carpool.face.http.problem import respond_problem
+from carpool.face.http.state import HttpLimits, HttpState
 from carpool.virtual_time import VirtualClock
 
 
@@ -59,5 +64,56 @@ def test_what_is_ready_runs_between_two_turns() -> None:
         while refused < 10_000:  # noqa: ASYNC110 - every turn is looked at
             await asyncio.sleep(0)
         assert seen[0] <= 2 * ERRORS_A_TURN
+
+    VirtualClock().run(main())
+
+
+class Taking(asyncio.Transport):
+    """Takes what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += bytes(data)
+
+    def pause_reading(self) -> None:
+        """It has nothing more to read."""
+
+    def resume_reading(self) -> None:
+        """The same."""
+
+    def is_closing(self) -> bool:
+        return False
+
+    def answers(self) -> int:
+        return self.written.count(b"HTTP/1.1 404")
+
+
+def test_whoever_sends_many_at_once_has_one_place() -> None:
+    def refuse(exchange: Exchange) -> None:
+        respond_problem(exchange, UnknownModel("no"))
+
+    def sent(state: HttpState, requests: int) -> Taking:
+        connection, transport = Connection(state), Taking()
+        connection.connection_made(transport)
+        connection.data_received(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n" * requests)
+        return transport
+
+    async def main() -> None:
+        state = HttpState(refuse, HttpLimits())
+        state.error_pace = ErrorPace()
+        floods = [sent(state, 32) for _ in range(20)]
+        one = sent(state, 1)
+        assert sum(each.answers() for each in floods) == ERRORS_A_TURN and one.answers() == 0
+        await asyncio.sleep(0)
+        assert one.answers() == 1
+        turns = 1
+        while any(each.answers() < 32 for each in floods):
+            await asyncio.sleep(0)
+            turns += 1
+            assert sum(each.answers() for each in floods) <= (turns + 1) * ERRORS_A_TURN
+        assert turns <= 20 * 32 / ERRORS_A_TURN + 1
 
     VirtualClock().run(main())

@@ -89,6 +89,7 @@ class Connection(asyncio.Protocol):
         "headers_done",
         "idle_since",
         "input_ended",
+        "is_held",
         "is_http_1_0",
         "keep_alive",
         "known_head",
@@ -153,6 +154,8 @@ class Connection(asyncio.Protocol):
         # When what is left of a connection that ends is given up; 0.0 while it does not end.
         self.linger_until = 0.0
         self.continue_owed = False
+        # An error of its waits for its turn (`error_pace`): what is behind it waits too, so a connection has one place.
+        self.is_held = False
         # For the sweep: bytes handed to the transport, and its last sight of a buffer that does not empty.
         self.bytes_out = 0
         self.stalled_since = 0.0
@@ -353,7 +356,8 @@ class Connection(asyncio.Protocol):
         """Hand a whole request to the routes, or keep it until there is room (rule 2)."""
         pending = self.pending
         state = self.state
-        if len(pending) >= self.limits.pipeline_max or self.backlog or self.writing_paused or state.draining:
+        is_held = self.is_held or self.writing_paused or state.draining
+        if len(pending) >= self.limits.pipeline_max or self.backlog or is_held:
             state.receiving_bytes += len(exchange.body) + BACKLOG_ENTRY_BYTES
             self.backlog.append(exchange)
             self.pause_reading()
@@ -448,8 +452,15 @@ class Connection(asyncio.Protocol):
             return
         exchange.response = self.whole_response(exchange, status, body, content_type, headers)
         pace = self.state.error_pace
-        if status < 400 or pace is None or pace.is_now(self.flush):
+        if status < 400 or pace is None or pace.is_now(self.error_may_leave):
             self.flush()
+        else:
+            self.is_held = True
+
+    def error_may_leave(self) -> None:
+        """It is the turn of an error of this connection."""
+        self.is_held = False
+        self.flush()
 
     def answer(self, exchange: Exchange, pieces: tuple[bytes, bytes, bytes], headers: bytes) -> None:
         """Take the usual response, on the hot path: each block of memory of its size costs as much as all else here."""
@@ -601,7 +612,8 @@ class Connection(asyncio.Protocol):
         if self.pumping or self.transport is None:
             return  # a route that answers at once calls flush, and so pump, again: the loop below goes on instead
         self.pumping = True
-        while self.backlog and len(self.pending) < self.limits.pipeline_max and not self.writing_paused:
+        pipeline_max = self.limits.pipeline_max
+        while self.backlog and len(self.pending) < pipeline_max and not self.writing_paused and not self.is_held:
             exchange = self.next_in_backlog()
             self.pending.append(exchange)
             if exchange.response is None:

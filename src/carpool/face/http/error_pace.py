@@ -2,7 +2,8 @@
 
 A client that is refused may ask again at once. With a thousand such connections the event loop finds new requests as
 fast as it refuses, and comes to nothing else: batches that are ready, answers that came, timers. Refusals that wait a
-few milliseconds keep those clients waiting too, and the work of the others goes on between.
+few milliseconds keep those clients waiting too, and the work of the others goes on between. What a connection sent
+behind one that waits is not looked at before: whoever sends many at once has one place, as everybody has.
 """
 
 from collections import deque
@@ -15,7 +16,7 @@ ERRORS_A_TURN = 100
 
 
 class ErrorPace:
-    """Says when an error may leave. What waits is bounded by the connections and what each may have in flight."""
+    """Says when an error may leave. What waits is bounded by the connections."""
 
     def __init__(self) -> None:
         self._left = ERRORS_A_TURN
