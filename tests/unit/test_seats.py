@@ -463,6 +463,20 @@ class TestFarAway:
         assert door.counts() == {"ok": 2}
         assert (door.seats.held, door.seats.queued, door.broker.held) == (0, 0, 0)
 
+    def test_the_second_time_it_has_the_latest_deadline(self) -> None:
+        """Else the one in whose name it is queued would be blamed for a call that another's deadline cut off."""
+        far = FarAway()
+        door = SharedDoor(far=far)
+        hasty = door.ask(tier=2, total_timeout_s=0.05)
+        far.answer()
+        patient = door.ask(tier=0, owner="pays")
+        seat = next(request for request in door.take() if request.owner == "pays")
+        assert seat.deadline == patient.deadline
+        door.pass_time(0.06)
+        assert isinstance(door.outcome(hasty), DeadlineExceeded)
+        door.answer([seat])
+        assert door.outcome(patient) == b'"x"'
+
     def test_the_seat_expires_with_its_first_and_the_others_get_another(self) -> None:
         far = FarAway()
         door = SharedDoor(far=far)

@@ -354,7 +354,9 @@ class Seats:
 
     def _queue_anew(self, seat: Seat, seated: Request, member: Request) -> None:
         """Let a seat wait where this member would."""
-        moved = self._seat_for(seat, member, seated.deadline, seated.queue_timeout_s)
+        assert seat.members is not None
+        latest = max(each.deadline for each in seat.members.values())
+        moved = self._seat_for(seat, member, latest, seated.queue_timeout_s)
         moved.place = member.place
         if self._queue.submit(moved) is not None:
             return  # it stays where it is
