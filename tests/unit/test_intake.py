@@ -9,6 +9,7 @@ import pytest
 
 from carpool.admission.cache import ResultCache, exact_key
 from carpool.admission.gate import Gate
+from carpool.admission.shedding import Door, TierRule
 from carpool.broker.journal import Journal
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.seats import Seats
@@ -20,13 +21,14 @@ from carpool.core.errors import (
     Malformed,
     QueueFull,
     QueueTimeout,
+    Shed,
     UnknownModel,
 )
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import Caller
+from carpool.core.ports import Caller, Wishes
 from carpool.core.request import DONE, Request
 from carpool.face.intake import RECENT_KEPT, Intake, IntakeSettings, ServedModel
-from carpool.testing import ANYBODY, FakeClock, FakeUpstream, Witness, make_output
+from carpool.testing import ANYBODY, FakeClock, FakeUpstream, Witness, make_output, make_request
 from carpool.upstream.pool import Pool
 from support.tasks import open_journal
 
@@ -44,7 +46,10 @@ class House:
         self.broker = MemoryBroker(waiting_max=4, bytes_max=1000, lanes_max=9, tiers=1, clock=self.clock)
         self.broker.when_work_arrives("m", lambda lane: None)
         tasks = Tasks(self.broker, journal, clock=self.clock)
-        gate = self.gate = Gate(self.broker, tasks, {"m": Pool([FakeUpstream()], self.clock)}, lowest_tier=0)
+        self.door = Door([TierRule(0.25, 0.5)], [self.broker.standing("m", 0)])
+        gate = self.gate = Gate(
+            self.broker, tasks, {"m": Pool([FakeUpstream()], self.clock)}, lowest_tier=0, doors={"m": self.door}
+        )
         self.seats = Seats(
             gate.admit,
             gate.admit_task,
@@ -152,6 +157,26 @@ async def test_of_a_task_that_is_over_its_input_is_not_kept(is_cached: bool, end
     assert house.intake.find_recent(request.id) is request
     assert request.phase == DONE
     assert "a long text" not in repr(request)
+
+
+async def test_a_task_whose_result_is_kept_is_not_refused_for_load(cached_house: House) -> None:
+    house = cached_house
+    house.ask(b'"known"')
+    house.broker.settle(house.take()[0], make_output(b"1"))
+    house.door.learn([0.0], [1.0], [house.broker.standing("m", 0)])  # nothing is served any more
+    house.broker.submit(make_request("waits", house.witness, now=house.clock(), owner=ANYBODY.owner))
+    told: asyncio.Queue[CarpoolError | None] = asyncio.Queue()
+    for value in (b'"known"', b'"new"'):
+        house.intake.submit(
+            caller=ANYBODY,
+            model=house.model,
+            parameters=b"",
+            value=value,
+            wishes=Wishes(timeout_s=1.0),
+            accepted=lambda request, error: told.put_nowait(error),
+        )
+    assert isinstance(await told.get(), Shed)  # at once: nothing is written for it
+    assert await told.get() is None
 
 
 # Several requests of one call

@@ -107,7 +107,9 @@ class Gate:
     def admit_task(self, request: Request, accepted: Callable[[CarpoolError | None], None]) -> None:
         """Let a task in: `accepted(None)` once it is safe, or `accepted(error)`."""
         refusal: CarpoolError | None = leaving() if self.closed else None
-        if refusal is None and request.own_timeout_s and (door := self._doors.get(request.model)) is not None:
+        door = self._doors.get(request.model)
+        if refusal is None and door is not None and request.own_timeout_s and request.result is None:
+            # With a result it would wait for nothing.
             refusal = door.refusal_if_late(request.tier, request.owner, request.deadline - request.arrived)
         if refusal is not None:
             accepted(refusal)
