@@ -179,6 +179,36 @@ class TestStanding:
         assert (shard.standing("t2"), shard.standing("t4")) == (None, ("m", 0))
         assert shard.standing("nobody") is None
 
+    def test_who_is_removed_moves_up_those_behind_it_only(self, shard: ShardBench) -> None:
+        names = [f"t{number}" for number in range(8)]
+        shard.submit("a:t0", 8, tasks=names)
+        shard.take(Budget(1, 2))
+        for name in ("t7", "t6", "t4"):
+            shard.forget(name)
+        assert [shard.standing(name) for name in ("t0", "t2", "t3", "t5")] == [("m", ahead) for ahead in (-1, 0, 1, 2)]
+        shard.take(Budget(1, 1))
+        assert [shard.standing(name) for name in ("t2", "t3", "t5")] == [("m", ahead) for ahead in (-1, 0, 1)]
+        shard.submit("a:t0", tasks=["t8"])
+        assert shard.standing("t8") == ("m", 2)
+
+    def test_nor_does_one_whose_time_is_over(self, shard: ShardBench) -> None:
+        shard.submit("a:t0", 3, tasks=["t0", "t1", "t2"])
+        shard.client.hset(shard.shard.task("t2"), "d", START_MS)
+        shard.now = START_MS + 10
+        assert shard.standing("t2") is None
+        assert [shard.standing(name) for name in ("t0", "t1")] == [("m", 0), ("m", 1)]
+
+    def test_where_many_were_removed_one_that_waits_is_not_taken(self, shard: ShardBench) -> None:
+        names = [f"t{number}" for number in range(1202)]
+        for start in range(0, 1202, 200):
+            shard.submit("a:t0", len(names[start : start + 200]), tasks=names[start : start + 200])
+        for name in reversed(names[2:]):
+            shard.forget(name)
+        assert [shard.standing(name) for name in ("t0", "t1")] == [("m", 0), ("m", 0)]  # some are forgotten
+        assert shard.client.zcard(shard.shard.prefix + b"gone:a:t0") == 1000
+        shard.take(PLENTY)
+        assert shard.standing("t1") == ("m", -1)
+
     def test_others_go_before_it_by_their_places(self, shard: ShardBench) -> None:
         offsets = {"s0": 50, "s2": 500, "t0": 1050, "t2": 1500}
         shard.submit("a:t2", tasks=["first"], offsets=offsets)

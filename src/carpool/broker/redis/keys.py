@@ -17,6 +17,7 @@ evenly, they share the shards evenly.
 | `<ns>:{tag}:q:<lane>:<line>` | stream | the entries of one lane and one line (a tier: synchronous requests, those of
   them that exceed their owner's share, or tasks) |
 | `<ns>:{tag}:task:<id>` | hash | a task and its result |
+| `<ns>:{tag}:gone:<lane>:<line>` | zset | numbers of tasks that were removed before somebody took them |
 | `<ns>:{tag}:letters`, `:letter` | zset, hash | ids of dead letters in order; their contents by id |
 | `<ns>:{tag}:rate:<owner>` | hash | an owner's rate limit: `full`: when its bucket is full again; leases by gateway
   (scripts/rates.lua) |

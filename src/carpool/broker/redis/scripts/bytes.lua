@@ -36,3 +36,17 @@ local function keep_result(task, counted, status, result, now, kept_ms)
   redis.call('HDEL', task, 'f', 'w', 'd', 'n') -- the id of its entry tells when it was submitted
   redis.call('PEXPIRE', task, kept_ms)
 end
+
+-- The numbers of tasks that were removed from a stream before somebody took them: whoever stands before one of them must
+-- not be taken to have moved up. Of many, the lowest are forgotten: few stand before those.
+local GONE_MAX = 1000
+local function gone_of(field)
+  return PREFIX .. 'gone:' .. field
+end
+
+local function leaves_line(field, number)
+  if number then
+    redis.call('ZADD', gone_of(field), number, number)
+    redis.call('ZREMRANGEBYRANK', gone_of(field), 0, -GONE_MAX - 1)
+  end
+end

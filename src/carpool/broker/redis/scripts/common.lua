@@ -226,7 +226,7 @@ local function drop_if_idle(field, now)
     if model then
       ends_to_wait(field, bound, model)
     end
-    redis.call('DEL', stream)
+    redis.call('DEL', stream, PREFIX .. 'gone:' .. field)
     redis.call('HDEL', LANES, field)
     redis.call('HDEL', SIZES, 'h' .. field, 'u' .. field, 's' .. field, 'n' .. field)
     redis.call('ZREM', LEASED, field)

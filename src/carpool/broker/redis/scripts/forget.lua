@@ -2,7 +2,7 @@
 -- ARGV: id of the task
 -- Returns: names of the gateways where somebody waits for it, 1 if it had no result; nil if there is no such task
 local task = task_of(ARGV[1])
-local state = redis.call('HMGET', task, 's', 'f', 'e', 'w', 'b')
+local state = redis.call('HMGET', task, 's', 'f', 'e', 'w', 'b', 'n')
 if not state[1] then
   return false
 end
@@ -14,6 +14,7 @@ if state[1] == 'P' then
   if lease then
     nobody_waits({ { field, id, lease[2] } })
   elseif redis.pcall('XDEL', stream_of(field), id) == 1 then
+    leaves_line(field, state[6])
     look_again(field)
   end
 end

@@ -6,8 +6,20 @@
 --          for: model, how many of this shard go before it; -1 if it was taken
 local NAMES_BYTES_MAX = 4096
 
--- How many go before a task, by counts and without a look at entries. In its own stream it has a number. Of another stream
--- those go first that came before its place: as many as if they had come evenly since the first that waits.
+-- Whether an entry was taken.
+local function was_taken(field, id)
+  local _, last = group_of(stream_of(field))
+  local ms, number = string.match(id, '^(%d+)-(%d+)$')
+  local last_ms, last_number = string.match(last or '0-0', '^(%d+)-(%d+)$')
+  if ms == last_ms then
+    return tonumber(number) <= tonumber(last_number)
+  end
+  return tonumber(ms) < tonumber(last_ms)
+end
+
+-- How many go before a task, by counts and without a look at entries. In its own stream it has a number: of those before
+-- it, all were taken that do not wait and were not removed before that. Of another stream those go first that came before
+-- its place: as many as if they had come evenly since the first that waits.
 local function ahead_of(field, id, number, now)
   local offset, _, model = about(field)
   if not model or not number then -- the version before gave it none
@@ -15,9 +27,14 @@ local function ahead_of(field, id, number, now)
   end
   local sizes = redis.call('HMGET', SIZES, 'n' .. field, 'u' .. field)
   local added, unread = tonumber(sizes[1] or '0'), tonumber(sizes[2] or '0')
-  local own = math.min(number - (added - unread), unread)
+  local gone = gone_of(field)
+  local taken, gone_before = added - unread - redis.call('ZCARD', gone), redis.call('ZCOUNT', gone, '-inf', number)
+  local own = math.min(number - taken - gone_before, unread)
   if own < 1 then
-    return model, -1
+    if was_taken(field, id) then
+      return model, -1
+    end
+    own = 1 -- so many were removed that some are forgotten
   end
   local place, ahead = ms_of(id) + offset, own - 1
   local heads = redis.call('ZRANGE', heads_of(model), 0, HEADS_MAX - 1, 'WITHSCORES')
@@ -41,6 +58,9 @@ if state[1] == 'P' then
   if over_at and over_at < now then
     write_also_without_memory(COUNTS)
     keep_result(task, state[5], 'F', ARGV[4], now, tonumber(ARGV[5]))
+    if not lease_of(state[6], state[7]) then
+      leaves_line(state[6], state[9])
+    end
     forget_entries(state[6], { state[7] }, now)
     state[1], state[3], state[4], was_over = 'F', now, ARGV[4], 1
   elseif gateway ~= '' then
