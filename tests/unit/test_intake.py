@@ -26,7 +26,7 @@ from carpool.core.errors import (
 )
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Caller, Wishes
-from carpool.core.request import DONE, Request
+from carpool.core.request import DONE, Request, state_of
 from carpool.face.intake import RECENT_KEPT, Intake, IntakeSettings, ServedModel
 from carpool.testing import ANYBODY, FakeClock, FakeUpstream, Witness, make_output, make_request
 from carpool.upstream.pool import Pool
@@ -131,6 +131,25 @@ async def test_the_last_requests_are_kept_and_no_more(house: House) -> None:
         house.intake.cancel(house.ask(name=f"r{number}"))
     assert house.intake.find_recent("r0") is None
     assert house.intake.find_recent("r1") is not None
+
+
+async def test_what_is_told_of_a_request_is_its_own_outcome(cached_house: House) -> None:
+    house = cached_house
+    first = house.ask(name="first")
+    house.ask(name="second")
+    assert state_of(found(house, "first"), house.clock()).status == "queued"
+    house.intake.cancel(first)
+    left = state_of(found(house, "first"), house.clock())
+    assert (left.status, left.error) == ("failed", "client-left")
+    house.broker.settle(house.take()[0], make_output(b"1"))
+    assert state_of(found(house, "first"), house.clock()) == left
+    assert state_of(found(house, "second"), house.clock()).status == "completed"
+
+
+def found(house: House, name: str) -> Request:
+    request = house.intake.find_recent(name)
+    assert request is not None
+    return request
 
 
 @pytest.mark.parametrize("is_cached", [False, True])

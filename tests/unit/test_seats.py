@@ -7,7 +7,7 @@ import pytest
 from carpool.core.errors import ClientLeft, DeadlineExceeded, InputRefused, QueueFull, QueueTimeout, UpstreamFailed
 from carpool.core.outcome import Output
 from carpool.core.ports import Wishes
-from carpool.core.request import DONE, Request
+from carpool.core.request import DONE, QUEUED, Request
 from carpool.testing import make_output
 from support.shared_seats import FarAway, SharedDoor
 
@@ -231,8 +231,10 @@ class TestPlaceAndDeadline:
         assert (first.input, first.tier, first.owner) == (b'"a"', 0, "pays")
         assert first.place == high.place
         assert [request.input for request in door.take()] == [b'"b"']
+        assert door.seats.own(low).phase == QUEUED  # what was queued for it was withdrawn, but it waits
         door.answer([first])
         assert door.outcome(low) == door.outcome(high) == b'"a"'
+        assert [door.seats.own(request).result_code for request in (low, high)] == ["ok", "ok"]
         assert door.counts() == {"ok": 2}
         assert door.seats.queued == 0
 

@@ -175,6 +175,13 @@ class Seats:
             if member is not None and member.phase != DONE:
                 self._leave(member, client_left())
 
+    def own(self, request: Request) -> Request:
+        """The client's own request, where one has become a seat: it may have ended, or the seat, without the other."""
+        seat = request.waiter
+        if not isinstance(seat, Seat) or not request.is_seat or seat.first is None:
+            return request
+        return seat.first if DONE in (request.phase, seat.first.phase) else request
+
     def expire(self, now: float) -> None:
         """Look at the members whose time is over, and at those who wait for an offender."""
         if self._offenders != self._parted:
@@ -438,7 +445,7 @@ class Seats:
         self._settle(member, outcome)
         if is_last:
             self._give_up(seat)
-            seat.key, seat.first = b"", None
+            seat.key = b""
 
     def _leave_alone(self, seat: Seat, request: Request) -> None:
         """A client left who shared its seat with nobody."""
@@ -470,7 +477,7 @@ class Seats:
         waiting = seat.members
         assert waiting is not None
         self._give_up(seat)
-        seat.key, seat.first = b"", None  # it may be remembered for a while, with its requests
+        seat.key = b""  # it may be remembered for a while, with its requests
         for member in members:
             if waiting.pop(id(member), None) is not None:  # else who was told before has made it leave
                 self._settle(member, outcome)

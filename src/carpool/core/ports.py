@@ -338,6 +338,10 @@ class Sharing(Protocol):
         """Let a task in: `accepted(None)` once it is safe, or `accepted(error)`."""
         ...
 
+    def own(self, request: Request) -> Request:
+        """What tells how the client of a request is served, if others share it."""
+        ...
+
 
 class Peer(msgspec.Struct, eq=False):
     """The other end of a connection: what is found out once for all requests that come over it."""

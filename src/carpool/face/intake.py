@@ -259,7 +259,9 @@ class Intake:
 
     def find_recent(self, request_id: str) -> Request | None:
         """One of the last requests, by its id."""
-        return next((request for request in self._recent if request.id == request_id), None)
+        found = next((request for request in self._recent if request.id == request_id), None)
+        sharing = None if found is None else self._models[found.model].sharing
+        return found if found is None or sharing is None else sharing.own(found)
 
 
 def check_model(allowed: frozenset[str], name: str) -> None:
