@@ -68,6 +68,10 @@ class SeatsMachine(RuleBasedStateMachine):
             self.left.add(request.id)
         self.door.seats.cancel(request)
 
+    @rule(owner=st.sampled_from("xy"))
+    def is_found_out_or_forgiven(self, owner: str) -> None:
+        self.door.offenders ^= {("m", owner)}
+
     @rule(seconds=st.sampled_from([0.01, 0.06, 0.5, 2.1]))
     def pass_time(self, seconds: float) -> None:
         self.door.pass_time(seconds)
