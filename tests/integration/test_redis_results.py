@@ -47,6 +47,15 @@ async def find(results: RedisResults, *keys: bytes) -> list[bytes | None]:
     return [found[key] for key in keys]
 
 
+async def until_found(results: RedisResults, *keys: bytes) -> None:
+    """The first script that a server has not seen is sent twice: what it writes comes a moment later."""
+
+    async def all_found() -> bool:
+        return None not in await find(results, *keys)
+
+    await until(all_found)
+
+
 async def cache_bytes(server: RedisServer, namespace: str, shard: int = 0) -> int:
     return int(await server.ask("HGET", Keys(namespace, 1).shards[shard].counts.decode(), "cache_bytes") or 0)
 
@@ -88,7 +97,7 @@ async def test_bytes_are_bounded_and_the_oldest_go(tmp_path: Path, redis_server:
         for key in KEYS[:20]:
             results.keep(key, make_output(b"x" * 1000))
             results.write()
-            await find(results, key)  # one after the other
+            await until_found(results, key)  # one after the other
         kept = await find(results, *KEYS[:20])
         assert kept[-6:] == [b"x" * 1000] * 6
         assert kept[:12] == [None] * 12
@@ -104,11 +113,11 @@ async def test_bytes_are_bounded_and_the_oldest_go(tmp_path: Path, redis_server:
 
 
 async def test_they_are_gone_in_time_and_count_no_more(tmp_path: Path, redis_server: RedisServer) -> None:
-    async with results_in(redis_server, tmp_path.name, shards=1, ttl_s=0.1) as results:
+    async with results_in(redis_server, tmp_path.name, shards=1, ttl_s=2.0) as results:
         results.keep(KEYS[0], make_output(b"1"))
         results.keep(KEYS[1], make_output(b"2"))
         results.write()
-        assert await find(results, KEYS[0]) == [b"1"]
+        await until_found(results, KEYS[0])
 
         async def is_gone() -> bool:
             return await find(results, *KEYS[:2]) == [None, None]
@@ -116,7 +125,7 @@ async def test_they_are_gone_in_time_and_count_no_more(tmp_path: Path, redis_ser
         await until(is_gone)
         results.keep(KEYS[2], make_output(b"3"))
         results.write()
-        await find(results, KEYS[2])
+        await until_found(results, KEYS[2])
         assert 0 < await cache_bytes(redis_server, tmp_path.name) < 500
 
 
@@ -126,7 +135,7 @@ async def test_while_memory_is_short_they_make_room(tmp_path: Path, redis_server
         for key in KEYS:
             results.keep(key, make_output(b"x"))
         results.write()
-        assert None not in await find(results, *KEYS)
+        await until_found(results, *KEYS)
         is_short = True
         results.keep(b"k" * 32, make_output(b"x"))
         results.write()
