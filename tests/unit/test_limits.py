@@ -73,6 +73,39 @@ class TestOneProcess:
         clock.advance(1.0)
         assert left_of(limits.enter(limited(1000, burst=100))) == 15
 
+    def test_and_goes_on_with_it_when_the_lower_one_is_over(self) -> None:
+        clock = FakeClock()
+        limits = LocalLimits(clock)
+        for _ in range(3):
+            limits.enter(limited(20, burst=3))  # full again in nine seconds
+        refused(limits.enter(limited(60, burst=1)))
+        for _ in range(20):
+            clock.advance(1.0)
+            assert left_of(limits.enter(limited(60, burst=1))) == 0
+            refused(limits.enter(limited(60, burst=1)))
+
+    @pytest.mark.parametrize("other", [(60, 1), (600, 10), (6000, 1), (1, 1)])
+    def test_an_owner_with_two_limits_has_no_more_than_both(self, other: tuple[int, int]) -> None:
+        """A limit that is soon full again, asked between, must not fill the bucket of the other."""
+        clock = FakeClock()
+        limits = LocalLimits(clock)
+        callers, came = (limited(60, burst=100), limited(other[0], burst=other[1])), [0, 0]
+        for _ in range(6000):
+            for number, caller in enumerate(callers):
+                came[number] += isinstance(limits.enter(caller), bytes)
+            clock.advance(0.01)
+        assert came[0] <= 60 + 100
+        assert came[1] <= sum(other)
+
+    def test_buckets_of_other_limits_are_forgotten(self) -> None:
+        buckets = Buckets()
+        for number in range(10 * TIDY_FROM):
+            owner = str(number)
+            buckets.take(owner, float(number), 1.0, 2)
+            buckets.take(owner, float(number), 1.0, 2)
+            buckets.take(owner, float(number), 0.1, 1)
+        assert len(buckets) <= 2 * TIDY_FROM
+
     @pytest.mark.parametrize("caller", [Caller("o", 0), limited(0)])
     def test_who_has_no_limit_comes_in(self, caller: Caller) -> None:
         limits = LocalLimits(FakeClock())

@@ -5,7 +5,9 @@ An owner has a bucket of `burst` places. Each request takes one; one comes back 
 1. at most `burst` come in at once, and in any 60 s at most `per_minute` + `burst`;
 2. whoever keeps to that is never refused;
 3. a refusal takes nothing;
-4. what was taken under another limit counts for an empty bucket at most: whoever gets a higher limit may use it.
+4. what was taken under another limit counts for an empty bucket at most: whoever gets a higher limit may use it. That
+   is a bucket of its own, until the other one is full: who comes now with one limit, now with the other (an owner with
+   two keys) has both, and a limit that is soon full again does not fill the other.
 
 A bucket is one number: the time at which it will be full again. One that is full need not be remembered.
 """
@@ -36,9 +38,12 @@ class Buckets:
         # When each will be full again.
         self._full_at: dict[str, float] = {}
         self._tidy_above = min(TIDY_FROM, owners_max)
+        # The same of those that are apart from these (rule 4): owner, time for a place, places.
+        self._apart: dict[tuple[str, float, int], float] = {}
+        self._tidy_apart_above = TIDY_FROM
 
     def __len__(self) -> int:
-        return len(self._full_at)
+        return len(self._full_at) + len(self._apart)
 
     def take(self, owner: str, now: float, interval_s: float, capacity: int) -> float:
         """Take a place, and tell the seconds until the bucket is full; or if there is none, minus those until one is.
@@ -46,10 +51,13 @@ class Buckets:
         A place comes back every `interval_s`.
         """
         full_at, all_s = self._full_at.get(owner, 0.0), capacity * interval_s
+        if self._apart or full_at - now > all_s + ROUNDING_S:
+            bucket = (owner, interval_s, capacity)
+            if full_at <= now:
+                full_at = self._apart.pop(bucket, 0.0)
+            elif bucket in self._apart or full_at - now > all_s + ROUNDING_S:
+                return self._take_apart(bucket, now)
         ahead = (full_at - now if full_at > now else 0.0) + interval_s
-        if ahead > all_s + interval_s + ROUNDING_S:
-            self._full_at[owner] = now + all_s  # rule 4: now, so that it fills from here on
-            ahead = all_s + interval_s
         missing = ahead - all_s
         if missing > ROUNDING_S:
             return -missing
@@ -57,6 +65,26 @@ class Buckets:
         if len(self._full_at) > self._tidy_above:
             self._tidy(now)
         return ahead
+
+    def _take_apart(self, bucket: tuple[str, float, int], now: float) -> float:
+        _, interval_s, capacity = bucket
+        if bucket not in self._apart:
+            if len(self._apart) >= self._tidy_apart_above:
+                self._tidy_apart(now)
+            self._apart[bucket] = now + capacity * interval_s  # it fills from here on
+        ahead = max(self._apart[bucket] - now, 0.0) + interval_s
+        missing = ahead - capacity * interval_s
+        if missing > ROUNDING_S:
+            return -missing
+        self._apart[bucket] = now + ahead
+        return ahead
+
+    def _tidy_apart(self, now: float) -> None:
+        """Forget those whose owner's other bucket is full."""
+        full_at = self._full_at
+        kept = {bucket: at for bucket, at in self._apart.items() if full_at.get(bucket[0], 0.0) > now}
+        self._apart = kept if len(kept) <= self._owners_max else {}
+        self._tidy_apart_above = max(TIDY_FROM, 2 * len(self._apart))
 
     def _tidy(self, now: float) -> None:
         """Forget those that are full; only from time to time, when there are twice as many as were left."""
