@@ -8,9 +8,10 @@ import pytest
 
 from carpool.broker.redis.keys import tier_of
 from carpool.broker.redis.steps import Steps
+from carpool.core.clock import monotonic
 from carpool.core.request import Request
 from support.processes import until
-from support.redis_halves import LINE_OFFSETS_MS, Batcher, Halves, open_halves
+from support.redis_halves import LINE_OFFSETS_MS, MODEL, Batcher, Halves, SlotsModel, open_halves
 from support.redis_servers import RedisServer
 from support.redis_tasks import task_board
 from support.tasks import told
@@ -122,3 +123,36 @@ async def next_answered(batcher: Batcher) -> list[Request]:
     batch = await next_batch(batcher)
     batcher.answer(batch)
     return batch
+
+
+async def test_tasks_of_a_model_do_not_wait_for_the_requests_of_another(redis_server: RedisServer) -> None:
+    """They have slots of their own: what is due to synchronous requests is due beside tasks of their model."""
+    async with open_halves(redis_server, shards=1) as halves:
+        offsets = {line: 0 if line.startswith(b"t") else 600_000 for line in LINE_OFFSETS_MS}
+        gateway = await halves.gateway(line_offsets_ms=offsets)
+        other = SlotsModel(0, BATCH, "other")
+        batcher = await halves.batcher(free=0, largest=1000, others=[other])
+        batcher.broker.when_work_arrives("other", lambda lane: None)
+        tasks = task_board(Steps(batcher.nodes, halves.keys), b"g1", line_offsets_ms=offsets)
+        requests = [gateway.request(f"{number:032x}", is_task=True, model="other") for number in range(10 * BATCH)]
+        submitted = await asyncio.gather(*(told(partial(tasks.submit, request)) for request in requests))
+        assert set(submitted) == {None}
+        gateway.submit("waits-0")
+        await halves.until_entries(10 * BATCH + 1)
+        for _ in range(3):  # while a request of the first model waits
+            other.free = 1
+            batcher.feed.ring()
+            await until(lambda: batcher.broker.depth == BATCH and not batcher.feed.unanswered)
+            other.free = 0
+            for lane in list(batcher.broker.lanes("other")):
+                batcher.answer(batcher.broker.take(lane, lane.waiting, monotonic()))
+        other.free = batcher.model.free = 1
+        batcher.nodes.keep_replies("take")
+        batcher.feed.ring()
+        await until(lambda: batcher.nodes.kept + batcher.broker.depth > 0)
+        assert batcher.broker.depth == 0  # both are asked for at once
+        batcher.nodes.let_replies_come()
+        await until(lambda: batcher.broker.depth > 0 and not batcher.feed.unanswered)
+        staged = {request.model for request in batcher.broker.waiting_requests()}
+        tasks.close()
+    assert staged == {MODEL, "other"}

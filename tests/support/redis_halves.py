@@ -140,8 +140,8 @@ class WatchedNodes(Nodes):
 class SlotsModel:
     """A model with as many free slots as a test says (carpool.broker.sides.FedModel)."""
 
-    def __init__(self, free: int, largest: int) -> None:
-        self.name = MODEL
+    def __init__(self, free: int, largest: int, name: str = MODEL) -> None:
+        self.name = name
         self.free = free
         self.largest = largest
         # Why nothing is taken up now.
@@ -308,7 +308,14 @@ class Halves:
         return gateway
 
     async def batcher(
-        self, name: bytes = b"b1", *, free: int = 100, largest: int = 64, started: bool = True, **options: Any
+        self,
+        name: bytes = b"b1",
+        *,
+        free: int = 100,
+        largest: int = 64,
+        started: bool = True,
+        others: Sequence[SlotsModel] = (),
+        **options: Any,
     ) -> Batcher:
         """One that is connected. If it is not `started`, it hears no bell and has no timers."""
         nodes = await self.nodes()
@@ -319,7 +326,7 @@ class Halves:
         letters = RedisDeadLetterBox(steps, bounds=bounds)
         settings: dict[str, Any] = {"lease_ms": NEVER_MS, "late_ms": LATE_MS, **options}
         settings |= {"lines": list(LINE_OFFSETS_MS), "tier_target_s": TARGETS_S, "letter_bounds": bounds}
-        feed = Feed(steps, name, broker, replies, letters, [model], **settings)
+        feed = Feed(steps, name, broker, replies, letters, [model, *others], **settings)
         self._opened.callback(feed.close)
         if started:
             feed.start()

@@ -31,6 +31,7 @@ from carpool.broker.redis.batcher.shards import (
     is_due_again,
     is_scarce,
     is_task_line,
+    offers_of,
     plan_claims,
     plan_reads,
     plan_trickle,
@@ -122,7 +123,8 @@ class Feed:
         self._lines = [b"%b=%d" % (line, late) if (late := self._late_ms.get(line)) else line for line in lines]
         self._trickle = Trickle(trickle) if trickle else None
         self._is_strict = strict_order
-        self._synchronous = Trickle(SYNCHRONOUS_SHARE, debt_max=0.0)
+        # By model: what others have does not count, for they have slots of their own.
+        self._synchronous = {name: Trickle(SYNCHRONOUS_SHARE, debt_max=0.0) for name in self._models}
         self._lowest_tier = max(map(tier_of, lines), default=0)
         self._lease_ms = lease_ms
         self._renew_every_s = lease_ms / 1000 / RENEWALS_A_LEASE
@@ -322,7 +324,8 @@ class Feed:
         if unknown:
             self._look_at(unknown)
         elif offers:
-            is_tight = (len(offers) > 1 or self._synchronous.due() > 0) and is_scarce(offers, budgets)
+            has_share = any(share.due() for share in self._synchronous.values())
+            is_tight = (len(offers) > 1 or has_share) and is_scarce(offers, budgets)
             if is_tight:
                 offers = best_first(offers, self._late_ms)
             else:
@@ -339,9 +342,11 @@ class Feed:
         reads: Reads = {}
         if self._trickle is not None and (due := self._trickle.due()):
             reads = plan_trickle(offers, budgets, lambda line: tier_of(line) == self._lowest_tier, due)
-        if not reads and is_tight and (due := self._synchronous.due()):
-            is_due = synchronous_of_the_best(offers, is_strict=self._is_strict)
-            reads = {} if is_due is None else plan_trickle(offers, budgets, is_due, due)
+        for budget in budgets if is_tight else ():
+            if not reads and (due := self._synchronous[budget.model].due()):
+                own = offers_of(offers, budget.model)
+                is_due = synchronous_of_the_best(own, is_strict=self._is_strict)
+                reads = {} if is_due is None else plan_trickle(own, budgets, is_due, due)
         return reads
 
     def _budgets(self) -> list[Budget]:
@@ -461,25 +466,35 @@ class Feed:
             else:
                 view.told(taken.view)
                 self._told_at = self._clock()
+            read: list[tuple[str, bytes, int]] = []
             for stream in self._without_own(view.shard, taken.streams):
                 if taken.view is None or self.draining:  # their time is not known: to others, or at the next claim
                     self._release(view.shard, stream.field, stream.entries)
-                else:
-                    self._stage(view.shard, stream, taken.view.now_ms)
-            self._keep_shares(taken.streams)
+                    continue
+                model = self._stage(view.shard, stream, taken.view.now_ms)
+                if stream.deliveries is None:  # what was claimed is not taken for the first time
+                    read.append((model, stream.field.partition(b":")[2], len(stream.entries)))
+            self._keep_shares(read)
         except Exception:
             logger.exception("an answer of Redis could not be dealt with")
 
-    def _keep_shares(self, streams: Sequence[Stream]) -> None:
-        """Count what was taken, and who waits, as far as is known."""
-        waiting = {head.line for view in self._views for head in view.heads or () if head.unread > 0}
-        # What was claimed is not taken for the first time.
-        taken = [
-            (stream.field.partition(b":")[2], len(stream.entries)) for stream in streams if stream.deliveries is None
-        ]
-        keep_share(self._synchronous, lambda line: not is_task_line(line), taken, waiting)
+    def _keep_shares(self, read: Sequence[tuple[str, bytes, int]]) -> None:
+        """Count what was taken, by model and line, and who waits, as far as is known."""
+        waiting = {(head.model, head.line) for view in self._views for head in view.heads or () if head.unread > 0}
+        for model in {model for model, _, _ in read if model}:
+            keep_share(
+                self._synchronous[model],
+                lambda line: not is_task_line(line),
+                [(line, number) for its, line, number in read if its == model],
+                [line for its, line in waiting if its == model],
+            )
         if self._trickle is not None:
-            keep_share(self._trickle, lambda line: tier_of(line) == self._lowest_tier, taken, waiting)
+            keep_share(
+                self._trickle,
+                lambda line: tier_of(line) == self._lowest_tier,
+                [(line, number) for _, line, number in read],
+                [line for _, line in waiting],
+            )
 
     def _awaits_company(self) -> bool:
         """Whether the last free slots would get batches that are not full while other shards have more for them."""
@@ -549,8 +564,8 @@ class Feed:
 
     # Staging.
 
-    def _stage(self, shard: Shard, stream: Stream, now_ms: int) -> None:
-        """Put entries into the local broker."""
+    def _stage(self, shard: Shard, stream: Stream, now_ms: int) -> str:
+        """Put entries into the local broker; returns their model, "" if none of them came in."""
         now, field = self._clock(), stream.field
         haul = Haul(shard, field, now, now, {})
         self._leases.add(haul)
@@ -560,6 +575,7 @@ class Feed:
                 self._stage_one(haul, entry, delivery, now, now_ms)
             except Exception as fault:  # whatever it is, the others go on
                 self._set_aside(haul, entry, fault)
+        model = ""
         if haul.open:
             model = next(iter(haul.open.values())).model  # all of a stream have the same
             mean = sum(request.size for request in haul.open.values()) / len(haul.open)
@@ -568,6 +584,7 @@ class Feed:
             self.taken += len(haul.open)
         else:
             self.claimed += len(haul.open)
+        return model
 
     def _stage_one(self, haul: Haul, entry: Entry, delivery: int, now: float, now_ms: int) -> None:
         entry_id, (head, value) = entry

@@ -154,6 +154,11 @@ def plan_trickle(offers: Offers, budgets: Sequence[Budget], is_due: Callable[[by
     return {view.shard.number: [(head.field, number)]} if number > 0 else {}
 
 
+def offers_of(offers: Offers, model: str) -> Offers:
+    """What there is of one model."""
+    return [(view, own) for view, heads in offers if (own := [head for head in heads if head.model == model])]
+
+
 def is_task_line(line: bytes) -> bool:
     """Whether tasks wait there."""
     return line[:1] == b"t"
@@ -163,7 +168,7 @@ def synchronous_of_the_best(offers: Offers, *, is_strict: bool) -> Callable[[byt
     """Which lines have synchronous requests that a task would go before; None if there is no such task. With strict
     order it goes before others of its tier alone. What exceeds an owner's share comes behind what does not.
     """
-    best = min((head for _, heads in offers for head in heads), key=lambda head: head.place).line
+    best = min(((head.place, head.line) for _, heads in offers for head in heads), default=(0.0, b""))[1]
     if not is_task_line(best):
         return None
     lines = {head.line for _, heads in offers for head in heads if not is_task_line(head.line)}
