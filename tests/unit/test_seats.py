@@ -139,6 +139,32 @@ class TestOffenders:
         door.answer(door.take())
         assert door.outcome(good) == door.outcome(later) == b'"x"'
 
+    def test_nor_one_who_was_found_out_while_it_ran_and_comes_back(self) -> None:
+        door = SharedDoor()
+        self.ask(door, owner="bad")
+        good = self.ask(door, owner="good")
+        batch = door.take()
+        door.offenders.add(BAD)
+        door.pass_time(0.01)
+        door.broker.put_back(batch)
+        door.pass_time(0.01)
+        assert [request.owner for request in door.broker.waiting_requests()] == ["good"]
+        door.answer(door.take())
+        assert door.outcome(good) == b'"x"'
+
+    def test_nor_one_who_was_found_out_while_the_queue_was_full(self) -> None:
+        door = SharedDoor()
+        self.ask(door, owner="bad")
+        good = self.ask(door, owner="good")
+        others = [door.ask(b'"%d"' % number) for number in range(10_000)]
+        assert isinstance(door.outcome(others[-1]), QueueFull)
+        door.offenders.add(BAD)
+        door.pass_time(0.01)
+        door.seats.cancel(others[0])
+        door.pass_time(0.01)
+        assert "good" in [request.owner for request in door.broker.waiting_requests()]
+        assert good.phase != DONE
+
     def test_one_with_a_better_place_takes_no_seat_along(self, door_of_offenders: SharedDoor) -> None:
         door = door_of_offenders
         door.offenders.add(BAD)

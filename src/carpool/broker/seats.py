@@ -185,10 +185,9 @@ class Seats:
     def expire(self, now: float) -> None:
         """Look at the members whose time is over, and at those who wait for an offender."""
         if self._offenders != self._parted:
-            self._parted = frozenset(self._offenders)
-            for shared in list(self._open.values()):
-                if isinstance(shared, Seat):
-                    self._part(shared)
+            parted = [self._part(shared) for shared in list(self._open.values()) if isinstance(shared, Seat)]
+            if all(parted):  # else once more: one that runs may come back, and a queue that is full has room again
+                self._parted = frozenset(self._offenders)
         for member in self._deadlines.due(now):
             if member.phase == DONE:
                 continue  # who was told before has made it leave
@@ -359,20 +358,21 @@ class Seats:
             return
         self._queue_anew(seat, seated, member)
 
-    def _queue_anew(self, seat: Seat, seated: Request, member: Request) -> None:
-        """Let a seat wait where this member would."""
+    def _queue_anew(self, seat: Seat, seated: Request, member: Request) -> bool:
+        """Let a seat wait where this member would, if there is room."""
         assert seat.members is not None
         latest = max(each.deadline for each in seat.members.values())
         moved = self._seat_for(seat, member, latest, seated.queue_timeout_s)
         moved.place = member.place
         if self._queue.submit(moved) is not None:
-            return  # it stays where it is
+            return False  # it stays where it is
         self.queued += 1
         if self._far is not None:
             seat.requests.append(moved)  # a batcher may have the old one already
         else:
             seat.requests = [moved]
             self._queue.cancel(seated)
+        return True
 
     def _may_share(self, shared: Seat | Request, request: Request) -> bool:
         """Whether a request would not wait for another owner that is an offender."""
@@ -381,18 +381,20 @@ class Seats:
         self._part(shared)
         return any(each.owner == request.owner or not self._offends(each) for each in shared.requests)
 
-    def _part(self, seat: Seat) -> None:
-        """If a seat waits for offenders only, let it wait for another of its members."""
-        if seat.members is None or not all(each.phase != RUNNING and self._offends(each) for each in seat.requests):
-            return
+    def _part(self, seat: Seat) -> bool:
+        """If a seat waits for offenders only, let it wait for another of its members. False: not yet."""
+        if seat.members is None or not all(self._offends(each) for each in seat.requests):
+            return True
         others = [member for member in seat.members.values() if not self._offends(member)]
         if not others:
-            return
+            return True
+        if any(each.phase == RUNNING for each in seat.requests):
+            return False
         best, seated = min(others, key=by_place), seat.requests[-1]
         if seat.is_looked_for:
             seated.tier, seated.place, seated.owner = best.tier, best.place, best.owner
-        else:
-            self._queue_anew(seat, seated, best)
+            return True
+        return self._queue_anew(seat, seated, best)
 
     def _offends(self, request: Request) -> bool:
         return (request.model, request.owner) in self._offenders
