@@ -4,7 +4,7 @@ import pytest
 
 from carpool.broker.lanes import REBUILD_DEAD_MIN, Lane, Ranks
 from carpool.core.errors import ClientLeft
-from carpool.core.request import RUNNING, Request
+from carpool.core.request import APART, RUNNING, Request
 from carpool.testing import Witness, make_request
 from support.memory import WatchedRequests
 
@@ -215,3 +215,19 @@ def test_a_large_input_counts_for_more() -> None:
             lane.append(make_request(f"{owner} {number}", Witness(), now=0.0, value=value, owner=owner))
     taken = [request.owner for request in lane.take(34, 0.0)[0]]
     assert (taken.count("large"), taken.count("small")) == (2, 32)
+
+
+@pytest.mark.parametrize(("strict", "key"), [(False, APART), (True, b"")])
+def test_tasks_do_not_pay_for_those_who_may_not_go(strict: bool, key: bytes) -> None:
+    """Somebody waits who rides apart, or whose tier is not served: whoever comes later has not saved that up."""
+    ranks = Ranks(3, strict)
+    lane, other = Lane("m", b"", ranks), Lane("m", key, ranks)
+    waiting(other, "stands", 0.0, FREE)
+    for number in range(3000):
+        waiting(lane, f"task-{number}", 0.0, ENTERPRISE, is_task=True)
+    for _ in range(60):
+        lane.take(32, 1.0)
+    for number in range(3000):
+        waiting(lane, f"late-{number}", 2.0, ENTERPRISE)
+    taken = [request.is_task for _ in range(40) for request in lane.take(32, 3.0)[0]]
+    assert 0.08 * len(taken) <= taken.count(True) <= 0.12 * len(taken)

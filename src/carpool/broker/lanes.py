@@ -45,8 +45,11 @@ class Ranks:
         standings, tiers = self.standings, self.tiers
         if any(standings[index].waiting for index in range(tiers, 2 * tiers)):
             tasks = sum(request.is_task for request in batch)
-            waits = any(standings[index].waiting for index in range(tiers))
-            self.synchronous.served(tasks, len(batch) - tasks, others_wait=True, lowest_waits=waits)
+            # Tasks alone, though others are due: those who wait may not go now (they ride apart, or their rank is a
+            # lower one). Nothing more is saved up for them, or those who come later would have it, and tasks nothing.
+            if tasks < len(batch) or not self.synchronous.due():
+                waits = any(standings[index].waiting for index in range(tiers))
+                self.synchronous.served(tasks, len(batch) - tasks, others_wait=True, lowest_waits=waits)
         if self.trickle is not None:
             tier = self.tiers - 1
             lowest = sum(request.tier == tier for request in batch)
