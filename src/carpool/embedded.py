@@ -9,7 +9,7 @@ from carpool.broker.dead_letters import DeadLetterBox, DeadLetterDesk
 from carpool.broker.journal import Journal
 from carpool.broker.tasks import Tasks
 from carpool.composition.batcher import BatcherHalf, make_broker
-from carpool.composition.door import watch_key_file
+from carpool.composition.credentials import watch_key_file
 from carpool.composition.gateway import GatewayHalf
 from carpool.composition.process import EXPIRY_TICK_S, Process
 from carpool.composition.shedding import DOOR_TICK_S, Ticks, learn_own, let_see, make_doors, standings_of

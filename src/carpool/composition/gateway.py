@@ -13,7 +13,7 @@ from carpool.admission.gate import Gate
 from carpool.admission.limits import LocalLimits
 from carpool.admission.shedding import Door, pressure
 from carpool.broker.seats import Seats
-from carpool.composition.door import configured_keys, make_credentials, warn_if_open, watch_token_keys
+from carpool.composition.credentials import configured_keys, make_credentials, warn_if_open, watch_token_keys
 from carpool.composition.ground import Ground
 from carpool.core.ports import Availability, FarResults, RateLimit, RateLimits, RequestQueue, TaskBoard
 from carpool.core.request import Request

@@ -11,7 +11,7 @@ from carpool.broker.redis.formats import Reply
 from carpool.broker.redis.gateway.queue import RedisQueue
 from carpool.broker.redis.gateway.rates import RedisRateBudget
 from carpool.composition.batcher import BatcherHalf
-from carpool.composition.door import TAKES_KEYS
+from carpool.composition.credentials import TAKES_KEYS
 from carpool.composition.gateway import GatewayHalf
 from carpool.composition.meeting import Meeting
 from carpool.composition.shedding import (

@@ -19,7 +19,6 @@ KEY_PREFIX = b"cp_"
 # What the owner of a token begins with: its subject follows, or the subject's hash.
 TOKEN_OWNER, TOKEN_OWNER_HASHED = "jwt:", "jwt#"
 OWNER_CHARS_MAX = 64
-DIGEST_CHARS = 64
 # Of any limit: beyond, nothing is limited in truth, and some sums would not be exact.
 LIMIT_MAX = 1_000_000_000
 Limit = Annotated[int, Meta(ge=0, le=LIMIT_MAX)]
