@@ -93,15 +93,15 @@ async def test_in_a_cluster(tmp_path: Path, redis_cluster: RedisCluster) -> None
 
 
 async def test_bytes_are_bounded_and_the_oldest_go(tmp_path: Path, redis_server: RedisServer) -> None:
-    async with results_in(redis_server, tmp_path.name, shards=1, bytes_max=10_000) as results:
+    async with results_in(redis_server, tmp_path.name, shards=1, bytes_max=20_000) as results:
         for key in KEYS[:20]:
             results.keep(key, make_output(b"x" * 1000))
             results.write()
             await until_found(results, key)  # one after the other
         kept = await find(results, *KEYS[:20])
         assert kept[-6:] == [b"x" * 1000] * 6
-        assert kept[:12] == [None] * 12
-        assert 0 < await cache_bytes(redis_server, tmp_path.name) <= 10_000
+        assert kept[:4] == [None] * 4
+        assert 0 < await cache_bytes(redis_server, tmp_path.name) <= 20_000
         # The same one again counts once.
         before = await cache_bytes(redis_server, tmp_path.name)
         for _ in range(10):
@@ -109,7 +109,22 @@ async def test_bytes_are_bounded_and_the_oldest_go(tmp_path: Path, redis_server:
             results.write()
             await find(results, KEYS[19])
         assert await cache_bytes(redis_server, tmp_path.name) == before
-        assert await find(results, *KEYS[14:20]) == kept[14:]
+        assert await find(results, *KEYS[:20]) == kept
+
+
+async def test_many_that_come_at_once_are_bounded_too(tmp_path: Path, redis_server: RedisServer) -> None:
+    keys = [bytes([number % 256, number // 256]) * 16 for number in range(2000)]
+    async with results_in(redis_server, tmp_path.name, bytes_max=200_000) as results:
+        for key in keys:
+            results.keep(key, make_output(b"x" * 1000))
+        results.keep(b"l" * 32, make_output(b"x" * 100_000))  # too large for one command: it is not kept
+        results.write()
+        await until_found(results, keys[-1])
+        assert 50_000 < await cache_bytes(redis_server, tmp_path.name) <= 200_000
+        found = await find(results, *keys)
+        assert 40 < sum(value is not None for value in found) < 200
+        assert None not in found[-40:]
+        assert await find(results, b"l" * 32) == [None]
 
 
 async def test_they_are_gone_in_time_and_count_no_more(tmp_path: Path, redis_server: RedisServer) -> None:
@@ -146,7 +161,7 @@ async def test_while_memory_is_short_they_make_room(tmp_path: Path, redis_server
 async def test_what_is_no_result_is_none(tmp_path: Path, redis_server: RedisServer) -> None:
     async with results_in(redis_server, tmp_path.name, shards=1) as results:
         client = redis_server.client()
-        await client.set(Keys(tmp_path.name, 1).shards[0].result(KEYS[0]), b"garbage")
+        await client.hset(Keys(tmp_path.name, 1).shards[0].kept, KEYS[0], b"garbage")
         await client.aclose()
         assert await find(results, KEYS[0]) == [None]
 

@@ -40,7 +40,7 @@ def test_what_comes_out_is_what_went_in() -> None:
     assert (found.value, found.tokens_used) == (b"[1]", 12)
     assert (found.call.cached, found.call.model_version, found.call.upstream_s) == (True, "v3", 0.0)
     assert cache.find(b"k", 6.0) is None
-    assert (len(cache), cache.bytes) == (0, 0)
+    assert len(cache) == 0
 
 
 def test_an_old_one_is_kept_for_the_rest_of_its_time() -> None:
@@ -71,19 +71,48 @@ def test_all_of_a_key_is_counted() -> None:
     assert cache.bytes == ENTRY_BYTES + 1 + 2 + 1000 + 1 + 2
 
 
-@given(st.lists(st.tuples(st.binary(min_size=1, max_size=1), st.binary(max_size=600), st.floats(0, 3))))
-def test_bytes_are_bounded_and_counted(steps: list[tuple[bytes, bytes, float]]) -> None:
-    cache, now = ResultCache(bytes_max=3000, ttl_s=5.0), 0.0
+def test_it_is_found_by_all_of_its_key_not_by_its_hash() -> None:
+    """-1 and -2 have the same hash in Python, and so have these."""
+
+    class Same(bytes):
+        def __hash__(self) -> int:
+            return 7
+
+    cache = ResultCache(bytes_max=10_000, ttl_s=5.0)
+    first, second = ("m", b"", b"", "", Same(b"1")), ("m", b"", b"", "", Same(b"2"))
+    other = ("m", b"p", b"", "", Same(b"1"))
+    cache.keep(first, make_output(b"a"), 0.0)
+    assert [cache.find(key, 0.0) is None for key in (first, second)] == [False, True]
+    cache.keep(second, make_output(b"b"), 0.0)
+    found = cache.find(second, 0.0)
+    assert found is not None
+    assert found.value == b"b"
+    assert cache.find(first, 0.0) is None
+    assert cache.find(other, 0.0) is None
+
+
+STEPS = st.tuples(st.integers(0, 30), st.integers(0, 900), st.floats(0, 0.5), st.booleans())
+
+
+@given(st.lists(STEPS, max_size=200), st.sampled_from([1000, 3000, 20_000]))
+def test_bytes_are_bounded_and_what_is_found_is_right(steps: list[tuple[int, int, float, bool]], most: int) -> None:
+    cache, now = ResultCache(bytes_max=most, ttl_s=5.0), 0.0
     newest: dict[bytes, tuple[bytes, float]] = {}
-    for key, value, seconds in steps:
+    for number, length, seconds, is_kept in steps:
         now += seconds
+        key, value = b"key %d" % number, b"%d" % number + b"x" * length
         found = cache.find(key, now)
         if found is not None:
             assert found.value == newest[key][0]
             assert now < newest[key][1] + 5.0
-        cache.keep(key, make_output(value), now)
-        newest[key] = (value, now)
-        assert 0 <= cache.bytes <= 3000
+        if is_kept:
+            cache.keep(key, make_output(value), now)
+            newest[key] = (value, now)
+            again = cache.find(key, now)
+            assert again is None or again.value == value
+            assert (again is None) == (ENTRY_BYTES + len(key) + len(value) > most)
+        assert 0 <= cache.bytes <= most
+        assert len(cache) * ENTRY_BYTES <= cache.bytes
     for key in newest:
-        cache.find(key, now + 100.0)
-    assert (len(cache), cache.bytes) == (0, 0)
+        assert cache.find(key, now + 100.0) is None
+    assert len(cache) == 0

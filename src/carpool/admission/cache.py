@@ -6,12 +6,17 @@
    the time of a SHA-256. Between processes it is the SHA-256, over all of them with their lengths: nobody can write one
    that reads as another.
 3. A result is kept for `ttl_s`, counted from when it came. Only outputs are kept, never errors.
-4. What is kept is bounded in bytes, with its key and what Python needs for it. The one that was unused for longest goes
-   first.
+4. What is kept is bounded in bytes, with its key and what Python needs for it. Those that were unused for longest go
+   first, a page at a time.
+
+Inputs and outputs are written one behind the other into pages, and a page that is dropped is written anew: where nobody
+asks twice, a result costs two copies of its bytes. As objects of their own, thousands a second that live for long cost
+three times as much: each is memory that no cache of the processor has any more when it is freed.
 """
 
-from collections import OrderedDict
+from collections import deque
 from hashlib import sha256
+from io import BytesIO
 
 import msgspec
 
@@ -21,17 +26,41 @@ from carpool.core.request import Request
 
 # What Python needs for an entry beside the bytes of key and output: objects, and their places in the dictionary.
 ENTRY_BYTES = 400
+# A page is so large, but for small caches, which have this many; a result that is larger has one of its own.
+PAGE_BYTES = 1024 * 1024
+PAGES_MIN = 16
+
+
+class Page:
+    """Some results that came one after the other."""
+
+    __slots__ = ("bytes", "data", "end", "numbers", "order")
+
+    def __init__(self, order: int, data: BytesIO) -> None:
+        self.order = order
+        self.data = data
+        # How much of it is written.
+        self.end = 0
+        # The hashes of the keys that were written here.
+        self.numbers: list[int] = []
+        # What they count for.
+        self.bytes = 0
 
 
 class Kept(msgspec.Struct, frozen=True, gc=False):
-    """A result."""
+    """Where a result is."""
 
-    value: bytes
+    page: Page
+    # Where the input (or the digest) begins, and the output after it, and where that ends.
+    start: int
+    middle: int
+    end: int
+    # The rest of the key: model, parameters, lane, owner; or nothing.
+    rest: tuple[str, bytes, bytes, str] | None
     tokens_used: int | None
     model_version: str | None
-    # When it is too old, and what it counts for.
+    # When it is too old.
     until: float
-    size: int
 
 
 class ResultCache:
@@ -39,10 +68,14 @@ class ResultCache:
 
     def __init__(self, *, bytes_max: int, ttl_s: float) -> None:
         self._bytes_max = bytes_max
+        self._page_bytes = min(PAGE_BYTES, bytes_max // PAGES_MIN)
         self._ttl_s = ttl_s
-        # By key, the one that was used last at the end. A plain dict would look for its first entry among those that
-        # were removed.
-        self._kept: OrderedDict[SameKey, Kept] = OrderedDict()
+        # By the hash of the key. Of two keys with the same hash the later one is kept.
+        self._kept: dict[int, Kept] = {}
+        # In the order in which they were begun; the last one is written to.
+        self._pages: deque[Page] = deque([Page(0, BytesIO())])
+        # The memory of a page that was dropped.
+        self._spare: BytesIO | None = None
         # The facts of results that no call brought: the same object for many.
         self._facts = CallFacts(0, 0.0, None, cached=True)
         self.bytes = 0
@@ -55,31 +88,71 @@ class ResultCache:
 
     def find(self, key: SameKey, now: float) -> Output | None:
         """The result under this key, if there is one that is not too old."""
-        kept = self._kept.get(key)
+        number = hash(key)
+        kept = self._kept.get(number)
         if kept is None:
             return None
         if kept.until <= now:
-            del self._kept[key]
-            self.bytes -= kept.size
+            del self._kept[number]
             return None
-        self._kept.move_to_end(key)
+        data = kept.page.data
+        rest, content = (None, key) if isinstance(key, bytes) else (key[:4], key[4])
+        data.seek(kept.start)
+        is_same = data.read(kept.middle - kept.start) == content and kept.rest == rest
+        value = data.read(kept.end - kept.middle) if is_same else b""
+        data.seek(kept.page.end)
+        if not is_same:
+            return None
         if self._facts.model_version != kept.model_version:
             self._facts = CallFacts(0, 0.0, kept.model_version, cached=True)
-        return Output(kept.value, self._facts, kept.tokens_used)
+        output = Output(value, self._facts, kept.tokens_used)
+        if 2 * (self._pages[-1].order - kept.page.order) > len(self._pages):  # it would go soon: write it anew
+            self.keep(key, output, kept.until - self._ttl_s)
+        return output
 
     def keep(self, key: SameKey, output: Output, now: float, age_s: float = 0.0) -> None:
         """Keep a result that came `age_s` ago, in place of an older one; not one that would take all the room."""
-        value = bytes(output.value)  # a slice would keep the answer to its whole batch
-        size = len(value) + ENTRY_BYTES + (len(key) if isinstance(key, bytes) else sum(map(len, key)))
+        value = output.value
+        rest: tuple[str, bytes, bytes, str] | None
+        if isinstance(key, bytes):
+            rest, content, size = None, key, ENTRY_BYTES + len(key) + len(value)
+        else:
+            rest, content = key[:4], key[4]
+            size = ENTRY_BYTES + len(content) + len(value) + len(key[0]) + len(key[1]) + len(key[2]) + len(key[3])
         if size > self._bytes_max or age_s >= self._ttl_s:
+            self._kept.pop(hash(key), None)
             return
-        kept = self._kept
-        if key in kept:
-            self.bytes -= kept.pop(key).size
-        kept[key] = Kept(value, output.tokens_used, output.call.model_version, now + self._ttl_s - age_s, size)
+        page = self._pages[-1]
+        if page.bytes + size > self._page_bytes and page.bytes:
+            page = self._begin_page()
+        start, data = page.end, page.data
+        middle = start + data.write(content)
+        end = page.end = middle + data.write(value)
+        number = hash(key)
+        until = now + self._ttl_s - age_s
+        self._kept[number] = Kept(page, start, middle, end, rest, output.tokens_used, output.call.model_version, until)
+        page.numbers.append(number)
+        page.bytes += size
         self.bytes += size
-        while self.bytes > self._bytes_max:
-            self.bytes -= kept.popitem(last=False)[1].size
+        while self.bytes > self._bytes_max:  # the one that was just written to is never among them
+            self._drop(self._pages.popleft())
+
+    def _begin_page(self) -> Page:
+        data, self._spare = self._spare or BytesIO(), None
+        page = Page(self._pages[-1].order + 1, data)
+        self._pages.append(page)
+        return page
+
+    def _drop(self, page: Page) -> None:
+        """Forget what is in a page and nowhere else."""
+        kept = self._kept
+        for number in page.numbers:
+            if (here := kept.get(number)) is not None and here.page is page:
+                del kept[number]
+        self.bytes -= page.bytes
+        if page.bytes <= self._page_bytes:
+            page.data.seek(0)
+            self._spare = page.data
 
 
 def exact_key(request: Request) -> SameKey:

@@ -27,8 +27,6 @@ _RECORD_AT, _NAMES_AT = 3, _BEGINNING.size
 _pack = _BEGINNING.pack  # for every request
 # The outcome of a task that no batcher ends.
 LATE = DeadlineExceeded("no batcher had a result in time")
-# The time with which a result begins (scripts/keep.lua).
-RESULT_MS_DIGITS = 13
 # The state of a task.
 PENDING, SUCCESS, FAILED = b"P", b"S", b"F"
 
@@ -97,9 +95,11 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     found: list[tuple[str, RequestState]] = []
 
 
-class KeptResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class KeptResult(msgspec.Struct, array_like=True, gc=False):
     """A result that is kept for requests that are the same."""
 
+    # When it came, in ms on Redis's clock.
+    came_ms: int
     value: bytes
     tokens_used: int | None = None
     model_version: str | None = None
@@ -187,11 +187,11 @@ def encode_result(result: KeptResult) -> bytes:
     return _encoder.encode(result)
 
 
-def decode_result(data: bytes) -> tuple[int, KeptResult]:
-    """When it was kept, in ms on Redis's clock, and what. Raises UnknownFormatError."""
+def decode_result(data: bytes) -> KeptResult:
+    """What was kept. Raises UnknownFormatError."""
     try:
-        return int(data[:RESULT_MS_DIGITS]), _decode_result(data[RESULT_MS_DIGITS:])
-    except (msgspec.MsgspecError, ValueError) as failure:
+        return _decode_result(data)
+    except msgspec.MsgspecError as failure:
         raise UnknownFormatError("a result cannot be read") from failure
 
 

@@ -21,8 +21,8 @@ evenly, they share the shards evenly.
 | `<ns>:{tag}:letters`, `:letter` | zset, hash | ids of dead letters in order; their contents by id |
 | `<ns>:{tag}:rate:<owner>` | hash | an owner's rate limit: `full`: when its bucket is full again; leases by gateway
   (scripts/rates.lua) |
-| `<ns>:{tag}:result:<key>`, `:results` | string, zset | a result for requests that are the same; their keys with their
-  sizes, by when they are over (`cache_bytes` in `counts` adds them up) |
+| `<ns>:{tag}:kept`, `:kept-before` | hash | results for requests that are the same, by key; those that came before them
+  (`cache_bytes` in `counts`: both, `cache_before`, `cache_entries`: scripts/keep.lua) |
 | `<ns>:{tag}:bell` | channel | rung when a stream without unread entries gets some: how many, place, name, model |
 | `<ns>:replies:{<gateway>}` | stream | outcomes for one gateway's parked requests |
 | `<ns>:{fleet}:gateways`, `:batchers` | hash | who lives: name → heartbeat |
@@ -52,14 +52,13 @@ class Shard(msgspec.Struct, frozen=True):
     letters: bytes
     letter_bodies: bytes
     bell: bytes
+    # Results that are kept for requests that are the same, the later and the earlier ones.
+    kept: bytes
+    kept_before: bytes
 
     def stream(self, field: bytes) -> bytes:
         """The stream of a field of `lanes`."""
         return self.prefix + b"q:" + field
-
-    def result(self, key: bytes) -> bytes:
-        """A result that is kept for requests that are the same."""
-        return self.prefix + b"result:" + key
 
     def task(self, task_id: str) -> bytes:
         """The hash of a task."""
@@ -112,6 +111,8 @@ class Keys:
             prefix + b"letters",
             prefix + b"letter",
             prefix + b"bell",
+            prefix + b"kept",
+            prefix + b"kept-before",
         )
 
 

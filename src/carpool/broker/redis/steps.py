@@ -415,9 +415,19 @@ class Steps:
 
     # Results that are kept for requests that are the same.
 
-    def find_results(self, shard: Shard, names: Sequence[bytes], done: Done[list[bytes | None]]) -> None:
-        """The results with these names, all on the server of this shard; None for each that is not there."""
-        self.nodes.send(shard.slot, reading(list, done), b"MGET", *names)
+    def find_results(self, shard: Shard, keys: Sequence[bytes], done: Done[list[bytes | None]]) -> None:
+        """The results with these keys; None for each that is not there."""
+        later: list[bytes | None] = []
+
+        def told_later(reply: Any) -> None:
+            if isinstance(reply, list):
+                later.extend(reply)
+
+        def told(earlier: Any) -> list[bytes | None]:
+            return [one or other for one, other in zip(later, earlier, strict=True)] if any(later) else earlier
+
+        self.nodes.send(shard.slot, told_later, b"HMGET", shard.kept, *keys)
+        self.nodes.send(shard.slot, reading(told, done), b"HMGET", shard.kept_before, *keys)
 
     def clock(self, shard: Shard, done: Done[int]) -> None:
         """The time of the server of this shard, in ms."""
@@ -427,12 +437,13 @@ class Steps:
 
         self.nodes.send(shard.slot, reading(milliseconds, done), b"TIME")
 
-    def keep_results(self, shard: Shard, results: Sequence[tuple[bytes, bytes]], bytes_max: int, kept_ms: int) -> None:
-        """Keep results (key and value), with at most so many bytes in this shard. It is not waited for."""
-        arguments: list[Argument] = [self._now_ms(), bytes_max, kept_ms]
-        for result in results:
-            arguments += result
-        self._run(scripts.KEEP, shard, arguments, ignore)
+    def keep_results(self, shard: Shard, results: Sequence[bytes], size: int, bytes_max: int, kept_ms: int) -> None:
+        """Keep results (keys and values in turn) of this size; then, or with none, see to it that there are at most
+        twice as many bytes. It is not waited for.
+        """
+        if results:
+            self.nodes.send(shard.slot, ignore, b"HSET", shard.kept, *results)
+        self._run(scripts.KEEP, shard, (bytes_max, kept_ms, len(results) // 2, size), ignore)
 
     # Dead letters.
 

@@ -5,11 +5,14 @@
    happened, nobody is asked for a while.
 3. Results are written for nobody in particular: those of a moment together, and whether that succeeds is not waited
    for. While the memory of Redis is short, what is kept makes room, and nothing is added.
-4. How old a result is, is told by Redis's clock, which is asked for once in a while.
+4. They are kept in two parts, the later and the earlier ones. When the later part is full it takes the place of the
+   earlier, which goes as a whole (scripts/keep.lua): so between half of the bytes that are allowed and all of them are
+   in use, and a result costs Redis less than a microsecond.
+5. How old a result is, is told by Redis's clock, which is asked for once in a while.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from carpool.broker.redis.client.link import RedisFailure
@@ -25,9 +28,13 @@ REST_S = 1.0
 LATE_LOOK_S = 0.005
 WRITE_EVERY_S = 0.05
 ASK_TIME_S = 5.0
-# A script holds up everybody else in Redis: no call carries more than this. A larger result is not kept.
-RESULTS_A_CALL_MAX = 64
+# A command holds up everybody else in Redis: none carries more than this, nor more than so much of what may be kept. A
+# larger result is not kept.
+RESULTS_A_CALL_MAX = 256
 CALL_BYTES_MAX = 1024 * 1024
+CALL_SHARE_MAX = 1 / 8
+# What Redis needs for a result beside its value.
+ENTRY_BYTES = 200
 # What may wait to be written in this turn; more is not kept.
 LEAVING_BYTES_MAX = 16 * 1024 * 1024
 
@@ -60,8 +67,10 @@ class RedisResults:
     ) -> None:
         self._steps = steps
         self._nodes = steps.nodes
-        self._shards = steps.keys.shards
+        # Without a Cluster all shards are on one server, and one of them has all results: one question asks for all.
+        self._shards = steps.keys.shards if self._nodes.is_cluster else steps.keys.shards[:1]
         self._shard_bytes_max = bytes_max // len(self._shards)
+        self._call_bytes_max = min(CALL_BYTES_MAX, int(self._shard_bytes_max * CALL_SHARE_MAX))
         self._ttl_ms = round(ttl_s * 1000)
         self._is_memory_short = is_memory_short
         self._look_s_max = look_s_max
@@ -72,7 +81,8 @@ class RedisResults:
         self._questions: deque[Question] = deque()
         self._looks = Every(LATE_LOOK_S, self._give_up_late)
         self._rests_until = 0.0
-        self._leaving: defaultdict[int, list[tuple[bytes, bytes]]] = defaultdict(list)
+        # Keys and results, these with our own time yet.
+        self._leaving: list[tuple[bytes, KeptResult]] = []
         self._leaving_bytes = 0
         self._writes = Every(WRITE_EVERY_S, self.write)
         # What Redis's clock is ahead of ours, in ms, and when that was asked for.
@@ -87,12 +97,13 @@ class RedisResults:
 
     def keep(self, key: bytes, output: Output) -> None:
         """Keep a result, if that is possible."""
-        value, call = bytes(output.value), output.call
-        if len(value) > CALL_BYTES_MAX or self._leaving_bytes > LEAVING_BYTES_MAX:
+        size = len(output.value)
+        if size + ENTRY_BYTES > self._call_bytes_max or self._leaving_bytes > LEAVING_BYTES_MAX:
             return
-        kept = KeptResult(value, output.tokens_used, call.model_version)
-        self._leaving[self._shard_of(key).number].append((key, encode_result(kept)))
-        self._leaving_bytes += len(value)
+        # A slice would keep the answer to its whole batch.
+        value, came_ms = bytes(output.value), round(self._clock() * 1000)
+        self._leaving.append((key, KeptResult(came_ms, value, output.tokens_used, output.call.model_version)))
+        self._leaving_bytes += size
         self._writes.start()
 
     def close(self) -> None:
@@ -102,8 +113,8 @@ class RedisResults:
 
     # Asking.
 
-    def _shard_of(self, key: bytes) -> Shard:
-        return self._shards[key[0] % len(self._shards)]
+    def _shard_number(self, key: bytes) -> int:
+        return key[0] % len(self._shards)
 
     def _ask(self) -> None:
         wanted, self._wanted = self._wanted, []
@@ -111,13 +122,10 @@ class RedisResults:
         if now < self._rests_until:
             tell_nothing(wanted)
             return
-        # Without a Cluster all keys are on one server, and one command asks for all of them.
+        self._ask_time(now)
         groups: defaultdict[int, list[tuple[bytes, Found]]] = defaultdict(list)
         for each in wanted:
-            groups[self._shard_of(each[0]).number if self._nodes.is_cluster else 0].append(each)
-        if now >= self._time_asked + ASK_TIME_S:
-            self._time_asked = now
-            self._steps.clock(self._shards[min(groups)], self._told_time)
+            groups[self._shard_number(each[0])].append(each)
         for number, group in groups.items():
             shard = self._shards[number]
             if not self._nodes.is_up(shard.slot):
@@ -125,10 +133,15 @@ class RedisResults:
                 continue
             question = Question(group, now)
             self._questions.append(question)
-            names = [self._shard_of(key).result(key) for key, _ in group]
-            self._steps.find_results(shard, names, partial(self._came, question))
+            self._steps.find_results(shard, [key for key, _ in group], partial(self._came, question))
         if self._questions:
             self._looks.start()
+
+    def _ask_time(self, now: float) -> None:
+        if now >= self._time_asked + (ASK_TIME_S if self._ahead_ms is not None else LATE_LOOK_S):
+            self._time_asked = now
+            shard = next((each for each in self._shards if self._nodes.is_up(each.slot)), self._shards[0])
+            self._steps.clock(shard, self._told_time)
 
     def _told_time(self, now_ms: int | RedisFailure) -> None:
         if not isinstance(now_ms, RedisFailure):
@@ -147,14 +160,14 @@ class RedisResults:
 
     def _tell(self, found: Found, value: bytes, now_ms: float) -> None:
         try:
-            kept_ms, kept = decode_result(value)
+            kept = decode_result(value)
         except UnknownFormatError:
             found(None, 0.0)
             return
         if self._facts.model_version != kept.model_version:
             self._facts = CallFacts(0, 0.0, kept.model_version, cached=True)
         # The clock may have been set back.
-        found(Output(kept.value, self._facts, kept.tokens_used), max(0.0, (now_ms - kept_ms) / 1000))
+        found(Output(kept.value, self._facts, kept.tokens_used), max(0.0, (now_ms - kept.came_ms) / 1000))
 
     def _give_up_late(self) -> None:
         """Nobody waits for longer."""
@@ -172,24 +185,44 @@ class RedisResults:
 
     def write(self) -> None:
         """Write what came since the last time. A timer does it."""
-        leaving, self._leaving = self._leaving, defaultdict(list)
+        self._ask_time(self._clock())
+        if self._ahead_ms is None and self._leaving:
+            return  # they wait until it is known how old they are
+        leaving, self._leaving = self._leaving, []
         self._leaving_bytes = 0
         if not leaving:
             self._writes.stop()
-        bytes_max = 0 if self._is_memory_short() else self._shard_bytes_max
-        for number, results in leaving.items():
-            shard = self._shards[number]
-            if not self._nodes.is_up(shard.slot):
-                continue
-            part: list[tuple[bytes, bytes]] = []
-            size = 0
-            for result in results:
-                if part and (len(part) >= RESULTS_A_CALL_MAX or size + len(result[1]) > CALL_BYTES_MAX):
-                    self._steps.keep_results(shard, part, bytes_max, self._ttl_ms)
-                    part, size = [], 0
-                part.append(result)
-                size += len(result[1])
-            self._steps.keep_results(shard, part, bytes_max, self._ttl_ms)
+        elif self._is_memory_short():
+            for shard in self._shards:
+                self._steps.keep_results(shard, (), 0, 0, self._ttl_ms)
+        else:
+            groups: defaultdict[int, list[tuple[bytes, bytes]]] = defaultdict(list)
+            ahead_ms = round(self._ahead_ms or 0.0)
+            for key, kept in leaving:
+                kept.came_ms += ahead_ms
+                groups[self._shard_number(key)].append((key, encode_result(kept)))
+            for number, results in groups.items():
+                self._write_to(self._shards[number], results)
+
+    def _write_to(self, shard: Shard, results: Sequence[tuple[bytes, bytes]]) -> None:
+        """Write to one shard, in parts."""
+        if not self._nodes.is_up(shard.slot):
+            return
+        part: list[bytes] = []
+        size = 0
+        for key, value in results:
+            result_size = len(value) + ENTRY_BYTES
+            if part and (len(part) >= 2 * RESULTS_A_CALL_MAX or size + result_size > self._call_bytes_max):
+                self._keep(shard, part, size)
+                part, size = [], 0
+            part += (key, value)
+            size += result_size
+        self._keep(shard, part, size)
+
+    def _keep(self, shard: Shard, part: Sequence[bytes], size: int) -> None:
+        # What one call adds is never too much: half of what is allowed, with it.
+        later_max = self._shard_bytes_max // 2 - self._call_bytes_max
+        self._steps.keep_results(shard, part, size, max(1, later_max), self._ttl_ms)
 
 
 def tell_nothing(wanted: list[tuple[bytes, Found]]) -> None:

@@ -1,60 +1,34 @@
--- Keep results for requests that are the same. Those whose time is over go, and the oldest make room.
--- `results` has keys with their sizes behind them, by when they are over; Redis itself drops each result then.
--- ARGV: now, most bytes, ms that they are kept; of each result: key of 32 bytes, value
+-- Results for requests that are the same were written into `kept`: count them, and see that there is room for others.
+-- When `kept` has as many bytes as it may have, or is as old as results get, it becomes `kept-before`, and what that was
+-- goes at once: one step for thousands of results, where one for each would hold up everybody who waits.
+-- ARGV: most bytes of `kept` (0: drop all), ms that results are kept, how many were written, their bytes
 -- Returns: bytes that are kept
--- What is kept begins with the time in ms, in 13 digits: whoever reads it must know how old it is.
 -- It comes often, and needs little of what the others share (common.lua): Redis would make all of that anew each time.
 local COUNTS = KEYS[1]
 local PREFIX = string.sub(COUNTS, 1, -#'counts' - 1)
-local RESULTS, KEY_BYTES, ENTRY_BYTES, DROPPED_MAX = PREFIX .. 'results', 32, 300, 256
-local now, bytes_max, kept_ms = clock(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+local KEPT, BEFORE = PREFIX .. 'kept', PREFIX .. 'kept-before'
+local bytes_max, kept_ms, written, size = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 
-local function result_of(key)
-  return PREFIX .. 'result:' .. key
+if bytes_max == 0 then
+  redis.call('UNLINK', KEPT, BEFORE)
+  redis.call('HDEL', COUNTS, 'cache_bytes', 'cache_before', 'cache_entries')
+  return 0
 end
-
-local function size_in(member)
-  return tonumber(string.sub(member, KEY_BYTES + 1))
+local known = redis.call('HMGET', COUNTS, 'cache_bytes', 'cache_before', 'cache_entries')
+local before = redis.call('EXISTS', BEFORE) == 1 and tonumber(known[2] or '0') or 0
+local bytes, entries_before = tonumber(known[1] or '0') - tonumber(known[2] or '0'), tonumber(known[3] or '0')
+local entries, ends_in = redis.call('HLEN', KEPT), redis.call('PTTL', KEPT)
+if ends_in == -1 then
+  -- It is new: whoever writes first makes it. Its last result may be written when half of this time is over.
+  redis.call('PEXPIRE', KEPT, 2 * kept_ms)
+  ends_in, bytes, entries_before = 2 * kept_ms, 0, 0
 end
-
--- Without entries the count is 0, whatever it says.
-local bytes = 0
-if redis.call('EXISTS', RESULTS) == 1 then
-  bytes = math.max(tonumber(redis.call('HGET', COUNTS, 'cache_bytes') or '0'), 0)
+-- One that took the place of an older one counts no more than that did.
+bytes = bytes + math.floor(size * math.max(0, math.min(1, (entries - entries_before) / math.max(written, 1))))
+if entries > 0 and (bytes >= bytes_max or ends_in <= kept_ms) then
+  redis.call('UNLINK', BEFORE)
+  redis.call('RENAME', KEPT, BEFORE)
+  bytes, before, entries = 0, bytes, 0
 end
-local over = redis.call('ZRANGEBYSCORE', RESULTS, '-inf', now, 'LIMIT', 0, DROPPED_MAX)
-for _, member in ipairs(over) do
-  redis.call('ZREM', RESULTS, member)
-  bytes = bytes - size_in(member)
-end
-
-local dropped = 0
-local function make_room(size)
-  while bytes > 0 and bytes + size > bytes_max and dropped < DROPPED_MAX do
-    local member = redis.call('ZPOPMIN', RESULTS)[1]
-    if not member then
-      bytes = 0
-      return
-    end
-    redis.call('UNLINK', result_of(string.sub(member, 1, KEY_BYTES)))
-    bytes, dropped = bytes - size_in(member), dropped + 1
-  end
-end
-
-for i = 4, #ARGV, 2 do
-  local key, value = ARGV[i], string.format('%013.0f', now) .. ARGV[i + 1]
-  local size, result = #value + ENTRY_BYTES, result_of(key)
-  local older = redis.call('STRLEN', result)
-  if older > 0 and redis.call('ZREM', RESULTS, key .. (older + ENTRY_BYTES)) == 1 then
-    bytes = bytes - older - ENTRY_BYTES
-  end
-  make_room(size)
-  if bytes + size <= bytes_max then
-    redis.call('SET', result, value, 'PX', kept_ms)
-    bytes = bytes + size * redis.call('ZADD', RESULTS, now + kept_ms, key .. size)
-  elseif older > 0 then
-    redis.call('UNLINK', result)
-  end
-end
-redis.call('HSET', COUNTS, 'cache_bytes', bytes)
-return bytes
+redis.call('HSET', COUNTS, 'cache_bytes', bytes + before, 'cache_before', before, 'cache_entries', entries)
+return bytes + before
