@@ -29,6 +29,7 @@ async def results_in(server: Any, namespace: str, **options: Any) -> AsyncIterat
         results = RedisResults(
             Steps(nodes, keys), **{"bytes_max": 10**6, "ttl_s": 60.0, "look_s_max": PATIENCE_S, **options}
         )
+        await find(results, b"-" * 32)  # now it knows Redis's clock, and what is written is
         yield results
         results.close()
 
@@ -64,7 +65,7 @@ async def test_what_one_keeps_another_finds(tmp_path: Path, redis_server: RedisS
     async with results_in(redis_server, tmp_path.name) as one, results_in(redis_server, tmp_path.name) as two:
         for number, key in enumerate(KEYS):
             one.keep(key, Output(memoryview(b"[%d]" % number), CallFacts(3, 0.1, "v2"), number))
-        await asyncio.sleep(0)
+        assert await find(one, KEYS[0]) == [b"[0]"]  # before it is written
         expected = [b"[%d]" % number for number in range(40)]
 
         async def all_found() -> bool:
@@ -85,6 +86,7 @@ async def test_in_a_cluster(tmp_path: Path, redis_cluster: RedisCluster) -> None
     async with results_in(redis_cluster, tmp_path.name) as results:
         for key in KEYS:
             results.keep(key, make_output(key.hex().encode()))
+        results.write()
 
         async def all_found() -> bool:
             return await find(results, *KEYS) == [key.hex().encode() for key in KEYS]
@@ -174,6 +176,7 @@ async def test_nobody_waits_for_a_redis_that_does_not_answer(tmp_path: Path, how
             return await find(results, KEYS[0]) == [b"1"]
 
         results.keep(KEYS[0], make_output(b"1"))
+        results.write()
         await until(is_found)
         getattr(server, how)()
         assert await find(results, KEYS[0], KEYS[1]) == [None, None]

@@ -26,8 +26,9 @@ class FarAway:
     def look(self, key: bytes, found: Callable[[Output | None, float], None]) -> None:
         self.asked.append((key, found))
 
-    def keep(self, key: bytes, output: Output) -> None:
+    def keep(self, key: bytes, output: Output) -> bool:
         self.kept[key] = Output(output.value, CallFacts(0, 0.0, cached=True))
+        return True
 
     def answer(self, index: int = 0, *, is_broken: bool = False) -> None:
         key, found = self.asked.pop(index)

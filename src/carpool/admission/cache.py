@@ -2,9 +2,10 @@
 
 1. Two requests are the same if model, canonical parameters, what the protocol adds to the lane, and the input's bytes
    are; with `scope = "owner"` the owner too.
-2. Inside a process the key is all of that itself: nothing could be more exact, and Python's hash of it takes a sixth of
-   the time of a SHA-256. Between processes it is the SHA-256, over all of them with their lengths: nobody can write one
-   that reads as another.
+2. Inside a process the key is all of that itself: nothing could be more exact, and Python's hash of it takes a third of
+   the time of a digest. Between processes it is a digest of 256 bits, over all of them with their lengths: nobody can
+   write one that reads as another. BLAKE2b, since it takes half of the time of a SHA-256 where the processor (or the
+   virtual machine) has no instructions for that, and a microsecond more where it has.
 3. A result is kept for `ttl_s`, counted from when it came. Only outputs are kept, never errors.
 4. What is kept is bounded in bytes, with its key and what Python needs for it. Those that were unused for longest go
    first, a page at a time.
@@ -15,7 +16,8 @@ three times as much: each is memory that no cache of the processor has any more 
 """
 
 from collections import deque
-from hashlib import sha256
+from functools import lru_cache
+from hashlib import blake2b
 from io import BytesIO
 
 import msgspec
@@ -176,6 +178,13 @@ def digest_key_of_owner(request: Request) -> SameKey:
 
 
 def digest_of(request: Request, owner: str) -> bytes:
-    """The SHA-256 of what makes a request what it is."""
-    parts = (request.model.encode(), request.parameters, request.lane, owner.encode())
-    return sha256(b"%d,%d,%d,%d;" % tuple(map(len, parts)) + b"".join(parts) + request.input).digest()
+    """What makes a request what it is, in 32 bytes."""
+    digest = blake2b(_beginning(request.model, request.parameters, request.lane, owner), digest_size=32)
+    digest.update(request.input)
+    return digest.digest()
+
+
+@lru_cache(64)  # most requests have the same
+def _beginning(model: str, parameters: bytes, lane: bytes, owner: str) -> bytes:
+    parts = (model.encode(), parameters, lane, owner.encode())
+    return b"%d,%d,%d,%d;" % tuple(map(len, parts)) + b"".join(parts)

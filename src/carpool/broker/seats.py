@@ -236,10 +236,11 @@ class Seats:
         self._count(request, output)
 
     def _keep(self, key: SameKey, output: Output) -> None:
-        self._results.keep(key, output, self._clock())
         if self._far is not None:
             assert isinstance(key, bytes)
-            self._far.keep(key, output)
+            if self._far.keep(key, output):
+                return  # here too as soon as somebody asks for it: most results nobody asks for again
+        self._results.keep(key, output, self._clock())
 
     def _look(self, seat: Seat, request: Request, far: FarResults) -> CarpoolError | None:
         """Ask others for the result of a new seat."""

@@ -322,8 +322,8 @@ class FarResults(Protocol):
         """Have `found` told the result and its age in seconds, or None: once, soon, not before this returns."""
         ...
 
-    def keep(self, key: bytes, output: Output) -> None:
-        """Keep a result, if that is possible."""
+    def keep(self, key: bytes, output: Output) -> bool:
+        """Keep a result, so that `look` finds it; False if that is not possible now, or not for this one."""
         ...
 
 

@@ -93,7 +93,7 @@ class ReplyWriter:
         self.unconfirmed = 0
         self.retries = 0
         # Keeps the output of a task for requests that are the same.
-        self.keep_result: Callable[[bytes, Output], None] = lambda key, output: None
+        self.keep_result: Callable[[bytes, Output], object] = lambda key, output: None
         # Is told of each haul whose last entry is done with.
         self.when_emptied: Callable[[Haul], None] = lambda haul: None
         self._outcomes: Counter[str] = Counter() if outcomes is None else outcomes

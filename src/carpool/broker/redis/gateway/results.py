@@ -1,6 +1,6 @@
 """Results that all gateways keep together in Redis, for requests that are the same (core.ports.FarResults).
 
-1. What is asked for in one turn of the event loop is asked for in one command for each server.
+1. What is asked for in one turn of the event loop is asked for together.
 2. Whatever Redis does, or fails to do, nobody waits longer than `look_s_max`: then there is no result. When that
    happened, nobody is asked for a while.
 3. Results are written for nobody in particular: those of a moment together, and whether that succeeds is not waited
@@ -81,8 +81,8 @@ class RedisResults:
         self._questions: deque[Question] = deque()
         self._looks = Every(LATE_LOOK_S, self._give_up_late)
         self._rests_until = 0.0
-        # Keys and results, these with our own time yet.
-        self._leaving: list[tuple[bytes, KeptResult]] = []
+        # By key, with our own time yet. Whoever looks finds them.
+        self._leaving: dict[bytes, KeptResult] = {}
         self._leaving_bytes = 0
         self._writes = Every(WRITE_EVERY_S, self.write)
         # What Redis's clock is ahead of ours, in ms, and when that was asked for.
@@ -95,16 +95,22 @@ class RedisResults:
         self._wanted.append((key, found))
         self._ask_soon.ring()
 
-    def keep(self, key: bytes, output: Output) -> None:
-        """Keep a result, if that is possible."""
+    def keep(self, key: bytes, output: Output) -> bool:
+        """Keep a result, so that `look` finds it; False if that is not possible now, or not for this one."""
         size = len(output.value)
         if size + ENTRY_BYTES > self._call_bytes_max or self._leaving_bytes > LEAVING_BYTES_MAX:
-            return
+            return False
+        if self._is_memory_short():
+            self._writes.start()  # it makes room
+            return False
+        if not self._nodes.is_up(self._shards[self._shard_number(key)].slot):
+            return False
         # A slice would keep the answer to its whole batch.
         value, came_ms = bytes(output.value), round(self._clock() * 1000)
-        self._leaving.append((key, KeptResult(came_ms, value, output.tokens_used, output.call.model_version)))
+        self._leaving[key] = KeptResult(came_ms, value, output.tokens_used, output.call.model_version)
         self._leaving_bytes += size
         self._writes.start()
+        return True
 
     def close(self) -> None:
         """Ask no more."""
@@ -124,8 +130,11 @@ class RedisResults:
             return
         self._ask_time(now)
         groups: defaultdict[int, list[tuple[bytes, Found]]] = defaultdict(list)
-        for each in wanted:
-            groups[self._shard_number(each[0])].append(each)
+        for key, found in wanted:
+            if (kept := self._leaving.get(key)) is not None:
+                self._tell(found, kept, now * 1000)
+            else:
+                groups[self._shard_number(key)].append((key, found))
         for number, group in groups.items():
             shard = self._shards[number]
             if not self._nodes.is_up(shard.slot):
@@ -156,14 +165,17 @@ class RedisResults:
             if value is None or self._ahead_ms is None:
                 found(None, 0.0)
             else:
-                self._tell(found, value, self._clock() * 1000 + self._ahead_ms)
+                self._decode(found, value, self._clock() * 1000 + self._ahead_ms)
 
-    def _tell(self, found: Found, value: bytes, now_ms: float) -> None:
+    def _decode(self, found: Found, value: bytes, now_ms: float) -> None:
         try:
             kept = decode_result(value)
         except UnknownFormatError:
             found(None, 0.0)
-            return
+        else:
+            self._tell(found, kept, now_ms)
+
+    def _tell(self, found: Found, kept: KeptResult, now_ms: float) -> None:
         if self._facts.model_version != kept.model_version:
             self._facts = CallFacts(0, 0.0, kept.model_version, cached=True)
         # The clock may have been set back.
@@ -185,24 +197,26 @@ class RedisResults:
 
     def write(self) -> None:
         """Write what came since the last time. A timer does it."""
-        self._ask_time(self._clock())
-        if self._ahead_ms is None and self._leaving:
-            return  # they wait until it is known how old they are
-        leaving, self._leaving = self._leaving, []
-        self._leaving_bytes = 0
-        if not leaving:
-            self._writes.stop()
-        elif self._is_memory_short():
+        leaving = self._leaving
+        if self._is_memory_short():
+            leaving.clear()
+            self._leaving_bytes = 0
             for shard in self._shards:
                 self._steps.keep_results(shard, (), 0, 0, self._ttl_ms)
-        else:
-            groups: defaultdict[int, list[tuple[bytes, bytes]]] = defaultdict(list)
-            ahead_ms = round(self._ahead_ms or 0.0)
-            for key, kept in leaving:
-                kept.came_ms += ahead_ms
-                groups[self._shard_number(key)].append((key, encode_result(kept)))
-            for number, results in groups.items():
-                self._write_to(self._shards[number], results)
+        if not leaving:
+            self._writes.stop()
+            return
+        self._ask_time(self._clock())
+        if self._ahead_ms is None:
+            return  # they wait until it is known how old they are
+        self._leaving, self._leaving_bytes = {}, 0
+        groups: defaultdict[int, list[tuple[bytes, bytes]]] = defaultdict(list)
+        ahead_ms = round(self._ahead_ms)
+        for key, kept in leaving.items():
+            kept.came_ms += ahead_ms
+            groups[self._shard_number(key)].append((key, encode_result(kept)))
+        for number, results in groups.items():
+            self._write_to(self._shards[number], results)
 
     def _write_to(self, shard: Shard, results: Sequence[tuple[bytes, bytes]]) -> None:
         """Write to one shard, in parts."""
