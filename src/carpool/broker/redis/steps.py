@@ -11,7 +11,15 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from carpool.broker.redis import scripts
-from carpool.broker.redis.client.link import NoRoom, RedisFailure, ignore, pack_beginning, pack_rest
+from carpool.broker.redis.client.link import (
+    NoRoom,
+    RedisFailure,
+    ignore,
+    pack_beginning,
+    pack_digests,
+    pack_rest,
+    pack_with,
+)
 from carpool.broker.redis.client.nodes import Nodes, Script
 from carpool.broker.redis.formats import FAILED, PENDING, SUCCESS
 from carpool.broker.redis.keys import GROUP, Keys, Shard
@@ -416,18 +424,19 @@ class Steps:
     # Results that are kept for requests that are the same.
 
     def find_results(self, shard: Shard, keys: Sequence[bytes], done: Done[list[bytes | None]]) -> None:
-        """The results with these keys; None for each that is not there."""
-        later: list[bytes | None] = []
+        """The results with these keys; None for each that is not there, or if that cannot be told."""
+        replies: list[list[bytes | None]] = []
 
-        def told_later(reply: Any) -> None:
-            if isinstance(reply, list):
-                later.extend(reply)
+        def came(reply: Any) -> None:
+            replies.append(reply if isinstance(reply, list) else [None] * len(keys))
+            if len(replies) == 2:
+                later, earlier = replies
+                done([one or other for one, other in zip(later, earlier, strict=True)] if any(later) else earlier)
 
-        def told(earlier: Any) -> list[bytes | None]:
-            return [one or other for one, other in zip(later, earlier, strict=True)] if any(later) else earlier
-
-        self.nodes.send(shard.slot, told_later, b"HMGET", shard.kept, *keys)
-        self.nodes.send(shard.slot, reading(told, done), b"HMGET", shard.kept_before, *keys)
+        # Every request that is new asks: keys of one length are packed in one go.
+        fields = pack_digests(keys)
+        packed = [pack_with(fields, len(keys), b"HMGET", name) for name in (shard.kept, shard.kept_before)]
+        self.nodes.send_all(shard.slot, came, packed, sum(map(len, packed)))
 
     def clock(self, shard: Shard, done: Done[int]) -> None:
         """The time of the server of this shard, in ms."""

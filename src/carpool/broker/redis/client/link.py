@@ -442,6 +442,17 @@ def pack_rest(beginning: bytes, start: bytes, end: bytes) -> bytes:
     return b"".join((beginning, b"$%d\r\n" % (len(start) + len(end)), start, end, b"\r\n"))
 
 
+def pack_digests(digests: Sequence[bytes]) -> bytes:
+    """Arguments of the same length, for the end of a command."""
+    beginning = b"$%d\r\n" % len(digests[0])
+    return beginning + (b"\r\n" + beginning).join(digests) + b"\r\n"
+
+
+def pack_with(arguments: bytes, count: int, *command: bytes) -> bytes:
+    """A command with so many packed arguments at its end."""
+    return b"*%d\r\n%b%b" % (len(command) + count, _pack(command).partition(b"\r\n")[2], arguments)
+
+
 def ignore(_: Any) -> None:
     """For replies on which nothing depends."""
 
