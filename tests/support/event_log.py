@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from carpool.core.batch import Batch
 from carpool.core.outcome import Outcome
 from carpool.core.request import Request
 
@@ -12,6 +13,8 @@ class EventLog:
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
+        # Those that have ended, with the ids of their requests.
+        self.batches: list[tuple[Batch, list[str]]] = []
         # By request id.
         self.outcomes: dict[str, Outcome] = {}
 
@@ -23,6 +26,9 @@ class EventLog:
 
     def sent(self, batch: Sequence[Request], endpoint: str, attempt: int, now: float) -> None:
         self.told.append(("sent", [request.id for request in batch], endpoint, attempt, now))
+
+    def ended(self, batch: Batch, requests: Sequence[Request]) -> None:
+        self.batches.append((batch, [request.id for request in requests]))
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         assert request.id not in self.outcomes, "settled twice"

@@ -12,6 +12,7 @@ from carpool.broker.journal import Journal
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.parking import Parking
 from carpool.broker.tasks import Tasks
+from carpool.core.batch import Batch
 from carpool.core.errors import CarpoolError, ClientLeft, QueueFull, QueueTimeout
 from carpool.core.events import Events
 from carpool.core.outcome import CallFacts, Outcome, Output
@@ -32,6 +33,9 @@ class Failing:
         raise RuntimeError("a defect")
 
     def sent(self, batch: Sequence[Request], endpoint: str, attempt: int, now: float) -> None:
+        raise RuntimeError("a defect")
+
+    def ended(self, batch: Batch, requests: Sequence[Request]) -> None:
         raise RuntimeError("a defect")
 
     def settled(self, request: Request, outcome: Outcome) -> None:
@@ -64,7 +68,7 @@ def call_of(outcome: Outcome | None) -> Any:
 
 def test_a_batch_is_admitted_taken_sent_and_settled_in_this_order() -> None:
     """The second fills the batch, which is taken at once: even then it was admitted before."""
-    stand, log = Stand(FakeUpstream("gpu"), max_batch=2), EventLog()
+    stand, log = Stand(FakeUpstream("gpu").then(echo, delay_s=SERVICE_S), max_batch=2), EventLog()
     stand.events.subscribe(log)
     requests = send_two(stand)
     assert log.told == [
@@ -76,6 +80,13 @@ def test_a_batch_is_admitted_taken_sent_and_settled_in_this_order() -> None:
         ("settled", "2"),
     ]
     assert log.outcomes == {request.id: stand.witness.outcome(request) for request in requests}
+    [(batch, ids)] = log.batches
+    assert ids == ["1", "2"]
+    assert (batch.size, batch.reason, batch.endpoint, batch.attempts, batch.result) == (2, "full", "gpu", 1, "ok")
+    assert (batch.taken, batch.sent) == (requests[0].taken, requests[0].taken)
+    assert batch.ended == batch.sent + SERVICE_S
+    assert requests[0].batch is batch
+    assert call_of(log.outcomes["1"]).batch_id == batch.id
 
 
 def test_every_attempt_is_sent_and_the_facts_are_of_the_one_that_brought_it() -> None:
@@ -90,6 +101,9 @@ def test_every_attempt_is_sent_and_the_facts_are_of_the_one_that_brought_it() ->
     assert call.started_s == sent[-1][-1] - first.taken
     assert call.started_s > SERVICE_S, "the first attempt, and the pauses, are in it"
     assert call is call_of(stand.witness.outcome(second)), "one object for all"
+    [(batch, _)] = log.batches
+    assert (batch.attempts, batch.result, batch.sent) == (3, "ok", sent[-1][-1])
+    assert batch.id == call.batch_id
 
 
 def test_who_leaves_is_settled_once() -> None:

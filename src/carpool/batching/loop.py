@@ -22,6 +22,7 @@ from math import inf
 
 from carpool.batching.policy import Policy, Send, View, WaitUntil
 from carpool.batching.rate import ArrivalRate
+from carpool.core.batch import Batch, BatchIds
 from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
 from carpool.core.ports import Broker, Dispatcher, LaneQueue, Slots
 from carpool.core.request import Request
@@ -90,6 +91,7 @@ class BatchLoop:
         # For metrics.
         self.batches: dict[str, int] = {}
         self.batch_sizes = Histogram(BATCH_SIZE_BOUNDS)
+        self._batch_ids = BatchIds()
         self._broker = broker
         self._slots = slots
         self._dispatcher = dispatcher
@@ -225,6 +227,9 @@ class BatchLoop:
         batch = self._broker.take(lane, count, now, self.batch_bytes_max, self._room_bytes())
         if not batch:
             return not lane.waiting  # all of them had expired, or the first one is too large for now
+        named = Batch(self._batch_ids.next(), self.model, len(batch), send.reason, now)
+        for request in batch:
+            request.batch = named
         self._dispatcher.dispatch(batch, self._batch_ended)  # first: nothing that fails may come between
         self.batches[send.reason] = self.batches.get(send.reason, 0) + 1
         self.batch_sizes.observe(len(batch))

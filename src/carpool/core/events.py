@@ -1,7 +1,8 @@
 """What happens to requests, told to whoever subscribed, such as tracing. One object for each process.
 
 1. A request is `admitted` once, when it counts against the bounds, and `settled` once, when its outcome is counted.
-   Between these its batches are `taken` and `sent`, again where something failed.
+   Between these its batches are `taken` and `sent`, again where something failed. A batch has `ended` when all of its
+   requests are settled, or are somebody else's to look after: they wait again, or are looked into one by one.
 2. Where nobody has subscribed this costs a test for truth: whoever tells asks `if events.subscribers` first.
 3. A subscriber that raises harms nobody: that is logged, and the others are told. It must not wait for anything: a
    batch would wait for it.
@@ -16,6 +17,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from carpool.core.batch import Batch
 from carpool.core.outcome import Outcome
 from carpool.core.request import Request
 
@@ -35,6 +37,10 @@ class Subscriber(Protocol):
 
     def sent(self, batch: Sequence[Request], endpoint: str, attempt: int, now: float) -> None:
         """A call with these begins: the first attempt is 1. One on a dead connection may be repeated as the same."""
+        ...
+
+    def ended(self, batch: Batch, requests: Sequence[Request]) -> None:
+        """A batch is over, at `batch.ended`. `requests` are those that were taken for it; their inputs may be gone."""
         ...
 
     def settled(self, request: Request, outcome: Outcome) -> None:
@@ -70,6 +76,10 @@ class Events:
     def sent(self, batch: Sequence[Request], endpoint: str, attempt: int, now: float) -> None:
         """A call begins."""
         self._tell(lambda subscriber: subscriber.sent(batch, endpoint, attempt, now))
+
+    def ended(self, batch: Batch, requests: Sequence[Request]) -> None:
+        """A batch is over."""
+        self._tell(lambda subscriber: subscriber.ended(batch, requests))
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request got its outcome."""

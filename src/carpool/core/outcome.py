@@ -24,6 +24,8 @@ class CallFacts(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True
     # When the call began, in seconds after its batch was taken: earlier attempts and their pauses are in it. A
     # difference, since it is read in other processes, whose clocks do not agree.
     started_s: float = 0.0
+    # The id of its batch; "" where batches have none (the library).
+    batch_id: str = ""
 
 
 class Output(msgspec.Struct, frozen=True, gc=False):

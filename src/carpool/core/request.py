@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
+from carpool.core.batch import Batch
 from carpool.core.errors import CarpoolError, DeadlineExceeded, own_deadline_passed
 from carpool.core.outcome import Outcome
 
@@ -86,8 +87,9 @@ class Request(msgspec.Struct, eq=False):
     # More than its owner's share waits already: it waits behind others of its tier. Kept by the broker (Redis).
     is_over: bool = False
     phase: int = ADMITTED
-    # When it was taken into a batch; 0.0 before.
+    # When it was taken into a batch; 0.0 before. And the last one it was in; over Redis a batcher knows that.
     taken: float = 0.0
+    batch: Batch | None = None
     # How often it was sent to an upstream without success.
     sends: int = 0
     # How long its client wants to wait, where that is less than everybody may; 0.0 if it does not say.

@@ -216,6 +216,9 @@ class Attempts:
         call_id = self._call_ids.next()
         number = self._call_number = self._call_number + 1
         self._began[number] = started
+        batch = members[0].batch
+        if batch is not None:
+            batch.sent, batch.endpoint, batch.attempts = started, member.name, attempt
         if self._events.subscribers:
             self._events.sent(members, member.name, attempt, started)
         is_slot_held = False
@@ -268,6 +271,7 @@ class Attempts:
             endpoint=member.name,
             attempts=attempt,
             started_s=started - members[0].taken,
+            batch_id="" if batch is None else batch.id,
         )
         outputs = [Output(part.value, facts, part.tokens_used) for part in parts]
         self._outcomes.settle_batch(members, outputs if places is None else [outputs[place] for place in places])

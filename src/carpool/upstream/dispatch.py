@@ -27,6 +27,8 @@ from carpool.upstream.same import Merged
 
 logger = logging.getLogger("carpool.upstream")
 
+# The result of a batch of which all inputs were known to be at fault.
+NOT_SENT = "not-sent"
 # So many retries may be saved up with few slots.
 RETRIES_KEPT_MIN = 20.0
 
@@ -62,6 +64,7 @@ class UpstreamDispatcher:
         # An endpoint that dies takes its calls with it: so much is saved up that all that run can be made again.
         self._budget = budget or RetryBudget(kept_max=max(RETRIES_KEPT_MIN, 2.0 * pool.total()))
         self._dead_letters = dead_letters
+        self._events = events or Events()
         self._when_limit_is_learned = when_limit_is_learned
         self._clock = clock
         self.offenders = offenders if offenders is not None else Offenders()
@@ -171,6 +174,7 @@ class UpstreamDispatcher:
     async def _deliver(self, batch: list[Request], member: Member, ended: BatchEnded) -> None:
         """Every member of the batch has an outcome when this returns, or is somebody else's to look after."""
         failure: CarpoolError = InternalError("the gateway failed on this batch")
+        all_of_it, result_code = batch, failure.code
         try:
             self._budget.batch_sent()
             if len(batch) > 1 and self._known_poison:
@@ -179,10 +183,12 @@ class UpstreamDispatcher:
                     self.isolation.add_known(known)
                     batch = [request for request in batch if request not in known]
             if not batch:
+                result_code = NOT_SENT
                 self._pool.give_back(member)
                 self._pool.says_nothing(member)
                 return
             result = await self.attempts.send(batch, member, ended)
+            result_code = "ok" if isinstance(result, Member) else result.error.code
             failure = DeadlineExceeded("no result in time")  # for those who were dropped because it had passed
             is_refused = isinstance(result, Failure) and result.refusal.kind == "bisect"
             if not batch[0].is_apart and (is_refused or self._pool.isolation.refused_share):
@@ -204,6 +210,14 @@ class UpstreamDispatcher:
             for request in batch:
                 if request.phase != DONE:
                     self._broker.settle(request, failure)
+            self._batch_ended(all_of_it, result_code)
+
+    def _batch_ended(self, batch: list[Request], result_code: str) -> None:
+        named = batch[0].batch
+        if named is not None:
+            named.ended, named.result = self._clock(), result_code
+            if self._events.subscribers:
+                self._events.ended(named, batch)
 
     def _limit_is_learned(self, member: Member) -> None:
         self._pool.has_batch_limits = True

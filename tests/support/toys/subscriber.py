@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from carpool.core.batch import Batch
 from carpool.core.outcome import Outcome
 from carpool.core.request import Request
 
@@ -25,6 +26,9 @@ class Diary:
     def sent(self, batch: Sequence[Request], endpoint: str, attempt: int, now: float) -> None:
         for request in batch:
             self._write(request, f"sent to {endpoint}, attempt {attempt}")
+
+    def ended(self, batch: Batch, requests: Sequence[Request]) -> None:
+        pass
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         self._write(request, f"settled: {request.result_code}")
