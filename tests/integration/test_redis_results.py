@@ -117,6 +117,13 @@ async def test_bytes_are_bounded_and_the_oldest_go(tmp_path: Path, redis_server:
 async def test_many_that_come_at_once_are_bounded_too(tmp_path: Path, redis_server: RedisServer) -> None:
     keys = [bytes([number % 256, number // 256]) * 16 for number in range(2000)]
     async with results_in(redis_server, tmp_path.name, bytes_max=200_000) as results:
+        results.keep(KEYS[0], make_output(b"1"))
+        results.write()
+
+        async def is_counted() -> bool:
+            return await cache_bytes(redis_server, tmp_path.name) > 0
+
+        await until(is_counted)  # from now on Redis knows the script
         for key in keys:
             results.keep(key, make_output(b"x" * 1000))
         results.keep(b"l" * 32, make_output(b"x" * 100_000))  # too large for one command: it is not kept
@@ -127,6 +134,24 @@ async def test_many_that_come_at_once_are_bounded_too(tmp_path: Path, redis_serv
         assert 40 < sum(value is not None for value in found) < 200
         assert None not in found[-40:]
         assert await find(results, b"l" * 32) == [None]
+
+
+async def test_many_before_redis_knows_the_script_are_bounded(tmp_path: Path) -> None:
+    """Those are all written before the first of them is counted."""
+    async with running_redis(tmp_path) as server, results_in(server, "n", bytes_max=200_000) as results:
+        for number in range(2000):
+            results.keep(bytes([number % 256, number // 256]) * 16, make_output(b"x" * 1000))
+        results.write()
+
+        async def is_counted() -> bool:
+            return bool(await server.ask("HEXISTS", Keys("n", 1).shards[0].counts.decode(), "cache_bytes"))
+
+        await until(is_counted)
+        await find(results, *KEYS)  # all that was sent before has been done
+        assert await cache_bytes(server, "n") <= 200_000
+        shard = Keys("n", 1).shards[0]
+        kept = [int(await server.ask("HLEN", name.decode())) for name in (shard.kept, shard.kept_before)]
+        assert sum(kept) < 200
 
 
 async def test_they_are_gone_in_time_and_count_no_more(tmp_path: Path, redis_server: RedisServer) -> None:

@@ -72,8 +72,8 @@ class ResultCache:
         self._bytes_max = bytes_max
         self._page_bytes = min(PAGE_BYTES, bytes_max // PAGES_MIN)
         self._ttl_s = ttl_s
-        # By the hash of the key. Of two keys with the same hash the later one is kept.
-        self._kept: dict[int, Kept] = {}
+        # By the hash of the key (core.ports.Results). Of two keys with the same hash the later one is kept.
+        self.numbers: dict[int, Kept] = {}
         # In the order in which they were begun; the last one is written to.
         self._pages: deque[Page] = deque([Page(0, BytesIO())])
         # The memory of a page that was dropped.
@@ -83,19 +83,19 @@ class ResultCache:
         self.bytes = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self.numbers)
 
     def __repr__(self) -> str:
-        return f"<ResultCache entries={len(self._kept)} bytes={self.bytes}>"
+        return f"<ResultCache entries={len(self.numbers)} bytes={self.bytes}>"
 
     def find(self, key: SameKey, now: float) -> Output | None:
         """The result under this key, if there is one that is not too old."""
         number = hash(key)
-        kept = self._kept.get(number)
+        kept = self.numbers.get(number)
         if kept is None:
             return None
         if kept.until <= now:
-            del self._kept[number]
+            del self.numbers[number]
             return None
         data = kept.page.data
         rest, content = (None, key) if isinstance(key, bytes) else (key[:4], key[4])
@@ -122,7 +122,7 @@ class ResultCache:
             rest, content = key[:4], key[4]
             size = ENTRY_BYTES + len(content) + len(value) + len(key[0]) + len(key[1]) + len(key[2]) + len(key[3])
         if size > self._bytes_max or age_s >= self._ttl_s:
-            self._kept.pop(hash(key), None)
+            self.numbers.pop(hash(key), None)
             return
         page = self._pages[-1]
         if page.bytes + size > self._page_bytes and page.bytes:
@@ -132,7 +132,9 @@ class ResultCache:
         end = page.end = middle + data.write(value)
         number = hash(key)
         until = now + self._ttl_s - age_s
-        self._kept[number] = Kept(page, start, middle, end, rest, output.tokens_used, output.call.model_version, until)
+        self.numbers[number] = Kept(
+            page, start, middle, end, rest, output.tokens_used, output.call.model_version, until
+        )
         page.numbers.append(number)
         page.bytes += size
         self.bytes += size
@@ -147,7 +149,7 @@ class ResultCache:
 
     def _drop(self, page: Page) -> None:
         """Forget what is in a page and nowhere else."""
-        kept = self._kept
+        kept = self.numbers
         for number in page.numbers:
             if (here := kept.get(number)) is not None and here.page is page:
                 del kept[number]

@@ -26,7 +26,7 @@ from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull
 from carpool.core.events import Events
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import FarResults, RequestQueue, Results, SameKey, Wishes
+from carpool.core.ports import NO_WISHES, FarResults, RequestQueue, Results, SameKey, Wishes
 from carpool.core.request import ADMITTED, DONE, QUEUED, RUNNING, Request, Waiter
 
 
@@ -82,6 +82,7 @@ class Seats:
         self._admit_task = admit_task
         self._queue = queue
         self._results = results
+        self._kept = results.numbers
         self._key_of = key_of
         self._outcomes = outcomes
         self._waiting_max = waiting_max
@@ -113,20 +114,23 @@ class Seats:
 
     def ask(self, request: Request, wishes: Wishes) -> CarpoolError | None:
         """Let a synchronous request in, or say why not. It may have its outcome when this returns."""
-        if wishes.no_store:
-            return self._admit(request)
+        if wishes is not NO_WISHES:
+            if wishes.no_store:
+                return self._admit(request)
+            if wishes.no_cache:  # nobody shares it, but its result is kept
+                self.misses += 1
+                request.result_key, request.result, request.waiter = self._key_of(request), request.waiter, self
+                return self._admit(request)
         key = self._key_of(request)
-        if wishes.no_cache:  # nobody shares it, but its result is kept
-            self.misses += 1
-            request.result_key, request.result, request.waiter = key, request.waiter, self
-            return self._admit(request)
-        found = self._results.find(key, request.arrived)
-        if found is not None:
+        # Most are found nowhere: what follows is written so that these cost little.
+        if hash(key) in self._kept and (found := self._results.find(key, request.arrived)) is not None:
             self._hit(request, found)
             return None
-        if (shared := self._open.get(key)) is not None and (not self._offenders or self._may_share(shared, request)):
-            seated = shared.requests[0] if isinstance(shared, Seat) else shared
-            return self._join(key, shared, seated, request)
+        if key in self._open:
+            shared = self._open[key]
+            if not self._offenders or self._may_share(shared, request):
+                seated = shared.requests[0] if isinstance(shared, Seat) else shared
+                return self._join(key, shared, seated, request)
         if self._far is not None:
             request.waiter = seat = self._open[key] = Seat(self, key, request)
             return self._look(seat, request, self._far)
@@ -137,12 +141,15 @@ class Seats:
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request that was alone to its end has its outcome."""
-        key, waiter = request.result_key, request.result
-        if self._open.get(key) is request:
-            del self._open[key]
+        key = request.result_key
+        if (shared := self._open.pop(key, request)) is not request:
+            self._open[key] = shared  # others share another one with this key
         if isinstance(outcome, Output):
-            self._keep(key, outcome)
-        waiter.settled(request, outcome)
+            if self._far is None:
+                self._results.keep(key, outcome, request.ended)
+            else:
+                self._keep(key, outcome)
+        request.result.settled(request, outcome)
 
     def submit(self, request: Request, wishes: Wishes, accepted: Callable[[CarpoolError | None], None]) -> None:
         """Let a task in, with its result if that is known. Tasks share no seat: they outlive this process."""

@@ -3,7 +3,7 @@
 The halves of `composition/` plug them together.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -305,6 +305,11 @@ SameKey = bytes | tuple[str, bytes, bytes, str, bytes]
 
 class Results(Protocol):
     """Results that this process keeps."""
+
+    @property
+    def numbers(self) -> Container[int]:
+        """The hashes of keys under which there may be one: with others `find` need not be called."""
+        ...
 
     def find(self, key: SameKey, now: float) -> Output | None:
         """The result under this key, if there is one."""

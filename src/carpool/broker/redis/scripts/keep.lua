@@ -24,11 +24,18 @@ if ends_in == -1 then
   ends_in, bytes, entries_before = 2 * kept_ms, 0, 0
 end
 -- One that took the place of an older one counts no more than that did.
-bytes = bytes + math.floor(size * math.max(0, math.min(1, (entries - entries_before) / math.max(written, 1))))
+bytes = bytes + math.floor(size / math.max(written, 1) * math.max(0, entries - entries_before))
 if entries > 0 and (bytes >= bytes_max or ends_in <= kept_ms) then
   redis.call('UNLINK', BEFORE)
-  redis.call('RENAME', KEPT, BEFORE)
-  bytes, before, entries = 0, bytes, 0
+  if bytes < 2 * bytes_max then
+    redis.call('RENAME', KEPT, BEFORE)
+    before = bytes
+  else
+    -- Many were written before this ran, for Redis did not know the script.
+    redis.call('UNLINK', KEPT)
+    before = 0
+  end
+  bytes, entries = 0, 0
 end
 redis.call('HSET', COUNTS, 'cache_bytes', bytes + before, 'cache_before', before, 'cache_entries', entries)
 return bytes + before
