@@ -39,6 +39,13 @@ def test_a_size_with_no_room_for_the_nonce_is_refused() -> None:
         make(PAYLOAD_BYTES_MIN - 1)
 
 
+def test_some_have_the_same_input() -> None:
+    payload = make(same_every=3)
+    numbers = [payload.number(due) for due in range(1, 8)]
+    assert [number == b"00000000" for number in numbers] == [False, False, True, False, False, True, False]
+    assert len(set(numbers)) == 6
+
+
 def test_path_model_and_preference_are_in_the_request() -> None:
     payload = make(model='say "hi"', respond_async=True)
     assert payload.request(NUMBER).startswith(b"POST /base/v1/inference HTTP/1.1\r\nHost: gateway:80\r\n")

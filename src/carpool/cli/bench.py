@@ -35,6 +35,9 @@ def bench(
         str, typer.Option(help="Text that the simulated GPU refuses (its own --poison); refusals count as errors.")
     ] = "",
     poison_every: Annotated[int, typer.Option(help="One request in so many carries the poison.", min=0)] = 0,
+    same_every: Annotated[
+        int, typer.Option(help="One request in so many has the same input as all others of these.", min=0)
+    ] = 0,
     mode: Annotated[
         Literal["sync", "task"],
         typer.Option(help="Wait for the answer, or submit a task and long-poll its result."),
@@ -97,6 +100,7 @@ def bench(
             payload_bytes=payload_bytes,
             poison=poison,
             poison_every=poison_every,
+            same_every=same_every,
             mode=mode,
             arrivals=arrivals,
             seed=seed,

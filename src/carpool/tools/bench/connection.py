@@ -98,15 +98,16 @@ class Connection(asyncio.Protocol):
             self.generator.release(self)
         else:
             self.due, self.outgoing, self.polling = self.held
-            self.number = b"%08x" % self.due.number
+            self.number = self.due.part.payload.number(self.due.number)
             self.held = None
             self.transport.write(self.outgoing)
 
     def begin(self, due: Due) -> None:
         """Send this request."""
         self.due = due
-        self.number = number = b"%08x" % due.number
-        self.outgoing = outgoing = due.part.payload.request(number)
+        payload = due.part.payload
+        self.number = number = payload.number(due.number)
+        self.outgoing = outgoing = payload.request(number)
         self.transport.write(outgoing)  # type: ignore[union-attr]  # only a live connection is asked
 
     def data_received(self, data: bytes) -> None:

@@ -44,7 +44,17 @@ _decode_answer = msgspec.json.Decoder(_Answer).decode
 class Payload:
     """Makes the requests of one run and verifies their answers."""
 
-    __slots__ = ("_after", "_before", "_head", "_poison_every", "_poison_tail", "_reversed", "_tail", "credential")
+    __slots__ = (
+        "_after",
+        "_before",
+        "_head",
+        "_poison_every",
+        "_poison_tail",
+        "_reversed",
+        "_same_every",
+        "_tail",
+        "credential",
+    )
 
     def __init__(
         self,
@@ -59,6 +69,7 @@ class Payload:
         key: str = "",
         poison: str = "",
         poison_every: int = 0,
+        same_every: int = 0,
     ) -> None:
         if size < PAYLOAD_BYTES_MIN:
             raise ValueError(f"payload of {size} bytes is too small, the least is {PAYLOAD_BYTES_MIN}")
@@ -78,12 +89,19 @@ class Payload:
         # Every so many requests carry the text instead of as much filler; 0: none does.
         self._poison_every = poison_every if poison else 0
         self._poison_tail = (poison.encode() + filler)[:filler_size] + ending
+        # Every so many requests have one and the same number, and so the same input; 0: none has.
+        self._same_every = same_every
         self._reversed = expect == "reversed"
         # The comma is part of what comes after: an output that goes on behind the expected one is not it.
         if self._reversed:
             self._before, self._after = b'"' + filler[::-1], identity[::-1] + b'",'
         else:
             self._before, self._after = b'"' + identity, filler + b'",'
+
+    def number(self, due: int) -> bytes:
+        """What the request that is due as this one of all carries: its own number, but for those that are the same."""
+        is_same = self._same_every and due % self._same_every == 0
+        return b"%08x" % (0 if is_same else due)
 
     def request(self, number: bytes) -> bytes:
         """The whole HTTP request that carries `number` (8 hexadecimal digits)."""

@@ -59,6 +59,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     payload_bytes: int = 2000
     poison: str = ""
     poison_every: int = 0
+    same_every: int = 0
     mode: Mode = "sync"
     arrivals: Arrivals = "poisson"
     seed: int = 0
@@ -247,6 +248,7 @@ def _payload(options: BenchOptions, target: Target, run_id: str, key: str) -> Pa
         size=options.payload_bytes,
         poison=options.poison,
         poison_every=options.poison_every,
+        same_every=options.same_every,
         expect=options.expect,
         model=options.model,
         respond_async=options.mode == "task",
