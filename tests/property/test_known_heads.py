@@ -162,6 +162,21 @@ def test_what_is_not_exactly_one_request_is_not_matched() -> None:
         assert known_heads.match(read) == NOTHING
 
 
+def test_clients_behind_one_connection_take_turns() -> None:
+    """What is remembered of each is its own; and of a head that is known whole, only for the size of its request."""
+    known_heads = KnownHeads(1000)
+    reads = [b"POST /%d HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\nX-Key: %d\r\n\r\n{}" % (n % 2, n) for n in range(6)]
+    for read in reads:
+        run([read], known_heads, 1000)
+    likely = NO_HEAD
+    for number, read in enumerate(reads * 3):
+        likely, head = known_heads.match(read, likely)
+        assert (likely.target, likely.headers[b"x-key"]) == (b"/%d" % (number % 2), b"%d" % (number % 6))
+        assert head + b"{}" == read
+        for other in (read + b"x", read[:-1], read + read):
+            assert known_heads.match(other, likely) == (likely, b"")
+
+
 def test_the_memory_is_bounded() -> None:
     known_heads = KnownHeads(1000)
     for number in range(KEPT_MAX + 10):
