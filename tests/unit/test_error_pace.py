@@ -1,8 +1,9 @@
 """Refusals leave some to a turn, so that a flood of them holds up nothing else."""
 
 import asyncio
+from itertools import pairwise
 
-from carpool.core.errors import UnknownModel
+from carpool.core.errors import Shed, UnknownModel
 from carpool.face.http.connection import Connection
 from carpool.face.http.error_pace import ERRORS_A_TURN, ErrorPace
 from carpool.face.http.exchange import Exchange
@@ -115,5 +116,34 @@ def test_whoever_sends_many_at_once_has_one_place() -> None:
             turns += 1
             assert sum(each.answers() for each in floods) <= (turns + 1) * ERRORS_A_TURN
         assert turns <= 20 * 32 / ERRORS_A_TURN + 1
+
+    VirtualClock().run(main())
+
+
+def test_errors_that_many_are_told_keep_to_it_too() -> None:
+    error = Shed("full", retry_after_s=1)
+    request = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
+
+    async def main() -> None:
+        state = HttpState(lambda exchange: exchange.sink.answer_error(exchange, error), HttpLimits())
+        asking = [(Connection(state), Taking()) for _ in range(2 * ERRORS_A_TURN + 50)]
+        for connection, transport in asking:
+            connection.connection_made(transport)
+            connection.data_received(request)  # its head is known from here on
+        state.error_pace = ErrorPace()
+
+        def left() -> int:
+            return sum(transport.written.count(b"HTTP/1.1 503") for _, transport in asking) - len(asking)
+
+        for connection, _ in asking:
+            connection.data_received(request)
+        for connection, _ in asking[-50:]:
+            connection.data_received(request)  # behind one that waits
+        counts = [left()]
+        while len(state.error_pace):
+            await asyncio.sleep(0)
+            counts.append(left())
+        assert counts[:2] == [ERRORS_A_TURN, 2 * ERRORS_A_TURN] and counts[-1] == len(asking) + 50
+        assert max(later - now for now, later in pairwise(counts)) <= ERRORS_A_TURN
 
     VirtualClock().run(main())

@@ -6,13 +6,15 @@ may not depend on which.
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
-from carpool.core.errors import CarpoolError, Malformed
+from carpool.core.errors import CarpoolError, Malformed, MethodNotAllowed, RateLimited, Shed, Unauthorized
+from carpool.face.http import connection, state
 from carpool.face.http.connection import BACKLOG_ENTRY_BYTES, LINGER_S, TOLD_MAX, UNSENT_PARTS_MAX, Connection
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.problem import respond_problem
@@ -1111,6 +1113,115 @@ def test_an_error_of_the_tree_keeps_its_headers() -> None:
     assert answer.headers["retry-after"] == "7"
     assert answer.headers["x-request-id"] == "mine"
     assert json.loads(answer.body)["request_id"] == "mine"
+
+
+REFUSALS = [
+    Shed('100 % "full" \\ "request_id":"', retry_after_s=3, predicted_wait_ms=2500),
+    Shed("nobody knows how long", retry_after_s=30),
+    RateLimited("too often", retry_after_s=60, header_lines=b'RateLimit: "default";r=0;t=60\r\n'),
+    MethodNotAllowed("no", allow="GET"),
+    Unauthorized("who?"),
+]
+
+
+def refusing(error: CarpoolError, limit_lines: bytes = b"") -> Face:
+    """A server that tells everybody the same."""
+
+    def refuse(exchange: Exchange) -> None:
+        exchange.limit_lines = limit_lines
+        exchange.sink.answer_error(exchange, error)
+
+    face = Face()
+    face.server.state.handler = refuse
+    return face
+
+
+def told(answer: Answer) -> tuple[int, dict[str, str], bytes]:
+    """All but what is each answer's own."""
+    headers = {name: value for name, value in answer.headers.items() if name != "content-length"}
+    return answer.status, headers, re.sub(rb'"request_id":"[^"]+"', b"", answer.body)
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=repr)
+@pytest.mark.parametrize("lines", [b"", b'RateLimit-Policy: "default";q=60;w=60\r\nRateLimit: "default";r=1;t=2\r\n'])
+def test_an_error_that_many_are_told_is_the_same_for_all(
+    error: CarpoolError, lines: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "formatdate", lambda usegmt: "now")
+    plain, face = Face(), refusing(error, lines)
+
+    def respond(exchange: Exchange) -> None:
+        exchange.limit_lines = lines
+        respond_problem(exchange, error)
+
+    plain.server.state.handler = respond
+    plain.feed(post(b"one"))
+    for body in (b"one", b"two", b"three", b"seven"):  # all but the first have a head that is known
+        face.feed(post(body))
+    [expected] = plain.answers
+    assert [told(answer) for answer in face.answers] == [told(expected)] * 4
+    assert len({json.loads(answer.body)["request_id"] for answer in face.answers}) == 4
+    assert face.server.state.problems == {error.code: 4}
+
+
+def test_an_error_that_many_are_told_waits_for_the_answers_before_it() -> None:
+    face = refusing(REFUSALS[0])
+    refuse = face.server.state.handler
+    face.server.state.handler = face.route
+    face.feed(post(b"one"))
+    face.answer_all()
+    face.feed(post(b"two"))
+    face.server.state.handler = refuse
+    face.feed(post(b"six"))
+    assert face.statuses == [200]
+    face.answer_all()
+    assert face.statuses == [200, 200, 503]
+
+
+def test_an_error_that_many_are_told_tells_each_what_it_asked_for() -> None:
+    face = refusing(REFUSALS[0])
+    for _ in range(2):
+        face.feed(post(b"one", "X-Request-Id: mine"), post(b"one", "Connection: keep-alive"), post(b"one"))
+    face.server.state.draining = True
+    face.feed(post(b"one"))
+    assert [json.loads(answer.body)["request_id"] == "mine" for answer in face.answers] == [True, False, False] * 2 + [
+        False
+    ]
+    assert [answer.headers.get("x-request-id") for answer in face.answers] == ["mine", None, None] * 2 + [None]
+    assert [answer.headers.get("connection") for answer in face.answers] == [None, "keep-alive", None] * 2 + ["close"]
+
+
+def test_an_error_that_many_are_told_has_the_date_of_its_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(9))
+    monkeypatch.setattr(state, "formatdate", lambda usegmt: f"second {next(seconds)}")
+    face = refusing(REFUSALS[0])
+    for _ in range(3):
+        face.feed(post(b"one"), post(b"two"))
+        face.pass_time(1.5)
+    dates = [answer.headers["date"] for answer in face.answers]
+    assert len(set(dates)) == 3 and dates[::2] == dates[1::2]
+
+
+def test_an_error_that_many_are_told_has_room_for_any_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = ["req_9", "req_9", "req_10", "req_1000", "req_11"]
+    given = iter(ids)
+    face = refusing(REFUSALS[0])
+    face.feed(post(b"one"))
+    monkeypatch.setattr(connection, "new_request_id", lambda: next(given))
+    for _ in ids:
+        face.feed(post(b"one"))
+    assert [json.loads(answer.body)["request_id"] for answer in face.answers[1:]] == ids
+
+
+def test_answers_that_are_kept_ready_are_bounded() -> None:
+    face = Face()
+    face.feed(post(b"one"))
+    face.answer_all()
+    face.server.state.handler = lambda exchange: exchange.sink.answer_error(exchange, Shed("full"))
+    for _ in range(state.READY_MAX + 10):
+        face.feed(post(b"one"))
+        assert len(face.server.state.ready_problems) <= state.READY_MAX
+    assert face.statuses[-1] == 503
 
 
 @pytest.mark.parametrize(

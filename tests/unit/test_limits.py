@@ -48,6 +48,17 @@ class TestOneProcess:
         assert refusal.header_lines == b'RateLimit-Policy: "default";q=20;w=60\r\nRateLimit: "default";r=0;t=6\r\n'
         assert "20 requests a minute" in refusal.detail
 
+    def test_who_is_told_the_same_is_told_it_with_one_error(self) -> None:
+        """So its answer need not be written for each of them."""
+        limits, told = LocalLimits(FakeClock()), set()
+        for caller in (limited(60), limited(60, owner="another")):
+            limits.enter(caller)
+            told |= {refused(limits.enter(caller)) for _ in range(3)}
+        assert len(told) == 1
+        other = limited(30, owner="other")
+        limits.enter(other)
+        assert refused(limits.enter(other)) not in told
+
     def test_a_refusal_takes_nothing(self) -> None:
         clock = FakeClock()
         limits, caller = LocalLimits(clock), limited(60)

@@ -116,7 +116,8 @@ class LocalLimits:
         ahead = self._buckets.take(caller.owner, self._clock(), interval_s, capacity)
         if ahead < 0:
             return over_limit(limit, -ahead, (capacity - 1) * interval_s - ahead)
-        return limit_lines(limit.per_minute, capacity - int(ahead / interval_s + 0.999), ahead)
+        left = capacity - int(ahead / interval_s + 0.999)
+        return _lines(limit.per_minute, left if left > 0 else 0, ceil(ahead))  # `limit_lines`, a call less
 
     def when_known(self, caller: Caller, known: Callable[[Entry], None]) -> None:
         """Nobody has to wait here."""
@@ -137,16 +138,18 @@ def _lines(per_minute: int, left: int, full_s: int) -> bytes:
 
 def over_limit(limit: RateLimit, wait_s: float, full_s: float) -> RateLimited:
     """What a caller is told who may come in again after `wait_s`."""
-    return RateLimited(
-        _over_limit_text(limit.per_minute),
-        retry_after_s=max(1, ceil(wait_s - ROUNDING_S)),
-        header_lines=limit_lines(limit.per_minute, 0, full_s),
-    )
+    retry_after_s = ceil(wait_s - ROUNDING_S)
+    return _over_limit(limit.per_minute, retry_after_s if retry_after_s > 1 else 1, ceil(full_s))
 
 
 @lru_cache(LINES_KEPT)
-def _over_limit_text(per_minute: int) -> str:
-    return f"over the limit of {per_minute} requests a minute; try again when Retry-After is over"
+def _over_limit(per_minute: int, retry_after_s: int, full_s: int) -> RateLimited:
+    """One for all who are told the same, so that its answer is written once. It is returned, never raised."""
+    return RateLimited(
+        f"over the limit of {per_minute} requests a minute; try again when Retry-After is over",
+        retry_after_s=retry_after_s,
+        header_lines=_lines(per_minute, 0, full_s),
+    )
 
 
 class Permits:

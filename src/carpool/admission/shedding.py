@@ -142,8 +142,11 @@ class Door:
             self._recount(now)
         if self.rooms[tier] > 0 or not self._is_known:
             return None
-        if self._thresholds is None and self._turns(tier, owner) < self._allowed[tier]:
-            return None
+        if self._thresholds is None:
+            # Everybody has its turn behind one of each owner who waits: where those are too many, nobody need be asked.
+            allowed = self._allowed[tier]
+            if self._standings[tier].owners + 1 < allowed and self._turns(tier, owner) < allowed:
+                return None
         self._refused[tier] += 1
         self.shed[tier] += 1
         refusal = self._refusals[tier]

@@ -47,6 +47,7 @@ from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.known_heads import NO_HEAD
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.state import HttpState
+from carpool.face.intake import new_request_id
 
 logger = logging.getLogger("carpool.http")
 
@@ -489,6 +490,26 @@ class Connection(asyncio.Protocol):
             self.flush()
         else:
             self.idle_since = state.coarse_now
+
+    def answer_error(self, exchange: Exchange, error: CarpoolError) -> None:
+        """Take an error that many are told: a flood of refusals must cost little."""
+        state = self.state
+        if not exchange.is_plain or state.draining or exchange.is_unfinished:
+            respond_problem(exchange, error)
+            return
+        own_id = new_request_id().encode()
+        ready = state.ready_problems.get(error)
+        if ready is None or ready.id_bytes != len(own_id):
+            ready = state.make_ready(error, len(own_id))
+        _, head, before, after = ready
+        exchange.response = b"".join((head, exchange.limit_lines, before, own_id, after))
+        exchange.body = b""  # it may wait for its turn, and many with it
+        state.count_problem(error.code)
+        pace = state.error_pace
+        if pace is None or pace.is_now(self.error_may_leave):
+            self.flush()
+        else:
+            self.is_held = True
 
     def whole_response(
         self, exchange: Exchange, status: int, body: bytes, content_type: bytes, headers: bytes

@@ -28,7 +28,9 @@ class ErrorPace:
 
     def is_now(self, send: Callable[[], None]) -> bool:
         """Whether one more may leave now; else `send` is called when it may."""
-        self._turn.ring()
+        turn = self._turn
+        if not turn.is_due:  # a call less for most of them
+            turn.ring()
         if self._left > 0:
             self._left -= 1
             return True

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from carpool.core.errors import CarpoolError
 from carpool.core.ports import Peer
 
 JSON = b"application/json"
@@ -45,6 +46,10 @@ class Sink(Protocol):
 
     def answer(self, exchange: "Exchange", pieces: tuple[bytes, bytes, bytes], headers: bytes) -> None:
         """Take a whole 200 of JSON, in pieces: the usual answer."""
+        ...
+
+    def answer_error(self, exchange: "Exchange", error: CarpoolError) -> None:
+        """Take an error that many are told, and nobody raises."""
         ...
 
     def begin(self, exchange: "Exchange", status: int, content_type: bytes, headers: bytes) -> None:

@@ -95,7 +95,7 @@ class GatewayRoutes:
         if early is not None and early.rooms[caller.tier] <= 0 and body.rfind(ASYNC) < 0 and b"prefer" not in headers:
             refusal = early.refusal(caller)
             if refusal is not None:
-                respond_problem(exchange, refusal)
+                exchange.sink.answer_error(exchange, refusal)
                 return
         if not exchange.is_plain:
             check_media(headers.get(b"content-type", JSON))
@@ -199,7 +199,7 @@ class GatewayRoutes:
             self._intake.when_known(caller, partial(_go_on, exchange))
             return False
         if isinstance(entry, CarpoolError):
-            respond_problem(exchange, entry)
+            exchange.sink.answer_error(exchange, entry)
             return False
         exchange.limit_lines = entry
         return True
@@ -263,7 +263,7 @@ def _go_on(exchange: Exchange, entry: Entry) -> None:
         return
     exchange.when_client_leaves = None
     if isinstance(entry, CarpoolError):
-        respond_problem(exchange, entry)
+        exchange.sink.answer_error(exchange, entry)
     else:
         exchange.limit_lines = entry
         exchange.sink.handle(exchange)

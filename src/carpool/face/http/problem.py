@@ -1,11 +1,14 @@
 """Errors as `application/problem+json` (RFC 9457)."""
 
+from typing import NamedTuple
+
 from carpool.core.errors import CarpoolError
 from carpool.core.problem import problem_json
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.ids import echo_line, request_id
 
 PROBLEM = b"application/problem+json"
+_ID = b'"request_id":"'
 
 
 def problem_headers(error: CarpoolError) -> bytes:
@@ -26,3 +29,24 @@ def respond_problem(exchange: Exchange, error: CarpoolError, known_id: str | Non
     exchange.sink.count_problem(error.code)
     body = problem_json(error, known_id or request_id(headers))
     exchange.respond(error.status, body, PROBLEM, echo_line(headers) + exchange.limit_lines + problem_headers(error))
+
+
+class ReadyProblem(NamedTuple):
+    """The answer to everybody who is told the same error: all but the id, and the lines that belong to the client."""
+
+    # How many bytes an id must have: the length of the body counts it.
+    id_bytes: int
+    # Status line, type and date.
+    head: bytes
+    # The header lines of the error, and the body up to the id.
+    before: bytes
+    after: bytes
+
+
+def ready_problem(head: bytes, error: CarpoolError, id_bytes: int) -> ReadyProblem:
+    """Write what all these answers have in common; `head` is that of their status."""
+    # In a text of the object this could not stand: its quotes would be escaped.
+    before, name, after = problem_json(error, "").partition(_ID)
+    length = len(before) + len(name) + id_bytes + len(after)
+    lines = b"%bContent-Length: %d\r\n\r\n" % (problem_headers(error), length)
+    return ReadyProblem(id_bytes, head, lines + before + name, after)

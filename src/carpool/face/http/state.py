@@ -7,9 +7,14 @@ from email.utils import formatdate
 import msgspec
 
 from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import CarpoolError
 from carpool.face.http.error_pace import ErrorPace
 from carpool.face.http.exchange import JSON, REASONS, Exchange
 from carpool.face.http.known_heads import KnownHeads
+from carpool.face.http.problem import PROBLEM, ReadyProblem, ready_problem
+
+# Errors whose answers are kept ready, for a second at most.
+READY_MAX = 1024
 
 
 class HttpLimits(msgspec.Struct, frozen=True):
@@ -40,6 +45,8 @@ class HttpState:
         # The start of a response, with the date of this second: for any status, and the whole head of the usual one.
         self._heads: dict[tuple[int, bytes], bytes] = {}
         self.head_ok = self._usual_head()
+        # The same for errors that many are told. By the error itself: nobody raises those, so they hold nothing.
+        self.ready_problems: dict[CarpoolError, ReadyProblem] = {}
         self.known_heads = KnownHeads(limits.body_bytes_max)
         # Connections that are open, and how many more are agreeing upon their TLS.
         self.connections: set[asyncio.Protocol] = set()
@@ -73,11 +80,19 @@ class HttpState:
         """To be filled in with the length of the body."""
         return self.head(200, JSON) + b"Content-Length: %d\r\n\r\n"
 
+    def make_ready(self, error: CarpoolError, id_bytes: int) -> ReadyProblem:
+        """Keep the answer to an error ready, for the others who are told it; ids have so many bytes."""
+        if len(self.ready_problems) >= READY_MAX:
+            self.ready_problems.clear()
+        ready = self.ready_problems[error] = ready_problem(self.head(error.status, PROBLEM), error, id_bytes)
+        return ready
+
     def tick(self) -> float:
         """Move the coarse clock on, by so many seconds; with a new second, responses get a new date."""
         now, before = self.clock(), self.coarse_now
         if int(now) != int(before):
             self._heads.clear()
+            self.ready_problems.clear()
             self.head_ok = self._usual_head()
         self.coarse_now = now
         return now - before
