@@ -32,8 +32,8 @@ mode = "off"
 [auth]
 mode = "off"
 """
-# One slot of a second for one request: everybody else is refused at the door.
-SCARCE = "sim:?latency_ms=1000&slots=1&max_batch=1"
+# One slot of half a second for one request: everybody else is refused at the door.
+SCARCE = "sim:?latency_ms=500&slots=1&max_batch=1"
 SCARCE_FLAGS = ("--max-batch", "1")
 
 
@@ -108,23 +108,27 @@ def refusal(quick: bool) -> None:
             gateway("embedded", plenty.config, SCARCE, SCARCE_FLAGS) as shedding,
             gateway("embedded", strict.config) as limiting,
         ):
-            # Until the first batches were seen nobody is shed.
-            bench(shedding.ports[0], "--rate", "3", "--duration", "5s", "--tiers", plenty.tiers)
+            # Until eight batches were seen nobody is shed.
+            bench(shedding.ports[0], "--rate", "6", "--duration", "6s", "--tiers", plenty.tiers)
             for number in range(rounds):
                 console.print(f"refusal, round {number + 1} of {rounds} ...")
                 loads["admitted"].append(_keyed_wrk(serving, plenty, seconds))
                 loads["shed"].append(_keyed_wrk(shedding, plenty, seconds, may_refuse=True))
                 loads["limited"].append(_keyed_wrk(limiting, strict, seconds, may_refuse=True))
-    user = {name: median(load.user_us["gateway"] for load in each) for name, each in loads.items()}
-    total = {name: median(load.cpu_us["gateway"] for load in each) for name, each in loads.items()}
     rows = []
     for name, what in (("shed", "shed (503)"), ("limited", "over its limit (429)")):
-        refused = median(load.errors / max(load.requests, 1) for load in loads[name])
+        refused = min(load.errors / max(load.requests, 1) for load in loads[name])
         rows.append(verdict(f"{what}: of all requests", f"{refused:.1%}", ">= 99 %", refused >= 0.99))
-        for kind, used, most in (("user CPU", user, 0.40), ("CPU", total, 0.55)):
-            share = used[name] / used["admitted"]
-            figure = f"{used[name]:.1f} us of {used['admitted']:.1f} us: {share:.0%}"
+        for kind, most in (("user CPU", 0.40), ("CPU", 0.55)):
+            used = {each: [_gateway_us(load, kind) for load in loads[each]] for each in (name, "admitted")}
+            # Of runs that follow each other: the machine is not as fast at all times.
+            share = median(own / served for own, served in zip(used[name], used["admitted"], strict=True))
+            figure = f"{median(used[name]):.1f} us of {median(used['admitted']):.1f} us: {share:.0%}"
             rows.append(verdict(f"{what}: {kind}, share of an admitted one's", figure, f"<= {most:.0%}", share <= most))
     show(
         f"wrk -t1 -c{CONNECTIONS}, 2 KB, embedded: a refusal beside a request that is served; medians of {rounds}", rows
     )
+
+
+def _gateway_us(load: Load, kind: str) -> float:
+    return (load.user_us if kind == "user CPU" else load.cpu_us)["gateway"]
