@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from math import inf
+from secrets import token_hex
 
 from carpool.batching.policy import Policy, Send, View, WaitUntil
 from carpool.batching.rate import ArrivalRate
@@ -91,7 +92,7 @@ class BatchLoop:
         # For metrics.
         self.batches: dict[str, int] = {}
         self.batch_sizes = Histogram(BATCH_SIZE_BOUNDS)
-        self._batch_ids = BatchIds()
+        self._batch_ids = BatchIds(token_hex(4))
         self._broker = broker
         self._slots = slots
         self._dispatcher = dispatcher
