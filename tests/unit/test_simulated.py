@@ -317,11 +317,14 @@ def test_the_endpoint_answers_after_its_latency() -> None:
 
 
 @pytest.mark.parametrize(("fault", "text"), [("hang_rate", "no answer within"), ("reset_rate", "reset")])
-async def test_no_answer_is_a_failed_attempt_and_frees_the_slot(fault: str, text: str) -> None:
-    endpoint = SimulatedEndpoint("sim:", parse_sim_url(f"sim:?latency_ms=1&{fault}=1"))
-    with pytest.raises(AttemptFailedError, match=text):
-        await endpoint.post(Call(batch("a")), 0.02)
-    assert endpoint.gpu.stats().in_flight == 0
+def test_no_answer_is_a_failed_attempt_and_frees_the_slot(fault: str, text: str) -> None:
+    async def main() -> None:
+        endpoint = SimulatedEndpoint("sim:", parse_sim_url(f"sim:?latency_ms=1&{fault}=1"))
+        with pytest.raises(AttemptFailedError, match=text):
+            await endpoint.post(Call(batch("a")), 0.02)
+        assert endpoint.gpu.stats().in_flight == 0
+
+    FakeClock().run(main())
 
 
 async def test_a_cancelled_post_frees_its_slot_for_the_next() -> None:
