@@ -125,12 +125,12 @@ def test_a_long_input_takes_time_in_proportion(piece: bytes) -> None:
         value = b'["' + piece * (size // len(piece)) + b'"]'
         taken = []
         for _ in range(3):
-            started = time.perf_counter()
+            started = time.process_time()  # of this process alone: others may be busy
             assert refusal(value, patterns=patterns) == ""
-            taken.append(time.perf_counter() - started)
+            taken.append(time.process_time() - started)
         return min(taken)
 
-    assert seconds(1_000_000) < 40 * max(seconds(100_000), 0.005)
+    assert seconds(1_000_000) < 50 * max(seconds(100_000), 0.005)
 
 
 def test_the_text_of_a_value() -> None:
