@@ -202,3 +202,31 @@ def test_the_heads_that_are_remembered_whole_are_bounded_over_all_sizes() -> Non
         for read, head in zip(reads, heads, strict=True):
             assert known_heads.match(read % size + b"x" * size, head)[1] == read % size
         assert 0 < sum(len(head.whole) for head in heads) <= WHOLE_MAX
+
+
+def test_a_head_that_is_remembered_whole_is_found_from_any_other() -> None:
+    known_heads = KnownHeads(1000)
+    mine, others = (
+        b"POST /a HTTP/1.1\r\nHost: h\r\nX: %b\r\nContent-Length: 2\r\n\r\n" % name for name in (b"1", b"2")
+    )
+    run([mine + b"{}", others + b"{}"], known_heads, 1000)
+    likely = known_heads.match(mine + b"{}")[0]
+    first, again = (known_heads.match(others + b"{}", likely) for _ in range(2))
+    assert first == again
+    assert again[0].headers[b"x"] == b"2"
+    assert known_heads.match(others + b"{}x", likely) == (likely, b"")
+
+
+def test_heads_of_which_the_parser_made_another_one_are_bounded_too() -> None:
+    known_heads = KnownHeads(1_000_000)
+    run([PLAIN % 0], known_heads, 1000)
+    old = known_heads.match(PLAIN % 0)[0]
+    for number in range(KEPT_MAX):
+        known_heads.keep(b"GET /x%d HTTP/1.1\r\nHost: h\r\n\r\n" % number, b"GET", b"/", {b"host": b"h"})
+    run([PLAIN % 1 + b"x"], known_heads, 1000)
+    new = known_heads.match(PLAIN % 1 + b"x")[0]
+    assert old is not new
+    for size in range(WHOLE_MAX):
+        for head in (old, new):
+            assert known_heads.match(PLAIN % size + b"x" * size, head)[1] == PLAIN % size
+        assert len(old.whole) + len(new.whole) <= WHOLE_MAX
