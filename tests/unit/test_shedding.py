@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from carpool.admission.gate import Gate
-from carpool.admission.shedding import GUARD_S, RECOUNT_S, Door, Thresholds, TierRule, pressure
+from carpool.admission.shedding import GUARD_S, RECOUNT_QUIET_S, RECOUNT_S, Door, Thresholds, TierRule, pressure
 from carpool.composition.shedding import Ticks, learn_share
 from carpool.core.errors import Shed
 from carpool.testing import FakeClock, Witness, make_request
@@ -64,7 +64,7 @@ class Scene:
         self.door.learn([capacity] * 3, [batch] * 3, self.stands, batch_s)
 
     def ask(self, tier: int, owner: str = "somebody") -> Shed | None:
-        self.now += RECOUNT_S
+        self.now += RECOUNT_QUIET_S
         return self.door.refusal(tier, owner, self.now)
 
 
@@ -107,6 +107,19 @@ def test_admissions_between_two_counts_take_places() -> None:
         scene.stands[FREE].by_owner[f"another{admitted}"] = 1
     assert admitted == 9  # with enterprise's ten: 250 may be ahead
     assert scene.door.refusal(PAID, "somebody", scene.now) is None
+
+
+def test_a_count_with_much_room_may_be_older_but_refuses_nobody() -> None:
+    """250 may wait. Nobody does: whoever came in was served at once."""
+    scene = Scene()
+    scene.ask(FREE)
+    scene.now += RECOUNT_S
+    assert all(scene.door.refusal(FREE, "somebody", scene.now) is None for _ in range(300))
+    scene.stands[FREE].set(somebody=240)
+    scene.ask(FREE)
+    scene.stands[FREE].set(somebody=250)
+    scene.now += RECOUNT_S
+    assert scene.door.refusal(FREE, "somebody", scene.now) is not None, "with little room it is counted anew soon"
 
 
 def test_what_overtakes_counts() -> None:

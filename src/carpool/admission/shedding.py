@@ -4,7 +4,8 @@
    meanwhile, divided by the capacity (healthy slots x batch / seconds a batch takes). Whoever would wait longer than
    its tier's `wait_max` is refused. So the lowest tier goes first: everything is ahead of it.
 2. The rule is turned around: a tier has *room* for so many more. Rooms are counted anew every few milliseconds, from
-   what truly waits; in between each admission takes a place. So most requests cost one comparison.
+   what truly waits; in between each admission takes a place. So most requests cost one comparison. While no tier has
+   used half of its room, a count may be older: it is one of too little room, and none is refused by it.
 3. Where a tier has no room, an owner is asked for its own wait: inside a tier owners are served in turn, so one that
    has little waiting stands behind as much of each other owner, and not behind all that the busiest of them has.
 4. Until the first batches were seen the capacity is not known, and nobody is refused.
@@ -25,8 +26,8 @@ import msgspec
 from carpool.core.errors import Shed
 from carpool.core.ports import Standing
 
-# Rule 2: so old a count may be.
-RECOUNT_S = 0.005
+# Rule 2: so old a count may be; and while there is much room.
+RECOUNT_S, RECOUNT_QUIET_S = 0.005, 0.05
 # Rule 5: how long the shortest wait is looked for, how many must be seen, and by how much trust falls and grows.
 GUARD_S = 0.5
 GUARD_SEEN_MIN = 4
@@ -105,7 +106,7 @@ class Door:
         self._allowed = [inf] * count
         # What those are told who are refused before the next count: the same for all of a tier.
         self._refusals: list[Shed | None] = [None] * count
-        self._recount_at = -inf
+        self._counted_at = self._recount_at = -inf
         self._is_known = False
         # Since the last tick.
         self._admitted = [0] * count
@@ -138,7 +139,7 @@ class Door:
 
     def refusal_if_full(self, tier: int, owner: str, now: float) -> Shed | None:
         """Why a request would be refused; None leaves the decision for later: then it is asked for again."""
-        if now >= self._recount_at:
+        if now >= self._recount_at or (self.rooms[tier] <= 0 and now >= self._counted_at + RECOUNT_S):
             self._recount(now)
         if self.rooms[tier] > 0 or not self._is_known:
             return None
@@ -226,7 +227,7 @@ class Door:
             self._seen[tier], self._shortest[tier] = 0, inf
 
     def _recount(self, now: float) -> None:
-        self._recount_at = now + RECOUNT_S
+        self._counted_at, self._recount_at = now, now + RECOUNT_S
         if not self._is_known:
             return
         self._refusals = [None] * len(self._tiers)
@@ -235,6 +236,7 @@ class Door:
         if self._thresholds is not None:
             self.rooms[:] = self._rooms_by_threshold(self._thresholds)
             return
+        is_quiet = True
         for tier, rule in enumerate(self._tiers):
             served = max(self.capacity[tier] * self.trust[tier] * rule.wait_max_s, self._batch[tier])
             waiting = self._waiting(tier)
@@ -243,6 +245,9 @@ class Door:
                 allowed = max(allowed, served * self._trickle)
             self._allowed[tier] = allowed
             self.rooms[tier] = allowed - waiting
+            is_quiet = is_quiet and allowed > 2 * waiting
+        if is_quiet:
+            self._recount_at = now + RECOUNT_QUIET_S
 
     def _rooms_by_threshold(self, thresholds: Thresholds) -> list[float]:
         capacity = self.capacity[-1]
