@@ -205,16 +205,29 @@ class TestLease:
 
     def test_it_lets_in_until_it_is_used_up_or_over(self) -> None:
         lease = self.lease(2)
-        assert [lease.take(100.5) for _ in range(3)] == [True, True, False]
-        assert not self.lease(2).take(100.0 + LEASE_S)
+        assert [lease.enter(100.5) is not None for _ in range(3)] == [True, True, False]
+        assert self.lease(2).enter(100.0 + LEASE_S) is None
+
+    @pytest.mark.parametrize("ahead_s", [0.0, 0.3, 1.49, 1.5, 2.0, 3.0])
+    def test_callers_are_told_the_same_whichever_way_they_came_in(self, ahead_s: float) -> None:
+        """The slack is 1.5 s; of the lease 90 places are used, the last ones when the bucket is full in part."""
+        lease = Lease(LIMIT)
+        ask_of(lease, 1, 100.0)
+        lease.told(RateTold(1, 90, False, ahead_s), 1, 100.0)
+        for number in range(90):
+            now = 100.0 + number * LEASE_S / 100
+            missing = round(max(0.0, ahead_s - (now - 100.0)) / INTERVAL_S) + number + 1 - slack(LIMIT.per_minute)
+            entry = lease.enter(now)
+            assert entry == lease.lines(now)
+            assert left_of(entry) == pytest.approx(max(0, LIMIT.burst - max(0, missing)), abs=1)
 
     def test_what_was_used_is_told_and_the_rest_is_kept(self) -> None:
         lease = self.lease(5)
-        lease.take(100.7)
-        lease.take(100.7)
+        lease.enter(100.7)
+        lease.enter(100.7)
         ask = ask_of(lease, 0, 100.8)
         assert (ask.used, ask.kept) == (2, 3)
-        assert lease.take(100.81)  # while the question is out
+        assert lease.enter(100.81)  # while the question is out
         lease.told(RateTold(0, 4, True, 0.0), 0, 100.85)
         assert lease.left == 6
         ask = ask_of(lease, 0, 101.2)
@@ -230,10 +243,10 @@ class TestLease:
 
     def test_without_an_answer_the_budget_is_to_take_all(self) -> None:
         lease = self.lease(5)
-        lease.take(100.1)
+        lease.enter(100.1)
         ask_of(lease, 0, 100.7)
         lease.failed(101.2)
-        assert not lease.take(101.2)
+        assert lease.enter(101.2) is None
         assert not lease.is_forgettable(101.3)
         assert ask_of(lease, 1, 101.3).used is None
         lease.told(RateTold(1, 0, False, 0.0), 1, 101.3)

@@ -17,10 +17,9 @@ taken then. If a gateway never tells (it died), the budget takes all of its leas
    the budget is told to take all of it.
 """
 
-from functools import lru_cache
 from math import ceil
 
-from carpool.admission.limits import LINES_KEPT, ROUNDING_S, WINDOW_S, limit_lines, over_limit
+from carpool.admission.limits import ROUNDING_S, WINDOW_S, limit_lines, over_limit
 from carpool.core.errors import RateLimited
 from carpool.core.ports import RateAsk, RateLimit, RateTold
 
@@ -38,7 +37,6 @@ def leased_max(per_minute: int) -> int:
     return per_minute * 15 // 1000
 
 
-@lru_cache(LINES_KEPT)
 def slack(per_minute: int) -> int:
     """How many places the shared bucket has beside the burst."""
     return per_minute * 40 // 1000 - leased_max(per_minute)
@@ -48,21 +46,23 @@ class Lease:
     """What one gateway knows of one owner."""
 
     __slots__ = (
-        "_ahead_s",
         "_asked_at",
         "_ends_at",
         "_entered",
-        "_told_at",
+        "_full_at",
+        "_interval_s",
+        "_slack_s",
         "_unknown_until",
         "_used",
         "_used_since",
+        "_whole_lines",
         "left",
         "limit",
         "over_until",
     )
 
     def __init__(self, limit: RateLimit) -> None:
-        self.limit = limit
+        self._set(limit)
         # How many may come in without asking, until `_ends_at`; how many of the lease were used and not told.
         self.left = 0
         self._used = 0
@@ -74,9 +74,8 @@ class Lease:
         # What came in since the last question, for the next lease.
         self._asked_at = float("-inf")
         self._entered = 0
-        # As it was told last: how long until the bucket is full; and what was used since.
-        self._ahead_s = 0.0
-        self._told_at = 0.0
+        # As it was told last: when the bucket is full; and what was used since.
+        self._full_at = 0.0
         self._used_since = 0
 
     def __repr__(self) -> str:
@@ -95,18 +94,29 @@ class Lease:
 
     def change(self, limit: RateLimit, now: float) -> None:
         """The owner has this limit now: where it is a higher one, there is something sooner."""
-        self.limit = limit
+        self._set(limit)
         self.over_until = min(self.over_until, now + self.longest_over_s)
 
-    def take(self, now: float) -> bool:
-        """Let one request in without asking, if that is possible."""
+    def _set(self, limit: RateLimit) -> None:
+        self.limit = limit
+        self._interval_s = WINDOW_S / limit.per_minute
+        self._slack_s = slack(limit.per_minute) * self._interval_s
+        # What callers are told while the burst is whole: most of them.
+        self._whole_lines = limit_lines(limit.per_minute, limit.burst, 0.0)
+
+    def enter(self, now: float) -> bytes | None:
+        """Let one request in without asking: what its caller is told; None if that is not possible."""
         if not self.left or now >= self._ends_at:
-            return False
+            return None
         self.left -= 1
         self._used += 1
-        self._used_since += 1
         self._entered += 1
-        return True
+        used = self._used_since = self._used_since + 1
+        # `lines`, on the hot path: without a call where the burst is whole.
+        ahead_s, beyond_slack_s = self._full_at - now, used * self._interval_s - self._slack_s
+        if beyond_slack_s <= 0.0 and ahead_s + beyond_slack_s <= 0.0:
+            return self._whole_lines
+        return self.lines(now)
 
     def is_due(self, now: float) -> bool:
         """Whether it is time to tell what was used."""
@@ -140,12 +150,11 @@ class Lease:
         self.left += told.leased
         self._ends_at = self._asked_at + LEASE_S
         self._unknown_until = 0.0
-        self._ahead_s, self._told_at, self._used_since = told.ahead_s, now, 0
+        self._full_at, self._used_since = now + told.ahead_s, 0
         self._entered += told.granted
         if told.granted < need:
-            interval_s = WINDOW_S / self.limit.per_minute
             # From when it was sent: rather ask once too often.
-            over_s = told.ahead_s - (self.capacity - 1) * interval_s
+            over_s = told.ahead_s - (self.capacity - 1) * self._interval_s
             self.over_until = self._asked_at + min(over_s, self.longest_over_s)  # it may have asked with another limit
 
     def failed(self, now: float) -> None:
@@ -157,21 +166,15 @@ class Lease:
 
     def lines(self, now: float) -> bytes:
         """For one that came in."""
-        limit = self.limit
-        interval_s = WINDOW_S / limit.per_minute
-        missing_s = self._missing_s(now, interval_s)
-        return limit_lines(limit.per_minute, limit.burst - int(missing_s / interval_s + 0.999), missing_s)
+        limit, missing_s = self.limit, self._missing_s(now)
+        return limit_lines(limit.per_minute, limit.burst - int(missing_s / self._interval_s + 0.999), missing_s)
 
     def refusal(self, now: float) -> RateLimited:
         """For one that did not."""
-        interval_s = WINDOW_S / self.limit.per_minute
         wait_s = max(self.over_until - now, ROUNDING_S)
-        return over_limit(self.limit, wait_s, max(self._missing_s(now, interval_s), wait_s))
+        return over_limit(self.limit, wait_s, max(self._missing_s(now), wait_s))
 
-    def _missing_s(self, now: float, interval_s: float) -> float:
+    def _missing_s(self, now: float) -> float:
         """Seconds until the burst is whole again; what other gateways let in since is not known."""
-        # For each request of a caller with a limit: no calls of `max`.
-        ahead_s = self._ahead_s - (now - self._told_at)
-        ahead_s = (ahead_s if ahead_s > 0.0 else 0.0) + self._used_since * interval_s
-        missing_s = ahead_s - slack(self.limit.per_minute) * interval_s
-        return missing_s if missing_s > 0.0 else 0.0
+        ahead_s = max(self._full_at - now, 0.0) + self._used_since * self._interval_s
+        return max(ahead_s - self._slack_s, 0.0)

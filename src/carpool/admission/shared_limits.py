@@ -96,8 +96,9 @@ class SharedLimits:
         lease = account.lease
         if lease.limit is not limit:
             lease.change(limit, now)
-        if lease.take(now):
-            return lease.lines(now)
+        lines = lease.enter(now)
+        if lines is not None:
+            return lines
         if now < lease.over_until:
             return lease.refusal(now)
         if not self._is_reachable():

@@ -472,7 +472,7 @@ class Connection(asyncio.Protocol):
         before, output, after = pieces
         length = len(before) + len(output) + len(after)
         if headers:
-            head = b"%b%bContent-Length: %d\r\n\r\n" % (state.head(200, JSON), headers, length)
+            head = b"%b%bContent-Length: %d\r\n\r\n" % (state.start_ok, headers, length)
         else:
             head = state.head_ok % length
         response = exchange.response = b"".join((head, before, output, after))

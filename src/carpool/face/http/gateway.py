@@ -88,8 +88,14 @@ class GatewayRoutes:
         """`POST /v1/inference`: a synchronous request, or a task."""
         headers, body, peer = exchange.headers, exchange.body, exchange.sink.peer
         caller = peer.caller or self._intake.identify(headers, peer)
-        if caller.limit is not None and not self._comes_in(exchange, caller):
-            return
+        # With lines it is the second call.
+        if caller.limit is not None and not exchange.limit_lines:
+            entry = self._intake.enter(caller)
+            if isinstance(entry, bytes):  # the usual case
+                exchange.limit_lines = entry
+            else:
+                self._does_not_come_in(exchange, caller, entry)
+                return
         early = self._early
         # From the end: `rfind` takes a third of the time of `in`.
         if early is not None and early.rooms[caller.tier] <= 0 and body.rfind(ASYNC) < 0 and b"prefer" not in headers:
@@ -124,8 +130,12 @@ class GatewayRoutes:
     def predict(self, exchange: Exchange, _: str) -> None:
         """`POST /v1/predict`: JSON, or binary with the model in the query."""
         caller = self._intake.identify(exchange.headers, exchange.sink.peer)
-        if caller.limit is not None and not self._comes_in(exchange, caller):
-            return
+        if caller.limit is not None and not exchange.limit_lines:
+            entry = self._intake.enter(caller)
+            if not isinstance(entry, bytes):
+                self._does_not_come_in(exchange, caller, entry)
+                return
+            exchange.limit_lines = entry
         media = media_type(exchange.headers.get(b"content-type", JSON))
         check_encoding(exchange.headers)
         named = query_of(exchange).get("model_id")
@@ -189,20 +199,13 @@ class GatewayRoutes:
         """`GET /openapi.json`."""
         exchange.respond(200, self._openapi)
 
-    def _comes_in(self, exchange: Exchange, caller: Caller) -> bool:
-        """Whether a caller with a limit may go on now; if not, it was answered, or the route is called once more."""
-        if exchange.limit_lines:
-            return True  # it is the second call
-        entry = self._intake.enter(caller)
-        if entry is None:
-            exchange.when_client_leaves = _left_at_the_door
-            self._intake.when_known(caller, partial(_go_on, exchange))
-            return False
-        if isinstance(entry, CarpoolError):
-            exchange.sink.answer_error(exchange, entry)
-            return False
-        exchange.limit_lines = entry
-        return True
+    def _does_not_come_in(self, exchange: Exchange, caller: Caller, refusal: CarpoolError | None) -> None:
+        """A caller with a limit is refused; or it is not known yet, and the route is called once more."""
+        if refusal is not None:
+            exchange.sink.answer_error(exchange, refusal)
+            return
+        exchange.when_client_leaves = _left_at_the_door
+        self._intake.when_known(caller, partial(_go_on, exchange))
 
     def _park(self, exchange: Exchange, request: Request) -> None:
         """Let the exchange of a synchronous request wait for its outcome, unless that is there already."""

@@ -42,9 +42,11 @@ class HttpState:
         self.limits = limits
         self.clock = clock
         self.coarse_now = clock()
-        # The start of a response, with the date of this second: for any status, and the whole head of the usual one.
+        # The start of a response, with the date of this second: for any status, and for the usual one, to which header
+        # lines may be added; and all of its head, which lacks the length of the body.
         self._heads: dict[tuple[int, bytes], bytes] = {}
-        self.head_ok = self._usual_head()
+        self.start_ok = self.head_ok = b""
+        self._date_usual_heads()
         # The same for errors that many are told. By the error itself: nobody raises those, so they hold nothing.
         self.ready_problems: dict[CarpoolError, ReadyProblem] = {}
         self.known_heads = KnownHeads(limits.body_bytes_max)
@@ -76,9 +78,9 @@ class HttpState:
             self._heads[status, content_type] = head
         return head
 
-    def _usual_head(self) -> bytes:
-        """To be filled in with the length of the body."""
-        return self.head(200, JSON) + b"Content-Length: %d\r\n\r\n"
+    def _date_usual_heads(self) -> None:
+        self.start_ok = self.head(200, JSON)
+        self.head_ok = self.start_ok + b"Content-Length: %d\r\n\r\n"
 
     def make_ready(self, error: CarpoolError, id_bytes: int) -> ReadyProblem:
         """Keep the answer to an error ready, for the others who are told it; ids have so many bytes."""
@@ -93,7 +95,7 @@ class HttpState:
         if int(now) != int(before):
             self._heads.clear()
             self.ready_problems.clear()
-            self.head_ok = self._usual_head()
+            self._date_usual_heads()
         self.coarse_now = now
         return now - before
 
