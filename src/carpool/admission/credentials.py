@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from carpool.core.api_key import KEY_PREFIX, ApiKey
 from carpool.core.errors import BrokerDown, CarpoolError, Unauthorized
-from carpool.core.ports import Caller, RateLimit
+from carpool.core.ports import Caller, Peer, RateLimit
 
 if TYPE_CHECKING:  # slow to import, and only some have it
     from carpool.admission.tokens import TokenKeys
@@ -132,8 +132,8 @@ class Credentials:
         self._token_keys = keys
         self._bearers.clear()
 
-    def identify(self, headers: dict[bytes, bytes]) -> Caller:
-        """The caller with these headers; raises why not."""
+    def identify(self, headers: dict[bytes, bytes], peer: Peer | None = None) -> Caller:
+        """The caller with these headers, whoever the peer is: its next request may have others. Raises why not."""
         given, remembered = headers.get(b"authorization"), self._bearers
         if given is None:
             given, remembered = headers.get(b"x-api-key"), self._api_keys

@@ -60,8 +60,10 @@ class Gate:
         )
         self._lowest_tier = lowest_tier
         self._owners = Owners(trusted_proxies)
-        # None: none is asked for.
-        self._credentials = credentials
+        # The caller behind a request with these headers, which came over the connection to that peer; raises why not.
+        self.identify: Callable[[dict[bytes, bytes], Peer], Caller] = (
+            self._caller_without if credentials is None else credentials.identify
+        )
         self._anonymous = anonymous
         rates = rates or LocalLimits(clock)
         # Callers with a limit come in by these (core.ports.RateLimits).
@@ -70,10 +72,8 @@ class Gate:
         # Closed at the end of a drain, when nothing could be finished any more.
         self.closed = False
 
-    def identify(self, headers: dict[bytes, bytes], peer: Peer) -> Caller:
-        """The caller behind a request with these headers, which came over the connection to `peer`; raises why not."""
-        if self._credentials is not None:
-            return self._credentials.identify(headers)  # each time: the next request may have another one
+    def _caller_without(self, headers: dict[bytes, bytes], peer: Peer) -> Caller:
+        """Where no credential is asked for."""
         if peer.caller is not None:
             return peer.caller
         if peer.proxy is None:  # the first request of this connection
