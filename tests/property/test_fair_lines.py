@@ -200,3 +200,18 @@ def test_memory_follows_the_living(steps: list[tuple[int, str]]) -> None:
         assert len(lane.requests()) == lane.waiting
         # The dead, and what the order of arrival still names.
         assert watched.kept() <= 2 * (lane.waiting + REBUILD_DEAD_MIN + 1) + lane.waiting + KEPT_MIN + 1
+
+
+def test_who_is_left_when_all_the_others_have_left_waits_alone_again() -> None:
+    ranks = Ranks(1)
+    lane, first = Lane("m", b"", ranks), make_request("first", Witness(), now=0.0, owner="a")
+    lane.append(first)
+    others = [make_request("x", Witness(), now=0.0, owner="b") for _ in range(REBUILD_DEAD_MIN + 1)]
+    for request in others:
+        lane.append(request)
+    for request in others:
+        lane.forget(request)
+        request.settle(ClientLeft(""), 0.0)
+    check(lane, ranks, [first])
+    assert lane.take(1, 0.0)[0] == [first]
+    check(lane, ranks, [])

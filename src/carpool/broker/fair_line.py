@@ -7,7 +7,8 @@
    who come later stand behind those who wait, and nobody starves, however many owners come.
 3. An owner with nothing waiting is forgotten, but for one that got something large and is ahead of virtual time: it
    must not come back as if it had not. No more of these are remembered than owners wait.
-4. While one owner alone waits, the line is a plain deque: no tags.
+4. While one owner alone waits, the line is a plain deque: no tags. Nor are there any while all that waits goes into
+   one batch: what others sent is sorted by owner when a batch is taken that leaves some of it.
 5. Requests that were put back go before all others: they have been paid for.
 6. The line's place among lines is that of its longest-waiting request, whoever goes next: sharing inside a line takes
    nothing from other lines, and gives them nothing.
@@ -75,19 +76,22 @@ class FairLine:
         "back",
         "dead",
         "is_shared",
+        "mixed",
         "plain",
         "sole",
     )
 
     def __init__(self) -> None:
-        # Whose requests are all there are, in `plain`; None while several owners wait.
+        # Whose requests are all there are, in `plain`; None while several owners wait. Then `plain` has those of the
+        # one that was alone, and what came since is in `mixed`, whoever's it is, until it has to be shared.
         self.sole: str | None = None
         self.plain: deque[Request] = deque()
+        self.mixed: deque[Request] = deque()
         # Requests that were put back, by their places.
         self.back: deque[Request] = deque()
         # Settled while they waited, and still here.
         self.dead = 0
-        # Several owners wait, or did a moment ago. Only then the rest is used.
+        # Several owners wait for their turns, or did a moment ago. Only then the rest is used.
         self.is_shared = False
         self._backlogs: dict[str, Backlog] = {}
         # Those who get their turn: who came anew, in order of their tags, for virtual time only grows; and the others.
@@ -102,15 +106,20 @@ class FairLine:
         self._founder: Backlog | None = None
 
     def add(self, request: Request) -> None:
-        """Let a request wait. (If its owner is `sole`, it may be appended to `plain` at once.)"""
+        """Let a request wait. (It may be appended to `plain` if its owner is `sole`, to `mixed` if that has some.)"""
+        if self.is_shared:
+            self._add_shared(request)
+        elif not self.plain and not self.mixed:
+            self.sole = request.owner
+            self.plain.append(request)
+        elif request.owner == self.sole:
+            self.plain.append(request)
+        else:
+            self.sole = None
+            self.mixed.append(request)
+
+    def _add_shared(self, request: Request) -> None:
         owner = request.owner
-        if not self.is_shared:
-            if not self.plain:
-                self.sole = owner
-            if owner == self.sole:
-                self.plain.append(request)
-                return
-            self._share()
         backlog = self._backlogs.get(owner)
         if backlog is None:
             backlog = self._backlogs[owner] = Backlog(self._virtual, request)
@@ -128,7 +137,7 @@ class FairLine:
 
     def put_back(self, request: Request) -> None:
         """Let a request that was taken wait again, before those behind it."""
-        newest = self._came or self.plain
+        newest = self._came or self.mixed or self.plain
         if newest and newest[-1].place <= request.place:  # it moves to this lane from another
             self.add(request)
             return
@@ -141,7 +150,7 @@ class FairLine:
 
     def longest_waiting(self) -> Request | None:
         """The request with the smallest place; None if nobody waits."""
-        other = self._longest_shared() if self.is_shared else self._first_of(self.plain)
+        other = self._longest_shared() if self.is_shared else self._first_of(self.plain) or self._first_of(self.mixed)
         if not self.back or (first := self._first_of(self.back)) is None:
             return other
         return other if other is not None and other.place < first.place else first
@@ -155,9 +164,13 @@ class FairLine:
         if self.back:
             number, size = self._move_back(taking, bound, standing)
         if taking.room and taking.bytes_left >= 0:
+            if self.mixed and not self._fits(taking, bound):
+                self._share()
             if self.is_shared:
                 more, more_bytes = self._move_shared(taking, bound, standing)
                 self._relax()
+            elif self.mixed:
+                more, more_bytes = self._move_all(taking, standing)
             else:
                 more, more_bytes, dead = taking.move(self.plain, bound)
                 self.dead -= dead
@@ -170,7 +183,10 @@ class FairLine:
         """Remove all the dead, and one that is about to be settled."""
         self.back = living(self.back, leaving)
         self.plain = living(self.plain, leaving)
+        self.mixed = living(self.mixed, leaving)
         self.dead = 0
+        if self.plain and not self.mixed and not self.is_shared:
+            self.sole = self.plain[0].owner
         if self.is_shared:
             self._came = living(self._came, leaving)
             for backlog in self._backlogs.values():
@@ -187,7 +203,7 @@ class FairLine:
 
     def requests(self) -> list[Request]:
         """All that wait."""
-        found = [*self.back, *self.plain]
+        found = [*self.back, *self.plain, *self.mixed]
         if self.is_shared:
             shared = [request for backlog in self._backlogs.values() for request in backlog.requests()]
             found += sorted(shared, key=lambda request: request.arrived)
@@ -276,15 +292,48 @@ class FairLine:
         standing.bytes -= moved_bytes
         return number, moved_bytes
 
+    def _fits(self, taking: Taking, bound: float) -> bool:
+        """Whether all that waits, of whichever owners, goes into this batch: then there is nothing to share."""
+        if len(self.plain) + len(self.mixed) > taking.room:
+            return False
+        waiting = (*self.plain, *self.mixed)
+        return sum(request.size for request in waiting) <= taking.bytes_left and (
+            bound == inf or all(request.place <= bound for request in waiting)
+        )
+
+    def _move_all(self, taking: Taking, standing: WaitingCount) -> tuple[int, int]:
+        """Move all that waits, of several owners."""
+        batched, expired = len(taking.batch), len(taking.expired)
+        number = moved_bytes = 0
+        for queue in (self.plain, self.mixed):
+            more, more_bytes, dead = taking.move(queue, inf)
+            number, moved_bytes = number + more, moved_bytes + more_bytes
+            self.dead -= dead
+        by_owner = standing.by_owner
+        for request in (*taking.batch[batched:], *taking.expired[expired:]):
+            left = by_owner[request.owner] - 1
+            if left:
+                by_owner[request.owner] = left
+            else:
+                del by_owner[request.owner]
+        standing.waiting -= number
+        standing.bytes -= moved_bytes
+        return number, moved_bytes
+
     def _share(self) -> None:
-        """A second owner comes: from now on there are tags."""
-        assert self.sole is not None
+        """Not all that waits goes: from now on there are tags."""
         self.is_shared = True
+        mixed, self.mixed = self.mixed, deque()
         self._size = len(self.plain)
-        self._founder = self._backlogs[self.sole] = Backlog(0.0, self.plain.popleft())
-        self._founder.more = self.plain
-        self._fresh.append(self._founder)
-        self.sole, self.plain = None, deque()
+        if self.plain:
+            founder = self._founder = Backlog(0.0, self.plain.popleft())
+            assert founder.first is not None
+            self._backlogs[founder.first.owner] = founder
+            founder.more = self.plain
+            self._fresh.append(founder)
+            self.plain = deque()
+        for request in mixed:
+            self._add_shared(request)
 
     def _relax(self) -> None:
         """Be a plain line again, if one owner alone is left and owes nobody."""

@@ -114,8 +114,10 @@ class Lane:
         by_owner = standing.by_owner
         by_owner[owner] = by_owner.get(owner, 0) + 1
         line = self._lines[index]
-        if line.sole == owner:  # the usual case, and the quick one
+        if line.sole == owner:  # the usual cases, and the quick ones
             line.plain.append(request)
+        elif line.mixed:
+            line.mixed.append(request)
         else:
             line.add(request)
 
@@ -210,7 +212,7 @@ class Lane:
         live = []
         tiers = self._tiers if self._ranks.is_strict else 1
         for index, line in enumerate(self._lines):
-            if line.plain or line.back or line.is_shared:
+            if line.plain or line.back or line.mixed or line.is_shared:
                 head = line.longest_waiting()
                 if head is not None:
                     live.append((index % tiers, head.place, index, head))
