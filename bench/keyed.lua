@@ -1,9 +1,10 @@
--- wrk script: one 2 KB inference request of clients with API keys, who take turns
+-- wrk script: one 2 KB inference request of clients with API keys, in an order without a pattern
 --
 --   wrk … -s bench/keyed.lua URL -- FILE   the keys, a line each
 --
--- Requests are made before the load begins: keys cost the generator nothing.
-local requests, at = {}, 0
+-- Requests are made before the load begins: keys cost the generator nothing. They are drawn: in turns, a server that
+-- answers in order of arrival would see the same key on a connection each time, and one with tiers would not.
+local requests = {}
 
 function init(arguments)
   local body = '{"input":"' .. string.rep("x", 2000) .. '","client_id":"c1"}'
@@ -14,6 +15,5 @@ function init(arguments)
 end
 
 function request()
-  at = at % #requests + 1
-  return requests[at]
+  return requests[math.random(#requests)]
 end
