@@ -237,6 +237,20 @@ class TestResults:
         assert not cached(door, anew)
         assert door.outcome(door.ask()) == b'"new"'
 
+    def test_no_cache_takes_the_place_of_what_is_kept_here_too(self) -> None:
+        """Where others keep results, one that was asked for twice is here as well."""
+        far = FarAway()
+        door = SharedDoor(far=far)
+        for _ in range(2):
+            door.ask()
+            far.answer()
+            door.answer(door.take())
+        assert len(door.results) == 1
+        anew = door.ask(wishes=NO_CACHE)
+        (request,) = door.take()
+        door.broker.settle(request, make_output(b'"new"'))
+        assert door.outcome(anew) == door.outcome(door.ask()) == b'"new"'
+
     def test_a_hit_asks_nobody_for_admission(self) -> None:
         door = SharedDoor()
         door.ask()

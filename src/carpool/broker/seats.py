@@ -245,7 +245,7 @@ class Seats:
     def _keep(self, key: SameKey, output: Output) -> None:
         if self._far is not None:
             assert isinstance(key, bytes)
-            if self._far.keep(key, output):
+            if self._far.keep(key, output) and hash(key) not in self._kept:
                 return  # here too as soon as somebody asks for it: most results nobody asks for again
         self._results.keep(key, output, self._clock())
 
