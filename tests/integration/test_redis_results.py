@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from carpool.broker.redis.gateway.results import RedisResults
+from carpool.broker.redis.formats import KeptResult, encode_result
+from carpool.broker.redis.gateway.results import ENTRY_BYTES, LEAVING_BYTES_MAX, RedisResults
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.steps import Steps
 from carpool.core.outcome import CallFacts, Output
@@ -165,6 +166,12 @@ async def test_they_are_gone_in_time_and_count_no_more(tmp_path: Path, redis_ser
             return await find(results, *KEYS[:2]) == [None, None]
 
         await until(is_gone)
+        shard = Keys(tmp_path.name, 1).shards[0]
+
+        async def parts_are_gone() -> bool:
+            return not await redis_server.ask("EXISTS", shard.kept.decode(), shard.kept_before.decode())
+
+        await until(parts_are_gone)
         results.keep(KEYS[2], make_output(b"3"))
         results.write()
         await until_found(results, KEYS[2])
@@ -212,3 +219,127 @@ async def test_nobody_waits_for_a_redis_that_does_not_answer(tmp_path: Path, how
         if how == "stop":
             server.go_on()
             await until(is_found)
+
+
+async def hset(server: RedisServer, namespace: str, key: bytes, value: bytes) -> None:
+    async with server.client() as client:
+        await client.hset(Keys(namespace, 1).shards[0].kept, key, value)
+
+
+async def test_one_that_is_too_old_is_none(tmp_path: Path, redis_server: RedisServer) -> None:
+    """The part that it is in lives for longer. One from the future was written before the clock was set back."""
+    async with results_in(redis_server, tmp_path.name, shards=1, ttl_s=60.0) as results:
+        seconds = int((await redis_server.ask("TIME"))[0])
+        for key, age_s in zip(KEYS, (0, 50, 61, 100, -3600), strict=False):
+            kept = KeptResult((seconds - age_s) * 1000, b"%d" % age_s)
+            await hset(redis_server, tmp_path.name, key, encode_result(kept))
+        assert await find(results, *KEYS[:5]) == [b"0", b"50", None, None, None]
+
+
+async def test_one_that_grows_in_its_place_is_counted(tmp_path: Path, redis_server: RedisServer) -> None:
+    shard = Keys(tmp_path.name, 1).shards[0]
+    keys = [number.to_bytes(2) * 16 for number in range(300)]
+    async with results_in(redis_server, tmp_path.name, bytes_max=200_000) as results:
+        for size in (1, 20_000):
+            for key in keys:
+                results.keep(key, make_output(b"x" * size))
+            results.write()
+            await until_found(results, keys[-1])
+    kept = 0
+    async with redis_server.client() as client:
+        for name in (shard.kept, shard.kept_before):
+            kept += sum(map(len, await client.hvals(name)))
+    assert 0 < kept <= 200_000
+
+
+def documented_rights() -> list[str]:
+    """What the docs say that a user of Redis needs."""
+    text = (Path(__file__).parents[2] / "docs" / "redis.md").read_text()
+    return text.partition("ACL SETUSER carpool")[2].partition("```")[0].split()
+
+
+@asynccontextmanager
+async def results_of_user(server: RedisServer, *more: str, **options: Any) -> AsyncIterator[RedisResults]:
+    """With the rights that the docs tell of, and these."""
+    rights = [">pw" if word == ">PASSWORD" else word for word in documented_rights()]
+    assert "+eval" in rights
+    await server.ask("ACL", "SETUSER", "carpool", *rights, *more)
+
+    class AsUser:
+        url = f"redis://carpool:pw@127.0.0.1:{server.port}"
+
+    async with results_in(AsUser, "carpool", **options) as results:
+        yield results
+
+
+async def test_with_the_rights_that_the_docs_tell_of(tmp_path: Path) -> None:
+    async with running_redis(tmp_path) as server, results_of_user(server, bytes_max=20_000) as results:
+        for key in KEYS[:20]:
+            results.keep(key, make_output(b"x" * 1000))
+            results.write()
+            await until_found(results, key)
+        assert 0 < await cache_bytes(server, "carpool") <= 20_000
+        assert await server.ask("PTTL", Keys("carpool", 1).shards[0].kept_before.decode()) > 0
+
+
+async def test_where_redis_does_not_count_them_they_go(tmp_path: Path) -> None:
+    """Else nothing would bound them."""
+    async with running_redis(tmp_path) as server, results_of_user(server, "-pttl") as results:
+        assert results.keep(KEYS[0], make_output(b"1"))
+        await until(lambda: not results.keep(KEYS[1], make_output(b"1")))
+        kept = Keys("carpool", 1).shards[0].kept.decode()
+
+        async def is_gone() -> bool:
+            return not await server.ask("EXISTS", kept)
+
+        await until(is_gone)
+        await server.ask("ACL", "SETUSER", "carpool", "+pttl")
+
+        async def is_found() -> bool:
+            results.keep(KEYS[2], make_output(b"1"))
+            results.write()
+            return await find(results, KEYS[2]) == [b"1"]
+
+        await until(is_found)
+
+
+async def test_what_waits_for_the_time_is_bounded(tmp_path: Path) -> None:
+    """Thousands of tiny results take more than their bytes."""
+    async with running_redis(tmp_path) as server, results_of_user(server, "-time", bytes_max=10**9) as results:
+        output = make_output(b"1")
+        taken = sum(results.keep(number.to_bytes(4) * 8, output) for number in range(200_000))
+        assert taken * (ENTRY_BYTES + 1) <= LEAVING_BYTES_MAX + ENTRY_BYTES + 1
+
+
+async def test_one_that_many_ask_for_is_sent_once(tmp_path: Path) -> None:
+    """Tasks share no seat. Redis would send as many replies in one as no connection takes."""
+    async with running_redis(tmp_path) as server, results_in(server, "n", bytes_max=10**8) as results:
+        results.keep(KEYS[0], make_output(b"x" * 1_000_000))
+        results.write()
+        await until_found(results, KEYS[0])
+        before = int((await server.facts("stats"))["total_net_output_bytes"])
+        found: list[Output | None] = []
+        for _ in range(300):
+            results.look(KEYS[0], lambda output, age_s: found.append(output))
+        await until(lambda: len(found) == 300)
+        assert all(output is not None and len(output.value) == 1_000_000 for output in found)
+        assert int((await server.facts("stats"))["total_net_output_bytes"]) - before < 3_000_000
+
+
+async def test_many_are_asked_for_in_parts(tmp_path: Path, redis_server: RedisServer) -> None:
+    keys = [number.to_bytes(2) * 16 for number in range(500)]
+    async with results_in(redis_server, tmp_path.name) as results:
+        for key in keys[::2]:
+            results.keep(key, make_output(key))
+        results.write()
+        await until_found(results, keys[498])
+        assert await find(results, *keys) == [None if number % 2 else key for number, key in enumerate(keys)]
+
+
+async def test_while_redis_is_not_asked_they_are_to_be_kept_elsewhere_too(tmp_path: Path) -> None:
+    async with running_redis(tmp_path) as server, results_in(server, "n", look_s_max=0.01) as results:
+        assert results.keep(KEYS[0], make_output(b"1"))
+        server.stop()
+        await find(results, KEYS[1])
+        assert not results.keep(KEYS[2], make_output(b"1"))
+        server.go_on()

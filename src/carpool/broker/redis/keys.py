@@ -22,7 +22,7 @@ evenly, they share the shards evenly.
 | `<ns>:{tag}:rate:<owner>` | hash | an owner's rate limit: `full`: when its bucket is full again; leases by gateway
   (scripts/rates.lua) |
 | `<ns>:{tag}:kept`, `:kept-before` | hash | results for requests that are the same, by key; those that came before them
-  (`cache_bytes` in `counts`: both, `cache_before`, `cache_entries`: scripts/keep.lua) |
+  (`cache_bytes` in `counts`: both, `cache_before`, `cache_entries`, `cache_least`: scripts/keep.lua) |
 | `<ns>:{tag}:bell` | channel | rung when a stream without unread entries gets some: how many, place, name, model |
 | `<ns>:replies:{<gateway>}` | stream | outcomes for one gateway's parked requests |
 | `<ns>:{fleet}:gateways`, `:batchers` | hash | who lives: name → heartbeat |

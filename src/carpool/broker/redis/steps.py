@@ -14,6 +14,7 @@ from carpool.broker.redis import scripts
 from carpool.broker.redis.client.link import (
     NoRoom,
     RedisFailure,
+    Refused,
     ignore,
     pack_beginning,
     pack_digests,
@@ -446,13 +447,30 @@ class Steps:
 
         self.nodes.send(shard.slot, reading(milliseconds, done), b"TIME")
 
-    def keep_results(self, shard: Shard, results: Sequence[bytes], size: int, bytes_max: int, kept_ms: int) -> None:
-        """Keep results (keys and values in turn) of this size; then, or with none, see to it that there are at most
-        twice as many bytes. It is not waited for.
+    def keep_results(
+        self,
+        shard: Shard,
+        results: Sequence[bytes],
+        sizes: tuple[int, int],
+        bytes_max: int,
+        kept_ms: int,
+        done: Callable[[Refused | None], None],
+    ) -> None:
+        """Keep results (keys and values in turn; their bytes, and those of the smallest), and see to it that there are
+        at most twice as many bytes. Tells why they are there and not counted, or None.
         """
-        if results:
-            self.nodes.send(shard.slot, ignore, b"HSET", shard.kept, *results)
-        self._run(scripts.KEEP, shard, (bytes_max, kept_ms, len(results) // 2, size), ignore)
+        written: list[Any] = []
+
+        def counted(reply: Any) -> None:
+            is_there = not (written and isinstance(written[0], RedisFailure))
+            done(reply if is_there and isinstance(reply, Refused) else None)
+
+        self.nodes.send(shard.slot, written.append, b"HSET", shard.kept, *results)
+        self._run(scripts.KEEP, shard, (bytes_max, kept_ms, len(results) // 2, *sizes), counted)
+
+    def drop_results(self, shard: Shard, done: Done[int]) -> None:
+        """Keep none of those that are there."""
+        self._run(scripts.KEEP, shard, (0,), reading(int, done))
 
     # Dead letters.
 

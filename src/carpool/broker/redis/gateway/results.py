@@ -2,26 +2,31 @@
 
 1. What is asked for in one turn of the event loop is asked for together.
 2. Whatever Redis does, or fails to do, nobody waits longer than `look_s_max`: then there is no result. When that
-   happened, nobody is asked for a while.
+   happened, nobody is asked for a while, and what comes meanwhile is kept here as well.
 3. Results are written for nobody in particular: those of a moment together, and whether that succeeds is not waited
    for. While the memory of Redis is short, what is kept makes room, and nothing is added.
 4. They are kept in two parts, the later and the earlier ones. When the later part is full it takes the place of the
    earlier, which goes as a whole (scripts/keep.lua): so between half of the bytes that are allowed and all of them are
    in use, and a result costs Redis less than a microsecond.
-5. How old a result is, is told by Redis's clock, which is asked for once in a while.
+5. How old a result is, is told by Redis's clock, which is asked for once in a while. Parts live for longer than their
+   results: one that is too old, or from a time that has not come (the clock was set back), is none.
+6. Where Redis takes results and does not count them (it refuses the script), nothing would bound them: they go, and for
+   a while none is added.
 """
 
+import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from carpool.broker.redis.client.link import RedisFailure
+from carpool.broker.redis.client.link import RedisFailure, Refused, ignore
 from carpool.broker.redis.formats import KeptResult, UnknownFormatError, decode_result, encode_result
-from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.steps import Steps
 from carpool.core.clock import Clock, monotonic
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.timers import Every, OncePerTurn
+
+logger = logging.getLogger("carpool.broker")
 
 LOOK_S_MAX = 0.015
 REST_S = 1.0
@@ -35,10 +40,19 @@ CALL_BYTES_MAX = 1024 * 1024
 CALL_SHARE_MAX = 1 / 8
 # What Redis needs for a result beside its value.
 ENTRY_BYTES = 200
-# What may wait to be written in this turn; more is not kept.
+# One command asks for so many: together they are far less than one reply may have (client/link.py).
+KEYS_A_CALL_MAX = 128
+# What may wait to be written, with what is needed for each; more is not kept.
 LEAVING_BYTES_MAX = 16 * 1024 * 1024
+# Two gateways need not have quite the same time.
+CLOCKS_APART_S_MAX = 1.0
 
 Found = Callable[[Output | None, float], None]
+# A result and its age in seconds, and what stands for none.
+Told = tuple[Output | None, float]
+NOTHING: Told = (None, 0.0)
+# By key those who are told: many may ask for the same.
+Wanted = Sequence[tuple[bytes, list[Found]]]
 
 
 class Question:
@@ -46,8 +60,8 @@ class Question:
 
     __slots__ = ("asked", "wanted")
 
-    def __init__(self, wanted: list[tuple[bytes, Found]], asked: float) -> None:
-        # Key, and who is told; empty when they were.
+    def __init__(self, wanted: Wanted, asked: float) -> None:
+        # Empty when they were told.
         self.wanted = wanted
         self.asked = asked
 
@@ -71,7 +85,8 @@ class RedisResults:
         self._shards = steps.keys.shards if self._nodes.is_cluster else steps.keys.shards[:1]
         self._shard_bytes_max = bytes_max // len(self._shards)
         self._call_bytes_max = min(CALL_BYTES_MAX, int(self._shard_bytes_max * CALL_SHARE_MAX))
-        self._ttl_ms = round(ttl_s * 1000)
+        self._ttl_s = ttl_s
+        self._ttl_ms = max(1, round(ttl_s * 1000))
         self._is_memory_short = is_memory_short
         self._look_s_max = look_s_max
         self._clock = clock
@@ -85,6 +100,9 @@ class RedisResults:
         self._leaving: dict[bytes, KeptResult] = {}
         self._leaving_bytes = 0
         self._writes = Every(WRITE_EVERY_S, self.write)
+        # Numbers of shards whose results Redis does not count, and when to see to that.
+        self._uncounted: dict[int, float] = {}
+        self._has_warned = False
         # What Redis's clock is ahead of ours, in ms, and when that was asked for.
         self._ahead_ms: float | None = None
         self._time_asked = -ASK_TIME_S
@@ -97,20 +115,22 @@ class RedisResults:
 
     def keep(self, key: bytes, output: Output) -> bool:
         """Keep a result, so that `look` finds it; False if that is not possible now, or not for this one."""
-        size = len(output.value)
-        if size + ENTRY_BYTES > self._call_bytes_max or self._leaving_bytes > LEAVING_BYTES_MAX:
+        size = len(output.value) + ENTRY_BYTES
+        if size > self._call_bytes_max or self._leaving_bytes > LEAVING_BYTES_MAX:
             return False
-        if self._is_memory_short():
+        number = self._shard_number(key)
+        if self._is_memory_short() or number in self._uncounted:
             self._writes.start()  # it makes room
             return False
-        if not self._nodes.is_up(self._shards[self._shard_number(key)].slot):
+        if not self._nodes.is_up(self._shards[number].slot):
             return False
+        now = self._clock()
         # A slice would keep the answer to its whole batch.
-        value, came_ms = bytes(output.value), round(self._clock() * 1000)
+        value, came_ms = bytes(output.value), round(now * 1000)
         self._leaving[key] = KeptResult(came_ms, value, output.tokens_used, output.call.model_version)
         self._leaving_bytes += size
         self._writes.start()
-        return True
+        return now >= self._rests_until
 
     def close(self) -> None:
         """Ask no more."""
@@ -126,23 +146,25 @@ class RedisResults:
         wanted, self._wanted = self._wanted, []
         now = self._clock()
         if now < self._rests_until:
-            tell_nothing(wanted)
+            for _, found in wanted:
+                found(*NOTHING)
             return
         self._ask_time(now)
-        groups: defaultdict[int, list[tuple[bytes, Found]]] = defaultdict(list)
+        groups: defaultdict[int, defaultdict[bytes, list[Found]]] = defaultdict(lambda: defaultdict(list))
         for key, found in wanted:
             if (kept := self._leaving.get(key)) is not None:
-                self._tell(found, kept, now * 1000)
+                found(*self._told(kept, now * 1000))
             else:
-                groups[self._shard_number(key)].append((key, found))
-        for number, group in groups.items():
-            shard = self._shards[number]
+                groups[self._shard_number(key)][key].append(found)
+        for number, by_key in groups.items():
+            shard, group = self._shards[number], list(by_key.items())
             if not self._nodes.is_up(shard.slot):
                 tell_nothing(group)
                 continue
-            question = Question(group, now)
-            self._questions.append(question)
-            self._steps.find_results(shard, [key for key, _ in group], partial(self._came, question))
+            for at in range(0, len(group), KEYS_A_CALL_MAX):
+                question = Question(group[at : at + KEYS_A_CALL_MAX], now)
+                self._questions.append(question)
+                self._steps.find_results(shard, [key for key, _ in question.wanted], partial(self._came, question))
         if self._questions:
             self._looks.start()
 
@@ -150,36 +172,36 @@ class RedisResults:
         if now >= self._time_asked + (ASK_TIME_S if self._ahead_ms is not None else LATE_LOOK_S):
             self._time_asked = now
             shard = next((each for each in self._shards if self._nodes.is_up(each.slot)), self._shards[0])
-            self._steps.clock(shard, self._told_time)
+            self._steps.clock(shard, self._came_time)
 
-    def _told_time(self, now_ms: int | RedisFailure) -> None:
+    def _came_time(self, now_ms: int | RedisFailure) -> None:
         if not isinstance(now_ms, RedisFailure):
             self._ahead_ms = now_ms - self._clock() * 1000
 
     def _came(self, question: Question, values: list[bytes | None] | RedisFailure) -> None:
-        wanted, question.wanted = question.wanted, []
+        wanted, question.wanted = question.wanted, ()
         if isinstance(values, RedisFailure) or len(values) != len(wanted):
             tell_nothing(wanted)
             return
-        for (_, found), value in zip(wanted, values, strict=True):
-            if value is None or self._ahead_ms is None:
-                found(None, 0.0)
-            else:
-                self._decode(found, value, self._clock() * 1000 + self._ahead_ms)
+        now_ms = self._clock() * 1000
+        for (_, those), value in zip(wanted, values, strict=True):
+            told = NOTHING if value is None else self._read(value, now_ms)
+            for found in those:
+                found(*told)
 
-    def _decode(self, found: Found, value: bytes, now_ms: float) -> None:
+    def _read(self, value: bytes, now_ms: float) -> Told:
         try:
-            kept = decode_result(value)
+            return NOTHING if self._ahead_ms is None else self._told(decode_result(value), now_ms + self._ahead_ms)
         except UnknownFormatError:
-            found(None, 0.0)
-        else:
-            self._tell(found, kept, now_ms)
+            return NOTHING
 
-    def _tell(self, found: Found, kept: KeptResult, now_ms: float) -> None:
+    def _told(self, kept: KeptResult, now_ms: float) -> Told:
+        age_s = (now_ms - kept.came_ms) / 1000
+        if not -CLOCKS_APART_S_MAX < age_s < self._ttl_s:
+            return NOTHING
         if self._facts.model_version != kept.model_version:
             self._facts = CallFacts(0, 0.0, kept.model_version, cached=True)
-        # The clock may have been set back.
-        found(Output(kept.value, self._facts, kept.tokens_used), max(0.0, (now_ms - kept.came_ms) / 1000))
+        return Output(kept.value, self._facts, kept.tokens_used), max(0.0, age_s)
 
     def _give_up_late(self) -> None:
         """Nobody waits for longer."""
@@ -188,7 +210,7 @@ class RedisResults:
             question = questions.popleft()
             if question.wanted:
                 self._rests_until = now + REST_S
-                wanted, question.wanted = question.wanted, []
+                wanted, question.wanted = question.wanted, ()
                 tell_nothing(wanted)
         if not questions:
             self._looks.stop()
@@ -197,16 +219,20 @@ class RedisResults:
 
     def write(self) -> None:
         """Write what came since the last time. A timer does it."""
-        leaving = self._leaving
+        leaving, now = self._leaving, self._clock()
         if self._is_memory_short():
             leaving.clear()
             self._leaving_bytes = 0
             for shard in self._shards:
-                self._steps.keep_results(shard, (), 0, 0, self._ttl_ms)
+                self._steps.drop_results(shard, ignore)
+        for number in [number for number, seen_to in self._uncounted.items() if seen_to <= now]:
+            self._uncounted[number] = now + REST_S
+            self._steps.drop_results(self._shards[number], partial(self._dropped, number))
         if not leaving:
-            self._writes.stop()
+            if not self._uncounted:
+                self._writes.stop()
             return
-        self._ask_time(self._clock())
+        self._ask_time(now)
         if self._ahead_ms is None:
             return  # they wait until it is known how old they are
         self._leaving, self._leaving_bytes = {}, 0
@@ -216,30 +242,47 @@ class RedisResults:
             kept.came_ms += ahead_ms
             groups[self._shard_number(key)].append((key, encode_result(kept)))
         for number, results in groups.items():
-            self._write_to(self._shards[number], results)
+            self._write_to(number, results)
 
-    def _write_to(self, shard: Shard, results: Sequence[tuple[bytes, bytes]]) -> None:
+    def _write_to(self, number: int, results: Sequence[tuple[bytes, bytes]]) -> None:
         """Write to one shard, in parts."""
-        if not self._nodes.is_up(shard.slot):
+        if number in self._uncounted or not self._nodes.is_up(self._shards[number].slot):
             return
         part: list[bytes] = []
         size = 0
+        least = self._call_bytes_max
         for key, value in results:
             result_size = len(value) + ENTRY_BYTES
             if part and (len(part) >= 2 * RESULTS_A_CALL_MAX or size + result_size > self._call_bytes_max):
-                self._keep(shard, part, size)
+                self._keep(number, part, size, least)
                 part, size = [], 0
             part += (key, value)
             size += result_size
-        self._keep(shard, part, size)
+            least = min(least, result_size)
+        self._keep(number, part, size, least)
 
-    def _keep(self, shard: Shard, part: Sequence[bytes], size: int) -> None:
+    def _keep(self, number: int, part: Sequence[bytes], size: int, least: int) -> None:
         # What one call adds is never too much: half of what is allowed, with it.
-        later_max = self._shard_bytes_max // 2 - self._call_bytes_max
-        self._steps.keep_results(shard, part, size, max(1, later_max), self._ttl_ms)
+        later_max = max(1, self._shard_bytes_max // 2 - self._call_bytes_max)
+        counted = partial(self._counted, number)
+        self._steps.keep_results(self._shards[number], part, (size, least), later_max, self._ttl_ms, counted)
+
+    def _counted(self, number: int, refusal: Refused | None) -> None:
+        if refusal is None:
+            return
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("Redis does not count the results that are kept, so they are not kept there: %s", refusal)
+        self._uncounted.setdefault(number, self._clock() + REST_S)
+        self._writes.start()
+
+    def _dropped(self, number: int, reply: int | RedisFailure) -> None:
+        if not isinstance(reply, RedisFailure):
+            self._uncounted.pop(number, None)
 
 
-def tell_nothing(wanted: list[tuple[bytes, Found]]) -> None:
+def tell_nothing(wanted: Wanted) -> None:
     """There is no result for these."""
-    for _, found in wanted:
-        found(None, 0.0)
+    for _, those in wanted:
+        for found in those:
+            found(*NOTHING)
