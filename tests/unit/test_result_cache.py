@@ -1,5 +1,9 @@
 """Results that are kept: what makes two requests the same, how long, how many."""
 
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,3 +120,46 @@ def test_bytes_are_bounded_and_what_is_found_is_right(steps: list[tuple[int, int
     for key in newest:
         assert cache.find(key, now + 100.0) is None
     assert len(cache) == 0
+
+
+@contextmanager
+def memory_taken() -> Iterator[Callable[[], tuple[int, int]]]:
+    """Bytes that are taken since, and the most that were."""
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        yield lambda: (tracemalloc.get_traced_memory()[0] - before, tracemalloc.get_traced_memory()[1] - before)
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_is_bounded_whatever_the_sizes() -> None:
+    """Pages are written anew: what is left of an older one is memory too."""
+    most = 4 * 1024 * 1024
+    page = most // 16
+    with memory_taken() as taken:
+        cache = ResultCache(bytes_max=most, ttl_s=5.0)
+        for _ in range(2):
+            for number, parameters, size in ((3000, 0, 3000), (40, 0, page * 5 // 9), (300, 30_000, 10)):
+                for each in range(number):
+                    key = ("m", bytes(parameters), b"", "", b"%d %d" % (size, each))
+                    cache.keep(key, make_output(bytes(size)), 0.0)
+                assert taken()[0] <= most * 1.15 + 2 * page
+
+
+def test_a_large_one_takes_the_place_of_others_before_it_is_written() -> None:
+    most = 1024 * 1024
+    values = [bytes(most - 1000), bytes(most - 1000)]
+    with memory_taken() as taken:
+        cache = ResultCache(bytes_max=most, ttl_s=5.0)
+        for number, value in enumerate(values):
+            cache.keep(b"%d" % number, make_output(value), 0.0)
+        assert taken()[1] <= most * 1.15
+
+
+def test_long_lanes_are_not_remembered() -> None:
+    """Clients write them."""
+    with memory_taken() as taken:
+        keys = {digest_key(request_of(b"", b"%d" % number + bytes(100_000), "m", b"1")) for number in range(64)}
+        assert len(keys) == 64
+        assert taken()[0] < 1_000_000

@@ -18,7 +18,7 @@ three times as much: each is memory that no cache of the processor has any more 
 from collections import deque
 from functools import lru_cache
 from hashlib import blake2b
-from io import BytesIO
+from io import SEEK_END, BytesIO
 
 import msgspec
 
@@ -27,10 +27,14 @@ from carpool.core.ports import SameKey
 from carpool.core.request import Request
 
 # What Python needs for an entry beside the bytes of key and output: objects, and their places in the dictionary.
-ENTRY_BYTES = 400
+ENTRY_BYTES = 480
 # A page is so large, but for small caches, which have this many; a result that is larger has one of its own.
 PAGE_BYTES = 1024 * 1024
 PAGES_MIN = 16
+# So much of a page may be left of an older one.
+LEFT_OVER_MAX = 1 / 8
+# What is before the input in a digest is remembered if it is no longer: clients write it.
+BEGINNING_BYTES_MAX = 1024
 
 
 class Page:
@@ -127,6 +131,8 @@ class ResultCache:
         page = self._pages[-1]
         if page.bytes + size > self._page_bytes and page.bytes:
             page = self._begin_page()
+        while self.bytes + size > self._bytes_max:  # the one that is written to is never among them
+            self._drop(self._pages.popleft())
         start, data = page.end, page.data
         middle = start + data.write(content)
         end = page.end = middle + data.write(value)
@@ -138,12 +144,14 @@ class ResultCache:
         page.numbers.append(number)
         page.bytes += size
         self.bytes += size
-        while self.bytes > self._bytes_max:  # the one that was just written to is never among them
-            self._drop(self._pages.popleft())
 
     def _begin_page(self) -> Page:
+        last = self._pages[-1]
+        if last.data.seek(0, SEEK_END) - last.end > self._page_bytes * LEFT_OVER_MAX:
+            with last.data.getbuffer() as whole:
+                last.data = BytesIO(whole[: last.end])
         data, self._spare = self._spare or BytesIO(), None
-        page = Page(self._pages[-1].order + 1, data)
+        page = Page(last.order + 1, data)
         self._pages.append(page)
         return page
 
@@ -181,12 +189,16 @@ def digest_key_of_owner(request: Request) -> SameKey:
 
 def digest_of(request: Request, owner: str) -> bytes:
     """What makes a request what it is, in 32 bytes."""
-    digest = blake2b(_beginning(request.model, request.parameters, request.lane, owner), digest_size=32)
+    parameters, lane = request.parameters, request.lane
+    make = _remembered if len(parameters) + len(lane) <= BEGINNING_BYTES_MAX else _beginning
+    digest = blake2b(make(request.model, parameters, lane, owner), digest_size=32)
     digest.update(request.input)
     return digest.digest()
 
 
-@lru_cache(64)  # most requests have the same
 def _beginning(model: str, parameters: bytes, lane: bytes, owner: str) -> bytes:
     parts = (model.encode(), parameters, lane, owner.encode())
     return b"%d,%d,%d,%d;" % tuple(map(len, parts)) + b"".join(parts)
+
+
+_remembered = lru_cache(64)(_beginning)  # most requests have the same
