@@ -338,8 +338,10 @@ async def test_many_are_asked_for_in_parts(tmp_path: Path, redis_server: RedisSe
 
 async def test_while_redis_is_not_asked_they_are_to_be_kept_elsewhere_too(tmp_path: Path) -> None:
     async with running_redis(tmp_path) as server, results_in(server, "n", look_s_max=0.01) as results:
-        assert results.keep(KEYS[0], make_output(b"1"))
+        await until(lambda: results.keep(KEYS[0], make_output(b"1")))
         server.stop()
-        await find(results, KEYS[1])
-        assert not results.keep(KEYS[2], make_output(b"1"))
+        kept: list[bool] = []
+        results.look(KEYS[1], lambda output, age_s: kept.append(results.keep(KEYS[2], make_output(b"1"))))
+        await until(lambda: bool(kept))
+        assert kept == [False]
         server.go_on()
