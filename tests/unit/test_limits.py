@@ -277,20 +277,6 @@ class TestLease:
         assert lease.refusal(100.1).retry_after_s == 2
         assert b";r=0;" in lease.refusal(100.1).header_lines
 
-    def test_but_not_as_long_as_under_a_lower_limit(self) -> None:
-        low, high = RateLimit(1, 100), RateLimit(1000, 100)
-        lease = Lease(low)
-        ask_of(lease, 1, 100.0)
-        lease.told(RateTold(0, 0, False, 6000.0), 1, 100.0)
-        assert lease.over_until == pytest.approx(160.0)
-        lease.change(high, 101.0)
-        assert lease.over_until < 103.0
-        lease.change(low, 103.0)
-        ask_of(lease, 1, 104.0)
-        lease.change(high, 104.1)  # while the question is out
-        lease.told(RateTold(0, 0, False, 6000.0), 1, 104.2)
-        assert lease.over_until < 106.0
-
 
 class Answering:
     """A budget that grants everything, and leases nothing, in the next turn."""
@@ -298,6 +284,31 @@ class Answering:
     def ask(self, asks: Sequence[RateAsk], told: Callable[[str, RateTold | None], None]) -> None:
         for ask in asks:
             asyncio.get_running_loop().call_soon(told, ask.owner, RateTold(ask.need, 0, False, 0.0))
+
+
+def test_an_owner_has_an_account_for_each_of_its_limits() -> None:
+    """Else a limit that is soon full again would fill the bucket of another."""
+    clock = FakeClock()
+
+    async def main() -> None:
+        asked: list[RateAsk] = []
+
+        class Listening(Answering):
+            def ask(self, asks: Sequence[RateAsk], told: Callable[[str, RateTold | None], None]) -> None:
+                asked.extend(asks)
+                super().ask(asks, told)
+
+        limits = SharedLimits(Listening(), is_reachable=lambda: True, sharers=lambda: 1, clock=clock)
+        entries: list[object] = []
+        for caller in (limited(60, owner="o"), limited(6000, owner="o"), limited(60, owner="o")):
+            assert limits.enter(caller) is None
+            limits.when_known(caller, entries.append)
+        await asyncio.sleep(0.01)
+        assert len(entries) == 3
+        assert sorted((ask.per_minute, ask.need) for ask in asked) == [(60, 2), (6000, 1)]
+        assert len({ask.owner for ask in asked}) == 2
+
+    clock.run(main())
 
 
 def test_owners_that_do_not_come_any_more_are_forgotten() -> None:

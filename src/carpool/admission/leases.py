@@ -62,7 +62,11 @@ class Lease:
     )
 
     def __init__(self, limit: RateLimit) -> None:
-        self._set(limit)
+        self.limit = limit
+        self._interval_s = WINDOW_S / limit.per_minute
+        self._slack_s = slack(limit.per_minute) * self._interval_s
+        # What callers are told while the burst is whole: most of them.
+        self._whole_lines = limit_lines(limit.per_minute, limit.burst, 0.0)
         # How many may come in without asking, until `_ends_at`; how many of the lease were used and not told.
         self.left = 0
         self._used = 0
@@ -88,21 +92,9 @@ class Lease:
 
     @property
     def longest_over_s(self) -> float:
-        """No longer is there nothing in the bucket, whatever was taken under another limit. A place more than that."""
+        """No longer is there nothing in the bucket, whatever an answer says. A place more than that."""
         per_minute = self.limit.per_minute
         return (leased_max(per_minute) + 2) * WINDOW_S / per_minute
-
-    def change(self, limit: RateLimit, now: float) -> None:
-        """The owner has this limit now: where it is a higher one, there is something sooner."""
-        self._set(limit)
-        self.over_until = min(self.over_until, now + self.longest_over_s)
-
-    def _set(self, limit: RateLimit) -> None:
-        self.limit = limit
-        self._interval_s = WINDOW_S / limit.per_minute
-        self._slack_s = slack(limit.per_minute) * self._interval_s
-        # What callers are told while the burst is whole: most of them.
-        self._whole_lines = limit_lines(limit.per_minute, limit.burst, 0.0)
 
     def enter(self, now: float) -> bytes | None:
         """Let one request in without asking: what its caller is told; None if that is not possible."""
@@ -155,7 +147,7 @@ class Lease:
         if told.granted < need:
             # From when it was sent: rather ask once too often.
             over_s = told.ahead_s - (self.capacity - 1) * self._interval_s
-            self.over_until = self._asked_at + min(over_s, self.longest_over_s)  # it may have asked with another limit
+            self.over_until = self._asked_at + min(over_s, self.longest_over_s)
 
     def failed(self, now: float) -> None:
         """No answer came: it may have been heard, or not."""

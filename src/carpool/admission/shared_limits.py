@@ -22,7 +22,7 @@ Known = Callable[[Entry], None]
 
 
 class Account:
-    """One owner: its lease, and who waits."""
+    """One owner under one limit (core.ports.Caller.account): its lease, and who waits."""
 
     __slots__ = ("asking", "lease", "waiting")
 
@@ -89,13 +89,11 @@ class SharedLimits:
         limit = caller.limit
         if limit is None or not limit.per_minute:
             return b""
-        account = self._accounts.get(caller.owner)
+        account = self._accounts.get(caller.account)
         now = self._clock()
         if account is None:
-            account = self._open(caller.owner, limit, now)
+            account = self._open(caller.account, limit, now)
         lease = account.lease
-        if lease.limit is not limit:
-            lease.change(limit, now)
         lines = lease.enter(now)
         if lines is not None:
             return lines
@@ -108,7 +106,7 @@ class SharedLimits:
 
     def when_known(self, caller: Caller, known: Known) -> None:
         """Have `known` called with the budget's answer."""
-        owner = caller.owner
+        owner = caller.account
         account = self._accounts[owner]
         account.waiting.append((caller, known))
         if account.asking is None:

@@ -280,6 +280,13 @@ class Caller(msgspec.Struct, frozen=True):
     limit: RateLimit | None = None
     # The models that it may ask for; None: all.
     models: frozenset[str] | None = None
+    # Under which name its requests are counted where gateways share a budget: an owner has one for each of its limits.
+    account: str = ""
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and not self.account:
+            account = f"{self.owner}:{self.limit.per_minute}/{self.limit.burst}"
+            msgspec.structs.force_setattr(self, "account", account)
 
     def may_see(self, owner: str) -> bool:
         """Whether this caller may know of a task of that owner."""
