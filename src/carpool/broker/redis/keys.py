@@ -19,8 +19,8 @@ evenly, they share the shards evenly.
 | `<ns>:{tag}:task:<id>` | hash | a task and its result |
 | `<ns>:{tag}:gone:<lane>:<line>` | zset | numbers of tasks that were removed before somebody took them |
 | `<ns>:{tag}:letters`, `:letter` | zset, hash | ids of dead letters in order; their contents by id |
-| `<ns>:{tag}:rate:<owner>:<limit>` | hash | an owner's rate limit: `full`: when its bucket is full again; leases by gateway
-  (scripts/rates.lua) |
+| `<ns>:{tag}:rate:<owner>:<limit>` | hash | a rate limit of an owner: `full`: when its bucket is full again; leases by
+  gateway (scripts/rates.lua) |
 | `<ns>:{tag}:kept`, `:kept-before` | hash | results for requests that are the same, by key; those that came before them
   (`cache_bytes` in `counts`: both, `cache_before`, `cache_entries`, `cache_least`: scripts/keep.lua) |
 | `<ns>:{tag}:bell` | channel | rung when a stream without unread entries gets some: how many, place, name, model |
