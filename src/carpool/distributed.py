@@ -13,6 +13,7 @@ from carpool.composition.meeting import Meeting
 from carpool.composition.process import EXPIRY_TICK_S, Process
 from carpool.composition.redis_batcher import RedisBatcherHalf
 from carpool.composition.redis_gateway import RedisGatewayHalf
+from carpool.composition.tracking import describe_tracking
 from carpool.core.names import Role
 from carpool.core.request import QUEUED, state_of
 from carpool.core.snapshot import Mode, Numbers, Snapshot
@@ -41,6 +42,7 @@ class RedisProcess(Process):
 
     async def meet(self) -> Meeting:
         """Find out whether this Redis may be used; the halves are plugged to what this returns."""
+        await self.begin()
         self.meeting = Meeting(self.ground, self.role, self.heartbeat)
         await self.meeting.check_disks()
         return self.meeting
@@ -73,7 +75,7 @@ class RedisProcess(Process):
         return Snapshot(
             health=self.meeting.health(self.mode()),
             fleet=self.meeting.fleet(self.batcher),
-            numbers=(*self.meeting.describe(), *self.describe()),
+            numbers=(*self.meeting.describe(), *self.describe(), *describe_tracking(self.tracking)),
             models=self.batcher.describe(),
         )
 

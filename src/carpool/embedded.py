@@ -13,6 +13,7 @@ from carpool.composition.credentials import watch_key_file
 from carpool.composition.gateway import GatewayHalf
 from carpool.composition.process import EXPIRY_TICK_S, Process
 from carpool.composition.shedding import DOOR_TICK_S, Ticks, learn_own, let_see, make_doors, standings_of
+from carpool.composition.tracking import describe_tracking
 from carpool.core.request import state_of
 from carpool.core.snapshot import FleetState, Health, JournalNumbers, OutcomeNumbers, Snapshot
 from carpool.face.http.admin import FoundRequest
@@ -25,6 +26,7 @@ class EmbeddedProcess(Process):
 
     async def start(self) -> None:
         """Plug the stages together, from the back to the front, and listen."""
+        await self.begin()
         ground = self.ground
         tasks, gateway = ground.settings.tasks, ground.settings.gateway
         self.journal = Journal(
@@ -147,6 +149,7 @@ class EmbeddedProcess(Process):
                     journal_commit_seconds=journal.writer.commit_seconds,
                     journal_commit_failures=journal.writer.commit_failures,
                 ),
+                *describe_tracking(self.tracking),
             ),
             models=batcher.describe(),
         )

@@ -34,6 +34,8 @@ PURE = [
     "broker/redis/formats.py",
     "broker/redis/batcher/shards.py",
     "broker/redis/terms.py",
+    "tracking/questions.py",
+    "tracking/records.py",
     "upstream/offenders.py",
     "upstream/poison.py",
     "upstream/refusals.py",

@@ -21,6 +21,8 @@ from copy import copy
 from functools import partial
 from math import inf
 
+from msgspec.structs import replace
+
 from carpool.broker.deadlines import Deadlines, queue_timeout
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull
@@ -488,6 +490,8 @@ class Seats:
         assert waiting is not None
         self._give_up(seat)
         seat.key = b""  # it may be remembered for a while, with its requests
+        if isinstance(outcome, Output) and len(members) > 1:
+            outcome = shared_output(outcome, len(members))
         for member in members:
             if waiting.pop(id(member), None) is not None:  # else who was told before has made it leave
                 self._settle(member, outcome)
@@ -536,6 +540,11 @@ def expired(request: Request, now: float) -> CarpoolError | None:
 def drop(request: Request) -> None:
     """A seat that was never queued is nobody's: what it holds is not needed."""
     request.phase, request.input, request.prepared = DONE, b"", None
+
+
+def shared_output(output: Output, members: int) -> Output:
+    """The output of a seat for each of those who share it: they share its seconds too."""
+    return replace(output, call=replace(output.call, gpu_s=output.call.gpu_s / members))
 
 
 def client_left() -> ClientLeft:

@@ -16,6 +16,7 @@ from carpool.cli.dlq import dlq
 from carpool.cli.doctor import EPILOG, doctor
 from carpool.cli.keys import keys
 from carpool.cli.sim import demo, sim_gpu
+from carpool.cli.tracking import REQUESTS_EPILOG, USAGE_EPILOG, requests, tracking, usage
 from carpool.settings import ConfigError
 from carpool.version import __version__
 
@@ -60,6 +61,9 @@ serve.register(app)
 app.add_typer(dlq, rich_help_panel="Serving")
 app.add_typer(keys, rich_help_panel="Serving")
 app.command(epilog=EPILOG, rich_help_panel="Serving")(doctor)
+app.command(epilog=REQUESTS_EPILOG, rich_help_panel="Looking")(requests)
+app.command(epilog=USAGE_EPILOG, rich_help_panel="Looking")(usage)
+app.add_typer(tracking, rich_help_panel="Looking")
 app.command("sim-gpu", rich_help_panel="Measuring")(sim_gpu)
 app.command(rich_help_panel="Measuring")(bench)
 

@@ -10,6 +10,7 @@ import msgspec
 from carpool.composition.batcher import BatcherHalf
 from carpool.composition.gateway import close_server
 from carpool.composition.ground import Ground
+from carpool.composition.tracking import start_tracking
 from carpool.core.clock import Clock, monotonic
 from carpool.core.events import Events
 from carpool.core.ports import DeadLetterDesk
@@ -22,6 +23,7 @@ from carpool.face.http.state import HttpLimits
 from carpool.service import ModelService
 from carpool.settings import Model, Settings, admin_port, is_loopback, models_of
 from carpool.telemetry.metrics import Exposition
+from carpool.tracking.recorder import Recorder
 from carpool.upstream.fleet import Endpoints
 
 logger = logging.getLogger("carpool")
@@ -41,6 +43,8 @@ class Process(ABC):
         self.port = 0
         self.admin_port = 0
         self.batcher: BatcherHalf
+        # None: nothing is kept of what became of requests.
+        self.tracking: Recorder | None = None
 
     @property
     def events(self) -> Events:
@@ -70,6 +74,10 @@ class Process(ABC):
     @abstractmethod
     def find_request(self, request_id: str, answer: FoundRequest) -> None:
         """Tell how a live or recent request is, or a task that is kept."""
+
+    async def begin(self) -> None:
+        """What every role does before anything else: whoever wants to know of requests subscribes."""
+        self.tracking = await start_tracking(self.ground)
 
     async def close(self) -> None:
         """Give up everything that was opened."""

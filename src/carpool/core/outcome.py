@@ -26,6 +26,8 @@ class CallFacts(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True
     started_s: float = 0.0
     # The id of its batch; "" where batches have none (the library).
     batch_id: str = ""
+    # Of its seconds, what counts for each request: they are shared by all whom it answered.
+    gpu_s: float = 0.0
 
 
 class Output(msgspec.Struct, frozen=True, gc=False):

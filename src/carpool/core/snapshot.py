@@ -262,6 +262,21 @@ class JournalNumbers(Numbers, frozen=True, kw_only=True):
     journal_commit_failures: Annotated[int, counter("Transactions that the disk did not take.")]
 
 
+class TrackingNumbers(Numbers, frozen=True, kw_only=True):
+    """What is kept of requests and batches, where `tracking.store` says so."""
+
+    shown = "all"
+
+    tracking_written: Annotated[
+        Counts, counter("Rows that were written, where `tracking.store` is on: of a `request` or a `batch`.", "row")
+    ]
+    tracking_dropped: Annotated[
+        Counts, counter("Rows that were given up because the store was slow or away. No request suffers.", "row")
+    ]
+    tracking_waiting: Annotated[int, gauge("Rows that wait to be written; `tracking.buffer_max` bounds them.")]
+    tracking_failures: Annotated[int, counter("Times that the store did not take what was to be written.")]
+
+
 class RedisNumbers(Numbers, frozen=True, kw_only=True):
     """Redis, and the fleet that meets there."""
 

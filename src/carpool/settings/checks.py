@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from functools import partial
+from importlib.util import find_spec
 
 from carpool.admission.input_policy import BadPatternError, compile_patterns
 from carpool.admission.owners import parse_network
@@ -72,6 +73,7 @@ def check_together(settings: Settings, where: Where) -> None:
     _check_keys(settings, where)
     _check_tokens(settings, where)
     _check_broker(settings.broker, where)
+    _check_tracking(settings, where)
     _check_processes(settings, where)
     _check_models(settings, where)
 
@@ -184,6 +186,25 @@ def _check_broker(broker: BrokerSettings, where: Where) -> None:
     with faults_at(at("url")):
         broker_address(broker)
     _check_context(files, at)
+
+
+def _check_tracking(settings: Settings, where: Where) -> None:
+    """The store of tracking, as far as it can be told without going there. Its URL may hold a password."""
+    tracking = settings.tracking
+    if tracking.store == "postgres":
+        if not tracking.url.startswith(("postgresql://", "postgres://")):
+            raise ConfigError(f"{where('tracking.url')} must be like postgresql://user@host:5432/database")
+        if find_spec("asyncpg") is None:
+            raise ConfigError(f"{where('tracking.store')} needs asyncpg: pip install 'carpool[postgres]'")
+        if tracking.password_file:
+            with faults_at(where("tracking.password_file")):
+                read_password(tracking.password_file)
+    else:
+        for name in ("url", "password_file"):
+            if getattr(tracking, name):
+                raise ConfigError(f"{where(f'tracking.{name}')} is of no use unless tracking.store is postgres")
+    if tracking.store == "sqlite" and not (tracking.path or settings.tasks.data_dir):
+        raise ConfigError(f"{where('tracking.path')} must name a file, for there is no tasks.data_dir")
 
 
 def _check_processes(settings: Settings, where: Where) -> None:

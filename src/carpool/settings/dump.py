@@ -65,7 +65,7 @@ def _without_secrets(url: str) -> str:
     if url.startswith("sim:"):
         return url
     start = ""
-    if url.startswith("redis"):
+    if url.startswith(("redis", "postgres")):
         scheme, _, rest = url.partition("://")
         user_info, at, url = rest.rpartition("@")
         user, colon, _ = user_info.partition(":")

@@ -22,6 +22,7 @@ Whole = Annotated[int, Meta(ge=0)]
 Slots = Annotated[int, Meta(ge=1, le=65536)]
 # Every number with a fraction has an upper bound, so that no infinity comes in by the file.
 Seconds = Annotated[float, Meta(gt=0, le=365 * 86400)]
+Days = Annotated[float, Meta(gt=0, le=3650)]
 FieldName = Annotated[str, Meta(min_length=1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 BodyBytes = Annotated[int, Meta(ge=1, le=64 * MIB)]
@@ -433,6 +434,32 @@ class InputSettings(Section, frozen=True):
     ] = []
 
 
+class TrackingSettings(Section, frozen=True):
+    """What is kept of every request and every batch, for questions afterwards; never what is in them."""
+
+    store: Annotated[
+        Literal["off", "sqlite", "postgres"],
+        doc("`sqlite`: a file; `postgres`: a database, whose tables `carpool tracking init` makes"),
+    ] = "off"
+    path: Annotated[str, doc("`sqlite`: the file; by default `tracking.db` in `tasks.data_dir`")] = ""
+    url: Annotated[str, doc("`postgres`: `postgresql://user@host:5432/database`", url=True)] = ""
+    password_file: Annotated[
+        str, doc("`postgres`: file with the password, in place of one in `url`; read at the start")
+    ] = ""
+    retention_days: Annotated[Days, doc("how long rows are kept; a database drops whole days (UTC)")] = 30.0
+    bytes_max: Annotated[
+        int, doc("`sqlite`: the size of the file, about; the oldest rows go first", ge=MIB, le=1024 * GIB)
+    ] = GIB
+    buffer_max: Annotated[
+        int,
+        doc(
+            "rows that wait to be written, of each kind; while the store is slow or away, those beyond are dropped",
+            ge=1000,
+            le=10_000_000,
+        ),
+    ] = 100_000
+
+
 class LogSettings(Section, frozen=True):
     """What is logged; never payloads or credentials."""
 
@@ -526,6 +553,7 @@ class Settings(Section, frozen=True):
     broker: BrokerSettings = BrokerSettings()
     tasks: TaskSettings = TaskSettings()
     dead_letters: DeadLetterSettings = DeadLetterSettings()
+    tracking: TrackingSettings = TrackingSettings()
     log: LogSettings = LogSettings()
     tiers: tuple[TierSettings, ...] = DEFAULT_TIERS
     models: dict[str, ModelSettings] = {}

@@ -18,6 +18,7 @@ KINDS: tuple[type[Numbers], ...] = (
     shapes.CacheNumbers,
     shapes.ModelNumbers,
     shapes.JournalNumbers,
+    shapes.TrackingNumbers,
     shapes.RedisNumbers,
     shapes.RedisGatewayNumbers,
     shapes.RedisBatcherNumbers,

@@ -1,0 +1,210 @@
+"""`carpool requests`, `usage` and `tracking init`: what was kept of requests, from where the configuration says."""
+
+import asyncio
+import json as json_module
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
+
+import msgspec
+import typer
+
+from carpool.core.clock import rfc3339
+from carpool.settings import ConfigError, load_settings
+
+if TYPE_CHECKING:
+    from carpool.tracking.records import RequestRecord
+    from carpool.tracking.stores import Store
+
+EXIT_FAILED = 1
+UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+tracking = typer.Typer(
+    name="tracking",
+    no_args_is_help=True,
+    help="Where requests and batches are kept for questions afterwards (`tracking.store`).",
+)
+
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="The gateways' configuration file; also CARPOOL_CONFIG."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+Done = TypeVar("Done")
+
+REQUESTS_EPILOG = """\
+[bold]Examples[/bold]
+
+  carpool requests --owner alice --since 1h --failed
+
+  carpool requests --batch 6b1f90c200000a17
+
+Give it the configuration of your gateways: that says where rows are kept. A row comes when its request ends.
+"""
+USAGE_EPILOG = """\
+[bold]Examples[/bold]
+
+  carpool usage --since 24h
+
+  carpool usage --since 7d --by model --json
+
+GPU seconds are those of the calls that answered, each shared by all whom it answered.
+"""
+
+
+@tracking.command()
+def init(config: Config = None) -> None:
+    """Make the tables, or bring them up to date. Do it once before the first start, and after an upgrade."""
+    typer.echo(_with_store(config, lambda store: store.init()))
+
+
+def requests(
+    owner: Annotated[str | None, typer.Option(help="Only of this owner.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only of this model.")] = None,
+    tier: Annotated[str | None, typer.Option(help="Only of this tier.")] = None,
+    batch: Annotated[str | None, typer.Option(metavar="ID", help="Only of this batch.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Only those that failed.")] = False,
+    error: Annotated[str | None, typer.Option(metavar="CODE", help="Only with this error.")] = None,
+    since: Annotated[str, typer.Option(metavar="TIME", help="How far back: 30s, 10m, 1h, 7d.")] = "1h",
+    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="How many at most.")] = 100,
+    json: Json = False,
+    config: Config = None,
+) -> None:
+    """List requests that have ended, the newest first."""
+    from carpool.tracking.questions import RequestQuestion
+
+    question = RequestQuestion(
+        since=time.time() - seconds_of(since),
+        owner=owner,
+        model=model,
+        tier=tier,
+        batch_id=batch,
+        error=error,
+        is_failed=failed,
+        limit=limit,
+    )
+    found = _with_store(config, lambda store: store.requests(question))
+    if json:
+        typer.echo(json_module.dumps({"requests": [shown_record(record) for record in found]}, indent=2))
+        return
+    if not found:
+        typer.echo("no requests")
+        return
+    rows = [
+        (
+            rfc3339(record.completed_at),
+            record.id,
+            record.owner,
+            record.tier,
+            record.model,
+            record.error or "completed",
+            f"{record.latency_ms:.1f}",
+            "" if record.queue_ms is None else f"{record.queue_ms:.1f}",
+            record.batch_id or ("cached" if record.cached else ""),
+            str(record.batch_size or ""),
+            str(record.attempts or ""),
+            record.endpoint or "",
+        )
+        for record in found
+    ]
+    heads = [
+        "completed at",
+        "id",
+        "owner",
+        "tier",
+        "model",
+        "outcome",
+        "ms",
+        "queue ms",
+        "batch",
+        "size",
+        "attempts",
+        "endpoint",
+    ]
+    _print_table(heads, rows)
+    if len(found) == limit:
+        typer.echo(f"the newest {limit}; see --limit")
+
+
+def usage(
+    since: Annotated[str, typer.Option(metavar="TIME", help="How far back: 30s, 10m, 24h, 7d.")] = "24h",
+    by: Annotated[Literal["owner", "model", "tier"], typer.Option(help="Whose sums.")] = "owner",
+    json: Json = False,
+    config: Config = None,
+) -> None:
+    """Sum up requests, tokens and GPU seconds, by owner or by model: what people bill by."""
+    from carpool.tracking.questions import UsageQuestion
+
+    question = UsageQuestion(since=time.time() - seconds_of(since), by=by)
+    found = _with_store(config, lambda store: store.usage(question))
+    if json:
+        typer.echo(json_module.dumps({"by": by, "usage": msgspec.to_builtins(found)}, indent=2))
+        return
+    if not found:
+        typer.echo("no requests")
+        return
+    rows = [
+        (each.name, str(each.requests), str(each.failed), str(each.cached), str(each.tokens), f"{each.gpu_seconds:.3f}")
+        for each in found
+    ]
+    _print_table([by, "requests", "failed", "cached", "tokens", "GPU seconds"], rows)
+
+
+def shown_record(record: "RequestRecord") -> dict[str, Any]:
+    """A record as JSON shows it: times as people read them."""
+    shown: dict[str, Any] = msgspec.to_builtins(record)
+    return shown | {name: rfc3339(shown[name]) for name in ("created_at", "completed_at")}
+
+
+def seconds_of(text: str) -> float:
+    """A time span such as 90s, 10m, 1h or 7d."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])", text.strip())
+    if found is None:
+        raise ConfigError("--since must be like 30s, 10m, 1h or 7d")
+    return float(found[1]) * UNITS_S[found[2]]
+
+
+def _with_store(config: Path | None, work: "Callable[[Store], Awaitable[Done]]") -> Done:
+    """Do something with the store that the configuration names."""
+    # Here, so that the other commands do not pay for it.
+    from carpool.composition.tracking import make_store
+    from carpool.tracking.stores import StoreAwayError, StoreUnusableError
+
+    settings = load_settings({}, environ=os.environ, file=config)
+
+    async def do() -> Done:
+        store = make_store(settings)
+        if store is None:
+            raise ConfigError('tracking.store is "off": nothing is kept; see docs/tracking.md')
+        try:
+            return await work(store)
+        finally:
+            await store.close()
+
+    try:
+        return asyncio.run(do())
+    except (StoreAwayError, StoreUnusableError) as failure:
+        _leave(str(failure))
+
+
+def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*heads, box=None, header_style="bold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console = Console()
+    if not console.is_terminal:
+        console.width = 1000  # whoever reads a file or a pipe wants whole lines
+    console.print(table)
+
+
+def _leave(complaint: str) -> NoReturn:
+    typer.echo(f"carpool: {' '.join(complaint.split())}", err=True)
+    raise typer.Exit(EXIT_FAILED)

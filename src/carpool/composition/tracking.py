@@ -1,0 +1,59 @@
+"""Tracking, as it is configured: which store, and the recorder that subscribes to the events of a process."""
+
+from pathlib import Path
+
+from carpool.composition.ground import Ground
+from carpool.core.snapshot import TrackingNumbers
+from carpool.settings import ConfigError, Settings, read_password
+from carpool.tracking.recorder import Recorder
+from carpool.tracking.stores import Store, StoreUnusableError
+
+FILE_NAME = "tracking.db"
+
+
+def make_store(settings: Settings) -> Store | None:
+    """The store that the configuration names; None: tracking is off."""
+    tracking = settings.tracking
+    if tracking.store == "off":
+        return None
+    if tracking.store == "sqlite":
+        from carpool.tracking.sqlite import SqliteStore  # here: whoever does not use it does not wait for it
+
+        path = Path(tracking.path) if tracking.path else Path(settings.tasks.data_dir) / FILE_NAME
+        return SqliteStore(path, retention_days=tracking.retention_days, bytes_max=tracking.bytes_max)
+    from carpool.tracking.postgres import PostgresStore
+
+    password = read_password(tracking.password_file) if tracking.password_file else None
+    return PostgresStore(tracking.url, password=password, retention_days=tracking.retention_days)
+
+
+async def start_tracking(ground: Ground) -> Recorder | None:
+    """Take down what happens from now on; None: tracking is off. Raises ConfigError if the store cannot be used."""
+    store = make_store(ground.settings)
+    if store is None:
+        return None
+    tiers = [tier.name for tier in ground.settings.tiers]
+    recorder = Recorder(store, tiers, buffer_max=ground.settings.tracking.buffer_max, clock=ground.clock)
+    try:
+        await recorder.start()
+    except StoreUnusableError as fault:
+        await recorder.close()
+        raise ConfigError(f"tracking: {fault}") from None
+    # Before anything else is opened, so that it is closed after all of it: then nothing more can happen.
+    ground.opened.push_async_callback(recorder.close)
+    ground.events.subscribe(recorder)
+    return recorder
+
+
+def describe_tracking(recorder: Recorder | None) -> tuple[TrackingNumbers, ...]:
+    """What `/metrics` shows of it, if there is any."""
+    if recorder is None:
+        return ()
+    return (
+        TrackingNumbers(
+            tracking_written=recorder.written,
+            tracking_dropped=recorder.dropped,
+            tracking_waiting=recorder.waiting,
+            tracking_failures=recorder.failures,
+        ),
+    )

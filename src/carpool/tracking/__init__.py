@@ -1,0 +1,1 @@
+"""Tracking: what became of every request and every batch, kept in SQLite or PostgreSQL for questions afterwards."""

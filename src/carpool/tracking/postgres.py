@@ -1,0 +1,284 @@
+"""Rows in PostgreSQL: `COPY` in bulk, tables that are partitioned by day (UTC), old days dropped whole.
+
+1. `init` makes the tables, and brings them up to date. Without it nothing is written: a person decides that.
+2. A write is a transaction. If the connection is lost while it is committed, nobody knows whether it was: then the same
+   rows come again, and are looked for first.
+3. Commits do not wait for the disk (`synchronous_commit = off`): a crash of the server may cost its last second, and
+   tracking does not slow down others who use the database.
+4. Times are `timestamptz` there, and whole microseconds of Unix time here.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from carpool.tracking.questions import (
+    RequestQuestion,
+    Statement,
+    UsageQuestion,
+    find_statement,
+    requests_statement,
+    usage_statement,
+)
+from carpool.tracking.records import BatchRow, RequestRecord, RequestRow, UsageRecord, record_of, usage_of
+from carpool.tracking.stores import BadRowsError, StoreAwayError, StoreUnusableError
+
+if TYPE_CHECKING:
+    import asyncpg
+
+# Each brings a database to the next version; never changed, only added to.
+MIGRATIONS = (
+    """
+    CREATE TABLE carpool_requests (
+        id text NOT NULL, owner text NOT NULL, tier text NOT NULL, model text NOT NULL, is_task boolean NOT NULL,
+        error text, created_at timestamptz NOT NULL, completed_at timestamptz NOT NULL, queue_ms double precision,
+        batch_id text, batch_size integer NOT NULL, endpoint text, attempts integer NOT NULL,
+        upstream_ms double precision, cached boolean NOT NULL, tokens bigint, gpu_seconds double precision NOT NULL,
+        status text GENERATED ALWAYS AS (CASE WHEN error IS NULL THEN 'completed' ELSE 'failed' END) STORED,
+        latency_ms double precision
+            GENERATED ALWAYS AS (extract(epoch FROM completed_at - created_at)::double precision * 1000) STORED
+    ) PARTITION BY RANGE (completed_at);
+    CREATE INDEX ON carpool_requests (id);
+    CREATE INDEX ON carpool_requests (completed_at);
+    CREATE INDEX ON carpool_requests (owner, completed_at);
+    CREATE TABLE carpool_batches (
+        id text NOT NULL, model text NOT NULL, request_count integer NOT NULL, created_at timestamptz NOT NULL,
+        sent_to_gpu_at timestamptz, endpoint text, seconds double precision NOT NULL, attempts integer NOT NULL,
+        reason text NOT NULL, result text NOT NULL
+    ) PARTITION BY RANGE (created_at);
+    CREATE INDEX ON carpool_batches (id);
+    CREATE INDEX ON carpool_batches (created_at);
+    """,
+)
+# What each table is partitioned by.
+TABLES = {"carpool_requests": "completed_at", "carpool_batches": "created_at"}
+VERSION_TABLE = "carpool_tracking_version"
+# Any number, the same for all: who makes or drops tables does so alone.
+LOCK = 0x6361_7270
+CONNECT_S, STATEMENT_S = 5.0, 10.0
+# Who drops a day waits no longer for those who read it; the next time comes.
+LOCK_TIMEOUT = "SET LOCAL lock_timeout = '2s'"
+DAY_S = 86400
+# PostgreSQL counts from 2000.
+EPOCH_US = 946_684_800_000_000
+
+T = TypeVar("T")
+
+
+class PostgresStore:
+    """A database (tracking.stores.Store)."""
+
+    def __init__(self, url: str, *, password: str | None = None, retention_days: float) -> None:
+        self._url = url
+        self._password = password
+        self._retention_s = retention_days * DAY_S
+        self._connection: asyncpg.Connection | None = None
+        # A connection does one thing at a time.
+        self._turn = asyncio.Lock()
+        # Days that have a partition, by table.
+        self._days: set[tuple[str, int]] = set()
+        # The first row of a write of which nobody knows whether it was committed.
+        self._in_doubt: RequestRow | BatchRow | None = None
+
+    async def open(self) -> None:
+        """Connect; raises StoreUnusableError if the tables are missing or of an older version."""
+        await self._do(_nothing)
+
+    async def init(self) -> str:
+        """Make the tables, or bring them up to date."""
+        return await self._do(self._init, is_checked=False)
+
+    async def write(self, requests: Sequence[RequestRow], batches: Sequence[BatchRow]) -> None:
+        """Keep these, all or none."""
+        await self._do(lambda connection: self._write(connection, requests, batches))
+
+    async def tidy(self, now: float) -> None:
+        """Have a place for today's rows and tomorrow's, and drop the days that are too old."""
+
+        async def work(connection: "asyncpg.Connection") -> None:
+            today = int(now // DAY_S)
+            for table in TABLES:
+                await self._make_days(connection, table, {today, today + 1})
+                await self._drop_days(connection, table, now - self._retention_s)
+
+        await self._do(work)
+
+    async def find(self, request_id: str) -> RequestRecord | None:
+        """The last request with this id."""
+        found = await self._ask(find_statement(request_id))
+        return record_of(found[0]) if found else None
+
+    async def requests(self, question: RequestQuestion) -> list[RequestRecord]:
+        """Requests, the newest first."""
+        return [record_of(row) for row in await self._ask(requests_statement(question))]
+
+    async def usage(self, question: UsageQuestion) -> list[UsageRecord]:
+        """Who used how much."""
+        return [usage_of(row) for row in await self._ask(usage_statement(question))]
+
+    async def close(self) -> None:
+        """Leave."""
+        if self._connection is not None:
+            self._connection.terminate()
+            self._connection = None
+
+    # The connection.
+
+    async def _do(self, work: Callable[["asyncpg.Connection"], Awaitable[T]], *, is_checked: bool = True) -> T:
+        """Do something with the connection, which is made anew after whatever went wrong."""
+        import asyncpg  # here: whoever does not use it need not have it
+
+        async with self._turn:
+            try:
+                if self._connection is None:
+                    self._connection = await self._connect()
+                    if is_checked:
+                        await self._check(self._connection)
+                return await work(self._connection)
+            except StoreUnusableError:
+                await self.close()
+                raise
+            except asyncpg.DataError as error:
+                raise BadRowsError(str(error)) from None
+            except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError) as error:
+                await self.close()
+                raise StoreAwayError(str(error) or type(error).__name__) from None
+            except BaseException:  # cancelled in the middle of something
+                await self.close()
+                raise
+
+    async def _connect(self) -> "asyncpg.Connection":
+        import asyncpg
+
+        connection = await asyncpg.connect(
+            self._url,
+            password=self._password,
+            timeout=CONNECT_S,
+            command_timeout=STATEMENT_S,
+            server_settings={"application_name": "carpool", "synchronous_commit": "off", "timezone": "UTC"},
+        )
+        await connection.set_type_codec(
+            "timestamptz", encoder=_to_timestamp, decoder=_from_timestamp, format="tuple", schema="pg_catalog"
+        )
+        return connection
+
+    async def _check(self, connection: "asyncpg.Connection") -> None:
+        version = await self._version(connection)
+        if version is None:
+            raise StoreUnusableError("the database has no tables for tracking: run `carpool tracking init` once")
+        if version < len(MIGRATIONS):
+            raise StoreUnusableError(
+                f"the tables for tracking are of version {version}, and this program wants {len(MIGRATIONS)}: "
+                "run `carpool tracking init`"
+            )
+        # A newer one has what this program knows too: migrations only add.
+
+    async def _version(self, connection: "asyncpg.Connection") -> int | None:
+        if await connection.fetchval("SELECT to_regclass($1)", VERSION_TABLE) is None:
+            return None
+        version: int | None = await connection.fetchval(f"SELECT max(version) FROM {VERSION_TABLE}")
+        return version
+
+    async def _ask(self, statement: Statement) -> list[Any]:
+        text, values = statement
+        return await self._do(lambda connection: connection.fetch(text, *values))
+
+    # Tables.
+
+    async def _init(self, connection: "asyncpg.Connection") -> str:
+        async with connection.transaction():
+            await connection.execute(f"SELECT pg_advisory_xact_lock({LOCK})")
+            await connection.execute(
+                f"CREATE TABLE IF NOT EXISTS {VERSION_TABLE} "
+                "(version integer PRIMARY KEY, applied_at timestamptz NOT NULL DEFAULT now())"
+            )
+            before = await self._version(connection) or 0
+            for number, statements in enumerate(MIGRATIONS[before:], before + 1):
+                await connection.execute(statements)
+                await connection.execute(f"INSERT INTO {VERSION_TABLE} (version) VALUES ({number})")
+        if before >= len(MIGRATIONS):
+            return f"nothing to do: the tables are of version {before}"
+        return f"the tables are of version {len(MIGRATIONS)} now" + (f", were of {before}" if before else "")
+
+    async def _make_days(self, connection: "asyncpg.Connection", table: str, days: set[int]) -> None:
+        for day in sorted(days):
+            if (table, day) in self._days:
+                continue
+            name = day_table(table, day)
+            if await connection.fetchval("SELECT to_regclass($1)", name) is None:
+                async with connection.transaction():
+                    await connection.execute(f"SELECT pg_advisory_xact_lock({LOCK})")
+                    await connection.execute(
+                        f"CREATE TABLE IF NOT EXISTS {name} PARTITION OF {table} "
+                        f"FOR VALUES FROM ('{day_text(day)}') TO ('{day_text(day + 1)}')"
+                    )
+            self._days.add((table, day))
+
+    async def _drop_days(self, connection: "asyncpg.Connection", table: str, before: float) -> None:
+        found = await connection.fetch(
+            "SELECT child.relname FROM pg_inherits JOIN pg_class child ON child.oid = inhrelid "
+            "WHERE inhparent = to_regclass($1)",
+            table,
+        )
+        too_old = day_table(table, int(before // DAY_S))  # names have the order of their days
+        for (name,) in found:
+            if name < too_old and name.removeprefix(f"{table}_").isdigit():
+                async with connection.transaction():
+                    await connection.execute(LOCK_TIMEOUT)
+                    await connection.execute(f"DROP TABLE IF EXISTS {name}")
+        self._days = {each for each in self._days if day_table(*each) >= too_old or each[0] != table}
+
+    # Rows.
+
+    async def _write(
+        self, connection: "asyncpg.Connection", requests: Sequence[RequestRow], batches: Sequence[BatchRow]
+    ) -> None:
+        first = requests[0] if requests else batches[0]
+        if self._in_doubt == first and await self._has(connection, first):
+            self._in_doubt = None
+            return
+        self._in_doubt = None
+        await self._make_days(connection, "carpool_requests", days_of(row.completed_at for row in requests))
+        await self._make_days(connection, "carpool_batches", days_of(row.created_at for row in batches))
+        async with connection.transaction():
+            if requests:
+                await connection.copy_records_to_table("carpool_requests", records=requests, columns=RequestRow._fields)
+            if batches:
+                await connection.copy_records_to_table("carpool_batches", records=batches, columns=BatchRow._fields)
+            self._in_doubt = first
+        self._in_doubt = None
+
+    async def _has(self, connection: "asyncpg.Connection", row: RequestRow | BatchRow) -> bool:
+        """Whether a row is there."""
+        table = "carpool_requests" if isinstance(row, RequestRow) else "carpool_batches"
+        column = TABLES[table]
+        text = f"SELECT EXISTS (SELECT FROM {table} WHERE id = $1 AND {column} = $2)"
+        return bool(await connection.fetchval(text, row.id, getattr(row, column)))
+
+
+async def _nothing(connection: "asyncpg.Connection") -> None:
+    """It is enough to be connected."""
+
+
+def _to_timestamp(microseconds: int) -> tuple[int]:
+    return (microseconds - EPOCH_US,)
+
+
+def _from_timestamp(value: tuple[int]) -> int:
+    return value[0] + EPOCH_US
+
+
+def days_of(times: Iterable[int]) -> set[int]:
+    """The days in which these microseconds lie."""
+    return {time // (DAY_S * 1_000_000) for time in times}
+
+
+def day_table(table: str, day: int) -> str:
+    """The partition of a day."""
+    return f"{table}_{day_text(day)[:10].replace('-', '')}"
+
+
+def day_text(day: int) -> str:
+    """When a day begins, as PostgreSQL reads it."""
+    return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(days=day)).isoformat()

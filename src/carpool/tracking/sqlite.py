@@ -1,0 +1,212 @@
+"""Rows in a file of SQLite: bounded by age and by size. Several processes of one machine may share it.
+
+All of it is done by one thread of its own. Many rows are one statement: SQLite works without the interpreter's lock
+then, and the event loop goes on meanwhile.
+"""
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from carpool.tracking.questions import (
+    RequestQuestion,
+    Statement,
+    UsageQuestion,
+    find_statement,
+    microseconds,
+    requests_statement,
+    usage_statement,
+)
+from carpool.tracking.records import BatchRow, RequestRecord, RequestRow, UsageRecord, record_of, usage_of
+from carpool.tracking.stores import BadRowsError, StoreAwayError, StoreUnusableError
+
+# Each brings a file to the next version; never changed, only added to.
+MIGRATIONS = (
+    """
+    CREATE TABLE carpool_requests (
+        id TEXT NOT NULL, owner TEXT NOT NULL, tier TEXT NOT NULL, model TEXT NOT NULL, is_task INTEGER NOT NULL,
+        error TEXT, created_at INTEGER NOT NULL, completed_at INTEGER NOT NULL, queue_ms REAL, batch_id TEXT,
+        batch_size INTEGER NOT NULL, endpoint TEXT, attempts INTEGER NOT NULL, upstream_ms REAL,
+        cached INTEGER NOT NULL, tokens INTEGER, gpu_seconds REAL NOT NULL,
+        status TEXT AS (CASE WHEN error IS NULL THEN 'completed' ELSE 'failed' END) VIRTUAL,
+        latency_ms REAL AS ((completed_at - created_at) / 1000.0) VIRTUAL
+    );
+    CREATE INDEX carpool_requests_id ON carpool_requests (id);
+    CREATE INDEX carpool_requests_completed ON carpool_requests (completed_at);
+    CREATE INDEX carpool_requests_owner ON carpool_requests (owner, completed_at);
+    CREATE TABLE carpool_batches (
+        id TEXT NOT NULL, model TEXT NOT NULL, request_count INTEGER NOT NULL, created_at INTEGER NOT NULL,
+        sent_to_gpu_at INTEGER, endpoint TEXT, seconds REAL NOT NULL, attempts INTEGER NOT NULL, reason TEXT NOT NULL,
+        result TEXT NOT NULL
+    );
+    CREATE INDEX carpool_batches_id ON carpool_batches (id);
+    CREATE INDEX carpool_batches_created ON carpool_batches (created_at);
+    """,
+)
+BUSY_S = 5.0
+# Rows in one statement, as far as SQLite's bound on parameters allows.
+ROWS_A_STATEMENT = 100
+# What is removed in one transaction; others may write in between.
+REMOVED_AT_ONCE = 5000
+# When the file has its size, so much of the oldest goes.
+SHARE_REMOVED = 0.1
+DAY_S = 86400.0
+
+T = TypeVar("T")
+
+
+class SqliteStore:
+    """A file (tracking.stores.Store)."""
+
+    def __init__(self, path: Path, *, retention_days: float, bytes_max: int) -> None:
+        self._path = path
+        self._retention_s = retention_days * DAY_S
+        self._bytes_max = bytes_max
+        self._thread = ThreadPoolExecutor(1, "carpool-tracking")
+        self._connection: sqlite3.Connection | None = None
+
+    async def open(self) -> None:
+        """Make the file, or bring it up to date."""
+        await self._do(self._connected)
+
+    async def init(self) -> str:
+        """Make the tables, or bring them up to date."""
+        await self._do(self._connected)
+        return f"{self._path} is ready"
+
+    async def write(self, requests: Sequence[RequestRow], batches: Sequence[BatchRow]) -> None:
+        """Keep these, all or none."""
+        await self._do(lambda: self._write(requests, batches))
+
+    async def tidy(self, now: float) -> None:
+        """Let go what is too old, or too much."""
+        too_old = microseconds(now - self._retention_s)
+        while await self._do(lambda: self._remove_old(too_old)):
+            pass
+        while await self._do(self._remove_oldest):
+            pass
+
+    async def find(self, request_id: str) -> RequestRecord | None:
+        """The last request with this id."""
+        found = await self._ask(find_statement(request_id))
+        return record_of(found[0]) if found else None
+
+    async def requests(self, question: RequestQuestion) -> list[RequestRecord]:
+        """Requests, the newest first."""
+        return [record_of(row) for row in await self._ask(requests_statement(question))]
+
+    async def usage(self, question: UsageQuestion) -> list[UsageRecord]:
+        """Who used how much."""
+        return [usage_of(row) for row in await self._ask(usage_statement(question))]
+
+    async def close(self) -> None:
+        """Close the file."""
+        await self._do(self._close)
+        self._thread.shutdown(wait=False)
+
+    async def _do(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: translated(work))
+
+    async def _ask(self, statement: Statement) -> list[tuple[Any, ...]]:
+        text, values = statement
+        return await self._do(lambda: self._connected().execute(text.replace("$", "?"), values).fetchall())
+
+    # The thread's own.
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._connection is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            connection = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+            try:
+                # A crash of the machine may cost the last rows, never the file.
+                connection.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;")
+                migrate(connection)
+            except BaseException:
+                connection.close()
+                raise
+            self._connection = connection
+        return self._connection
+
+    def _write(self, requests: Sequence[RequestRow], batches: Sequence[BatchRow]) -> None:
+        connection = self._connected()
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            insert(connection, "carpool_requests", RequestRow._fields, requests)
+            insert(connection, "carpool_batches", BatchRow._fields, batches)
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+
+    def _remove_old(self, too_old: int) -> bool:
+        """Remove some of what ended before; whether there may be more."""
+        connection = self._connected()
+        removed = 0
+        for table, column in (("carpool_requests", "completed_at"), ("carpool_batches", "created_at")):
+            some = f"SELECT rowid FROM {table} WHERE {column} < ? ORDER BY {column} LIMIT ?"
+            done = connection.execute(f"DELETE FROM {table} WHERE rowid IN ({some})", (too_old, REMOVED_AT_ONCE))
+            removed = max(removed, done.rowcount)
+        return removed == REMOVED_AT_ONCE
+
+    def _remove_oldest(self) -> bool:
+        """Where the file is too large, remove the oldest; pages that are free then are used again."""
+        connection = self._connected()
+
+        def pragma(name: str) -> int:
+            return int(connection.execute(f"PRAGMA {name}").fetchone()[0])
+
+        used = (pragma("page_count") - pragma("freelist_count")) * pragma("page_size")
+        if used <= self._bytes_max * (1 - SHARE_REMOVED):
+            return False
+        removed = 0
+        for table in ("carpool_requests", "carpool_batches"):
+            # Rows were written in the order in which they ended.
+            first, last = connection.execute(f"SELECT min(rowid), max(rowid) FROM {table}").fetchone()
+            if first is not None:
+                share = max(1, min(int((last - first + 1) * SHARE_REMOVED), REMOVED_AT_ONCE))
+                removed += connection.execute(f"DELETE FROM {table} WHERE rowid < ?", (first + share,)).rowcount
+        return removed > 0
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Bring a file to this version. One of a newer version is used as it is: migrations only add."""
+    connection.execute("BEGIN IMMEDIATE")  # others may do the same
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    try:
+        for statements in MIGRATIONS[version:]:
+            for statement in statements.split(";"):
+                connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {max(version, len(MIGRATIONS))}")
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+
+
+def insert(connection: sqlite3.Connection, table: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:
+    """Insert rows, many by one statement."""
+    head = f"INSERT INTO {table} ({', '.join(columns)}) VALUES "
+    one = f"({', '.join('?' * len(columns))})"
+    for first in range(0, len(rows), ROWS_A_STATEMENT):
+        some = rows[first : first + ROWS_A_STATEMENT]
+        connection.execute(head + ", ".join([one] * len(some)), [value for row in some for value in row])
+
+
+def translated(work: Callable[[], T]) -> T:
+    """Do it; what SQLite says becomes an error of a store."""
+    try:
+        return work()
+    except (sqlite3.OperationalError, OSError) as error:
+        raise StoreAwayError(str(error)) from None
+    except sqlite3.DatabaseError as error:
+        if type(error) is sqlite3.DatabaseError:  # not a database, or a broken one
+            raise StoreUnusableError(f"the tracking file cannot be used: {error}") from None
+        raise BadRowsError(str(error)) from None

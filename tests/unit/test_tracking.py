@@ -1,0 +1,265 @@
+"""Tracking: the numbered rules of the recorder, and the file that it writes to."""
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from math import nan
+from pathlib import Path
+
+import pytest
+
+from carpool.core.batch import Batch
+from carpool.core.errors import QueueTimeout, UpstreamFailed
+from carpool.core.outcome import CallFacts, Outcome, Output
+from carpool.core.request import Request
+from carpool.testing import Witness, make_request
+from carpool.tracking.questions import RequestQuestion, UsageQuestion
+from carpool.tracking.recorder import Recorder
+from carpool.tracking.records import BatchRow, RequestRow
+from carpool.tracking.sqlite import MIGRATIONS, SqliteStore
+from carpool.tracking.stores import BadRowsError, StoreUnusableError
+from support.processes import until
+
+TIERS = ("gold", "free")
+WALL = 1_700_000_000.0
+DAY_S = 86400.0
+CALL = CallFacts(4, 0.2, endpoint="http://gpu", attempts=2, batch_id="b1", gpu_s=0.05)
+
+
+def store_at(path: Path, **bounds: float) -> SqliteStore:
+    limits = {"retention_days": 30, "bytes_max": 2**30} | bounds
+    return SqliteStore(path, retention_days=limits["retention_days"], bytes_max=int(limits["bytes_max"]))
+
+
+@asynccontextmanager
+async def recording(path: Path, buffer_max: int = 1000) -> AsyncIterator[Recorder]:
+    """A recorder that writes; its monotonic clock began at WALL."""
+    recorder = Recorder(store_at(path), TIERS, buffer_max=buffer_max, clock=lambda: 0.0, wall=lambda: WALL)
+    await recorder.start()
+    try:
+        yield recorder
+    finally:
+        await recorder.close()
+
+
+def settle(recorder: Recorder, request_id: str, outcome: Outcome, tier: int = 0, batch: Batch | None = None) -> None:
+    """A request that arrived at 10 s, was taken at 10.5 s and ended at 11 s."""
+    request = make_request(request_id, Witness(), now=10.0, owner="alice", tier=tier)
+    request.taken, request.batch = (10.5, batch) if batch or isinstance(outcome, Output) else (0.0, None)
+    request.settle(outcome, 11.0)
+    recorder.settled(request, outcome)
+
+
+def settle_many(recorder: Recorder, number: int) -> None:
+    for each in range(number):
+        settle(recorder, f"r{each}", Output(b"1", CALL))
+
+
+def request_row(number: int, completed_s: float) -> RequestRow:
+    at = int(completed_s * 1e6)
+    return RequestRow(f"r{number}", "alice", "free", "m", False, None, at, at, 1.0, "b", 1, "e", 1, 1.0, False, 7, 0.5)
+
+
+def batch_row(number: int, created_s: float) -> BatchRow:
+    return BatchRow(f"b{number}", "m", 1, int(created_s * 1e6), None, None, 0.0, 0, "full", "ok")
+
+
+async def rows_in(path: Path, **question: object) -> list[str]:
+    store = store_at(path)
+    found = await store.requests(RequestQuestion(limit=100_000, **question))  # type: ignore[arg-type]
+    await store.close()
+    return [record.id for record in found]
+
+
+async def test_a_row_says_what_became_of_a_request(tmp_path: Path) -> None:
+    path = tmp_path / "data" / "tracking.db"
+    async with recording(path) as recorder:
+        settle(recorder, "good", Output(b"secret", CALL, 12), tier=1)
+        settle(recorder, "kept", Output(b"1", CallFacts(0, 0.0, cached=True)))
+        settle(recorder, "late", QueueTimeout("no slot"))
+        batch = Batch("b2", "m", 3, "full", 10.5, 10.6, "http://gpu", 4, 11.0, "upstream-failed")
+        settle(recorder, "bad", UpstreamFailed("it failed"), batch=batch)
+        recorder.ended(batch, [])
+    store = store_at(path)
+    good = await store.find("good")
+    assert good is not None
+    assert (good.owner, good.tier, good.model, good.is_task, good.status, good.error) == (
+        "alice", "free", "m", False, "completed", None,
+    )  # fmt: skip
+    assert [good.created_at, good.completed_at] == pytest.approx([WALL + 10, WALL + 11])
+    assert [good.latency_ms, good.queue_ms, good.upstream_ms] == pytest.approx([1000, 500, 200])
+    assert (good.batch_id, good.batch_size, good.endpoint, good.attempts) == ("b1", 4, "http://gpu", 2)
+    assert (good.cached, good.tokens, good.gpu_seconds) == (False, 12, 0.05)
+    kept, late, bad = [await store.find(each) for each in ("kept", "late", "bad")]
+    assert kept is not None and late is not None and bad is not None
+    assert (kept.cached, kept.batch_id, kept.attempts, kept.gpu_seconds) == (True, None, 0, 0.0)
+    assert (late.status, late.error, late.batch_id, late.queue_ms, late.attempts) == (
+        "failed", "queue-timeout", None, None, 0,
+    )  # fmt: skip
+    assert (bad.error, bad.batch_id, bad.batch_size, bad.attempts, bad.gpu_seconds, bad.reason) == (
+        "upstream-failed", "b2", 3, 4, 0.0, "full",
+    )  # fmt: skip
+    assert await store.find("nobody") is None
+    await store.close()
+    with sqlite3.connect(path) as connection:
+        [row] = connection.execute("SELECT * FROM carpool_batches")
+        [[status, latency]] = connection.execute("SELECT status, latency_ms FROM carpool_requests WHERE id = 'bad'")
+    connection.close()
+    times = int((WALL + 10.5) * 1e6), int((WALL + 10.6) * 1e6)
+    assert row == ("b2", "m", 3, *times, "http://gpu", pytest.approx(0.4), 4, "full", "upstream-failed")
+    assert (status, latency) == ("failed", pytest.approx(1000))
+    assert b"secret" not in path.read_bytes()
+
+
+async def test_a_store_that_is_away_costs_rows_and_nothing_else(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "data"
+    in_the_way.write_text("a file where a directory should be")
+    path = in_the_way / "tracking.db"
+    async with recording(path, buffer_max=1000) as recorder:
+        settle_many(recorder, 1200)
+        assert (recorder.waiting, recorder.dropped["request"]) == (1000, 200)
+        await until(lambda: recorder.failures >= 2)
+        assert recorder.written["request"] == 0
+        in_the_way.unlink()
+        await until(lambda: recorder.waiting == 0)
+        assert recorder.written["request"] == 1000
+        settle(recorder, "later", Output(b"1", CALL))
+    assert recorder.written["request"] == 1001
+    found = await rows_in(path)
+    assert sorted(found) == sorted([f"r{each}" for each in range(1000)] + ["later"])
+
+
+async def test_what_could_not_be_written_until_the_end_counts_as_dropped(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "data"
+    in_the_way.write_text("")
+    async with recording(in_the_way / "tracking.db") as recorder:
+        settle_many(recorder, 5)
+        recorder.ended(Batch("b", "m", 1, "full", 0.0), [])
+    assert (recorder.dropped, recorder.waiting) == ({"request": 5, "batch": 1}, 0)
+
+
+async def test_the_rest_is_written_at_the_end(tmp_path: Path) -> None:
+    async with recording(tmp_path / "t.db", buffer_max=5000) as recorder:
+        await until(lambda: recorder.written == {"request": 0, "batch": 0})
+        settle_many(recorder, 1234)
+    assert (recorder.written["request"], recorder.waiting) == (1234, 0)
+    assert len(await rows_in(tmp_path / "t.db")) == 1234
+
+
+async def test_rows_that_cannot_be_written_do_not_hold_up_others(tmp_path: Path) -> None:
+    async with recording(tmp_path / "t.db") as recorder:
+        settle(recorder, "odd", Output(b"1", CallFacts(1, 0.1, gpu_s=nan)))
+        await until(lambda: recorder.dropped["request"] == 1)
+        settle(recorder, "plain", Output(b"1", CALL))
+    assert await rows_in(tmp_path / "t.db") == ["plain"]
+
+
+async def test_two_processes_may_share_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "t.db"
+    async with recording(path, 5000) as one, recording(path, 5000) as other:
+        for recorder in (one, other):
+            settle_many(recorder, 2000)
+    assert len(await rows_in(path)) == 4000
+    assert one.failures == other.failures == 0
+
+
+# The file
+
+
+async def test_old_rows_go(tmp_path: Path) -> None:
+    store = store_at(tmp_path / "t.db", retention_days=2)
+    ages = [0.5, 1.9, 2.1, 40.0]
+    await store.write(
+        [request_row(each, WALL - age * DAY_S) for each, age in enumerate(ages)],
+        [batch_row(each, WALL - age * DAY_S) for each, age in enumerate(ages)],
+    )
+    await store.tidy(WALL)
+    await store.close()
+    assert sorted(await rows_in(tmp_path / "t.db")) == ["r0", "r1"]
+    with sqlite3.connect(tmp_path / "t.db") as connection:
+        assert connection.execute("SELECT count(*) FROM carpool_batches").fetchone() == (2,)
+    connection.close()
+
+
+async def test_the_file_keeps_its_size_and_the_oldest_rows_go_first(tmp_path: Path) -> None:
+    path, bytes_max = tmp_path / "t.db", 2**20
+    store = store_at(path, bytes_max=bytes_max)
+    written = 0
+    for _ in range(40):
+        rows = [request_row(written + each, WALL + written + each) for each in range(500)]
+        await store.write(rows, [])
+        await store.tidy(WALL)
+        written += 500
+    await store.close()
+    assert path.stat().st_size <= 1.2 * bytes_max
+    kept = await rows_in(path)
+    assert 1000 < len(kept) < written / 2
+    assert kept == [f"r{each}" for each in reversed(range(written - len(kept), written))]
+
+
+async def test_a_file_of_a_newer_version_is_used_as_it_is(tmp_path: Path) -> None:
+    store = store_at(tmp_path / "t.db")
+    await store.init()
+    await store.close()
+    with sqlite3.connect(tmp_path / "t.db") as connection:
+        connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 3}")
+    connection.close()
+    store = store_at(tmp_path / "t.db")
+    await store.write([request_row(1, WALL)], [])
+    await store.close()
+    assert await rows_in(tmp_path / "t.db") == ["r1"]
+
+
+async def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.db").write_text("something else, and long enough to be looked at " * 100)
+    with pytest.raises(StoreUnusableError):
+        async with recording(tmp_path / "t.db"):
+            pass
+
+
+async def test_a_write_is_all_or_nothing(tmp_path: Path) -> None:
+    store = store_at(tmp_path / "t.db")
+    odd = batch_row(1, WALL)._replace(seconds=nan)
+    with pytest.raises(BadRowsError):
+        await store.write([request_row(1, WALL)], [odd])
+    await store.close()
+    assert await rows_in(tmp_path / "t.db") == []
+
+
+async def test_usage_by_owner_and_model(tmp_path: Path) -> None:
+    store = store_at(tmp_path / "t.db")
+    rows = [
+        request_row(1, WALL),
+        request_row(2, WALL)._replace(owner="bob", gpu_seconds=2.0, tokens=None),
+        request_row(3, WALL)._replace(model="n", error="queue-timeout", gpu_seconds=0.0),
+        request_row(4, WALL)._replace(cached=True, gpu_seconds=0.0),
+        request_row(5, WALL - 100),
+    ]
+    await store.write(rows, [])
+    by_owner = await store.usage(UsageQuestion(since=WALL - 1))
+    assert [(each.name, each.requests, each.failed, each.cached, each.tokens) for each in by_owner] == [
+        ("bob", 1, 0, 0, 0),
+        ("alice", 3, 1, 1, 21),
+    ]
+    assert [each.gpu_seconds for each in by_owner] == [2.0, 0.5]
+    by_model = await store.usage(UsageQuestion(since=0, by="model"))
+    assert {each.name: each.requests for each in by_model} == {"m": 4, "n": 1}
+    await store.close()
+
+
+async def test_a_cancelled_question_leaves_the_store_usable(tmp_path: Path) -> None:
+    store = store_at(tmp_path / "t.db")
+    await store.write([request_row(1, WALL)], [])
+    question = asyncio.ensure_future(store.find("r1"))
+    await asyncio.sleep(0)
+    question.cancel()
+    assert (await store.find("r1")) is not None
+    await store.close()
+
+
+def test_taking_a_request_down_keeps_nothing_of_what_is_in_it() -> None:
+    recorder = Recorder(store_at(Path("unused.db")), TIERS, buffer_max=10)
+    request: Request = make_request("r", Witness(), now=0.0, value=b'"secret"')
+    recorder.settled(request, Output(b'"secret too"', CALL))
+    assert "secret" not in repr(vars(recorder))
