@@ -16,6 +16,7 @@ from carpool.broker.redis.gateway import task_intake as intake_module
 from carpool.broker.redis.gateway import task_removals as removals_module
 from carpool.broker.redis.gateway import tasks as tasks_module
 from carpool.broker.redis.gateway.tasks import RedisTasks
+from carpool.broker.redis.steps import EndedTask
 from carpool.core.errors import (
     BrokerDown,
     BrokerMemoryFull,
@@ -472,18 +473,19 @@ async def test_the_clock_may_be_given(office: Office) -> None:
 async def test_a_task_that_no_batcher_ends_fails_when_its_time_is_over(office: Office) -> None:
     """It was PENDING for ever where no batcher served its model any more."""
     now = 1_000_000
-    counted: list[str] = []
-    tasks = office.gateway(now_ms=lambda: b"%d" % now, count=counted.append)
+    ended: list[tuple[EndedTask, str]] = []
+    tasks = office.gateway(now_ms=lambda: b"%d" % now, ended=lambda task, error: ended.append((task, error.code)))
     task_id = await office.submit(tasks)  # for ten minutes
     now += 599_000
     assert (await look(tasks, task_id)).status == "PENDING"
     now += 30_000
     task = await look(tasks, task_id)
-    assert (task.status, counted) == ("FAILED", ["deadline-exceeded"])
+    assert task.status == "FAILED"
+    assert ended == [(EndedTask(task_id, "owner", "m", 629_000), "deadline-exceeded")]
     assert b"deadline-exceeded" in (task.error or b"")
     assert await office.counts() == (0, 0)
     assert (await look(tasks, task_id)).status == "FAILED"
-    assert len(counted) == 1
+    assert len(ended) == 1
 
 
 async def test_a_task_ends_at_its_own_deadline_whoever_came_with_it(office: Office) -> None:
@@ -511,8 +513,7 @@ async def test_a_task_ends_at_its_own_deadline_whoever_came_with_it(office: Offi
 
 async def test_a_task_whose_time_is_over_is_not_ended_twice(office: Office) -> None:
     now = 1_000_000
-    counted: list[str] = []
-    tasks = office.gateway(now_ms=lambda: b"%d" % now, count=counted.append)
+    tasks = office.gateway(now_ms=lambda: b"%d" % now)
     task_id = await office.submit(tasks)
     (taken,) = await office.take()
     now += 700_000
@@ -526,7 +527,9 @@ async def test_a_task_whose_time_is_over_is_not_ended_twice(office: Office) -> N
 
 
 async def test_deleting_a_waiting_task_takes_it_out_of_the_queue(office: Office, no_looking_again: None) -> None:
-    here, there = office.gateway(b"here"), await office.told_gateway(b"there")
+    ended: list[tuple[str, str, str]] = []
+    here = office.gateway(b"here", ended=lambda task, error: ended.append((task.id, task.model, error.code)))
+    there = await office.told_gateway(b"there")
     task_id, other = await office.submit(here), await office.submit(here)
     elsewhere = asyncio.ensure_future(look(there, task_id, NEVER_S))
     same = asyncio.ensure_future(look(here, task_id, NEVER_S))
@@ -535,6 +538,7 @@ async def test_deleting_a_waiting_task_takes_it_out_of_the_queue(office: Office,
     assert isinstance(await same, UnknownTask)
     assert isinstance(await elsewhere, UnknownTask)
     assert isinstance(await delete(here, task_id), UnknownTask)
+    assert ended == [(task_id, "m", "client-left")]
     assert await office.counts() == (1, 1)
     assert [taken.task_id for taken in await office.take()] == [other]
 

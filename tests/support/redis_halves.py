@@ -343,7 +343,7 @@ class Halves:
     def sweeper(self, batcher: Batcher, bounds: LetterBounds | None = None) -> Sweeper:
         """As a batcher has one, but without a timer."""
         steps = Steps(batcher.nodes, self.keys)
-        sweeper = Sweeper(steps, bounds or letter_bounds(), batcher.replies.result_ttl_ms, batcher.replies.count)
+        sweeper = Sweeper(steps, bounds or letter_bounds(), batcher.replies.result_ttl_ms, batcher.replies.ended)
         self._opened.callback(sweeper.close)
         return sweeper
 

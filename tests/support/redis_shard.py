@@ -270,7 +270,8 @@ class ShardBench:
         about: list[str | bytes | int] = [consumer_gone_ms, *letters, "late: @", 60_000]
         cursor, self.letters_dropped, self.tasks_ended, self.sweeps = b"0", 0, 0, []
         while cursor:
-            cursor, dropped, ended, is_more = self.run(SWEEP, cursor, self._now(), *about)
+            cursor, dropped, tasks, is_more = self.run(SWEEP, cursor, self._now(), *about)
+            ended = len(tasks) // 4
             self.letters_dropped += dropped
             self.tasks_ended += ended
             self.sweeps.append((ended, bool(is_more)))

@@ -55,11 +55,11 @@ class Taken(msgspec.Struct, frozen=True):
 
 def task_board(steps: Steps, gateway: bytes, **options: Any) -> RedisTasks:
     """The tasks of a gateway, with bounds that are far unless others are given."""
-    count = options.pop("count", lambda code: None)
+    ended = options.pop("ended", lambda task, error: None)
     bounds = {"held_max": 10_000, "input_bytes_max": 10**9, "stored_bytes_max": 10**9, "lanes_max": 9}
     removals = TaskRemovals(steps)
     intake = TaskIntake(steps, removals, **{**bounds, "line_offsets_ms": {}, **options})
-    return RedisTasks(steps, gateway, intake, removals, 60_000, count)
+    return RedisTasks(steps, gateway, intake, removals, 60_000, ended)
 
 
 class Office:

@@ -25,11 +25,12 @@ from carpool.broker.redis.gateway.task_intake import TaskIntake
 from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.gateway.tasks import RedisTasks
 from carpool.broker.redis.keys import Keys, line_name
-from carpool.broker.redis.steps import Steps
+from carpool.broker.redis.steps import EndedTask, Steps
 from carpool.composition.batcher import BatcherHalf
 from carpool.composition.ground import Ground
 from carpool.core.errors import CarpoolError
 from carpool.core.names import Role
+from carpool.core.request import ended_elsewhere
 from carpool.core.snapshot import FleetState, Health, Mode, OutcomeNumbers, RedisNumbers
 from carpool.core.task import QueuePlace, place_behind
 from carpool.service import ModelFace
@@ -238,9 +239,7 @@ class Meeting:
             events=self.ground.events,
             clock=self.ground.clock,
         )
-        return RedisTasks(
-            self.steps, self.name, intake, removals, result_ttl_ms, self._count_outcome, self._queue_place
-        )
+        return RedisTasks(self.steps, self.name, intake, removals, result_ttl_ms, self._task_ended, self._queue_place)
 
     def _queue_place(self, task_id: str, model: str, ahead: int) -> QueuePlace:
         """Where a task stands, if all shards are like its own."""
@@ -251,6 +250,14 @@ class Meeting:
         """A task has an outcome that no batcher gave it."""
         counts = self.counted.outcomes
         counts[code] = counts.get(code, 0) + 1  # bounded: codes come from the error tree
+
+    def _task_ended(self, task: EndedTask, error: CarpoolError) -> None:
+        """A task got its outcome in Redis."""
+        self._count_outcome(error.code)
+        if self.ground.events.subscribers:
+            now = self.ground.clock()
+            request = ended_elsewhere(task.id, task.owner, task.model, now - task.age_ms / 1000, now, error)
+            self.ground.events.settled(request, error)
 
     def _heard(self, view: FleetView) -> None:
         """What one batcher has found out about an owner, all act upon."""

@@ -7,8 +7,8 @@
 3. A subscriber that raises harms nobody: that is logged, and the others are told. It must not wait for anything: a
    batch would wait for it.
 4. Over Redis a gateway tells of what was admitted and settled, a batcher of what was taken and sent, and of tasks whose
-   result it wrote. Each has a Request of its own for it, with the same id. A task that was deleted in Redis, or that
-   nobody took in time, is counted but not told of: no process has it.
+   result it wrote. Each has a Request of its own for it, with the same id. Of a task that was deleted in Redis, or that
+   nobody took in time, no process has one: whoever ended it tells that it is settled, with what is known of it.
 5. Where identical requests share a seat, each is admitted and settled; what is taken and sent is the seat, with the id
    of one of them.
 """

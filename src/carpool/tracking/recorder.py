@@ -111,15 +111,6 @@ class Recorder:
             )
         )
 
-    def ended_unseen(self, task_id: str, owner: str, model: str, code: str) -> None:
-        """A task has an outcome that no process gave it: it was deleted where it waited, or its time was over."""
-        if len(self._requests) >= self._buffer_max:
-            self.dropped["request"] += 1
-            return
-        now = self._clock()
-        entry = RequestEntry(task_id, owner, len(self._tiers), model, code, now, 0.0, now, True, NO_CALL, None)
-        self._requests.append(entry)
-
     # Writing.
 
     async def start(self) -> None:

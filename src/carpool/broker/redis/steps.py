@@ -79,6 +79,16 @@ class Added(NamedTuple):
     failure: RedisFailure | None
 
 
+class EndedTask(NamedTuple):
+    """A task that got its outcome in Redis: no process has it."""
+
+    id: str
+    owner: str
+    model: str
+    # From its submission to its end.
+    age_ms: int
+
+
 class Swept(NamedTuple):
     """What a part of a sweep left."""
 
@@ -87,7 +97,7 @@ class Swept(NamedTuple):
     # Before their time.
     letters_dropped: int
     # Because their time was over.
-    tasks_ended: int
+    tasks_ended: list[EndedTask]
     # More is due than this part did: the shard is to be swept again soon.
     is_more: int
 
@@ -118,7 +128,7 @@ class LookedAt(NamedTuple):
     # None: there is none.
     task: StoredTask | None
     # It got its result just now, because its time was over.
-    was_over: bool
+    was_over: EndedTask | None
     # While it waits, if that was asked for: its model, and how many of its shard go before it; -1 if it was taken.
     standing: tuple[str, int] | None = None
 
@@ -128,7 +138,8 @@ class Removed(NamedTuple):
 
     # Names of the gateways where somebody waits for it.
     gateways: bytes
-    had_no_result: bool
+    # If it had no result.
+    ended: EndedTask | None
 
 
 class LetterHeads(NamedTuple):
@@ -358,9 +369,7 @@ class Steps:
         result of tasks whose time is over, with @ for the id, and ms that it is kept.
         """
         arguments: list[Argument] = [cursor, self._now_ms(), consumer_gone_ms, *letters, *late]
-        self._run(
-            scripts.SWEEP, shard, arguments, reading(lambda reply: Swept(bytes(reply[0]), *map(int, reply[1:])), done)
-        )
+        self._run(scripts.SWEEP, shard, arguments, reading(read_swept, done))
 
     # Outcomes.
 
@@ -403,9 +412,10 @@ class Steps:
         """Remove a task; tells None if there was no such task."""
 
         def removed(reply: Any) -> Removed | None:
-            return None if reply is None else Removed(reply[0], bool(reply[1]))
+            return None if reply is None else Removed(reply[0], ended_task(task_id, *reply[1:]) if reply[1:] else None)
 
-        self._run(scripts.FORGET, self.keys.shard_of_task(task_id), (task_id,), reading(removed, done))
+        arguments = (task_id, self._now_ms())
+        self._run(scripts.FORGET, self.keys.shard_of_task(task_id), arguments, reading(removed, done))
 
     def state_of_task(self, task_id: str, lease_ms: int, done: Done[RequestState | None]) -> None:
         """How far a task is; None if there is none."""
@@ -580,7 +590,7 @@ def read_looked_at(task_id: str, reply: Any) -> LookedAt:
     """From look.lua."""
     status, owner, milliseconds, result, was_over, model, ahead = reply
     if status is None or owner is None or milliseconds is None:
-        return LookedAt(None, False)
+        return LookedAt(None, None)
     task = StoredTask(
         task_id,
         owner.decode(),
@@ -589,7 +599,22 @@ def read_looked_at(task_id: str, reply: Any) -> LookedAt:
         result if status == FAILED else None,
         int(milliseconds) / 1000,
     )
-    return LookedAt(task, bool(was_over), None if model is None else (model.decode(), int(ahead)))
+    if was_over:
+        return LookedAt(task, ended_task(task_id, owner, model, ahead))
+    return LookedAt(task, None, None if model is None else (model.decode(), int(ahead)))
+
+
+def ended_task(task_id: bytes | str, owner: bytes, model: bytes, age_ms: int) -> EndedTask:
+    """As the scripts tell of it."""
+    name = task_id if isinstance(task_id, str) else task_id.decode()
+    return EndedTask(name, owner.decode(), model.decode(), int(age_ms))
+
+
+def read_swept(reply: Any) -> Swept:
+    """From sweep.lua."""
+    cursor, letters_dropped, facts, is_more = reply
+    ended = [ended_task(*facts[first : first + 4]) for first in range(0, len(facts), 4)]
+    return Swept(bytes(cursor), int(letters_dropped), ended, int(is_more))
 
 
 def read_task_state(reply: Any) -> RequestState | None:

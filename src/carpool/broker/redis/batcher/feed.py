@@ -129,7 +129,7 @@ class Feed:
         self._lease_ms = lease_ms
         self._renew_every_s = lease_ms / 1000 / RENEWALS_A_LEASE
         self._look_every_s = lease_ms / 1000 / LOOKS_A_LEASE
-        self._sweeper = Sweeper(steps, letter_bounds, replies.result_ttl_ms, replies.count)
+        self._sweeper = Sweeper(steps, letter_bounds, replies.result_ttl_ms, replies.ended)
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._views = [ShardView(shard) for shard in steps.keys.shards]

@@ -22,13 +22,13 @@ from carpool.broker.redis.dead_letters.letters import letter_of
 from carpool.broker.redis.formats import FAILED, SUCCESS, Reply, encode_reply
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.notices import Notices
-from carpool.broker.redis.steps import Finished, Steps, TaskResult
+from carpool.broker.redis.steps import EndedTask, Finished, Steps, TaskResult
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, Draining, InternalError
 from carpool.core.events import Events
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.problem import problem_json
-from carpool.core.request import Request
+from carpool.core.request import Request, ended_elsewhere
 from carpool.core.tally import SECONDS_BOUNDS, Histogram
 from carpool.core.timers import OncePerTurn
 
@@ -231,14 +231,18 @@ class ReplyWriter:
         counts = partial(self._count_task, request.result_code, bool(result.letter), waited_s, told)
         self._write_result(lease, result, counts)
 
-    def count(self, code: str, number: int = 1) -> None:
-        """So many tasks more have this outcome."""
-        self._outcomes[code] += number  # bounded: codes come from the error tree
+    def ended(self, task: EndedTask, error: CarpoolError) -> None:
+        """A task got its outcome in Redis."""
+        self._outcomes[error.code] += 1  # bounded: codes come from the error tree
+        if self._events.subscribers:
+            now = self._clock()
+            request = ended_elsewhere(task.id, task.owner, task.model, now - task.age_ms / 1000, now, error)
+            self._events.settled(request, error)
 
     def _count_task(
         self, code: str, is_buried: bool, waited_s: float | None, told: tuple[Request, Outcome] | None
     ) -> None:
-        self.count(code)
+        self._outcomes[code] += 1
         if is_buried:
             self._buried(code)
         if waited_s is not None:

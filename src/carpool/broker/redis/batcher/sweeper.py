@@ -8,7 +8,8 @@ from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.formats import LATE
 from carpool.broker.redis.keys import Shard
-from carpool.broker.redis.steps import Steps, Swept
+from carpool.broker.redis.steps import EndedTask, Steps, Swept
+from carpool.core.errors import CarpoolError
 from carpool.core.problem import problem_json
 from carpool.core.timers import Every
 
@@ -26,12 +27,16 @@ class Sweeper:
     """Drops empty streams and consumers that left, counts again, lets old dead letters go, ends tasks that are late."""
 
     def __init__(
-        self, steps: Steps, letter_bounds: LetterBounds, result_ttl_ms: int, count: Callable[[str, int], None]
+        self,
+        steps: Steps,
+        letter_bounds: LetterBounds,
+        result_ttl_ms: int,
+        ended: Callable[[EndedTask, CarpoolError], None],
     ) -> None:
         self._steps = steps
         self._late = (problem_json(LATE, "@"), result_ttl_ms)
-        # Is told the code of outcomes that tasks have from here, and how many.
-        self._count = count
+        # Is told of tasks that have their outcome from here.
+        self._ended = ended
         self._letter_bounds = letter_bounds
         self._sweeps = Every(EVERY_S, self.sweep_all)
         # Shards that are to be swept, in turn, and where to go on; those of which more is due than was done.
@@ -80,8 +85,8 @@ class Sweeper:
             self._unfinished.discard(shard)
             return
         self._letter_bounds.note_dropped(result.letters_dropped)
-        if result.tasks_ended:
-            self._count(LATE.code, result.tasks_ended)
+        for task in result.tasks_ended:
+            self._ended(task, LATE)
         if result.is_more:
             self._unfinished.add(shard)
         if result.cursor:

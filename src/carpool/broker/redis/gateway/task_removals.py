@@ -5,7 +5,7 @@ from functools import partial
 
 from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.notices import Notices
-from carpool.broker.redis.steps import Removed, Steps
+from carpool.broker.redis.steps import EndedTask, Removed, Steps
 from carpool.core.timers import Every
 
 # Redis may still have the submission of a lost connection to read when it is first asked to remove the task.
@@ -29,7 +29,7 @@ class TaskRemovals:
         self,
         task_id: str,
         done: Callable[[bool | RedisFailure], None],
-        cancelled: Callable[[], None] = lambda: None,
+        cancelled: Callable[[EndedTask], None] = lambda task: None,
     ) -> None:
         """Remove a task; `done` says whether there was one, `cancelled` is called before if that had no result yet.
 
@@ -42,8 +42,8 @@ class TaskRemovals:
                 return
             if removed is not None:
                 self._notices.tell(removed.gateways, task_id)
-                if removed.had_no_result:
-                    cancelled()
+                if removed.ended is not None:
+                    cancelled(removed.ended)
             done(removed is not None)
 
         self._steps.remove_task(task_id, told)

@@ -19,7 +19,7 @@ from carpool.broker.redis.formats import LATE
 from carpool.broker.redis.gateway.refusals import out_of_reach
 from carpool.broker.redis.gateway.task_intake import Accepted, TaskIntake
 from carpool.broker.redis.gateway.task_removals import TaskRemovals
-from carpool.broker.redis.steps import LookedAt, Steps
+from carpool.broker.redis.steps import EndedTask, LookedAt, Steps
 from carpool.core.errors import CarpoolError, ClientLeft, UnknownTask
 from carpool.core.outcome import Outcome
 from carpool.core.ports import Caller
@@ -42,7 +42,7 @@ class RedisTasks:
         intake: TaskIntake,
         removals: TaskRemovals,
         result_ttl_ms: int,
-        count: Callable[[str], None] = lambda code: None,
+        ended: Callable[[EndedTask, CarpoolError], None] = lambda task, error: None,
         queue_place: Callable[[str, str, int], QueuePlace | None] = lambda task_id, model, ahead: None,
     ) -> None:
         self._steps = steps
@@ -50,8 +50,8 @@ class RedisTasks:
         self._intake = intake
         self._removals = removals
         self._result_ttl_ms = result_ttl_ms
-        # Is told the codes of outcomes that tasks have from here: those that are deleted, and those whose time is over.
-        self._count = count
+        # Is told of tasks that have their outcome from here: those that are deleted, and those whose time is over.
+        self._ended = ended
         # Where a task stands, by its id, its model, and how many of its shard go before it.
         self._queue_place = queue_place
         self._polls = Polls(self._read)
@@ -125,7 +125,7 @@ class RedisTasks:
                 poll.answer(UnknownTask("the task was deleted"))
             done(None if found else no_such_task())
 
-        self._removals.remove(task_id, deleted, partial(self._count, ClientLeft.code))
+        self._removals.remove(task_id, deleted, lambda task: self._ended(task, ClientLeft("the task was deleted")))
 
     def drain(self) -> None:
         """Long polls are answered with what there is."""
@@ -155,8 +155,8 @@ class RedisTasks:
             if isinstance(found, RedisFailure):
                 done(found)
                 return
-            if found.was_over:
-                self._count(LATE.code)
+            if found.was_over is not None:
+                self._ended(found.was_over, LATE)
             if found.task is not None and found.standing is not None:
                 model, ahead = found.standing
                 queue = TAKEN if ahead < 0 else self._queue_place(task_id, model, ahead)

@@ -1,15 +1,19 @@
 -- Remove a task in any state, and its entry. Whoever took it is told, and finds no task for its result.
--- ARGV: id of the task
--- Returns: names of the gateways where somebody waits for it, 1 if it had no result; nil if there is no such task
+-- ARGV: id of the task, now
+-- Returns: names of the gateways where somebody waits for it; if it had no result its owner, its model and its age in ms;
+--          nil if there is no such task
 local task = task_of(ARGV[1])
-local state = redis.call('HMGET', task, 's', 'f', 'e', 'w', 'b', 'n')
+local state = redis.call('HMGET', task, 's', 'f', 'e', 'w', 'b', 'n', 'o')
 if not state[1] then
   return false
 end
 redis.call('DEL', task)
 uncount_bytes(state[5])
+local ended = {}
 if state[1] == 'P' then
   local field, id = state[2], state[3]
+  local _, _, model = about(field)
+  ended = { state[7] or '', model or '', id and clock(ARGV[2] or '') - ms_of(id) or 0 }
   local lease = lease_of(field, id)
   if lease then
     nobody_waits({ { field, id, lease[2] } })
@@ -18,4 +22,4 @@ if state[1] == 'P' then
     look_again(field)
   end
 end
-return { state[4] or '', state[1] == 'P' and 1 or 0 }
+return { state[4] or '', unpack(ended) }

@@ -2,8 +2,8 @@
 -- batcher ends, because none serves its model any more, has failed.
 -- ARGV: id of the task, the gateway's name, without spaces ('': it need not be told), now, the result of one whose time is
 --       over, ms that this is kept, 1 to be told where it stands
--- Returns: status, owner, ms, result, each nil if there is none; 1 if its time was over; if it waits, and that was asked
---          for: model, how many of this shard go before it; -1 if it was taken
+-- Returns: status, owner, ms, result, each nil if there is none; 1 if its time was over; then its model and its age in ms;
+--          if it waits, and that was asked for: model, how many of this shard go before it; -1 if it was taken
 local NAMES_BYTES_MAX = 4096
 
 -- Whether an entry was taken.
@@ -57,6 +57,8 @@ if state[1] == 'P' then
   local over_at = tonumber(state[8] or string.match(state[5] or '', ':(%d+)$'))
   if over_at and over_at < now then
     write_also_without_memory(COUNTS)
+    local _, _, its_model = about(state[6])
+    model, ahead = its_model or '', state[7] and now - ms_of(state[7]) or 0
     keep_result(task, state[5], 'F', ARGV[4], now, tonumber(ARGV[5]))
     if not lease_of(state[6], state[7]) then
       leaves_line(state[6], state[9])

@@ -5,13 +5,13 @@
 --       of them, 1 if memory is short, ms that they are kept, ms after which all is counted again, the result of a
 --       task whose time is over, with @ for its id, ms that this is kept (without
 --       these two, none is ended)
--- Returns: where to go on ('': that was the last part), how many letters were dropped before their time, how many tasks
---          were ended, 1 if more is due than this part did
+-- Returns: where to go on ('': that was the last part), how many letters were dropped before their time, of
+--          each task that was ended its id, owner, model and age in ms, 1 if more is due than this part did
 -- Work is counted in units of about 10 microseconds.
 local WORK_MAX, STREAM_WORK, ENDED_WORK, LOOKED_WORK, BYTES_A_UNIT = 256, 12, 6, 1, 2048
 local STREAMS_AT_ONCE, DROPPED_AT_ONCE, LETTERS_AT_ONCE, COUNTED_ALWAYS_MAX = 64, 32, 256, 128
 local END = 'end'
-local now, work, is_more, late_tasks, dropped = clock(ARGV[2]), 0, 0, 0, 0
+local now, work, is_more, dropped, late_tasks = clock(ARGV[2]), 0, 0, 0, {}
 
 -- All but the letters is found out again, so what somebody put in its place may go.
 local function heal(key, kind)
@@ -57,7 +57,7 @@ local function end_late(field)
       local over_at, id = life_of(entry)
       if over_at and over_at + GRACE_MS <= now then
         local task = task_of(id)
-        local facts = redis.pcall('HMGET', task, 's', 'e', 'b')
+        local facts = redis.pcall('HMGET', task, 's', 'e', 'b', 'o')
         if facts[1] == 'P' and facts[2] == seen then
           local result = string.gsub(ARGV[9], '@', function()
             return id
@@ -66,7 +66,10 @@ local function end_late(field)
           local gone_at = tonumber(string.match(facts[3] or '', ':(%d+)$'))
           local counted = gone_at and gone_at > now and facts[3]
           keep_result(task, counted, 'F', result, now, tonumber(ARGV[10]))
-          late_tasks = late_tasks + 1
+          local _, _, model = about(field)
+          for _, fact in ipairs({ id, facts[4] or '', model or '', now - ms_of(seen) }) do
+            late_tasks[#late_tasks + 1] = fact
+          end
         end
         ended[#ended + 1] = seen
         spend(ENDED_WORK)
