@@ -15,7 +15,7 @@ from carpool.composition.redis_batcher import RedisBatcherHalf
 from carpool.composition.redis_gateway import RedisGatewayHalf
 from carpool.composition.tracking import describe_tracking
 from carpool.core.names import Role
-from carpool.core.request import QUEUED, state_of
+from carpool.core.request import QUEUED
 from carpool.core.snapshot import Mode, Numbers, Snapshot
 from carpool.face.http.admin import FoundRequest
 
@@ -197,9 +197,9 @@ class RedisBatcher(RedisProcess):
         """Tell how a request is that waits here, or a task."""
         request = self.batcher.find_waiting(request_id)
         if request is None or (request.is_task and request.phase == QUEUED):
-            self.meeting.states.of_task(request_id, answer)
+            self.meeting.tell_of_task(request_id, answer)
         else:
-            answer(state_of(request, self.ground.clock()))
+            answer(self.batcher.tell_of(request))
 
     def heartbeat(self) -> Beat:
         """What this process tells the others of itself."""

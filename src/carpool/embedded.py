@@ -14,7 +14,6 @@ from carpool.composition.gateway import GatewayHalf
 from carpool.composition.process import EXPIRY_TICK_S, Process
 from carpool.composition.shedding import DOOR_TICK_S, Ticks, learn_own, let_see, make_doors, standings_of
 from carpool.composition.tracking import describe_tracking
-from carpool.core.request import state_of
 from carpool.core.snapshot import FleetState, Health, JournalNumbers, OutcomeNumbers, Snapshot
 from carpool.face.http.admin import FoundRequest
 
@@ -118,7 +117,7 @@ class EmbeddedProcess(Process):
         if recent is None:
             self.tasks.state(request_id, answer)
         else:
-            answer(state_of(recent, self.ground.clock()))
+            answer(self.batcher.tell_of(recent))
 
     def snapshot(self) -> Snapshot:
         """What operators see."""

@@ -149,8 +149,8 @@ class ShardBench:
 
     def standing(self, task: str) -> tuple[str, int] | None:
         """The model of a task that waits, and how many go before it; -1 if it was taken."""
-        *_, model, ahead = self.run(LOOK, task, "", self._now(), "late", 60_000, 1)
-        return None if model is None else (model.decode(), ahead)
+        *_, was_over, model, ahead = self.run(LOOK, task, "", self._now(), "late", 60_000, 1)
+        return None if model is None or was_over else (model.decode(), ahead)
 
     def forget(self, task: str) -> bool:
         """Remove a task in any state; whether there was one."""

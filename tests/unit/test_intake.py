@@ -26,7 +26,8 @@ from carpool.core.errors import (
 )
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Caller, Wishes
-from carpool.core.request import DONE, Request, state_of
+from carpool.core.request import DONE, Request
+from carpool.core.story import state_of
 from carpool.face.intake import RECENT_KEPT, Intake, IntakeSettings, ServedModel
 from carpool.testing import ANYBODY, FakeClock, FakeUpstream, Witness, make_output, make_request
 from carpool.upstream.pool import Pool

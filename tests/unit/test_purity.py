@@ -36,6 +36,7 @@ PURE = [
     "broker/redis/terms.py",
     "tracking/questions.py",
     "tracking/records.py",
+    "tracking/told.py",
     "upstream/offenders.py",
     "upstream/poison.py",
     "upstream/refusals.py",

@@ -67,6 +67,7 @@ class MemoryBroker:
         self._bytes_freed: dict[str, Callable[[], None]] = {}
         self._arrived: dict[str, Callable[[LaneQueue], None]] = {}
         self._deadlines = Deadlines()
+        self._is_strict = strict_order
         self._task_places = TaskPlaces(strict_order=strict_order)
         # By model: arrivals in lanes that were dropped.
         self._arrivals_gone: dict[str, int] = {}
@@ -294,6 +295,15 @@ class MemoryBroker:
         if tasks is None:
             return None
         return tasks + max(0, self.depth_of(request.model) - self._task_places.waiting_of(request.model))
+
+    def place_of(self, request: Request) -> int:
+        """Where a request of this order stands: 1 for the next. Looks at all that wait: for a person who asks."""
+
+        def rank(each: Request) -> tuple[int, float]:
+            return each.tier if self._is_strict else 0, each.place
+
+        own, lanes = rank(request), self._active[request.model].values()
+        return 1 + sum(rank(each) < own for lane in lanes for each in lane.requests())
 
     def waiting_requests(self) -> list[Request]:
         """Everything that waits for a slot."""

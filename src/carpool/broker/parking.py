@@ -121,12 +121,14 @@ class Parking:
         if self._events.subscribers:
             self._events.settled(request, outcome)
 
-    def fail(self, number: int, error: CarpoolError) -> None:
-        """Settle the request with this number, if it still waits."""
+    def fail(self, number: int, error: CarpoolError, call: CallFacts | None = None, queue_s: float = 0.0) -> None:
+        """Settle the request with this number, if it still waits; with what is known of its last call."""
         request = self._parked.get(number)
         if request is None:
             self.late_outcomes += 1
         else:
+            if call is not None:
+                request.call, request.taken = call, request.arrived + queue_s
             self.end(request, error)
 
     def settle_all(

@@ -22,7 +22,8 @@ from carpool.core.errors import CarpoolError, ClientLeft, Draining, QueueFull, U
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Caller, SameKey
 from carpool.core.problem import code_of, problem_json
-from carpool.core.request import ADMITTED, RUNNING, Request, RequestState, state_of
+from carpool.core.request import ADMITTED, RUNNING, Request
+from carpool.core.story import RequestState, state_of
 from carpool.core.task import TAKEN, StoredTask, place_behind
 
 

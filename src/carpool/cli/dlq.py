@@ -157,7 +157,9 @@ def drop(
 class Gateway:
     """The admin port of a running gateway. No proxy and no redirect is followed: the token goes nowhere else."""
 
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, url: str, token: str, command: str = "dlq") -> None:
+        # Whose complaints these are.
+        self._command = command
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -165,19 +167,19 @@ class Gateway:
             parts, port = urlsplit(""), None
         token = next((each.strip() for each in token.split(",") if each.strip()), "")  # of several, the newest is first
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
-            leave(f"--admin {printable(url)} is not a URL such as {DEFAULT_ADMIN}", EXIT_BAD_OPTION)
+            leave(f"--admin {printable(url)} is not a URL such as {DEFAULT_ADMIN}", EXIT_BAD_OPTION, command)
         if not (token.isascii() and token.isprintable()):
-            leave("the token has characters that no token has", EXIT_BAD_OPTION)
+            leave("the token has characters that no token has", EXIT_BAD_OPTION, command)
         self._url = url
         self._is_tls = parts.scheme == "https"
         self._host = parts.hostname
         self._port = port
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
-    def ask(self, method: str, target: str) -> Any:
-        """The gateway's JSON answer; whatever else comes ends the command with one line."""
+    def ask(self, method: str, target: str, *, may_miss: bool = False) -> Any:
+        """The gateway's JSON answer; whatever else comes ends the command with one line. None: there is nothing."""
         status, body = self._exchange(method, target)
-        if status == 204:
+        if status == 204 or (status == 404 and may_miss):
             return None
         try:
             answer = json_module.loads(body)
@@ -188,7 +190,7 @@ class Gateway:
             self._stranger()
         if status == 401:
             detail = "the gateway asks for a token; give it with CARPOOL_SERVICE_TOKEN or --token"
-        return leave(printable(detail), EXIT_BAD_OPTION if status == 400 else EXIT_FAILED)
+        return leave(printable(detail), EXIT_BAD_OPTION if status == 400 else EXIT_FAILED, self._command)
 
     def _exchange(self, method: str, target: str) -> tuple[int, bytes]:
         """Status and body of the answer."""
@@ -206,15 +208,17 @@ class Gateway:
         except HTTPException:
             self._stranger()
         except TimeoutError:
-            leave(f"the gateway at {self._url} does not answer", EXIT_FAILED)
+            leave(f"the gateway at {self._url} does not answer", EXIT_FAILED, self._command)
         except OSError as failure:
             hint = "is `carpool serve` running? --admin names its admin port (the clients' port + 1)"
-            leave(f"no gateway at {self._url} ({failure.strerror or failure}); {hint}", EXIT_FAILED)
+            leave(f"no gateway at {self._url} ({failure.strerror or failure}); {hint}", EXIT_FAILED, self._command)
         finally:
             connection.close()
 
     def _stranger(self) -> NoReturn:
-        leave(f"what answers at {self._url} is not the admin port of a gateway; see --admin", EXIT_FAILED)
+        leave(
+            f"what answers at {self._url} is not the admin port of a gateway; see --admin", EXIT_FAILED, self._command
+        )
 
 
 def one_or_all(command: str, letter_id: int | None, everything: bool) -> None:
@@ -233,7 +237,7 @@ def print_json(value: Any) -> None:
     typer.echo(json_module.dumps(value, indent=2))
 
 
-def leave(complaint: str, status: int) -> NoReturn:
+def leave(complaint: str, status: int, command: str = "dlq") -> NoReturn:
     """End the command with one line on stderr."""
-    typer.echo(f"carpool dlq: {' '.join(complaint.split())}", err=True)
+    typer.echo(f"carpool {command}: {' '.join(complaint.split())}", err=True)
     raise typer.Exit(status)

@@ -17,6 +17,7 @@ from carpool.cli.doctor import EPILOG, doctor
 from carpool.cli.keys import keys
 from carpool.cli.sim import demo, sim_gpu
 from carpool.cli.tracking import REQUESTS_EPILOG, USAGE_EPILOG, requests, tracking, usage
+from carpool.cli.why import WHY_EPILOG, why
 from carpool.settings import ConfigError
 from carpool.version import __version__
 
@@ -61,6 +62,7 @@ serve.register(app)
 app.add_typer(dlq, rich_help_panel="Serving")
 app.add_typer(keys, rich_help_panel="Serving")
 app.command(epilog=EPILOG, rich_help_panel="Serving")(doctor)
+app.command(epilog=WHY_EPILOG, rich_help_panel="Looking")(why)
 app.command(epilog=REQUESTS_EPILOG, rich_help_panel="Looking")(requests)
 app.command(epilog=USAGE_EPILOG, rich_help_panel="Looking")(usage)
 app.add_typer(tracking, rich_help_panel="Looking")

@@ -154,6 +154,16 @@ def usage(
     _print_table([by, "requests", "failed", "cached", "tokens", "GPU seconds"], rows)
 
 
+def find_kept(config: Path | None, request_id: str) -> Any:
+    """What was kept of a request, as the admin port shows it; None if nothing was, or tracking is off."""
+    from carpool.tracking.told import state_of_record
+
+    if load_settings({}, environ=os.environ, file=config).tracking.store == "off":
+        return None
+    record = _with_store(config, lambda store: store.find(request_id))
+    return None if record is None else msgspec.to_builtins(state_of_record(record))
+
+
 def shown_record(record: "RequestRecord") -> dict[str, Any]:
     """A record as JSON shows it: times as people read them."""
     shown: dict[str, Any] = msgspec.to_builtins(record)

@@ -3,11 +3,15 @@
 import asyncio
 from collections.abc import Callable, Iterable
 
+from msgspec import UNSET
+from msgspec.structs import replace
+
 from carpool.broker.memory import MemoryBroker
 from carpool.composition.ground import Ground
 from carpool.core.ports import DeadLetters
 from carpool.core.request import Request
 from carpool.core.snapshot import ModelNumbers, ModelState
+from carpool.core.story import Queue, RequestState, state_of
 from carpool.service import ModelService
 from carpool.settings import Model
 
@@ -84,6 +88,20 @@ class BatcherHalf:
     def find_waiting(self, request_id: str) -> Request | None:
         """A request that waits here."""
         return next((request for request in self.broker.waiting_requests() if request.id == request_id), None)
+
+    def tell_of(self, request: Request) -> RequestState:
+        """The story of a request that waits here, or did."""
+        state = state_of(request, self._ground.clock(), self._ground.company_s_max(request.model))
+        if state.status != "queued" or not self.has(request.model):
+            return state
+        place, capacity = self.broker.place_of(request), self.capacity_rps(request.model)
+        waiting = self.broker.depth_of(request.model)
+        wait_ms = round(place / capacity * 1000) if capacity else UNSET
+        return replace(state, queue=Queue(place=place, waiting=waiting, estimated_wait_ms=wait_ms))
+
+    def has(self, model: str) -> bool:
+        """Whether requests of a model may wait here."""
+        return any(service.name == model for service in self.services)
 
     def capacity_rps(self, model: str) -> float:
         """Requests of a model that its endpoints serve in a second; 0.0 while that is not known."""

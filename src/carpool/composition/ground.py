@@ -8,6 +8,7 @@ from typing import Any
 from carpool.core.clock import Clock, monotonic
 from carpool.core.events import Events
 from carpool.core.snapshot import Status
+from carpool.core.story import COMPANY_S_MAX
 from carpool.core.timers import Every
 from carpool.settings import Settings, models_of
 from carpool.upstream.client import make_session
@@ -40,6 +41,11 @@ class Ground:
     def status(self) -> Status:
         """For operators."""
         return "draining" if self.draining else "healthy"
+
+    def company_s_max(self, model: str) -> float:
+        """How long a request of a model waits for company at most."""
+        known = self.models.get(model)
+        return COMPANY_S_MAX if known is None else known.batching.max_wait_ms / 1000
 
     def do_every(self, seconds: float, work: Callable[[], None]) -> None:
         """Do something now and from now on, until this process gives up what it opened."""

@@ -4,13 +4,14 @@ import logging
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from carpool.composition.batcher import BatcherHalf
 from carpool.composition.gateway import close_server
 from carpool.composition.ground import Ground
-from carpool.composition.tracking import start_tracking
+from carpool.composition.tracking import look_up_ended, start_tracking
 from carpool.core.clock import Clock, monotonic
 from carpool.core.events import Events
 from carpool.core.ports import DeadLetterDesk
@@ -75,6 +76,15 @@ class Process(ABC):
     def find_request(self, request_id: str, answer: FoundRequest) -> None:
         """Tell how a live or recent request is, or a task that is kept."""
 
+    def find_anywhere(self, request_id: str, answer: FoundRequest) -> None:
+        """Tell how a request is, from memory, else from tracking."""
+        tracking = self.tracking
+        if tracking is None:
+            self.find_request(request_id, answer)
+        else:
+            look_up = partial(look_up_ended, tracking.store, request_id)
+            self.find_request(request_id, lambda found: self.ground.in_background(look_up(found, answer)))
+
     async def begin(self) -> None:
         """What every role does before anything else: whoever wants to know of requests subscribes."""
         self.tracking = await start_tracking(self.ground)
@@ -93,7 +103,7 @@ class Process(ABC):
             snapshot=self.snapshot,
             ready=self.check_ready,
             metrics=Exposition(self.snapshot),
-            find_request=self.find_request,
+            find_request=self.find_anywhere,
             dead_letters=dead_letters,
             openapi=admin_openapi(),
         )

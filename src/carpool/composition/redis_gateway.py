@@ -3,6 +3,8 @@
 from functools import partial
 from math import inf
 
+from msgspec.structs import replace
+
 from carpool.admission.shared_limits import SharedLimits
 from carpool.admission.shedding import pressure
 from carpool.broker.redis.fleet.api_keys import ApiKeyWatch
@@ -26,8 +28,9 @@ from carpool.composition.shedding import (
     wanted,
 )
 from carpool.core.errors import CarpoolError
-from carpool.core.request import QUEUED, Request, RequestState, state_of
+from carpool.core.request import QUEUED, Request
 from carpool.core.snapshot import Mode, RedisGatewayNumbers
+from carpool.core.story import Queue, RequestState, state_of
 from carpool.face.http.admin import FoundRequest
 
 # For so long after the last batcher was seen, requests are still queued: it may be about to come back.
@@ -138,7 +141,7 @@ class RedisGatewayHalf(GatewayHalf):
         if (request := self._find_own(request_id)) is not None:
             self._tell_own(request, answer)
         else:
-            states.of_task(request_id, told_of_task)
+            self.meeting.tell_of_task(request_id, told_of_task)
 
     def beat(self) -> Beat:
         """What the others are told of this gateway."""
@@ -228,7 +231,9 @@ class RedisGatewayHalf(GatewayHalf):
         return None if request is not None and request.is_task and request.phase == QUEUED else request
 
     def _tell_own(self, request: Request, answer: FoundRequest) -> None:
-        state = state_of(request, self._ground.clock())
+        state = state_of(request, self._ground.clock(), self._ground.company_s_max(request.model))
+        if state.status == "queued":
+            state = replace(state, queue=Queue(waiting=self.meeting.depth.unread()))
         if (place := self.queue.place_of(request)) is not None:
             self.meeting.states.of_entry(*place, state, answer)
         else:

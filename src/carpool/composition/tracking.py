@@ -1,14 +1,26 @@
 """Tracking, as it is configured: which store, and the recorder that subscribes to the events of a process."""
 
+import asyncio
+import logging
+from collections.abc import Callable
 from pathlib import Path
 
+from msgspec import UNSET
+
 from carpool.composition.ground import Ground
+from carpool.core.errors import CarpoolError
 from carpool.core.snapshot import TrackingNumbers
+from carpool.core.story import RequestState
 from carpool.settings import ConfigError, Settings, read_password
 from carpool.tracking.recorder import Recorder
-from carpool.tracking.stores import Store, StoreUnusableError
+from carpool.tracking.stores import Store, StoreAwayError, StoreUnusableError
+from carpool.tracking.told import state_of_record
+
+logger = logging.getLogger("carpool.tracking")
 
 FILE_NAME = "tracking.db"
+# So long somebody who asks for one request waits for the store.
+LOOK_S_MAX = 2.0
 
 
 def make_store(settings: Settings) -> Store | None:
@@ -57,3 +69,29 @@ def describe_tracking(recorder: Recorder | None) -> tuple[TrackingNumbers, ...]:
             tracking_failures=recorder.failures,
         ),
     )
+
+
+async def look_up_ended(
+    store: Store,
+    request_id: str,
+    found: RequestState | CarpoolError | None,
+    answer: Callable[[RequestState | CarpoolError | None], None],
+) -> None:
+    """Answer with what was found; where that does not tell of a batch, with what was kept of the request, if it was."""
+    if not is_told(found):
+        try:
+            async with asyncio.timeout(LOOK_S_MAX):
+                record = await store.find(request_id)
+        except (StoreAwayError, StoreUnusableError, TimeoutError) as failure:
+            logger.warning("a request could not be looked up: %s", failure or type(failure).__name__)
+            record = None
+        if record is not None:
+            found = state_of_record(record, found if isinstance(found, RequestState) else None)
+    answer(found)
+
+
+def is_told(found: RequestState | CarpoolError | None) -> bool:
+    """Whether more could not be said from what is kept."""
+    if not isinstance(found, RequestState):
+        return isinstance(found, CarpoolError)
+    return found.status in ("queued", "processing") or found.batch is not UNSET or found.cached is True

@@ -28,6 +28,8 @@ class CallFacts(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True
     batch_id: str = ""
     # Of its seconds, what counts for each request: they are shared by all whom it answered.
     gpu_s: float = 0.0
+    # Why its batch left (batching/policy.py).
+    reason: str = ""
 
 
 class Output(msgspec.Struct, frozen=True, gc=False):

@@ -9,13 +9,13 @@ held; everybody else calls the broker's `settle`.
 """
 
 import logging
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from carpool.core.batch import Batch
 from carpool.core.errors import CarpoolError, DeadlineExceeded, own_deadline_passed
-from carpool.core.outcome import Outcome
+from carpool.core.outcome import CallFacts, Outcome
 
 logger = logging.getLogger("carpool")
 
@@ -97,6 +97,8 @@ class Request(msgspec.Struct, eq=False):
     # The end, for /internal/requests/{id}: when it was settled, and the error's code if it was with one.
     ended: float = 0.0
     result_code: str = "ok"
+    # And of the call that answered it, or failed, what is known.
+    call: CallFacts | None = None
     # Where its owner may have so many at once only: given back when it is settled.
     permit: Permit | None = None
 
@@ -126,6 +128,8 @@ class Request(msgspec.Struct, eq=False):
             self.result_code = outcome.code
             if self.own_timeout_s and type(outcome) is DeadlineExceeded:
                 outcome = own_deadline_passed(self.own_timeout_s)
+        else:
+            self.call = outcome.call
         try:
             self.waiter.settled(self, outcome)
         except Exception:  # a waiter's defect must not stop the outcomes of its neighbours
@@ -136,25 +140,20 @@ class Request(msgspec.Struct, eq=False):
         return True
 
 
-class RequestState(msgspec.Struct, frozen=True):
-    """What an operator sees of a request at `/internal/requests/{id}`; never its input."""
-
-    status: Literal["queued", "processing", "completed", "failed"]
-    latency_ms: float
-    error: Annotated[str | None, msgspec.Meta(description="the code of the error of one that failed")]
-    client_id: Annotated[str | None, msgspec.Meta(description="what its client calls itself")]
-
-
-def state_of(request: Request, now: float) -> RequestState:
-    """The state of a request that this process has."""
-    client_id = request.client_id or None
-    if request.phase != DONE or not request.ended:  # in a drain a task is put aside, without an outcome
-        status: Literal["queued", "processing"] = "processing" if request.phase == RUNNING else "queued"
-        return RequestState(status, round((now - request.arrived) * 1000, 2), None, client_id)
-    latency_ms = round((request.ended - request.arrived) * 1000, 2)
-    if request.result_code == "ok":
-        return RequestState("completed", latency_ms, None, client_id)
-    return RequestState("failed", latency_ms, request.result_code, client_id)
+def facts_of_failure(request: Request) -> CallFacts | None:
+    """What is known of the last call of a request that failed; nobody pays for it. None: it was in no batch."""
+    batch = request.batch
+    if request.call is not None or batch is None:
+        return request.call
+    return CallFacts(
+        batch.size,
+        0.0,
+        endpoint=batch.endpoint,
+        attempts=request.sends or batch.attempts,
+        started_s=max(0.0, batch.sent - request.taken),
+        batch_id=batch.id,
+        reason=batch.reason,
+    )
 
 
 class _Nobody:

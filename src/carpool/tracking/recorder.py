@@ -17,7 +17,7 @@ from carpool.core.batch import Batch
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import CallFacts, Outcome
-from carpool.core.request import Request
+from carpool.core.request import Request, facts_of_failure
 from carpool.tracking.records import NO_CALL, OK, BatchRow, RequestEntry, RequestRow, batch_rows, request_rows
 from carpool.tracking.stores import BadRowsError, Store, StoreAwayError, StoreUnusableError
 
@@ -92,7 +92,7 @@ class Recorder:
             return
         call: CallFacts
         if isinstance(outcome, CarpoolError):
-            code, tokens, call = outcome.code, None, facts_of_failure(request)
+            code, tokens, call = outcome.code, None, facts_of_failure(request) or NO_CALL
         else:
             code, tokens, call = OK, outcome.tokens_used, outcome.call
         entries.append(
@@ -195,12 +195,3 @@ class Recorder:
         if not self._is_failing:
             self._is_failing = True
             logger.error("what becomes of requests cannot be kept for now: %s", failure or type(failure).__name__)
-
-
-def facts_of_failure(request: Request) -> CallFacts:
-    """What is known of the last call of a request that failed: nobody pays for it."""
-    batch = request.batch
-    if batch is None:
-        return NO_CALL
-    attempts = request.sends or batch.attempts
-    return CallFacts(batch.size, 0.0, endpoint=batch.endpoint, attempts=attempts, batch_id=batch.id)

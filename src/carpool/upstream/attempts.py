@@ -273,6 +273,7 @@ class Attempts:
             started_s=started - members[0].taken,
             batch_id="" if batch is None else batch.id,
             gpu_s=seconds / len(members),
+            reason="" if batch is None else batch.reason,
         )
         outputs = [Output(part.value, facts, part.tokens_used) for part in parts]
         self._outcomes.settle_batch(members, outputs if places is None else [outputs[place] for place in places])

@@ -16,7 +16,7 @@ import msgspec
 
 from carpool.core.errors import CarpoolError, DeadlineExceeded, InternalError, all_errors
 from carpool.core.outcome import CallFacts
-from carpool.core.request import RequestState
+from carpool.core.story import RequestState
 
 # Entries of a newer format are left to newer programs.
 ENTRY_FORMAT = 3
@@ -93,6 +93,8 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     # Gateways that look for a request, with its id; and what is told to one that looked.
     wanted: list[tuple[bytes, str]] = []
     found: list[tuple[str, RequestState]] = []
+    # Of each of `errors`, the number of its call in `calls`, -1 if nothing is known of that; seconds in the queue.
+    error_calls: list[tuple[int, float]] = []
 
 
 class KeptResult(msgspec.Struct, array_like=True, gc=False):

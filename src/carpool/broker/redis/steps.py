@@ -27,7 +27,7 @@ from carpool.broker.redis.keys import GROUP, Keys, Shard
 from carpool.broker.redis.terms import Budget, Claim, Head, QueueStream, Stream, Taken, View
 from carpool.core.ports import RateAsk, RateTold
 from carpool.core.problem import code_of
-from carpool.core.request import RequestState
+from carpool.core.story import RequestState
 from carpool.core.task import StoredTask
 
 Found = TypeVar("Found")

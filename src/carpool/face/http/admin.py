@@ -6,8 +6,8 @@ import msgspec
 
 from carpool.core.errors import CarpoolError, NotFound
 from carpool.core.ports import DeadLetterDesk
-from carpool.core.request import RequestState
 from carpool.core.snapshot import Snapshot
+from carpool.core.story import RequestState
 from carpool.face.http.admin_guard import AdminGuard
 from carpool.face.http.answers import Ready
 from carpool.face.http.dead_letters import DeadLetterRoutes

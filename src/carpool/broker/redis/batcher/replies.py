@@ -28,7 +28,7 @@ from carpool.core.errors import CarpoolError, ClientLeft, Draining, InternalErro
 from carpool.core.events import Events
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.problem import problem_json
-from carpool.core.request import Request, ended_elsewhere
+from carpool.core.request import Request, ended_elsewhere, facts_of_failure
 from carpool.core.tally import SECONDS_BOUNDS, Histogram
 from carpool.core.timers import OncePerTurn
 
@@ -48,6 +48,7 @@ class Outbox:
         self.calls: list[CallFacts] = []
         self.outputs: list[tuple[int, int, float, Any, int | None]] = []
         self.errors: list[tuple[int, str, str, int | None]] = []
+        self.error_calls: list[tuple[int, float]] = []
         self.leases: list[Lease] = []
         # When nobody waits any more for any of them.
         self.useless_at = 0.0
@@ -120,6 +121,11 @@ class ReplyWriter:
         outbox.useless_at = max(outbox.useless_at, request.deadline)
         if isinstance(outcome, CarpoolError):
             outbox.errors.append((request.number, outcome.code, outcome.detail, outcome.retry_after_s))
+            facts = facts_of_failure(request)
+            if facts is not None:
+                outbox.calls.append(facts)
+            number = -1 if facts is None else len(outbox.calls) - 1
+            outbox.error_calls.append((number, request.taken - request.arrived if request.taken else 0.0))
             return
         if not outbox.calls or outbox.calls[-1] is not outcome.call:
             outbox.calls.append(outcome.call)
@@ -173,7 +179,14 @@ class ReplyWriter:
 
     def _send(self, gateway: bytes, outbox: Outbox) -> None:
         try:
-            reply = encode_reply(Reply(calls=outbox.calls, outputs=outbox.outputs, errors=outbox.errors))
+            reply = encode_reply(
+                Reply(
+                    calls=outbox.calls,
+                    outputs=outbox.outputs,
+                    errors=outbox.errors,
+                    error_calls=outbox.error_calls,
+                )
+            )
         except Exception:  # a value that cannot be written must not cost others their outcomes
             logger.exception("outcomes could not be written")
             numbers = [output[0] for output in outbox.outputs] + [error[0] for error in outbox.errors]

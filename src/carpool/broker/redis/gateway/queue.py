@@ -236,8 +236,11 @@ class RedisQueue:
         """Outcomes from a batcher."""
         if reply.outputs:
             self.parking.settle_all(reply.outputs, reply.calls)
-        for number, code, detail, retry_after_s in reply.errors:
-            self.parking.fail(number, make_error(code, detail, retry_after_s))
+        for index, (number, code, detail, retry_after_s) in enumerate(reply.errors):
+            # A batcher of an older version tells nothing of their calls.
+            call, queue_s = reply.error_calls[index] if index < len(reply.error_calls) else (-1, 0.0)
+            facts = reply.calls[call] if 0 <= call < len(reply.calls) else None
+            self.parking.fail(number, make_error(code, detail, retry_after_s), facts, queue_s)
         for task_id in reply.finished:
             self._task_finished(task_id)
         if reply.wanted or reply.found:

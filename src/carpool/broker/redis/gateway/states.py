@@ -17,7 +17,7 @@ from carpool.broker.redis.gateway.tasks import names_a_shard
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.steps import Steps
 from carpool.core.errors import CarpoolError
-from carpool.core.request import RequestState
+from carpool.core.story import RequestState
 
 # So long other gateways are waited for.
 ELSEWHERE_S = 0.5
@@ -50,7 +50,8 @@ class RequestStates:
         """Whether a batcher has an entry; `waiting` is what is known without asking."""
 
         def told(is_taken: bool | RedisFailure) -> None:
-            answer(msgspec.structs.replace(waiting, status="processing") if is_taken is True else waiting)
+            taken = msgspec.structs.replace(waiting, status="processing", queue=msgspec.UNSET)
+            answer(taken if is_taken is True else waiting)
 
         self._steps.is_leased(shard, field, entry_id, self._lease_ms, told)
 

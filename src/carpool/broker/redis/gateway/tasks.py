@@ -127,6 +127,14 @@ class RedisTasks:
 
         self._removals.remove(task_id, deleted, lambda task: self._ended(task, ClientLeft("the task was deleted")))
 
+    def place_of(self, task_id: str, told: Callable[[QueuePlace | None], None]) -> None:
+        """Where a task stands; None if that is not known, or it does not wait."""
+
+        def looked(found: Found) -> None:
+            told(found.queue if isinstance(found, StoredTask) else None)
+
+        self._look(task_id, looked, to_be_told=False, with_standing=True)
+
     def drain(self) -> None:
         """Long polls are answered with what there is."""
         self.draining = True

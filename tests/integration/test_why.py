@@ -1,0 +1,130 @@
+"""One request's story from whole processes, from the queue to the end and afterwards, at any gateway; `carpool why`."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from support.client import Response, ask_once, inference_body
+from support.processes import GatewayProcess, carpool, running_gateway, until
+from support.redis_fleet import fleet_over
+from support.redis_servers import RedisServer
+from support.tracking import until_written
+from support.upstreams import ScriptedUpstream, scripted_upstream
+
+# Whoever waits here does so until the test lets it go on.
+PATIENT = {"broker.queue_timeout_s": 60, "broker.total_timeout_s": 60, "upstream.timeout_s": 60}
+ASYNC = "Prefer: respond-async\r\n"
+
+
+async def ask(port: int, name: str, headers: str = "") -> Response:
+    return await ask_once(port, "POST", "/v1/inference", inference_body(name), f"X-Request-Id: {name}\r\n{headers}")
+
+
+async def state(process: GatewayProcess, request_id: str) -> Any:
+    response = await ask_once(process.admin_port, "GET", f"/internal/requests/{request_id}")
+    return response.json if response.status == 200 else response.status
+
+
+async def until_state(process: GatewayProcess, request_id: str, status: str) -> Any:
+    async def is_in() -> bool:
+        found = await state(process, request_id)
+        return bool(found != 404 and found["status"] == status)
+
+    await until(is_in)
+    return await state(process, request_id)
+
+
+async def why(process: GatewayProcess, request_id: str, *flags: str, cwd: Path) -> str:
+    admin = f"http://127.0.0.1:{process.admin_port}"
+    done = await asyncio.to_thread(carpool, "why", request_id, "--admin", admin, *flags, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+async def fill_the_slot(upstream: ScriptedUpstream, port: int) -> "asyncio.Future[Response]":
+    """The one slot is busy until the gate opens."""
+    upstream.gate.clear()
+    first = asyncio.ensure_future(ask(port, "first"))
+    await until(lambda: "first" in upstream.seen)
+    return first
+
+
+async def test_alone_from_the_queue_to_the_end(tmp_path: Path) -> None:
+    async with scripted_upstream() as upstream, running_gateway(tmp_path, upstream.url, settings=PATIENT) as gateway:
+        first = await fill_the_slot(upstream, gateway.port)
+        others = []
+        for name in ("second", "third"):
+            others.append(asyncio.ensure_future(ask(gateway.port, name)))
+            waiting = await until_state(gateway, name, "queued")
+        assert (waiting["queue"]["place"], waiting["queue"]["waiting"]) == (2, 2)
+        assert "place 2" in await why(gateway, "third", cwd=tmp_path)
+        running = await state(gateway, "first")
+        assert (running["status"], running["batch"]["neighbours"]) == ("processing", 0)
+        assert running["batch"]["endpoint"] == upstream.url and running["waits"][-1]["what"] == "model"
+        upstream.gate.set()
+        assert {answer.status for answer in [await first, *await asyncio.gather(*others)]} == {200}
+        told = await state(gateway, "third")
+        assert (told["status"], told["batch"]["size"], told["batch"]["attempts"]) == ("completed", 2, 1)
+        assert told["batch"] == (await state(gateway, "second"))["batch"]
+        assert "queue" not in told
+        assert abs(sum(wait["ms"] for wait in told["waits"]) - told["latency_ms"]) < 1
+        text = await why(gateway, "third", cwd=tmp_path)
+        assert "with 1 other;" in text and upstream.url in text and "was completed" in text
+        assert json.loads(await why(gateway, "third", "--json", cwd=tmp_path)) == told
+        nobody = await asyncio.to_thread(
+            carpool, "why", "nobody", "--admin", f"http://127.0.0.1:{gateway.admin_port}", cwd=tmp_path
+        )
+        assert (nobody.returncode, nobody.stdout) == (1, "")
+        assert nobody.stderr.startswith("carpool why: no gateway knows this request")
+
+
+async def test_over_redis_any_gateway_tells_the_same(tmp_path: Path, redis_server: RedisServer) -> None:
+    settings = {"broker.namespace": tmp_path.name, **PATIENT}
+    async with scripted_upstream() as upstream, fleet_over(tmp_path, redis_server.url, settings) as fleet:
+        upstream.poison = "bad"
+        for _ in range(2):
+            await fleet.add("gateway")
+        await fleet.add("batcher", "--upstream", upstream.url)
+        await fleet.wait_until_ready()
+        here, there = (place.process for place in fleet.gateways)
+        assert (await ask(here.port, "good")).status == 200
+        bad = await ask(here.port, "bad")
+        assert bad.status in (422, 502)
+        for name in ("good", "bad"):
+            told = await state(there, name)
+            assert told == await state(here, name)
+            assert told["batch"]["endpoint"] == upstream.url and told["batch"]["reason"]
+            assert abs(sum(wait["ms"] for wait in told["waits"]) - told["latency_ms"]) < 1
+        # One that waits, and a task that does.
+        first = await fill_the_slot(upstream, here.port)
+        second = asyncio.ensure_future(ask(here.port, "second"))
+        assert "waiting" in (await until_state(there, "second", "queued"))["queue"]
+        task_id = (await ask(here.port, "task", ASYNC)).json["task_id"]
+        assert (await until_state(there, task_id, "queued"))["queue"]["place"] >= 1
+        upstream.gate.set()
+        assert {(await first).status, (await second).status} == {200}
+
+
+async def test_what_memory_has_lost_is_told_from_tracking(tmp_path: Path, redis_server: RedisServer) -> None:
+    path = tmp_path / "tracking.db"
+    settings = {"broker.namespace": tmp_path.name, "tracking.store": "sqlite", "tracking.path": str(path)}
+    async with scripted_upstream() as upstream, fleet_over(tmp_path, redis_server.url, settings) as fleet:
+        place = await fleet.add("gateway")
+        batcher = await fleet.add("batcher", "--upstream", upstream.url)
+        await fleet.wait_until_ready()
+        assert (await ask(place.port, "good")).status == 200
+        task_id = (await ask(place.port, "task", ASYNC)).json["task_id"]
+        await ask_once(place.port, "GET", f"/v1/result/{task_id}?wait_ms=30000")
+        before = await state(place.process, "good")
+        await until_written(place.process, batcher.process)
+        # The task's state is in Redis, which does not know of its batch.
+        task = await state(place.process, task_id)
+        assert (task["status"], task["batch"]["size"], task["kept"]) == ("completed", 1, True)
+        await place.replace()
+        await fleet.wait_until_ready()
+        told = await state(place.process, "good")
+        assert (told["kept"], told["batch"]) == (True, before["batch"])
+        assert abs(told["latency_ms"] - before["latency_ms"]) < 1
+        assert "(from tracking)" in await why(place.process, "good", cwd=tmp_path)
+        assert await state(place.process, "nobody") == 404
