@@ -271,6 +271,7 @@ SECTIONS: dict[str, Callable[[bool], None]] = {
     "resilience": resilience,
     "poison": poison,
     "cache": caching.cache,
+    "tracking": tracking.tracking,
     "redis": distributed.beside_the_floor,
     "redis-mixed": distributed.mixed_beside_single,
     "redis-rate": distributed.at_a_rate,
