@@ -52,6 +52,9 @@ PURE = [
     "face/http/admin_guard.py",
     "face/http/known_heads.py",
     "face/http/strict_json.py",
+    "telemetry/otlp.py",
+    "telemetry/sampling.py",
+    "telemetry/spans.py",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "core").glob("*.py")),
 ]
 # The one function that reads the clock, and what is set off by the event loop.

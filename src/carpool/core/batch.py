@@ -4,6 +4,7 @@ Whoever looks at a batch while it is under way sees what is known so far.
 """
 
 from itertools import count
+from typing import Any
 
 import msgspec
 
@@ -26,6 +27,8 @@ class Batch(msgspec.Struct, eq=False, gc=False):
     # error's code: that of the last call, whatever became of the requests then.
     ended: float = 0.0
     result: str = ""
+    # What tracing keeps about it; None where it is off, and before the first call.
+    trace: Any = None
 
 
 class BatchIds:

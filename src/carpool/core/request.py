@@ -16,6 +16,7 @@ import msgspec
 from carpool.core.batch import Batch
 from carpool.core.errors import CarpoolError, DeadlineExceeded, own_deadline_passed
 from carpool.core.outcome import CallFacts, Outcome
+from carpool.core.trace import Trace
 
 logger = logging.getLogger("carpool")
 
@@ -101,6 +102,8 @@ class Request(msgspec.Struct, eq=False):
     call: CallFacts | None = None
     # Where its owner may have so many at once only: given back when it is settled.
     permit: Permit | None = None
+    # Where it stands in a trace; None where tracing is off, and for most where it is on.
+    trace: Trace | None = None
 
     @property
     def lane_key(self) -> bytes:

@@ -1,0 +1,128 @@
+"""Where a request stands in a trace: W3C Trace Context (`traceparent`, `tracestate`). Pure.
+
+1. Each request has a trace of its own, or is part of its caller's, if that sent a `traceparent`.
+2. A batch has a trace of its own too, whatever is in it: its requests come from many traces, and belong to none of the
+   others. The batch and its requests have links to one another. Whoever knows a batch's id knows its trace.
+3. What cannot be read is as good as not there, as the standard says: a new trace begins.
+"""
+
+import re
+from hashlib import blake2b
+from typing import NamedTuple
+
+import msgspec
+
+STATE_CHARS_MAX = 512
+STATE_MEMBERS_MAX = 32
+SAMPLED = 0x01
+
+# A later version may have more behind a dash. `ff` is no version.
+_parent = re.compile(r"(?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-[ -~]*)?\Z").match
+_member = re.compile(
+    r"([a-z][a-z0-9_*/-]{0,255}|[a-z0-9][a-z0-9_*/-]{0,240}@[a-z][a-z0-9_*/-]{0,13})"
+    r"=[ -+\--<>-~]{0,255}[!-+\--<>-~]\Z"
+).match
+_span = re.compile(r"[0-9a-f]{16}\Z").match
+_NO_TRACE, _NO_SPAN = bytes(16), bytes(8)
+
+
+class Trace(msgspec.Struct, eq=False, frozen=True, gc=False):
+    """A request, or a batch, as a part of a trace."""
+
+    # 16 bytes, and 8 for the span of the request itself.
+    trace_id: bytes
+    span_id: bytes
+    # The caller's span; b"" where the trace begins here.
+    parent_id: bytes = b""
+    # It is kept, whatever becomes of the request, and whoever is called next is told so.
+    is_sampled: bool = False
+    # The caller's `tracestate`.
+    state: str = ""
+    # Why it is kept, if that is known already.
+    why: str = ""
+
+    @property
+    def traceparent(self) -> str:
+        """For whoever is called next."""
+        return traceparent_of(self.trace_id, self.span_id, is_sampled=self.is_sampled)
+
+
+class Given(NamedTuple):
+    """What a `traceparent` says."""
+
+    trace_id: bytes
+    span_id: bytes
+    is_sampled: bool
+
+
+class CallTrace(msgspec.Struct, eq=False, gc=False):
+    """One call to an endpoint. Whoever makes the call writes down how it ended."""
+
+    # For the upstream: name and value of each header.
+    headers: tuple[tuple[str, str], ...]
+    trace_id: bytes
+    span_id: bytes
+    endpoint: str
+    attempt: int
+    size: int
+    started: float
+    # A step of a search for bad inputs.
+    is_search: bool = False
+    # The status of the answer; 0 without one.
+    status: int = 0
+    # When the answer was there, or it was clear that none comes; and the code of an error, or "".
+    ended: float = 0.0
+    error: str = ""
+
+
+def traceparent_of(trace_id: bytes, span_id: bytes, *, is_sampled: bool) -> str:
+    """The header."""
+    return f"00-{trace_id.hex()}-{span_id.hex()}-{'01' if is_sampled else '00'}"
+
+
+def read_traceparent(text: str) -> Given | None:
+    """What the header says; None if it cannot be read."""
+    found = _parent(text)
+    if found is None:
+        return None
+    version, trace, span, flags, more = found.groups()
+    if more is not None and version == "00":
+        return None
+    trace_id, span_id = bytes.fromhex(trace), bytes.fromhex(span)
+    if trace_id == _NO_TRACE or span_id == _NO_SPAN:
+        return None
+    return Given(trace_id, span_id, bool(int(flags, 16) & SAMPLED))
+
+
+def read_tracestate(text: str) -> str:
+    """The header as it is passed on: "" if it cannot be read; without its last members if it is too long."""
+    members = [member for each in text.split(",") if (member := each.strip(" \t"))]
+    keys = {member.partition("=")[0] for member in members}
+    if len(keys) < len(members) or len(members) > STATE_MEMBERS_MAX or not all(map(_member, members)):
+        return ""
+    while members and sum(map(len, members)) + len(members) - 1 > STATE_CHARS_MAX:
+        members.pop()
+    return ",".join(members)
+
+
+def text_of(trace: Trace) -> str:
+    """A trace as it travels with a request: `traceparent` of its span, the caller's span or `-`, and `tracestate`."""
+    return f"{trace.traceparent} {trace.parent_id.hex() or '-'} {trace.state}"
+
+
+def read_text(text: str) -> Trace | None:
+    """The trace of a request that came from another process; None if it cannot be read."""
+    own, _, rest = text.partition(" ")
+    parent, _, state = rest.partition(" ")
+    given = read_traceparent(own)
+    if given is None:
+        return None
+    parent_id = bytes.fromhex(parent) if _span(parent) else b""
+    why = "asked" if given.is_sampled else ""
+    return Trace(given.trace_id, given.span_id, parent_id, given.is_sampled, read_tracestate(state), why)
+
+
+def trace_of_batch(batch_id: str, *, is_sampled: bool) -> Trace:
+    """The trace that a batch begins, and its span: the same in each process that knows its id."""
+    digest = blake2b(batch_id.encode(), digest_size=24, person=b"carpool-batch").digest()
+    return Trace(digest[:16], digest[16:], b"", is_sampled)

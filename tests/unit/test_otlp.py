@@ -1,0 +1,91 @@
+"""OTLP's protobuf, written by hand (`telemetry/otlp.py`), read by a decoder of its own (tests/support/otlp.py)."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from carpool.telemetry.otlp import (
+    ERROR,
+    INTERNAL,
+    SERVER,
+    Envelope,
+    TextAttribute,
+    attribute,
+    attributes,
+    link,
+    named,
+    span,
+    varint,
+)
+from support.otlp import SeenLink, fields, spans_in
+
+TRACE_ID, SPAN_ID, PARENT_ID = bytes(range(16)), bytes(range(8)), bytes(range(8, 16))
+ENVELOPE = Envelope([("service.name", "x"), ("n", 3)], "carpool", "1.0")
+values = st.one_of(st.text(max_size=300), st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False))
+
+
+def one(rest: bytes, **changes: Any) -> Any:
+    """A span with these attributes, links and status, read again."""
+    arguments = {"parent_id": PARENT_ID, "name_and_kind": named("a name", SERVER), "state": ""} | changes
+    packed = span(
+        TRACE_ID,
+        SPAN_ID,
+        arguments["parent_id"],
+        arguments["name_and_kind"],
+        1_800_000_000_123_456_789,
+        1_800_000_001_000_000_001,
+        0x301,
+        rest,
+        arguments["state"],
+    )
+    [seen] = spans_in(ENVELOPE.wrap([packed]))
+    return seen
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_numbers(number: int) -> None:
+    assert list(fields(b"\x08" + varint(number))) == [(1, number)]
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=80), values, max_size=20))
+def test_attributes_read_as_they_were_written(pairs: dict[str, Any]) -> None:
+    assert one(attributes(pairs.items())).attributes == pairs
+
+
+@given(st.text(min_size=1, max_size=140), st.text(max_size=300))
+def test_an_attribute_for_many_spans_is_written_like_any_other(name: str, text: str) -> None:
+    assert TextAttribute(name)(text) == attribute(name, text)
+
+
+@given(st.text(max_size=200))
+def test_a_span(name: str) -> None:
+    seen = one(
+        attribute("x", 1) + link(TRACE_ID, PARENT_ID, 1, "a=b") + ERROR,
+        name_and_kind=named(name, INTERNAL),
+        state="c=d",
+    )
+    assert (seen.trace_id, seen.span_id, seen.parent_id) == (TRACE_ID.hex(), SPAN_ID.hex(), PARENT_ID.hex())
+    assert (seen.name, seen.kind, seen.state, seen.flags) == (name, "internal", "c=d", 0x301)
+    assert (seen.start_ns, seen.end_ns) == (1_800_000_000_123_456_789, 1_800_000_001_000_000_001)
+    assert seen.links == [SeenLink(TRACE_ID.hex(), PARENT_ID.hex(), "a=b")]
+    assert seen.attributes == {"x": 1}
+    assert seen.is_error
+    assert seen.resource == {"service.name": "x", "n": 3}
+
+
+def test_a_root_has_no_parent_and_what_is_well_is_no_error() -> None:
+    seen = one(b"", parent_id=b"")
+    assert seen.parent_id == ""
+    assert not seen.is_error
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_many_spans_in_one_export(count: int) -> None:
+    packed = span(TRACE_ID, SPAN_ID, b"", named("s", SERVER), 1, 2, 0, attribute("long", "x" * 500))
+    assert len(spans_in(ENVELOPE.wrap([packed] * count))) == count
+
+
+def test_attributes_without_a_value_are_left_out() -> None:
+    assert one(attributes([("a", None), ("b", 0), ("c", ""), ("d", False)])).attributes == {"b": 0, "c": "", "d": False}
