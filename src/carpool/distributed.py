@@ -75,7 +75,12 @@ class RedisProcess(Process):
         return Snapshot(
             health=self.meeting.health(self.mode()),
             fleet=self.meeting.fleet(self.batcher),
-            numbers=(*self.meeting.describe(), *self.describe(), *describe_tracking(self.tracking)),
+            numbers=(
+                *self.meeting.describe(),
+                *self.describe(),
+                *describe_tracking(self.tracking),
+                *self.ground.describe(),
+            ),
             models=self.batcher.describe(),
         )
 

@@ -149,6 +149,7 @@ class EmbeddedProcess(Process):
                     journal_commit_failures=journal.writer.commit_failures,
                 ),
                 *describe_tracking(self.tracking),
+                *self.ground.describe(),
             ),
             models=batcher.describe(),
         )

@@ -14,7 +14,7 @@ from carpool.batching.policy import make_policy
 from carpool.broker.memory import MemoryBroker
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, QueueFull
-from carpool.core.ports import DeadLetters, Sharing, Slots
+from carpool.core.ports import CallTraces, DeadLetters, Sharing, Slots
 from carpool.core.request import Request
 from carpool.core.snapshot import ModelNumbers, ModelState
 from carpool.face.intake import ServedModel
@@ -143,6 +143,7 @@ class ModelService(ModelFace):
         dead_letters: DeadLetters,
         offenders: Offenders,
         sharers: Callable[[], int] | None = None,
+        traces: CallTraces | None = None,
         clock: Clock = monotonic,
         random_share: Callable[[], float] = random.random,
     ) -> None:
@@ -169,6 +170,7 @@ class ModelService(ModelFace):
             when_limit_is_learned=self._limit_is_learned,
             merge=partial(merge_same, is_owned=model.is_cached_by_owner) if model.is_cached else None,
             events=broker.events,
+            traces=traces,
             clock=clock,
             random_share=random_share,
         )

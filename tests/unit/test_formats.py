@@ -30,7 +30,7 @@ ids = st.text(string.ascii_letters + string.digits + "-_", max_size=255)
 owners = st.text(string.hexdigits + ".:/", max_size=64)
 texts = st.text(max_size=200)
 records = st.builds(
-    EntryRecord, st.integers(0, 2**63), ids, owners, st.integers(0, 2**63), texts, st.binary(max_size=32)
+    EntryRecord, st.integers(0, 2**63), ids, owners, st.integers(0, 2**63), texts, st.binary(max_size=32), texts
 )
 HEADER = Header(ENTRY_FORMAT, b"g1", "m", b"{}", b"", 0, False, 2000)
 
@@ -41,16 +41,18 @@ def beginning_of(record: EntryRecord, more: bytes) -> bytes:
 
 @given(records, st.binary(max_size=300))
 def test_a_value_reads_as_it_was_written(record: EntryRecord, content: bytes) -> None:
-    whole = beginning_of(record, encode_more(record.client_id, record.result_key))
+    whole = beginning_of(record, encode_more(record.client_id, record.result_key, record.trace))
     assert decode_value(whole + content) == (record, content)
     short = beginning_of(record, b"")
-    assert decode_value(short + content) == (msgspec.structs.replace(record, client_id="", result_key=b""), content)
+    bare = msgspec.structs.replace(record, client_id="", result_key=b"", trace="")
+    assert decode_value(short + content) == (bare, content)
 
 
 @given(records, st.binary(max_size=50), st.lists(st.one_of(st.none(), st.integers(0, 9), ids), min_size=1, max_size=4))
 def test_what_a_newer_program_adds_is_skipped(record: EntryRecord, content: bytes, more: list[object]) -> None:
     value = (
-        beginning_of(record, msgspec.msgpack.encode(["trace", record.client_id, record.result_key, *more])) + content
+        beginning_of(record, msgspec.msgpack.encode([record.trace, record.client_id, record.result_key, *more]))
+        + content
     )
     assert decode_value(value) == (record, content)
     header = msgspec.msgpack.encode([*msgspec.structs.astuple(HEADER), *more])

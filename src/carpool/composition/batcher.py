@@ -52,7 +52,16 @@ class BatcherHalf:
         self._ground = ground
         self.broker = broker
         self.services = [
-            ModelService(model, ground.session, broker, dead_letters, ground.offenders, sharers, clock=ground.clock)
+            ModelService(
+                model,
+                ground.session,
+                broker,
+                dead_letters,
+                ground.offenders,
+                sharers,
+                traces=ground.tracer,
+                clock=ground.clock,
+            )
             for model in models
         ]
 

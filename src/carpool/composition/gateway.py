@@ -130,8 +130,10 @@ class GatewayHalf:
             self.intake,
             face_settings(settings),
             gateway_openapi(list(ground.models), settings.model, settings.tasks.wait_ms_max),
+            ground.tracer,
         )
         self.http = HttpServer(routes.router.serve, http_limits(settings, models), ground.clock)
+        self.http.state.traces = ground.tracer
         self.servers: list[Server] = [self.http]
         self.port = 0
 

@@ -5,12 +5,14 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
+from carpool.composition.tracing import start_tracing
 from carpool.core.clock import Clock, monotonic
 from carpool.core.events import Events
-from carpool.core.snapshot import Status
+from carpool.core.snapshot import Numbers, Status
 from carpool.core.story import COMPANY_S_MAX
 from carpool.core.timers import Every
 from carpool.settings import Settings, models_of
+from carpool.telemetry.tracer import Tracer
 from carpool.upstream.client import make_session
 from carpool.upstream.offenders import Offenders
 
@@ -26,6 +28,7 @@ class Ground:
         self.clock = clock
         # What happens to requests, for those who subscribe.
         self.events = Events()
+        self.tracing = start_tracing(settings, self.events, clock)
         # Owners whose inputs keep being refused.
         self.offenders = Offenders()
         self.session = make_session()
@@ -35,7 +38,18 @@ class Ground:
         # How to give up what has been opened so far, the last first.
         self.opened = AsyncExitStack()
         self.opened.push_async_callback(self.session.close)
+        if self.tracing is not None:
+            self.opened.push_async_callback(self.tracing.close)
         self._background: set[asyncio.Task[None]] = set()
+
+    @property
+    def tracer(self) -> Tracer | None:
+        """None where nothing is traced."""
+        return None if self.tracing is None else self.tracing.tracer
+
+    def describe(self) -> tuple[Numbers, ...]:
+        """What `/metrics` shows of it."""
+        return () if self.tracing is None else (self.tracing.describe(),)
 
     @property
     def status(self) -> Status:

@@ -14,7 +14,7 @@
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from carpool.core.batch import Batch
@@ -25,27 +25,30 @@ logger = logging.getLogger("carpool")
 
 
 class Subscriber(Protocol):
-    """Whoever wants to know. Requests and batches are to be looked at, never changed or kept."""
+    """Whoever wants to know. Requests and batches are to be looked at, never changed; those under way are not kept.
+
+    A class that is derived from this one, and has not all of these, is told of those that it has.
+    """
 
     def admitted(self, request: Request) -> None:
         """A request came in, at `request.arrived`, or was restored then; over Redis a task when Redis has it."""
-        ...
+        return
 
     def taken(self, batch: Sequence[Request]) -> None:
         """A batch left its lane, at `request.taken` of each."""
-        ...
+        return
 
     def sent(self, batch: Sequence[Request], endpoint: str, attempt: int, now: float) -> None:
         """A call with these begins: the first attempt is 1. One on a dead connection may be repeated as the same."""
-        ...
+        return
 
     def ended(self, batch: Batch, requests: Sequence[Request]) -> None:
         """A batch is over, at `batch.ended`. `requests` are those that were taken for it; their inputs may be gone."""
-        ...
+        return
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request got its outcome, at `request.ended`; its waiter was told before, and its input is gone."""
-        ...
+        return
 
 
 class Events:
@@ -55,42 +58,74 @@ class Events:
         # A new tuple with each change, for somebody may be told meanwhile.
         self.subscribers: tuple[Subscriber, ...] = ()
         self._failures = 0
+        self._find_listeners()
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Tell this one from now on."""
         self.subscribers = (*self.subscribers, subscriber)
+        self._find_listeners()
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """Tell this one no more."""
         self.subscribers = tuple(each for each in self.subscribers if each is not subscriber)
+        self._find_listeners()
+
+    def _find_listeners(self) -> None:
+        """Who is told of what, looked up once: some of it happens with every request."""
+        self._of_admitted = [each.admitted for each in self.subscribers if has_own(each, "admitted")]
+        self._of_taken = [each.taken for each in self.subscribers if has_own(each, "taken")]
+        self._of_sent = [each.sent for each in self.subscribers if has_own(each, "sent")]
+        self._of_ended = [each.ended for each in self.subscribers if has_own(each, "ended")]
+        self._of_settled = [each.settled for each in self.subscribers if has_own(each, "settled")]
 
     def admitted(self, request: Request) -> None:
         """A request came in."""
         if not request.is_seat:
-            self._tell(lambda subscriber: subscriber.admitted(request))
+            for told in self._of_admitted:
+                try:
+                    told(request)
+                except Exception:
+                    self._failed()
 
     def taken(self, batch: Sequence[Request]) -> None:
         """A batch left its lane."""
-        self._tell(lambda subscriber: subscriber.taken(batch))
+        for told in self._of_taken:
+            try:
+                told(batch)
+            except Exception:
+                self._failed()
 
     def sent(self, batch: Sequence[Request], endpoint: str, attempt: int, now: float) -> None:
         """A call begins."""
-        self._tell(lambda subscriber: subscriber.sent(batch, endpoint, attempt, now))
+        for told in self._of_sent:
+            try:
+                told(batch, endpoint, attempt, now)
+            except Exception:
+                self._failed()
 
     def ended(self, batch: Batch, requests: Sequence[Request]) -> None:
         """A batch is over."""
-        self._tell(lambda subscriber: subscriber.ended(batch, requests))
+        for told in self._of_ended:
+            try:
+                told(batch, requests)
+            except Exception:
+                self._failed()
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request got its outcome."""
         if not request.is_seat:
-            self._tell(lambda subscriber: subscriber.settled(request, outcome))
+            for told in self._of_settled:
+                try:
+                    told(request, outcome)
+                except Exception:
+                    self._failed()
 
-    def _tell(self, tell: Callable[[Subscriber], None]) -> None:
-        for subscriber in self.subscribers:
-            try:
-                tell(subscriber)
-            except Exception:
-                self._failures += 1
-                if self._failures & (self._failures - 1) == 0:  # 1, 2, 4, 8, …: it may fail for every request
-                    logger.exception("a subscriber to events failed; failures so far: %d", self._failures)
+    def _failed(self) -> None:
+        self._failures += 1
+        if self._failures & (self._failures - 1) == 0:  # 1, 2, 4, 8, …: it may fail for every request
+            logger.exception("a subscriber to events failed; failures so far: %d", self._failures)
+
+
+def has_own(subscriber: Subscriber, event: str) -> bool:
+    """Whether a subscriber does something with an event."""
+    return getattr(type(subscriber), event, None) is not getattr(Subscriber, event)

@@ -14,6 +14,7 @@ from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Outcome, Output
 from carpool.core.request import Request
 from carpool.core.task import StoredTask
+from carpool.core.trace import CallTrace, Trace
 
 
 class LaneQueue(Protocol):
@@ -301,6 +302,8 @@ class Wishes(msgspec.Struct, frozen=True):
     # Its result must not be kept for others; a result that was kept must not be its answer.
     no_store: bool = False
     no_cache: bool = False
+    # The trace that its request is part of, if it is to have one already.
+    trace: Trace | None = None
 
 
 NO_WISHES = Wishes()
@@ -426,6 +429,32 @@ class RateBudget(Protocol):
 
     def ask(self, asks: Sequence[RateAsk], told: Callable[[str, RateTold | None], None]) -> None:
         """Have `told` called once for each of these owners, later, and soon: with None if no answer comes."""
+        ...
+
+
+class RequestTraces(Protocol):
+    """What a face asks of tracing, where it is on."""
+
+    def begin(self, headers: dict[bytes, bytes]) -> Trace | None:
+        """The trace of a new request with these headers (names in lower case); None if it need not have one yet."""
+        ...
+
+    def refused(self, method: bytes, target: bytes, headers: dict[bytes, bytes], error: CarpoolError) -> None:
+        """A request was answered with an error and never came in."""
+        ...
+
+
+class CallTraces(Protocol):
+    """What the upstream stage asks of tracing, where it is on."""
+
+    def call_begins(
+        self, members: Sequence[Request], endpoint: str, attempt: int, now: float, *, is_search: bool
+    ) -> CallTrace | None:
+        """A call with these begins. Its headers are for the endpoint; None where batches have no names."""
+        ...
+
+    def call_ended(self, members: Sequence[Request], call: CallTrace) -> None:
+        """How it ended has been written down."""
         ...
 
 

@@ -323,6 +323,23 @@ class RedisBatcherNumbers(Numbers, frozen=True, kw_only=True):
     outcome_retries: Annotated[int, counter("Attempts to write outcomes that had to be repeated.")]
 
 
+class TraceNumbers(Numbers, frozen=True, kw_only=True):
+    """Tracing."""
+
+    shown = "all"
+
+    traces_kept: Annotated[
+        Counts,
+        counter(
+            "Requests whose trace is kept: their caller asked for it, the ratio fell on them, they failed, or they "
+            "were among the slowest. Only with `tracing.otlp_endpoint`.",
+            "why",
+        ),
+    ]
+    trace_spans: Annotated[Counts, counter("Spans that the receiver took (`sent`), or that were `dropped`.", "result")]
+    trace_export_failures: Annotated[int, counter("Calls to the receiver of traces that brought nothing.")]
+
+
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A process at one moment."""
 

@@ -134,8 +134,8 @@ class Intake:
             caller.owner,
             client_id,
         )
-        if wishes.timeout_s is not None:
-            shorten(request, wishes.timeout_s)
+        if wishes is not NO_WISHES:
+            apply(wishes, request)
         if model.prepare is not None:
             model.prepare(request)
         self._recent.append(request)
@@ -217,8 +217,8 @@ class Intake:
             owner=caller.owner,
             client_id=client_id,
         )
-        if wishes.timeout_s is not None:
-            shorten(request, wishes.timeout_s)
+        if wishes is not NO_WISHES:
+            apply(wishes, request)
         if model.prepare is not None:
             model.prepare(request)
         self._recent.append(request)
@@ -268,6 +268,13 @@ def check_model(allowed: frozenset[str], name: str) -> None:
     """Raise Forbidden unless the model is one of these."""
     if name not in allowed:
         raise Forbidden(f"this credential is for {', '.join(sorted(allowed))}; name one of these models")
+
+
+def apply(wishes: Wishes, request: Request) -> None:
+    """Treat a request as its client wishes, as far as that shows in the request."""
+    request.trace = wishes.trace
+    if wishes.timeout_s is not None:
+        shorten(request, wishes.timeout_s)
 
 
 def shorten(request: Request, timeout_s: float) -> None:

@@ -24,11 +24,20 @@ from carpool.settings.resolution import (
     resolve,
     tls_files,
 )
-from carpool.settings.schema import BrokerSettings, GatewaySettings, ModelSettings, Settings, UpstreamSettings
+from carpool.settings.schema import (
+    BrokerSettings,
+    GatewaySettings,
+    ModelSettings,
+    Settings,
+    TracingSettings,
+    UpstreamSettings,
+)
 from carpool.upstream.tls import UpstreamSecurity, read_file, read_header_value, read_token
 
 _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _TOKEN = re.compile(r"[\x21-\x7e]+")
+_RECEIVER = re.compile(r"https?://[^\s/?#@]+(?:/[^\s?#]*)?")
+_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+=[\x20-\x7e]*[\x21-\x7e]")
 _METRICS_PAGE = re.compile(r"(?:https?://[^\s/?#@]+|:[0-9]{1,5})?/[^\s#]*")
 
 
@@ -76,6 +85,7 @@ def check_together(settings: Settings, where: Where) -> None:
     _check_tracking(settings, where)
     _check_processes(settings, where)
     _check_models(settings, where)
+    _check_tracing(settings.tracing, where)
 
 
 def check_name(name: str, where: str) -> None:
@@ -137,6 +147,20 @@ def _check_tokens(settings: Settings, where: Where) -> None:
         # What stands in place of a path may be the secret itself: it is not shown.
         reason = fault.strerror if isinstance(fault, OSError) else fault
         raise ConfigError(f"{where('auth.jwt_file')} must be a file with keys: {reason}") from None
+
+
+def _check_tracing(tracing: TracingSettings, where: Where) -> None:
+    if tracing.otlp_endpoint and not _RECEIVER.fullmatch(tracing.otlp_endpoint):
+        raise ConfigError(
+            f"{where('tracing.otlp_endpoint')} must be like http://collector:4318, without a user name or a query; "
+            "keys go into tracing.headers"
+        )
+    # The value may be a key: it is not shown.
+    if not all(_HEADER.fullmatch(text) for text in tracing.headers):
+        raise ConfigError(f"{where('tracing.headers')} must have NAME=VALUE, in printable ASCII")
+    for text in tracing.resource_attributes:
+        if not text.partition("=")[0].strip() or "=" not in text:
+            raise ConfigError(f"{where('tracing.resource_attributes')} must have NAME=VALUE, not {shown(text)}")
 
 
 def _check_gateway(gateway: GatewaySettings, where: Where) -> None:

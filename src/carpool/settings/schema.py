@@ -469,6 +469,44 @@ class LogSettings(Section, frozen=True):
     ] = "auto"
 
 
+class TracingSettings(Section, frozen=True):
+    """Traces, sent by OTLP over HTTP; never payloads or credentials."""
+
+    otlp_endpoint: Annotated[
+        str,
+        doc("who receives traces, like `http://collector:4318`; `/v1/traces` is added; empty: no tracing", url=True),
+    ] = ""
+    headers: Annotated[
+        list[str], doc("headers for the receiver, each as `NAME=VALUE`, such as its API key; secret", secret=True)
+    ] = []
+    service_name: Annotated[FieldName, doc("`service.name` of this process")] = "carpool"
+    resource_attributes: Annotated[
+        list[str],
+        doc("what else is told of this process, each as `NAME=VALUE`, like `deployment.environment.name=prod`"),
+    ] = []
+    sample_ratio: Annotated[
+        float, doc("share of the requests that are kept in any case, by trace id; 1: all of them", ge=0, le=1)
+    ] = 0.01
+    slow_share: Annotated[
+        float, doc("share of the requests that is kept because they were the slowest", ge=0, le=1)
+    ] = 0.01
+    errors_per_second: Annotated[
+        int,
+        doc("requests that failed are kept up to this rate; those refused at the door by ratio", ge=0, le=1_000_000),
+    ] = 100
+    follow_callers: Annotated[
+        bool,
+        doc(
+            "a caller's `traceparent` counts: its trace goes on, and is kept if it says so; false where strangers call"
+        ),
+    ] = True
+    buffer_bytes_max: Annotated[Count, doc("bytes of spans that wait for the receiver; more are dropped")] = 32 * MIB
+    timeout_s: Annotated[Seconds, doc("longest time for one call to the receiver")] = 10.0
+
+    def __repr__(self) -> str:
+        return f"TracingSettings({len(self.headers)} headers)"  # they are secret
+
+
 class TierSettings(Section, frozen=True):
     """One tier. The list is in order of rank; its last entry serves requests without a credential."""
 
@@ -555,6 +593,7 @@ class Settings(Section, frozen=True):
     dead_letters: DeadLetterSettings = DeadLetterSettings()
     tracking: TrackingSettings = TrackingSettings()
     log: LogSettings = LogSettings()
+    tracing: TracingSettings = TracingSettings()
     tiers: tuple[TierSettings, ...] = DEFAULT_TIERS
     models: dict[str, ModelSettings] = {}
     keys: dict[str, KeySettings] = {}

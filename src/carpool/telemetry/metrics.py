@@ -22,6 +22,7 @@ KINDS: tuple[type[Numbers], ...] = (
     shapes.RedisNumbers,
     shapes.RedisGatewayNumbers,
     shapes.RedisBatcherNumbers,
+    shapes.TraceNumbers,
 )
 
 

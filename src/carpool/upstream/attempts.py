@@ -19,13 +19,16 @@ from collections.abc import Callable, Collection, Iterable
 from secrets import token_hex
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
 from carpool.core.errors import CarpoolError, DeadlineExceeded, UpstreamFailed, UpstreamProtocolFault, UpstreamRefused
 from carpool.core.events import Events
 from carpool.core.outcome import CallFacts, Output
-from carpool.core.ports import Outcomes
+from carpool.core.ports import CallTraces, Outcomes
 from carpool.core.request import DONE, Request
 from carpool.core.tally import SECONDS_BOUNDS, Histogram
+from carpool.core.trace import CallTrace
 from carpool.upstream.call_ids import CallIds
 from carpool.upstream.codecs import Codec, ProtocolFaultError
 from carpool.upstream.codecs.base import Refusal
@@ -88,6 +91,7 @@ class Attempts:
         when_answered: Callable[[list[Request]], None],
         merge: Callable[[list[Request]], Merged] | None = None,
         events: Events | None = None,
+        traces: CallTraces | None = None,
         clock: Clock = monotonic,
         random_share: Callable[[], float] = random.random,
     ) -> None:
@@ -104,6 +108,8 @@ class Attempts:
         # Finds the inputs of a call that are the same; None where each is sent for itself.
         self._merge = merge
         self._events = events or Events()
+        # None where calls are not traced.
+        self._traces = traces
         self._clock = clock
         self._random_share = random_share
         self._call_ids = CallIds(token_hex(4))
@@ -132,10 +138,13 @@ class Attempts:
         now = self._clock()
         return [request for request in batch if request.phase != DONE and request.deadline > now]
 
-    async def send(self, batch: list[Request], member: Member | None, ended: BatchEnded) -> Failure | Member:
+    async def send(
+        self, batch: list[Request], member: Member | None, ended: BatchEnded, *, is_search: bool = False
+    ) -> Failure | Member:
         """Call until an endpoint answers for the inputs: that one is returned, and the members are settled.
 
-        `member`: the slot for the first attempt; None to take one when it is free.
+        `member`: the slot for the first attempt; None to take one when it is free. `is_search`: it is a step of a
+        search, and called so in traces.
         """
         failure, failed = out_of_time(), None
         attempt = dead_in_a_row = doubts = 0
@@ -161,7 +170,11 @@ class Attempts:
                 return too_many(len(members), most, now) if members else out_of_time()
             latest = max(request.deadline for request in members)
             limit_s = latest - self._clock()
-            outcome = await self._call(members, member, attempt, min(self.timeout_s, limit_s), ended)
+            within_s = min(self.timeout_s, limit_s)
+            if self._traces is None:
+                outcome = await self._call(members, member, attempt, within_s, ended)
+            else:
+                outcome = await self._traced_call(self._traces, members, member, attempt, within_s, ended, is_search)
             if outcome is None:
                 return member
             was_received = outcome.dead is None or not outcome.dead.closed_before_sent
@@ -205,8 +218,37 @@ class Attempts:
             self._pool.says_nothing(member)
         self._pool.give_back(member)
 
+    async def _traced_call(
+        self,
+        traces: CallTraces,
+        members: list[Request],
+        member: Member,
+        attempt: int,
+        timeout_s: float,
+        ended: BatchEnded,
+        is_search: bool,
+    ) -> Failure | None:
+        """`_call`, and how it ended is written down."""
+        traced = traces.call_begins(members, member.name, attempt, self._clock(), is_search=is_search)
+        if traced is None:
+            return await self._call(members, member, attempt, timeout_s, ended)
+        traced.error = "cancelled"
+        try:
+            failure = await self._call(members, member, attempt, timeout_s, ended, traced)
+            traced.error = "" if failure is None else failure.error.code
+            return failure
+        finally:
+            traced.ended = traced.ended or self._clock()
+            traces.call_ended(members, traced)
+
     async def _call(
-        self, members: list[Request], member: Member, attempt: int, timeout_s: float, ended: BatchEnded
+        self,
+        members: list[Request],
+        member: Member,
+        attempt: int,
+        timeout_s: float,
+        ended: BatchEnded,
+        traced: CallTrace | None = None,
     ) -> Failure | None:
         """One call: settles the members and returns None, or returns what went wrong.
 
@@ -224,7 +266,10 @@ class Attempts:
         is_slot_held = False
         sent, places = (members, None) if self._merge is None else self._merge(members)
         try:
-            answer = await member.endpoint.post(self._codec.encode(sent, call_id), timeout_s)
+            call = self._codec.encode(sent, call_id)
+            if traced is not None:
+                call = replace(call, headers=call.headers + traced.headers)
+            answer = await member.endpoint.post(call, timeout_s)
         except AttemptFailedError as failure:
             self.calls["failed"] += 1
             error = UpstreamFailed(f"the inference API could not be used: {failure}")
@@ -241,6 +286,8 @@ class Attempts:
             if not is_slot_held:
                 self._pool.give_back(member)
         seconds = self._clock() - started
+        if traced is not None:
+            traced.status, traced.ended = answer.status, started + seconds
         if answer.load is not None:
             member.load.report(answer.load)
         try:

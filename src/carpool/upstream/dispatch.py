@@ -12,7 +12,7 @@ from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import is_dead_letter
 from carpool.core.errors import CarpoolError, DeadlineExceeded, Draining, InternalError
 from carpool.core.events import Events
-from carpool.core.ports import DeadLetters, LaneQueue, Returns
+from carpool.core.ports import CallTraces, DeadLetters, LaneQueue, Returns
 from carpool.core.request import DONE, Request
 from carpool.core.tally import Histogram
 from carpool.upstream.attempts import Attempts, BatchEnded, Failure
@@ -55,6 +55,7 @@ class UpstreamDispatcher:
         when_limit_is_learned: Callable[[Member], None] = lambda member: None,
         merge: Callable[[list[Request]], Merged] | None = None,
         events: Events | None = None,
+        traces: CallTraces | None = None,
         clock: Clock = monotonic,
         random_share: Callable[[], float] = random.random,
     ) -> None:
@@ -82,6 +83,7 @@ class UpstreamDispatcher:
             when_answered=self._answered,
             merge=merge,
             events=events,
+            traces=traces,
             clock=clock,
             random_share=random_share,
         )

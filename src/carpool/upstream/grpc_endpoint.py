@@ -112,7 +112,7 @@ class GrpcEndpoint:
 
         try:
             secrets = self._credentials.headers()
-            metadata = [(name.lower(), value) for name, value in secrets.items()]
+            metadata = [*call.headers, *((name.lower(), value) for name, value in secrets.items())]
             async with self._channel() as channel, asyncio.timeout(timeout_s):
                 # The server is told too, so that it need not work for nobody.
                 body: bytes = await channel.infer(call.body, timeout=timeout_s, metadata=metadata)

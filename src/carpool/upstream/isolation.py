@@ -391,7 +391,7 @@ class Isolation:
         started, paid_s = self._clock(), self._attempts.service_s
         result: Failure | Member | None = None
         try:
-            result = await self._attempts.send(members, member, ignore)
+            result = await self._attempts.send(members, member, ignore, is_search=True)
         except Exception:
             self._broke(members)
         finally:

@@ -68,12 +68,14 @@ class EntryRecord(msgspec.Struct, frozen=True, gc=False):
     client_id: str = ""
     # Of a task: under which key its result is to be kept for requests that are the same; empty if it is not.
     result_key: bytes = b""
+    # Where it stands in a trace that is kept (core/trace.py); empty otherwise.
+    trace: str = ""
 
 
 class More(msgspec.Struct, frozen=True, array_like=True):
     """The end of a record, where there is one."""
 
-    # W3C `traceparent` and `tracestate`. Nobody writes these yet.
+    # Of a request whose trace is kept: `traceparent` of its span, the caller's span, `tracestate`.
     trace: str = ""
     client_id: str = ""
     result_key: bytes = b""
@@ -147,9 +149,9 @@ def encode_record(number: int, request_id: str, owner: str, remaining_ms: int, m
     return _pack(ENTRY_FORMAT, length, number, remaining_ms, len(request_id), len(owner)) + names + more
 
 
-def encode_more(client_id: str, result_key: bytes = b"") -> bytes:
+def encode_more(client_id: str, result_key: bytes = b"", trace: str = "") -> bytes:
     """The end of a record."""
-    return _encoder.encode(More(client_id=client_id, result_key=result_key))
+    return _encoder.encode(More(trace, client_id, result_key))
 
 
 def decode_value(data: bytes) -> tuple[EntryRecord, bytes]:
@@ -165,7 +167,8 @@ def decode_value(data: bytes) -> tuple[EntryRecord, bytes]:
     if version != ENTRY_FORMAT or end > len(data):
         raise UnknownFormatError("the value of an entry is not what its header says")
     owner = names[id_length:]
-    return EntryRecord(number, names[:id_length], owner, remaining_ms, more.client_id, more.result_key), data[end:]
+    record = EntryRecord(number, names[:id_length], owner, remaining_ms, more.client_id, more.result_key, more.trace)
+    return record, data[end:]
 
 
 def encode_reply(reply: Reply) -> bytes:

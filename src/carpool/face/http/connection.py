@@ -567,9 +567,13 @@ class Connection(asyncio.Protocol):
         """Whether nobody is there to read any more."""
         return self.transport is None
 
-    def count_problem(self, code: str) -> None:
-        """One more response is an error."""
-        self.state.count_problem(code)
+    def note_problem(self, exchange: Exchange, error: CarpoolError) -> None:
+        """The response to an exchange is an error."""
+        state = self.state
+        state.count_problem(error.code)
+        # One that came in has its request there, and is traced with that.
+        if state.traces is not None and exchange.context is None:
+            state.traces.refused(exchange.method, exchange.target, exchange.headers, error)
 
     def connection_line(self, exchange: Exchange) -> bytes:
         """What a response says of the connection: that it ends, or to whoever asked that it does not."""

@@ -72,8 +72,8 @@ class Sink(Protocol):
         """Whether nobody is there to read any more."""
         ...
 
-    def count_problem(self, code: str) -> None:
-        """One more answer is an error."""
+    def note_problem(self, exchange: "Exchange", error: CarpoolError) -> None:
+        """The answer to an exchange is an error."""
         ...
 
 

@@ -10,11 +10,12 @@ from functools import partial
 
 import msgspec
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from carpool.core.clock import rfc3339
 from carpool.core.errors import CarpoolError, ClientLeft, Malformed, TooLarge, UnsupportedMedia
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import NO_WISHES, Caller, Entry, Wishes
+from carpool.core.ports import NO_WISHES, Caller, Entry, RequestTraces, Wishes
 from carpool.core.request import DONE, Request
 from carpool.core.task import StoredTask
 from carpool.face.http.exchange import JSON, Exchange
@@ -49,8 +50,10 @@ class HttpFaceSettings(msgspec.Struct, frozen=True):
 class ParkedReplies:
     """Waits for the outcomes of synchronous requests and answers their exchanges."""
 
-    def __init__(self, form: Callable[[Request, Output], Pieces]) -> None:
+    def __init__(self, form: Callable[[Request, Output], Pieces], route: str) -> None:
         self._form = form
+        # For traces.
+        self.route = route
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Turn an outcome into the response of the exchange that is parked for it."""
@@ -68,15 +71,19 @@ class ParkedReplies:
 class GatewayRoutes:
     """Serves clients."""
 
-    def __init__(self, intake: Intake, settings: HttpFaceSettings, openapi: bytes) -> None:
+    def __init__(
+        self, intake: Intake, settings: HttpFaceSettings, openapi: bytes, traces: RequestTraces | None = None
+    ) -> None:
         self._intake = intake
+        # None where nothing is traced.
+        self._traces = traces
         self._settings = settings
         self._default_mode = settings.default_mode
         # A task is not refused for how long it would wait: where the body may make it one, it is read first.
         self._early = intake.early if settings.default_mode == "sync" else None
         self._openapi = openapi
-        self._inference_replies = ParkedReplies(InferenceAnswers().pieces)
-        self._predict_replies = ParkedReplies(predict_pieces)
+        self._inference_replies = ParkedReplies(InferenceAnswers().pieces, "/v1/inference")
+        self._predict_replies = ParkedReplies(predict_pieces, "/v1/predict")
         self.router = Router()
         self.router.add(b"POST", b"/v1/inference", self.inference)
         self.router.add(b"POST", b"/v1/predict", self.predict)
@@ -118,6 +125,8 @@ class GatewayRoutes:
                 mode = "async"
         parameters = b"" if call.parameters is UNSET else canonical_parameters(call.parameters)
         value = checked_input(call.input, "input")
+        if self._traces is not None and (trace := self._traces.begin(headers)) is not None:
+            wishes = replace(wishes, trace=trace)
         client_id = call.client_id or ""
         if mode == "async":
             self._submit(exchange, caller, model, parameters, value, client_id, wishes)
@@ -156,6 +165,8 @@ class GatewayRoutes:
         headers = exchange.headers
         own_id, replies = request_id(headers), self._predict_replies
         wishes = wishes_in(headers, preferences(headers.get(b"prefer", b"")))
+        if self._traces is not None and (trace := self._traces.begin(headers)) is not None:
+            wishes = replace(wishes, trace=trace)
         self._park(exchange, self._intake.ask(caller, model, b"", value, own_id, replies, exchange, "", wishes))
 
     def result(self, exchange: Exchange, task_id: str) -> None:

@@ -26,7 +26,7 @@ def problem_headers(error: CarpoolError) -> bytes:
 def respond_problem(exchange: Exchange, error: CarpoolError, known_id: str | None = None) -> None:
     """Answer an exchange with an error; one that never became a Request gets an id all the same."""
     headers = exchange.headers
-    exchange.sink.count_problem(error.code)
+    exchange.sink.note_problem(exchange, error)
     body = problem_json(error, known_id or request_id(headers))
     exchange.respond(error.status, body, PROBLEM, echo_line(headers) + exchange.limit_lines + problem_headers(error))
 

@@ -8,6 +8,7 @@ import msgspec
 
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError
+from carpool.core.ports import RequestTraces
 from carpool.face.http.error_pace import ErrorPace
 from carpool.face.http.exchange import JSON, REASONS, Exchange
 from carpool.face.http.known_heads import KnownHeads
@@ -59,6 +60,8 @@ class HttpState:
         self.unread_bytes = 0
         # Answers that were errors, by code, for metrics.
         self.problems: dict[str, int] = {}
+        # Is told of refusals; None where nothing is traced.
+        self.traces: RequestTraces | None = None
         # None where no event loop runs.
         self.error_pace: ErrorPace | None = None
         # While true, every response asks its client to go.

@@ -11,6 +11,7 @@ from carpool.broker.redis.formats import Header, NewerFormatError, decode_header
 from carpool.broker.sides import FedModel, SuspectLetters
 from carpool.core.errors import CarpoolError, DeadlineExceeded, QueueTimeout, UpstreamFailed
 from carpool.core.request import Request
+from carpool.core.trace import read_text
 
 logger = logging.getLogger("carpool.broker")
 
@@ -72,6 +73,8 @@ class Unpacker:
         )
         if record.result_key:
             request.result_key = record.result_key
+        if record.trace:
+            request.trace = read_text(record.trace)
         fault = self._fault_of(request, header, now, delivery)
         if delivery > 1:  # it rides with others like it, and at the end alone
             is_alone = company_of(delivery, self._deliveries_max) == 1

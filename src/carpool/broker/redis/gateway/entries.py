@@ -6,6 +6,7 @@ from carpool.broker.redis.formats import ENTRY_FORMAT, Header, encode_header, en
 from carpool.broker.redis.keys import lane_name, line_name
 from carpool.broker.redis.terms import QueueStream
 from carpool.core.request import Request
+from carpool.core.trace import text_of
 
 # A script holds up everybody else in Redis: no call carries more than this.
 ENTRIES_A_CALL_MAX = 256
@@ -31,8 +32,12 @@ def values_of(requests: Iterable[Request], now: float) -> list[tuple[bytes, byte
 
 def record_of(request: Request, remaining_ms: int) -> bytes:
     """What the value of its entry begins with."""
-    has_more = request.is_task and (request.client_id or request.result_key)
-    more = encode_more(request.client_id, request.result_key or b"") if has_more else b""
+    more = b""
+    if request.trace is not None and request.trace.is_sampled:
+        result_key = request.result_key if request.is_task else None
+        more = encode_more(request.client_id, result_key or b"", text_of(request.trace))
+    elif request.is_task and (request.client_id or request.result_key):
+        more = encode_more(request.client_id, request.result_key or b"")
     return encode_record(request.number, request.id, request.owner, remaining_ms, more)
 
 

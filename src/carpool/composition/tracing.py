@@ -1,0 +1,91 @@
+"""Tracing as configured: a tracer that listens to what happens, and an exporter that sends what it keeps."""
+
+import os
+import random
+import secrets
+import socket
+from time import time
+from typing import NamedTuple
+
+from carpool.core.clock import Clock
+from carpool.core.events import Events
+from carpool.core.snapshot import TraceNumbers
+from carpool.settings import Settings
+from carpool.settings.schema import TracingSettings
+from carpool.telemetry.exporter import Exporter
+from carpool.telemetry.otlp import Envelope
+from carpool.telemetry.tracer import Rules, Tracer
+from carpool.version import __version__
+
+PATH = "/v1/traces"
+
+
+class Tracing(NamedTuple):
+    """Where it is on."""
+
+    tracer: Tracer
+    exporter: Exporter
+
+    async def close(self) -> None:
+        """Send what was kept."""
+        self.tracer.finish()
+        await self.exporter.close()
+
+    def describe(self) -> TraceNumbers:
+        """What `/metrics` shows of it."""
+        return TraceNumbers(
+            traces_kept=self.tracer.kept,
+            trace_spans={"sent": self.exporter.sent, "dropped": self.exporter.dropped + self.tracer.dropped},
+            trace_export_failures=self.exporter.failures,
+        )
+
+
+def start_tracing(settings: Settings, events: Events, clock: Clock) -> Tracing | None:
+    """Trace what happens from now on; None where that is off."""
+    own = settings.tracing
+    if not own.otlp_endpoint:
+        return None
+    exporter = Exporter(
+        receiver_url(own.otlp_endpoint),
+        dict(pairs_of(own.headers)),
+        Envelope(resource_of(own), "carpool", __version__),
+        bytes_max=own.buffer_bytes_max,
+        timeout_s=own.timeout_s,
+    )
+    # Ids must differ, and need not be secret: a generator of its own, seeded by the system.
+    drawn = random.Random(secrets.randbits(128))
+    tracer = Tracer(
+        Rules(own.sample_ratio, own.slow_share, own.errors_per_second, own.follow_callers),
+        [tier.name for tier in settings.tiers],
+        exporter.add,
+        clock=clock,
+        wall=time,
+        random_bits=drawn.getrandbits,
+        random_share=drawn.random,
+    )
+    exporter.start()
+    tracer.start()
+    events.subscribe(tracer)
+    return Tracing(tracer, exporter)
+
+
+def receiver_url(endpoint: str) -> str:
+    """Where traces go, by OTLP's rule for a base URL; one that names their path already stays."""
+    return endpoint if endpoint.endswith(PATH) else endpoint.rstrip("/") + PATH
+
+
+def resource_of(own: TracingSettings) -> list[tuple[str, str]]:
+    """Who writes the spans."""
+    host = socket.gethostname()
+    return [
+        ("service.name", own.service_name),
+        ("service.version", __version__),
+        ("service.instance.id", f"{host}-{os.getpid()}"),
+        ("host.name", host),
+        *pairs_of(own.resource_attributes),
+    ]
+
+
+def pairs_of(texts: list[str]) -> list[tuple[str, str]]:
+    """Names and values."""
+    return [(name.strip(), value.strip()) for name, _, value in (text.partition("=") for text in texts)]

@@ -1,0 +1,152 @@
+"""Sends spans to a receiver by OTLP over HTTP. It never keeps anybody waiting, and what it holds is bounded.
+
+1. Spans leave once a second, or as soon as there are many; one call at a time.
+2. A receiver that is away, or asks for patience (429, 502, 503, 504), gets the same spans again, a few times, later and
+   later. Then, or if it refuses them, they are dropped. So are those for which there is no room meanwhile.
+3. Drops are counted. Of a receiver that fails, and that works again, one line is logged each.
+"""
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Mapping
+
+import aiohttp
+
+from carpool.telemetry.otlp import Envelope
+
+logger = logging.getLogger("carpool.traces")
+
+SEND_S = 1.0
+BODY_BYTES = 512 * 1024
+TRIES_MAX = 4
+PAUSE_S, PAUSE_S_MAX = 0.5, 8.0
+RETRY_STATUS = frozenset({429, 502, 503, 504})
+ANSWER_BYTES_MAX = 64 * 1024
+# At the end of a process.
+LAST_S = 2.0
+
+
+class Exporter:
+    """Holds spans until they are sent."""
+
+    def __init__(
+        self, url: str, headers: Mapping[str, str], envelope: Envelope, *, bytes_max: int, timeout_s: float
+    ) -> None:
+        self._url = url
+        self._headers = {**headers, "Content-Type": "application/x-protobuf", "User-Agent": "carpool"}
+        self._envelope = envelope
+        self._bytes_max = bytes_max
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._waiting: deque[bytes] = deque()
+        # Of those that wait, and of those under way.
+        self.held_bytes = 0
+        self._due = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._is_failing = False
+        self._session: aiohttp.ClientSession | None = None
+        self._task: asyncio.Task[None] | None = None
+        # For metrics: spans, and calls that brought nothing.
+        self.sent = 0
+        self.dropped = 0
+        self.failures = 0
+
+    def __repr__(self) -> str:
+        return f"<Exporter waiting={len(self._waiting)} bytes={self.held_bytes} dropped={self.dropped}>"
+
+    def start(self) -> None:
+        """Send from now on."""
+        self._session = aiohttp.ClientSession(timeout=self._timeout, trust_env=False, auto_decompress=False)
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def add(self, packed: bytes) -> None:
+        """One more span; dropped if there is no room."""
+        held_bytes = self.held_bytes + len(packed)
+        if held_bytes > self._bytes_max:
+            self.dropped += 1
+            return
+        self.held_bytes = held_bytes
+        self._waiting.append(packed)
+        if held_bytes >= BODY_BYTES:
+            self._due.set()
+
+    async def close(self) -> None:
+        """Send what there is, if that takes but a moment."""
+        self._closing.set()
+        self._due.set()
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=LAST_S)
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    async def _run(self) -> None:
+        while not self._closing.is_set():
+            await wait(self._due, SEND_S)
+            self._due.clear()
+            while self._waiting:
+                await self._send_some()
+                if self.held_bytes < BODY_BYTES and not self._closing.is_set():
+                    break  # the rest waits for company
+
+    async def _send_some(self) -> None:
+        spans: list[bytes] = []
+        size = 0
+        while self._waiting and size < BODY_BYTES:
+            spans.append(self._waiting.popleft())
+            size += len(spans[-1])
+        try:
+            is_taken = await self._send(self._envelope.wrap(spans))
+        except Exception:
+            logger.exception("traces could not be sent")
+            is_taken = False
+        self.held_bytes -= size
+        if is_taken:
+            self.sent += len(spans)
+        else:
+            self.dropped += len(spans)
+
+    async def _send(self, body: bytes) -> bool:
+        """Whether the receiver took it."""
+        pause_s = PAUSE_S
+        for number in range(1, TRIES_MAX + 1):
+            failure, may_try_again = await self._post(body)
+            if not failure:
+                if self._is_failing:
+                    self._is_failing = False
+                    logger.info("the receiver of traces works again")
+                return True
+            self.failures += 1
+            if not self._is_failing:
+                self._is_failing = True
+                logger.warning("the receiver of traces failed: %s; requests go on without", failure)
+            if not may_try_again or self._closing.is_set() or number == TRIES_MAX:
+                break
+            await wait(self._closing, pause_s * (0.5 + random.random() / 2))
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+        return False
+
+    async def _post(self, body: bytes) -> tuple[str, bool]:
+        """What went wrong, or ""; and whether trying again may help."""
+        assert self._session is not None
+        try:
+            async with self._session.post(
+                self._url, data=body, headers=self._headers, allow_redirects=False
+            ) as response:
+                await response.content.read(ANSWER_BYTES_MAX)
+                if response.status < 300:
+                    return "", False
+                return f"status {response.status}", response.status in RETRY_STATUS
+        except (aiohttp.ClientError, TimeoutError, OSError) as failure:
+            return type(failure).__name__, True
+
+
+async def wait(event: asyncio.Event, seconds: float) -> None:
+    """Until it is set, or so long."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass

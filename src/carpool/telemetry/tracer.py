@@ -1,0 +1,265 @@
+"""Tracing. The hot path keeps next to nothing; what is kept is decided at the end of a request, and packed later.
+
+1. Where its caller asks for it (the sampled flag), or the ratio falls on it, a request has a trace from the start: that
+   travels with it, its batch has a link to it, and the upstream is told that the batch is kept.
+2. All others have none until their end. Errors and the slowest are kept then, with what is known of their call. In the
+   process that sent the batch, its span is kept too.
+3. Refusals are kept by ratio alone, and where the caller asks as errors are: a flood of them must stay cheap.
+4. Whoever holds a request when it is settled writes its span: over Redis the gateway, for a task the batcher. Whoever
+   sends a batch writes the batch's.
+5. What is to be packed waits in a bounded line, and is packed a little at a time. What has no room is counted.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from carpool.core.batch import Batch
+from carpool.core.clock import Clock
+from carpool.core.errors import CarpoolError, ClientLeft
+from carpool.core.events import Subscriber
+from carpool.core.outcome import CallFacts, Outcome, Output
+from carpool.core.request import Request
+from carpool.core.timers import Every
+from carpool.core.trace import CallTrace, Trace, read_traceparent, read_tracestate, trace_of_batch, traceparent_of
+from carpool.telemetry.sampling import ErrorRate, Ratio, Slowest
+from carpool.telemetry.spans import BatchTrace, Spans
+
+# Packing: how often, and how many at least; where more wait, this part of them.
+PACK_S = 0.01
+PACKED_MIN, PACKED_PART = 64, 8
+LINE_MAX = 20_000
+# The window of the slowest; and how often the wall clock is looked at.
+WINDOW_S = 1.0
+# Spans that are lost with a request, or a batch, that is dropped.
+SPANS_OF_ONE = 2
+# Targets whose name is a route; others may hold anything.
+ROUTES = {b"/v1/inference": "/v1/inference", b"/v1/predict": "/v1/predict"}
+METHODS = {b"GET": "GET", b"HEAD": "HEAD", b"POST": "POST", b"PUT": "PUT", b"DELETE": "DELETE", b"OPTIONS": "OPTIONS"}
+
+
+class Rules(NamedTuple):
+    """What is kept."""
+
+    ratio: float
+    slow_share: float
+    errors_per_second: float
+    # Whether a caller's `traceparent` counts.
+    follows_callers: bool
+
+
+class Tracer(Subscriber):
+    """Decides, and packs. `add` takes spans; `random_bits(n)` and `random_share()` are what ids are drawn by."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        tiers: Sequence[str],
+        add: Callable[[bytes], None],
+        *,
+        clock: Clock,
+        wall: Clock,
+        random_bits: Callable[[int], int],
+        random_share: Callable[[], float],
+    ) -> None:
+        self._add = add
+        self._clock = clock
+        self._wall = wall
+        self._random_bits = random_bits
+        self._follows = rules.follows_callers
+        self._slow_share = rules.slow_share
+        self._ratio = Ratio(rules.ratio, random_bits, random_share)
+        # Requests until the next that is kept by ratio: of those that come in, of those that are refused.
+        self._gap = self._ratio.gap()
+        self._refused_gap = self._ratio.gap()
+        self._errors = ErrorRate(rules.errors_per_second)
+        self._batch_errors = ErrorRate(rules.errors_per_second)
+        # By model.
+        self._slowest: defaultdict[str, Slowest] = defaultdict(lambda: Slowest(rules.slow_share))
+        self._spans = Spans(tiers, self._new_span_id)
+        self._line: deque[tuple[Any, ...]] = deque()
+        self._packs = Every(PACK_S, self._pack_some)
+        self._windows = Every(WINDOW_S, self._window_ends)
+        # For metrics: traces by why they are kept; spans that had no room here.
+        self.kept: Counter[str] = Counter(asked=0, ratio=0, error=0, slow=0)
+        self.dropped = 0
+
+    def __repr__(self) -> str:
+        return f"<Tracer line={len(self._line)} dropped={self.dropped}>"
+
+    def start(self) -> None:
+        """From now on."""
+        self._windows.start_now()
+
+    def finish(self) -> None:
+        """Pack all there is; nothing comes any more."""
+        self._windows.stop()
+        self._packs.stop()
+        self._pack(len(self._line))
+
+    # What a face calls (core.ports.RequestTraces).
+
+    def begin(self, headers: dict[bytes, bytes]) -> Trace | None:
+        """The trace of a new request; None if it need not have one yet."""
+        given = headers.get(b"traceparent")
+        if given is None or not self._follows:
+            gap = self._gap = self._gap - 1
+            if gap:
+                return None
+            self._gap = self._ratio.gap()
+            return Trace(self._ratio.kept_id(), self._new_span_id(), b"", True, "", "ratio")
+        return self._given(given, headers) or self.begin({})
+
+    def refused(self, method: bytes, target: bytes, headers: dict[bytes, bytes], error: CarpoolError) -> None:
+        """A request was answered with an error and never came in."""
+        trace: Trace | None = None
+        given = headers.get(b"traceparent")
+        if given is not None and self._follows:
+            trace = self._given(given, headers)
+            if trace is not None and trace.is_sampled and not self._errors.takes(self._clock()):
+                return
+        if trace is None:
+            self._refused_gap -= 1
+            if self._refused_gap:
+                return
+            self._refused_gap = self._ratio.gap()
+            trace = Trace(self._ratio.kept_id(), self._new_span_id(), b"", True, "", "ratio")
+        if trace.is_sampled:
+            route, name = ROUTES.get(target, ""), METHODS.get(method, "_OTHER")
+            self._enter(trace.why, (self._pack_refusal, trace, name, route, error, self._clock()))
+
+    def _given(self, traceparent: bytes, headers: dict[bytes, bytes]) -> Trace | None:
+        """The trace that a caller speaks of."""
+        given = read_traceparent(traceparent.decode("latin-1"))
+        if given is None:
+            return None
+        state = headers.get(b"tracestate")
+        why = "asked" if given.is_sampled else "ratio" if self._ratio.keeps(given.trace_id) else ""
+        return Trace(
+            given.trace_id,
+            self._new_span_id(),
+            given.span_id,
+            bool(why),
+            "" if state is None else read_tracestate(state.decode("latin-1")),
+            why,
+        )
+
+    # What the upstream stage calls (core.ports.CallTraces).
+
+    def call_begins(
+        self, members: Sequence[Request], endpoint: str, attempt: int, now: float, *, is_search: bool
+    ) -> CallTrace | None:
+        """A call begins."""
+        batch = members[0].batch
+        if batch is None:
+            return None
+        traced: BatchTrace | None = batch.trace
+        if traced is None:
+            links = [each.trace for each in members if each.trace is not None and each.trace.is_sampled]
+            traced = batch.trace = BatchTrace(trace_of_batch(batch.id, is_sampled=bool(links)), links, [])
+        trace, span_id = traced.trace, self._new_span_id()
+        header = traceparent_of(trace.trace_id, span_id, is_sampled=trace.is_sampled)
+        headers = (("traceparent", header),)
+        return CallTrace(headers, trace.trace_id, span_id, endpoint, attempt, len(members), now, is_search)
+
+    def call_ended(self, members: Sequence[Request], call: CallTrace) -> None:
+        """How it ended has been written down."""
+        batch = members[0].batch
+        if batch is not None and batch.trace is not None:
+            batch.trace.calls.append(call)
+            if batch.trace.is_written:  # a step of a search
+                self._enter("", (self._pack_calls, batch))
+
+    # What happens to requests and batches (core.events).
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """A request got its outcome: keep it, or not."""
+        trace = request.trace
+        if trace is not None and trace.is_sampled:
+            call, error = (outcome.call, None) if isinstance(outcome, Output) else (None, outcome)
+            self._enter(trace.why, (self._pack_request, request, trace, trace.why, call, error))
+        elif isinstance(outcome, Output):
+            slowest = self._slowest[request.model]
+            slowest.seen += 1
+            seconds = request.ended - request.arrived
+            if seconds >= slowest.threshold_s and not request.is_task:
+                slowest.add(seconds, (request, outcome.call))
+        elif not isinstance(outcome, ClientLeft) and self._errors.takes(request.ended):
+            self._keep_late(request, "error", None, outcome)
+
+    def ended(self, batch: Batch, requests: Sequence[Request]) -> None:
+        """A batch is over: keep it, or not."""
+        traced: BatchTrace | None = batch.trace
+        if traced is None or traced.is_written:
+            return
+        if traced.links or (batch.result not in ("ok", "not-sent") and self._batch_errors.takes(batch.ended)):
+            self._write_batch(batch, traced)
+
+    def _keep_late(self, request: Request, why: str, call: CallFacts | None, error: CarpoolError | None) -> None:
+        """Keep a request of which nobody else was told."""
+        trace = request.trace
+        if trace is None:
+            trace = request.trace = Trace(self._new_trace_id(), self._new_span_id())
+        self._enter(why, (self._pack_request, request, trace, why, call, error))
+        batch = request.batch
+        if batch is not None and batch.trace is not None and not batch.trace.is_written:
+            batch.trace.links.append(trace)
+            if batch.ended:
+                self._write_batch(batch, batch.trace)
+
+    def _write_batch(self, batch: Batch, traced: BatchTrace) -> None:
+        traced.is_written = True
+        self._enter("", (self._pack_batch, batch))
+
+    def _window_ends(self) -> None:
+        self._spans.offset_ns = int(self._wall() * 1e9) - int(self._clock() * 1e9)
+        for slowest in self._slowest.values():
+            for request, call in slowest.pick():
+                self._keep_late(request, "slow", call, None)
+
+    # Packing.
+
+    def _enter(self, why: str, work: tuple[Any, ...]) -> None:
+        line = self._line
+        if len(line) >= LINE_MAX:
+            self.dropped += SPANS_OF_ONE
+            return
+        if why:
+            self.kept[why] += 1
+        if not line:
+            self._packs.start()
+        line.append(work)
+
+    def _pack_some(self) -> None:
+        self._pack(max(PACKED_MIN, len(self._line) // PACKED_PART))
+        if not self._line:
+            self._packs.stop()
+
+    def _pack(self, most: int) -> None:
+        line = self._line
+        for _ in range(min(most, len(line))):
+            pack, *arguments = line.popleft()
+            pack(*arguments)
+
+    def _pack_request(
+        self, request: Request, trace: Trace, why: str, call: CallFacts | None, error: CarpoolError | None
+    ) -> None:
+        for packed in self._spans.request(request, trace, why, call, error):
+            self._add(packed)
+
+    def _pack_refusal(self, trace: Trace, method: str, route: str, error: CarpoolError, now: float) -> None:
+        self._add(self._spans.refusal(trace, method, route, trace.why, error, now))
+
+    def _pack_batch(self, batch: Batch) -> None:
+        self._add(self._spans.batch(batch, batch.trace))
+        self._pack_calls(batch)
+
+    def _pack_calls(self, batch: Batch) -> None:
+        for packed in self._spans.calls(batch.model, batch.trace):
+            self._add(packed)
+
+    def _new_span_id(self) -> bytes:
+        return (self._random_bits(64) or 1).to_bytes(8)
+
+    def _new_trace_id(self) -> bytes:
+        return (self._random_bits(128) or 1).to_bytes(16)
