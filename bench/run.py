@@ -19,6 +19,7 @@ redis-mixed the same with three tiers, tasks and eight lanes beside one of each,
 redis-rate  10,000 requests a second for 60 s through the same, Redis with `appendfsync everysec`
 door        keys, limits, tiers, fairness and shedding on, beside all off, alternating, embedded and over Redis
 refusal     CPU of a request that is refused (shed; over its limit) as a share of a served one's
+tracing     tracing at its default, and of every request, beside off, alternating
 """
 
 import argparse
@@ -39,6 +40,7 @@ import caching
 import distributed
 import door
 import measuring
+import tracing
 from measuring import (
     CARPOOL,
     HERE,
@@ -277,6 +279,7 @@ SECTIONS: dict[str, Callable[[bool], None]] = {
     "redis-rate": distributed.at_a_rate,
     "door": door.door,
     "refusal": door.refusal,
+    "tracing": tracing.tracing,
 }
 
 

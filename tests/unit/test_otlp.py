@@ -11,12 +11,13 @@ from carpool.telemetry.otlp import (
     INTERNAL,
     SERVER,
     Envelope,
+    Linked,
     TextAttribute,
     attribute,
     attributes,
-    link,
     named,
     span,
+    trace_state,
     varint,
 )
 from support.otlp import SeenLink, fields, spans_in
@@ -33,12 +34,10 @@ def one(rest: bytes, **changes: Any) -> Any:
         TRACE_ID,
         SPAN_ID,
         arguments["parent_id"],
-        arguments["name_and_kind"],
         1_800_000_000_123_456_789,
         1_800_000_001_000_000_001,
         0x301,
-        rest,
-        arguments["state"],
+        arguments["name_and_kind"] + trace_state(arguments["state"]) + rest,
     )
     [seen] = spans_in(ENVELOPE.wrap([packed]))
     return seen
@@ -62,14 +61,17 @@ def test_an_attribute_for_many_spans_is_written_like_any_other(name: str, text: 
 @given(st.text(max_size=200))
 def test_a_span(name: str) -> None:
     seen = one(
-        attribute("x", 1) + link(TRACE_ID, PARENT_ID, 1, "a=b") + ERROR,
+        attribute("x", 1) + Linked(1)(TRACE_ID, PARENT_ID, "a=b") + Linked(0x301)(TRACE_ID, SPAN_ID) + ERROR,
         name_and_kind=named(name, INTERNAL),
         state="c=d",
     )
     assert (seen.trace_id, seen.span_id, seen.parent_id) == (TRACE_ID.hex(), SPAN_ID.hex(), PARENT_ID.hex())
     assert (seen.name, seen.kind, seen.state, seen.flags) == (name, "internal", "c=d", 0x301)
     assert (seen.start_ns, seen.end_ns) == (1_800_000_000_123_456_789, 1_800_000_001_000_000_001)
-    assert seen.links == [SeenLink(TRACE_ID.hex(), PARENT_ID.hex(), "a=b")]
+    assert seen.links == [
+        SeenLink(TRACE_ID.hex(), PARENT_ID.hex(), "a=b"),
+        SeenLink(TRACE_ID.hex(), SPAN_ID.hex(), ""),
+    ]
     assert seen.attributes == {"x": 1}
     assert seen.is_error
     assert seen.resource == {"service.name": "x", "n": 3}
@@ -83,7 +85,7 @@ def test_a_root_has_no_parent_and_what_is_well_is_no_error() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 1000])
 def test_many_spans_in_one_export(count: int) -> None:
-    packed = span(TRACE_ID, SPAN_ID, b"", named("s", SERVER), 1, 2, 0, attribute("long", "x" * 500))
+    packed = span(TRACE_ID, SPAN_ID, b"", 1, 2, 0, named("s", SERVER) + attribute("long", "x" * 500))
     assert len(spans_in(ENVELOPE.wrap([packed] * count))) == count
 
 

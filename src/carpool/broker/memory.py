@@ -144,7 +144,7 @@ class MemoryBroker:
         self.held += 1
         self.held_bytes = held_bytes
         # Before it is queued: it may fill a batch, which is taken at once.
-        if self.events.subscribers:
+        if self.events.of_admitted:
             self.events.admitted(request)
         self.enqueue(request)
         return None
@@ -200,6 +200,7 @@ class MemoryBroker:
             raise ValueError(f"{len(outputs)} outputs for {len(batch)} requests")
         now, is_heard = self._clock(), bool(self.events.subscribers)
         settled = settled_bytes = counted = 0
+        told: list[tuple[Request, Output]] = []
         for request, output in zip(batch, outputs, strict=True):
             if request.phase != DONE:  # the client may have left meanwhile
                 settled += 1
@@ -210,8 +211,10 @@ class MemoryBroker:
                 self.held_bytes -= request.size
                 request.settle(output, now)
                 if is_heard and request.held_by is None:
-                    self.events.settled(request, output)
+                    told.append((request, output))
         self.outcomes["ok"] += counted
+        if told:
+            self.events.all_settled(told)
         if settled:
             self._runs_no_more(batch[0].model, settled_bytes)
 

@@ -74,7 +74,7 @@ class Parking:
         else:
             self._shares[request.model, request.tier].add(request)
             self._deadlines.add(request)
-        if self._events.subscribers:
+        if self._events.of_admitted:
             self._events.admitted(request)
         return None
 

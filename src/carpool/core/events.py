@@ -14,11 +14,11 @@
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from carpool.core.batch import Batch
-from carpool.core.outcome import Outcome
+from carpool.core.outcome import Outcome, Output
 from carpool.core.request import Request
 
 logger = logging.getLogger("carpool")
@@ -72,16 +72,18 @@ class Events:
 
     def _find_listeners(self) -> None:
         """Who is told of what, looked up once: some of it happens with every request."""
-        self._of_admitted = [each.admitted for each in self.subscribers if has_own(each, "admitted")]
+        # Most subscribers have nothing to do with this one: so it is asked for by itself.
+        self.of_admitted = [each.admitted for each in self.subscribers if has_own(each, "admitted")]
         self._of_taken = [each.taken for each in self.subscribers if has_own(each, "taken")]
         self._of_sent = [each.sent for each in self.subscribers if has_own(each, "sent")]
         self._of_ended = [each.ended for each in self.subscribers if has_own(each, "ended")]
         self._of_settled = [each.settled for each in self.subscribers if has_own(each, "settled")]
+        self._of_all_settled = [all_settled_of(each) for each in self.subscribers if has_own(each, "settled")]
 
     def admitted(self, request: Request) -> None:
         """A request came in."""
         if not request.is_seat:
-            for told in self._of_admitted:
+            for told in self.of_admitted:
                 try:
                     told(request)
                 except Exception:
@@ -120,6 +122,16 @@ class Events:
                 except Exception:
                     self._failed()
 
+    def all_settled(self, settled: Sequence[tuple[Request, Output]]) -> None:
+        """Requests of one model, at least one, got their outputs."""
+        own = [pair for pair in settled if not pair[0].is_seat]
+        if own:
+            for told in self._of_all_settled:
+                try:
+                    told(own)
+                except Exception:
+                    self._failed()
+
     def _failed(self) -> None:
         self._failures += 1
         if self._failures & (self._failures - 1) == 0:  # 1, 2, 4, 8, …: it may fail for every request
@@ -129,3 +141,13 @@ class Events:
 def has_own(subscriber: Subscriber, event: str) -> bool:
     """Whether a subscriber does something with an event."""
     return getattr(type(subscriber), event, None) is not getattr(Subscriber, event)
+
+
+def all_settled_of(subscriber: Subscriber) -> Callable[[Sequence[tuple[Request, Output]]], None]:
+    """How to tell a subscriber of many outputs: its own `all_settled`, if it has such a quicker way, or one by one."""
+
+    def tell_each(settled: Sequence[tuple[Request, Output]]) -> None:
+        for request, output in settled:
+            subscriber.settled(request, output)
+
+    return getattr(subscriber, "all_settled", tell_each)

@@ -39,7 +39,7 @@ class Exporter:
         self._envelope = envelope
         self._bytes_max = bytes_max
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[tuple[bytes, int]] = deque()
         # Of those that wait, and of those under way.
         self.held_bytes = 0
         self._due = asyncio.Event()
@@ -60,14 +60,14 @@ class Exporter:
         self._session = aiohttp.ClientSession(timeout=self._timeout, trust_env=False, auto_decompress=False)
         self._task = asyncio.get_running_loop().create_task(self._run())
 
-    def add(self, packed: bytes) -> None:
-        """One more span; dropped if there is no room."""
+    def add(self, packed: bytes, spans: int) -> None:
+        """So many more spans; dropped if there is no room."""
         held_bytes = self.held_bytes + len(packed)
         if held_bytes > self._bytes_max:
-            self.dropped += 1
+            self.dropped += spans
             return
         self.held_bytes = held_bytes
-        self._waiting.append(packed)
+        self._waiting.append((packed, spans))
         if held_bytes >= BODY_BYTES:
             self._due.set()
 
@@ -92,21 +92,23 @@ class Exporter:
                     break  # the rest waits for company
 
     async def _send_some(self) -> None:
-        spans: list[bytes] = []
-        size = 0
+        parts: list[bytes] = []
+        size = spans = 0
         while self._waiting and size < BODY_BYTES:
-            spans.append(self._waiting.popleft())
-            size += len(spans[-1])
+            packed, number = self._waiting.popleft()
+            parts.append(packed)
+            size += len(packed)
+            spans += number
         try:
-            is_taken = await self._send(self._envelope.wrap(spans))
+            is_taken = await self._send(self._envelope.wrap(parts))
         except Exception:
             logger.exception("traces could not be sent")
             is_taken = False
         self.held_bytes -= size
         if is_taken:
-            self.sent += len(spans)
+            self.sent += spans
         else:
-            self.dropped += len(spans)
+            self.dropped += spans
 
     async def _send(self, body: bytes) -> bool:
         """Whether the receiver took it."""

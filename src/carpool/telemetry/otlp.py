@@ -14,15 +14,12 @@ LOCAL_PARENT, REMOTE_PARENT = 0x100, 0x300
 
 Value = str | bool | int | float
 
-# trace_id = 1, span_id = 2; parent_span_id = 4; start = 7, end = 8; flags = 16; of a link: flags = 6.
-_ids = Struct("<2s16s2s8s").pack
-_parent = Struct("<2s8s").pack
-_times = Struct("<BQBQ").pack
-_flags = Struct("<2sI").pack
-_link_flags = Struct("<BI").pack
+# trace_id = 1, span_id = 2, start = 7, end = 8, flags = 16; and with parent_span_id = 4. Their order is free.
+_root = Struct("<2s16s2s8sBQBQ2sI").pack
+_child = Struct("<2s16s2s8s2s8sBQBQ2sI").pack
 _double = Struct("<d").pack
 _TRACE_ID, _SPAN_ID, _PARENT_ID = b"\x0a\x10", b"\x12\x08", b"\x22\x08"
-_START, _END, _FLAGS, _LINK_FLAGS = 0x39, 0x41, b"\x85\x01", 0x35
+_START, _END, _FLAGS = 0x39, 0x41, b"\x85\x01"
 # Lengths and small numbers, which are most of them.
 _VARINTS = [bytes([n]) if n < 0x80 else bytes([n & 0x7F | 0x80, n >> 7]) for n in range(0x4000)]
 ERROR = b"\x7a\x02\x18\x02"  # status = 15 with code = 3 and the value 2
@@ -58,22 +55,23 @@ def attributes(pairs: Iterable[tuple[str, Value | None]]) -> bytes:
 class TextAttribute:
     """An attribute that most spans have, each with another text."""
 
-    __slots__ = ("_key", "_name")
+    __slots__ = ("_heads", "_name")
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._key = field(1, name.encode())
+        # What comes before a text, by its length: of texts whose lengths need one byte each.
+        key = field(1, name.encode())
+        self._heads = [
+            b"\x4a" + varint(len(key) + 4 + size) + key + b"\x12" + varint(2 + size) + b"\x0a" + varint(size)
+            for size in range(126)
+        ]
 
     def __call__(self, text: str) -> bytes:
         """The attribute with this text."""
-        value, key = text.encode(), self._key
-        size = len(value)
-        if size + len(key) > 120:  # a length may need two bytes
-            return attribute(self._name, text)
-        varints = _VARINTS
-        return b"".join(
-            (b"\x4a", varints[len(key) + 4 + size], key, b"\x12", varints[2 + size], b"\x0a", varints[size], value)
-        )
+        value = text.encode()
+        if len(value) < 126:
+            return self._heads[len(value)] + value
+        return attribute(self._name, text)
 
 
 def key_value(name: str, value: Value) -> bytes:
@@ -94,34 +92,102 @@ def named(name: str, kind: int) -> bytes:
     return field(5, name.encode()) + b"\x30" + varint(kind)
 
 
-def link(trace_id: bytes, span_id: bytes, flags: int, state: str = "") -> bytes:
-    """A link of a span to a span of another trace."""
-    packed = _ids(_TRACE_ID, trace_id, _SPAN_ID, span_id)
-    if state:
-        packed += field(3, state.encode())
-    return field(13, packed + _link_flags(_LINK_FLAGS, flags))
+class Linked:
+    """Makes links of spans to spans of other traces, all with the same flags."""
+
+    __slots__ = ("_end", "_start")
+
+    def __init__(self, flags: int) -> None:
+        self._end = b"\x35" + flags.to_bytes(4, "little")
+        self._start = b"\x6a" + varint(2 + 16 + 2 + 8 + len(self._end)) + _TRACE_ID
+
+    def __call__(self, trace_id: bytes, span_id: bytes, state: str = "") -> bytes:
+        """One link."""
+        if state:
+            packed = _TRACE_ID + trace_id + _SPAN_ID + span_id + self._end + field(3, state.encode())
+            return field(13, packed)
+        return self._start + trace_id + _SPAN_ID + span_id + self._end
 
 
 def span(
     trace_id: bytes,
     span_id: bytes,
     parent_id: bytes,
-    name_and_kind: bytes,
     start_ns: int,
     end_ns: int,
     flags: int,
     rest: bytes,
-    state: str = "",
 ) -> bytes:
-    """A span, as a field of `ScopeSpans`. `rest` are attributes, links and status, already packed."""
-    packed = _ids(_TRACE_ID, trace_id, _SPAN_ID, span_id)
+    """A span, as a field of `ScopeSpans`. `rest` are name, kind, attributes, links, state and status, packed."""
     if parent_id:
-        packed += _parent(_PARENT_ID, parent_id)
-    if state:
-        packed += field(3, state.encode())
-    packed += name_and_kind + _times(_START, start_ns, _END, end_ns) + rest + _flags(_FLAGS, flags)
-    size = len(packed)
-    return b"\x12" + (_VARINTS[size] if size < 0x4000 else varint(size)) + packed
+        ids = (_TRACE_ID, trace_id, _SPAN_ID, span_id, _PARENT_ID, parent_id)
+        packed = _child(*ids, _START, start_ns, _END, end_ns, _FLAGS, flags)
+    else:
+        packed = _root(_TRACE_ID, trace_id, _SPAN_ID, span_id, _START, start_ns, _END, end_ns, _FLAGS, flags)
+    size = len(packed) + len(rest)
+    return b"\x12" + (_VARINTS[size] if size < 0x4000 else varint(size)) + packed + rest
+
+
+class Inside:
+    """A span, and a short one inside it that begins with it: for the two that every request has."""
+
+    __slots__ = ("_end", "_start")
+
+    def __init__(self, inner: bytes, flags: int) -> None:
+        packed_flags = _FLAGS + flags.to_bytes(4, "little")
+        self._end = packed_flags + inner
+        # Of ids and times with their tags: 2 + 16, and 2 + 8 or 1 + 8 each.
+        self._start = b"\x12" + varint(18 + 10 + 10 + 9 + 9 + len(self._end)) + _TRACE_ID
+
+    def __call__(
+        self,
+        trace_id: bytes,
+        span_id: bytes,
+        start: bytes,
+        end: bytes,
+        rest: bytes,
+        inner_id: bytes,
+        inner_end: bytes,
+    ) -> bytes:
+        """Both of them. Times are nanoseconds in eight bytes; `rest` is as for `span`, with flags and a parent."""
+        size = 18 + 10 + 9 + 9 + len(rest)
+        return b"".join(
+            (
+                b"\x12",
+                _VARINTS[size] if size < 0x4000 else varint(size),
+                _TRACE_ID,
+                trace_id,
+                _SPAN_ID,
+                span_id,
+                b"\x39",
+                start,
+                b"\x41",
+                end,
+                rest,
+                self._start,
+                trace_id,
+                _SPAN_ID,
+                inner_id,
+                _PARENT_ID,
+                span_id,
+                b"\x39",
+                start,
+                b"\x41",
+                inner_end,
+                self._end,
+            )
+        )
+
+
+def flags_and_parent(flags: int, parent_id: bytes) -> bytes:
+    """For the `rest` of a span, where that has to say it."""
+    packed = _FLAGS + flags.to_bytes(4, "little")
+    return packed + _PARENT_ID + parent_id if parent_id else packed
+
+
+def trace_state(text: str) -> bytes:
+    """The `tracestate` of a span."""
+    return field(3, text.encode())
 
 
 class Envelope:

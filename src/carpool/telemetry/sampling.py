@@ -38,10 +38,14 @@ class Ratio:
         """How many requests come until one is kept, that one included; for ever where none is."""
         if not self._log_rest:
             return 1 << 62
+        if self._log_rest == -inf:
+            return 1
         return min(1 << 62, 1 + int(log(1.0 - self._random_share()) / self._log_rest))
 
     def kept_id(self) -> bytes:
         """A new trace id that is kept."""
+        if self._log_rest == -inf:
+            return (self._random_bits(128) or 1).to_bytes(16)
         below_the_highest = 1 + min(int(self._random_share() * self._kept), self._kept - 1)
         return self._random_bits(72).to_bytes(9) + ((1 << RANDOM_BITS) - below_the_highest).to_bytes(7)
 

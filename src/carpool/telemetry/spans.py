@@ -22,25 +22,30 @@ from carpool.telemetry.otlp import (
     LOCAL_PARENT,
     REMOTE_PARENT,
     SERVER,
+    Inside,
+    Linked,
     TextAttribute,
     attributes,
-    link,
+    flags_and_parent,
     named,
     span,
+    trace_state,
 )
 
 # Sets of attributes that were packed before.
-COMMON_KEPT_MAX = 4096
+COMMON_KEPT_MAX = 8192
 # As many as most programs show.
 LINKS_MAX = 128
 
-_request_id, _owner = TextAttribute("carpool.request.id"), TextAttribute("carpool.owner")
+_request_id, _batch_id = TextAttribute("carpool.request.id"), TextAttribute("carpool.batch.id")
 _QUEUE = named("queue", INTERNAL)
 _BATCH = named("batch", INTERNAL)
 _ATTEMPT, _SEARCH = named("attempt", CLIENT), named("search step", CLIENT)
-_TASK = named("task", CONSUMER)
 _OF_HERE = LOCAL_PARENT | SAMPLED
 _OF_ELSEWHERE = REMOTE_PARENT | SAMPLED
+_link = Linked(_OF_ELSEWHERE)
+_with_queue = Inside(_QUEUE, _OF_HERE)
+_HERE = flags_and_parent(_OF_HERE, b"")
 
 
 class BatchTrace(msgspec.Struct, eq=False):
@@ -55,7 +60,7 @@ class BatchTrace(msgspec.Struct, eq=False):
 
 
 class Spans:
-    """Packs spans."""
+    """Packs spans. What was packed before, and is the same for many, is not packed again."""
 
     def __init__(self, tiers: Sequence[str], new_span_id: Callable[[], bytes]) -> None:
         self._tiers = tiers
@@ -63,110 +68,98 @@ class Spans:
         # What to add to monotonic nanoseconds for those since 1970.
         self.offset_ns = 0
         self._common: dict[tuple[object, ...], bytes] = {}
-        self._names: dict[str, bytes] = {}
         # The last call, and what its members have in common.
         self._call: CallFacts | None = None
         self._call_part = b""
+        # The last times, and their bytes.
+        self._ended = self._taken = -1.0
+        self._ended_moment = self._taken_moment = b""
 
     def request(
         self, request: Request, trace: Trace, why: str, call: CallFacts | None, error: CarpoolError | None
-    ) -> tuple[bytes, bytes]:
+    ) -> bytes:
         """The span of a request that has its outcome, and that of its wait in the queue."""
-        offset_ns, span_id = self.offset_ns, trace.span_id
-        arrived_ns, ended_ns = (int(at * 1e9) + offset_ns for at in (request.arrived, request.ended))
-        route = "" if request.is_task else getattr(request.waiter, "route", "")
-        code = "" if error is None else error.code
-        key = (route, request.model, request.tier, code, why, request.is_task)
-        common = self._common.get(key) or self._remember(key, self._request_part(request, route, why, error))
-        parts = [common, _request_id(request.id)]
-        if request.owner:
-            parts.append(_owner(request.owner))
+        is_task = request.is_task
+        route = "" if is_task else getattr(request.waiter, "route", "")
+        key = (route, request.model, request.tier, request.owner, request.result_code, why, is_task)
+        rest = self._common.get(key) or self._remember(key, self._request_part(request, route, why, error))
+        rest += _request_id(request.id)
         if call is not None:
-            parts.append(self._call_part if call is self._call else self._remember_call(call))
+            rest += self._call_part if call is self._call else self._remember_call(call)
         elif request.batch is not None:
-            parts.append(self._batch_part(request.batch))
-        name = _TASK if request.is_task else self._name(route)
-        parent_id = trace.parent_id
-        flags = _OF_ELSEWHERE if parent_id else _OF_HERE
-        whole = span(
-            trace.trace_id, span_id, parent_id, name, arrived_ns, ended_ns, flags, b"".join(parts), trace.state
+            rest += self._batch_part(request.batch)
+        if trace.parent_id:
+            rest += flags_and_parent(_OF_ELSEWHERE, trace.parent_id) + trace_state(trace.state)
+        else:
+            rest += _HERE
+        # Those of one batch were taken, and have ended, at the same time.
+        if request.ended != self._ended or request.taken != self._taken:
+            self._ended, self._taken = request.ended, request.taken
+            self._ended_moment = self._moment(request.ended)
+            # One that was never taken waited until its end.
+            self._taken_moment = self._moment(request.taken or request.ended)
+        arrived = (int(request.arrived * 1e9) + self.offset_ns).to_bytes(8, "little")
+        return _with_queue(
+            trace.trace_id,
+            trace.span_id,
+            arrived,
+            self._ended_moment,
+            rest,
+            self._new_span_id(),
+            self._taken_moment,
         )
-        # One that was never taken waited until its end.
-        taken_ns = int(request.taken * 1e9) + offset_ns if request.taken else ended_ns
-        wait = span(trace.trace_id, self._new_span_id(), span_id, _QUEUE, arrived_ns, taken_ns, _OF_HERE, b"")
-        return whole, wait
 
-    def refusal(self, trace: Trace, method: str, route: str, why: str, error: CarpoolError, now: float) -> bytes:
+    def _moment(self, at: float) -> bytes:
+        return (int(at * 1e9) + self.offset_ns).to_bytes(8, "little")
+
+    def refusal(self, trace: Trace, method: str, route: str, error: CarpoolError, now: float) -> bytes:
         """The span of a request that did not come in."""
-        key = (method, route, why, error.code)
-        common = self._common.get(key) or self._remember(
+        key = (method, route, trace.why, error.code)
+        rest = self._common.get(key) or self._remember(
             key,
-            attributes(
+            named(f"{method} {route}" if route else method, SERVER)
+            + attributes(
                 [
                     ("http.request.method", method),
                     ("http.route", route or None),
                     ("http.response.status_code", error.status),
                     ("error.type", error.code),
-                    ("carpool.kept", why),
+                    ("carpool.kept", trace.why),
                 ]
             )
             + (ERROR if error.status >= 500 else b""),
         )
+        if trace.state:
+            rest += trace_state(trace.state)
         now_ns = int(now * 1e9) + self.offset_ns
         flags = _OF_ELSEWHERE if trace.parent_id else _OF_HERE
-        name = named(f"{method} {route}" if route else method, SERVER)
-        return span(trace.trace_id, trace.span_id, trace.parent_id, name, now_ns, now_ns, flags, common, trace.state)
+        return span(trace.trace_id, trace.span_id, trace.parent_id, now_ns, now_ns, flags, rest)
 
     def batch(self, batch: Batch, traced: BatchTrace) -> bytes:
         """The span of a batch that is over."""
-        is_error = batch.result != "ok"
-        rest = attributes(
-            [
-                ("gen_ai.request.model", batch.model),
-                ("carpool.batch.id", batch.id),
-                ("carpool.batch.size", batch.size),
-                ("carpool.batch.reason", batch.reason),
-                ("carpool.endpoint", batch.endpoint or None),
-                ("carpool.attempts", batch.attempts),
-                ("error.type", batch.result if is_error else None),
-            ]
+        key = (batch.model, batch.size, batch.reason, batch.endpoint, batch.attempts, batch.result)
+        rest = self._common.get(key) or self._remember(key, batch_part(batch))
+        rest += _batch_id(batch.id) + b"".join(
+            [_link(each.trace_id, each.span_id, each.state) for each in traced.links[:LINKS_MAX]]
         )
-        rest += b"".join(
-            [link(each.trace_id, each.span_id, _OF_ELSEWHERE, each.state) for each in traced.links[:LINKS_MAX]]
-        )
-        if is_error:
-            rest += ERROR
-        taken_ns, ended_ns = (int(at * 1e9) + self.offset_ns for at in (batch.taken, batch.ended))
-        trace = traced.trace
-        return span(trace.trace_id, trace.span_id, b"", _BATCH, taken_ns, ended_ns, _OF_HERE, rest)
+        taken_ns, ended_ns = int(batch.taken * 1e9) + self.offset_ns, int(batch.ended * 1e9) + self.offset_ns
+        return span(traced.trace.trace_id, traced.trace.span_id, b"", taken_ns, ended_ns, _OF_HERE, rest)
 
     def calls(self, model: str, traced: BatchTrace) -> Iterator[bytes]:
         """The spans of the calls of a batch that were not written yet."""
-        trace = traced.trace
-        for call in traced.calls:
-            key = (call.endpoint, model)
-            rest = self._common.get(key) or self._remember(key, endpoint_part(call.endpoint, model))
-            is_error = bool(call.error)
-            rest += attributes(
-                [
-                    ("http.response.status_code", call.status or None),
-                    ("carpool.attempt", call.attempt),
-                    ("carpool.batch.size", call.size),
-                    # By convention the status, where it is one of an error.
-                    ("error.type", (str(call.status) if call.status >= 400 else call.error) if is_error else None),
-                ]
-            )
-            if is_error:
-                rest += ERROR
-            started_ns, ended_ns = (int(at * 1e9) + self.offset_ns for at in (call.started, call.ended))
-            name = _SEARCH if call.is_search else _ATTEMPT
-            yield span(trace.trace_id, call.span_id, trace.span_id, name, started_ns, ended_ns, _OF_HERE, rest)
-        traced.calls.clear()
+        trace, offset_ns = traced.trace, self.offset_ns
+        calls, traced.calls = traced.calls, []
+        for call in calls:
+            key = (model, call.endpoint, call.attempt, call.size, call.status, call.error, call.is_search)
+            rest = self._common.get(key) or self._remember(key, call_part(call, model))
+            started_ns, ended_ns = int(call.started * 1e9) + offset_ns, int(call.ended * 1e9) + offset_ns
+            yield span(trace.trace_id, call.span_id, trace.span_id, started_ns, ended_ns, _OF_HERE, rest)
 
     def _request_part(self, request: Request, route: str, why: str, error: CarpoolError | None) -> bytes:
         is_http = bool(route)
         status = 200 if error is None else error.status
-        part = attributes(
+        name = named("task", CONSUMER) if request.is_task else named(f"POST {route}" if route else "inference", SERVER)
+        part = name + attributes(
             [
                 ("http.request.method", "POST" if is_http else None),
                 ("http.route", route or None),
@@ -174,6 +167,7 @@ class Spans:
                 ("error.type", None if error is None else error.code),
                 ("gen_ai.request.model", request.model),
                 ("carpool.tier", self._tiers[min(request.tier, len(self._tiers) - 1)]),
+                ("carpool.owner", request.owner or None),
                 ("carpool.kept", why),
             ]
         )
@@ -193,7 +187,7 @@ class Spans:
             ]
         )
         if call.batch_id:
-            part += _link_to(call.batch_id)
+            part += link_to_batch(call.batch_id)
         self._call, self._call_part = call, part
         return part
 
@@ -207,7 +201,7 @@ class Spans:
                 ("carpool.attempts", batch.attempts),
             ]
         )
-        return part + _link_to(batch.id)
+        return part + link_to_batch(batch.id)
 
     def _remember(self, key: tuple[object, ...], part: bytes) -> bytes:
         if len(self._common) >= COMMON_KEPT_MAX:
@@ -215,36 +209,54 @@ class Spans:
         self._common[key] = part
         return part
 
-    def _name(self, route: str) -> bytes:
-        name = self._names.get(route)
-        if name is None:
-            name = self._names[route] = named(f"POST {route}" if route else "inference", SERVER)  # bounded: few routes
-        return name
 
-
-def _link_to(batch_id: str) -> bytes:
+def link_to_batch(batch_id: str) -> bytes:
+    """A request's link to its batch."""
     trace = trace_of_batch(batch_id, is_sampled=True)
-    return link(trace.trace_id, trace.span_id, _OF_ELSEWHERE)
+    return _link(trace.trace_id, trace.span_id)
 
 
-def endpoint_part(endpoint: str, model: str) -> bytes:
-    """What calls of a model to one endpoint have in common. `endpoint` has no credentials in it."""
+def batch_part(batch: Batch) -> bytes:
+    """What the spans of many batches have in common."""
+    is_error = batch.result != "ok"
+    part = _BATCH + attributes(
+        [
+            ("gen_ai.request.model", batch.model),
+            ("carpool.batch.size", batch.size),
+            ("carpool.batch.reason", batch.reason),
+            ("carpool.endpoint", batch.endpoint or None),
+            ("carpool.attempts", batch.attempts),
+            ("error.type", batch.result if is_error else None),
+        ]
+    )
+    return part + ERROR if is_error else part
+
+
+def call_part(call: CallTrace, model: str) -> bytes:
+    """What the spans of many calls have in common. The name of an endpoint has no credentials in it."""
     try:
-        parsed = urlsplit(endpoint)
+        parsed = urlsplit(call.endpoint)
         host, port = parsed.hostname, parsed.port
     except ValueError:
         host, port = None, None
-    is_grpc = endpoint.startswith("grpc")
-    is_http = endpoint.startswith(("http:", "https:"))
-    return attributes(
+    is_grpc = call.endpoint.startswith("grpc")
+    is_http = call.endpoint.startswith(("http:", "https:"))
+    # By convention the status, where it is one of an error.
+    error = str(call.status) if call.error and call.status >= 400 else call.error
+    part = (_SEARCH if call.is_search else _ATTEMPT) + attributes(
         [
             ("gen_ai.request.model", model),
-            ("server.address", host or endpoint.partition("?")[0]),
+            ("server.address", host or call.endpoint.partition("?")[0]),
             ("server.port", port),
             ("http.request.method", "POST" if is_http else None),
-            ("url.full", endpoint if is_http else None),
+            ("url.full", call.endpoint if is_http else None),
+            ("http.response.status_code", call.status if is_http and call.status else None),
             ("rpc.system", "grpc" if is_grpc else None),
             ("rpc.service", "inference.GRPCInferenceService" if is_grpc else None),
             ("rpc.method", "ModelInfer" if is_grpc else None),
+            ("error.type", error or None),
+            ("carpool.attempt", call.attempt),
+            ("carpool.batch.size", call.size),
         ]
     )
+    return part + ERROR if error else part

@@ -49,13 +49,16 @@ class Rules(NamedTuple):
 
 
 class Tracer(Subscriber):
-    """Decides, and packs. `add` takes spans; `random_bits(n)` and `random_share()` are what ids are drawn by."""
+    """Decides, and packs. `add` takes packed spans and how many these are.
+
+    Ids are drawn by `random_bits(n)`, a number of n bits, and `random_share()`, one from 0 to 1.
+    """
 
     def __init__(
         self,
         rules: Rules,
         tiers: Sequence[str],
-        add: Callable[[bytes], None],
+        add: Callable[[bytes, int], None],
         *,
         clock: Clock,
         wall: Clock,
@@ -77,7 +80,7 @@ class Tracer(Subscriber):
         # By model.
         self._slowest: defaultdict[str, Slowest] = defaultdict(lambda: Slowest(rules.slow_share))
         self._spans = Spans(tiers, self._new_span_id)
-        self._line: deque[tuple[Any, ...]] = deque()
+        self._line: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._packs = Every(PACK_S, self._pack_some)
         self._windows = Every(WINDOW_S, self._window_ends)
         # For metrics: traces by why they are kept; spans that had no room here.
@@ -101,21 +104,22 @@ class Tracer(Subscriber):
 
     def begin(self, headers: dict[bytes, bytes]) -> Trace | None:
         """The trace of a new request; None if it need not have one yet."""
-        given = headers.get(b"traceparent")
-        if given is None or not self._follows:
-            gap = self._gap = self._gap - 1
-            if gap:
-                return None
-            self._gap = self._ratio.gap()
-            return Trace(self._ratio.kept_id(), self._new_span_id(), b"", True, "", "ratio")
-        return self._given(given, headers) or self.begin({})
+        if b"traceparent" in headers and self._follows:
+            return self._given(headers) or self.begin({})
+        gap = self._gap = self._gap - 1
+        return None if gap else self._next_kept()
+
+    def _next_kept(self) -> Trace:
+        """A trace that begins here, because the ratio falls on it."""
+        self._gap = self._ratio.gap()
+        trace_id = self._ratio.kept_id()
+        return Trace(trace_id, self._new_span_id(), b"", True, "", "ratio")
 
     def refused(self, method: bytes, target: bytes, headers: dict[bytes, bytes], error: CarpoolError) -> None:
         """A request was answered with an error and never came in."""
         trace: Trace | None = None
-        given = headers.get(b"traceparent")
-        if given is not None and self._follows:
-            trace = self._given(given, headers)
+        if b"traceparent" in headers and self._follows:
+            trace = self._given(headers)
             if trace is not None and trace.is_sampled and not self._errors.takes(self._clock()):
                 return
         if trace is None:
@@ -126,11 +130,11 @@ class Tracer(Subscriber):
             trace = Trace(self._ratio.kept_id(), self._new_span_id(), b"", True, "", "ratio")
         if trace.is_sampled:
             route, name = ROUTES.get(target, ""), METHODS.get(method, "_OTHER")
-            self._enter(trace.why, (self._pack_refusal, trace, name, route, error, self._clock()))
+            self._enter(trace.why, self._pack_refusal, trace, name, route, error, self._clock())
 
-    def _given(self, traceparent: bytes, headers: dict[bytes, bytes]) -> Trace | None:
+    def _given(self, headers: dict[bytes, bytes]) -> Trace | None:
         """The trace that a caller speaks of."""
-        given = read_traceparent(traceparent.decode("latin-1"))
+        given = read_traceparent(headers[b"traceparent"].decode("latin-1"))
         if given is None:
             return None
         state = headers.get(b"tracestate")
@@ -155,7 +159,7 @@ class Tracer(Subscriber):
             return None
         traced: BatchTrace | None = batch.trace
         if traced is None:
-            links = [each.trace for each in members if each.trace is not None and each.trace.is_sampled]
+            links = [trace for each in members if (trace := each.trace) is not None and trace.is_sampled]
             traced = batch.trace = BatchTrace(trace_of_batch(batch.id, is_sampled=bool(links)), links, [])
         trace, span_id = traced.trace, self._new_span_id()
         header = traceparent_of(trace.trace_id, span_id, is_sampled=trace.is_sampled)
@@ -168,16 +172,28 @@ class Tracer(Subscriber):
         if batch is not None and batch.trace is not None:
             batch.trace.calls.append(call)
             if batch.trace.is_written:  # a step of a search
-                self._enter("", (self._pack_calls, batch))
+                self._enter("", self._pack_calls, batch)
 
     # What happens to requests and batches (core.events).
+
+    def all_settled(self, settled: Sequence[tuple[Request, Output]]) -> None:
+        """Requests of one batch got their outputs: `settled` for many, on the hot path."""
+        slowest = self._slowest[settled[0][0].model]
+        slowest.seen += len(settled)
+        threshold_s = slowest.threshold_s
+        for request, output in settled:
+            trace = request.trace
+            if trace is not None and trace.is_sampled:
+                self._enter(trace.why, self._pack_request, request, trace, trace.why, output.call, None)
+            elif request.ended - request.arrived >= threshold_s and not request.is_task:
+                slowest.add(request.ended - request.arrived, (request, output.call))
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request got its outcome: keep it, or not."""
         trace = request.trace
         if trace is not None and trace.is_sampled:
             call, error = (outcome.call, None) if isinstance(outcome, Output) else (None, outcome)
-            self._enter(trace.why, (self._pack_request, request, trace, trace.why, call, error))
+            self._enter(trace.why, self._pack_request, request, trace, trace.why, call, error)
         elif isinstance(outcome, Output):
             slowest = self._slowest[request.model]
             slowest.seen += 1
@@ -200,7 +216,7 @@ class Tracer(Subscriber):
         trace = request.trace
         if trace is None:
             trace = request.trace = Trace(self._new_trace_id(), self._new_span_id())
-        self._enter(why, (self._pack_request, request, trace, why, call, error))
+        self._enter(why, self._pack_request, request, trace, why, call, error)
         batch = request.batch
         if batch is not None and batch.trace is not None and not batch.trace.is_written:
             batch.trace.links.append(trace)
@@ -209,7 +225,7 @@ class Tracer(Subscriber):
 
     def _write_batch(self, batch: Batch, traced: BatchTrace) -> None:
         traced.is_written = True
-        self._enter("", (self._pack_batch, batch))
+        self._enter("", self._pack_batch, batch)
 
     def _window_ends(self) -> None:
         self._spans.offset_ns = int(self._wall() * 1e9) - int(self._clock() * 1e9)
@@ -219,7 +235,7 @@ class Tracer(Subscriber):
 
     # Packing.
 
-    def _enter(self, why: str, work: tuple[Any, ...]) -> None:
+    def _enter(self, why: str, pack: Callable[..., None], *arguments: Any) -> None:
         line = self._line
         if len(line) >= LINE_MAX:
             self.dropped += SPANS_OF_ONE
@@ -228,7 +244,7 @@ class Tracer(Subscriber):
             self.kept[why] += 1
         if not line:
             self._packs.start()
-        line.append(work)
+        line.append((pack, arguments))
 
     def _pack_some(self) -> None:
         self._pack(max(PACKED_MIN, len(self._line) // PACKED_PART))
@@ -238,25 +254,24 @@ class Tracer(Subscriber):
     def _pack(self, most: int) -> None:
         line = self._line
         for _ in range(min(most, len(line))):
-            pack, *arguments = line.popleft()
+            pack, arguments = line.popleft()
             pack(*arguments)
 
     def _pack_request(
         self, request: Request, trace: Trace, why: str, call: CallFacts | None, error: CarpoolError | None
     ) -> None:
-        for packed in self._spans.request(request, trace, why, call, error):
-            self._add(packed)
+        self._add(self._spans.request(request, trace, why, call, error), SPANS_OF_ONE)
 
     def _pack_refusal(self, trace: Trace, method: str, route: str, error: CarpoolError, now: float) -> None:
-        self._add(self._spans.refusal(trace, method, route, trace.why, error, now))
+        self._add(self._spans.refusal(trace, method, route, error, now), 1)
 
     def _pack_batch(self, batch: Batch) -> None:
-        self._add(self._spans.batch(batch, batch.trace))
+        self._add(self._spans.batch(batch, batch.trace), 1)
         self._pack_calls(batch)
 
     def _pack_calls(self, batch: Batch) -> None:
         for packed in self._spans.calls(batch.model, batch.trace):
-            self._add(packed)
+            self._add(packed, 1)
 
     def _new_span_id(self) -> bytes:
         return (self._random_bits(64) or 1).to_bytes(8)
