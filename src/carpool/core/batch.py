@@ -4,9 +4,10 @@ Whoever looks at a batch while it is under way sees what is known so far.
 """
 
 from itertools import count
-from typing import Any
 
 import msgspec
+
+from carpool.core.trace import BatchTrace
 
 
 class Batch(msgspec.Struct, eq=False, gc=False):
@@ -28,7 +29,7 @@ class Batch(msgspec.Struct, eq=False, gc=False):
     ended: float = 0.0
     result: str = ""
     # What tracing keeps about it; None where it is off, and before the first call.
-    trace: Any = None
+    trace: BatchTrace | None = None
 
 
 class BatchIds:

@@ -55,6 +55,17 @@ class Given(NamedTuple):
     is_sampled: bool
 
 
+class BatchTrace(msgspec.Struct, eq=False):
+    """A batch that was sent, where calls are traced: what is remembered of it until it is written, if it is."""
+
+    trace: Trace
+    # Those of its requests that are kept.
+    links: list[Trace]
+    # Its calls that have ended and are not written.
+    calls: list["CallTrace"]
+    is_written: bool = False
+
+
 class CallTrace(msgspec.Struct, eq=False, gc=False):
     """One call to an endpoint. Whoever makes the call writes down how it ended."""
 

@@ -7,13 +7,11 @@ is its code. What is Carpool's own begins with `carpool.`.
 from collections.abc import Callable, Iterator, Sequence
 from urllib.parse import urlsplit
 
-import msgspec
-
 from carpool.core.batch import Batch
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import CallFacts
 from carpool.core.request import Request
-from carpool.core.trace import SAMPLED, CallTrace, Trace, trace_of_batch
+from carpool.core.trace import SAMPLED, BatchTrace, CallTrace, Trace, trace_of_batch
 from carpool.telemetry.otlp import (
     CLIENT,
     CONSUMER,
@@ -46,17 +44,6 @@ _OF_ELSEWHERE = REMOTE_PARENT | SAMPLED
 _link = Linked(_OF_ELSEWHERE)
 _with_queue = Inside(_QUEUE, _OF_HERE)
 _HERE = flags_and_parent(_OF_HERE, b"")
-
-
-class BatchTrace(msgspec.Struct, eq=False):
-    """What is remembered of a batch until it is written, if it is."""
-
-    trace: Trace
-    # Those of its requests that are kept.
-    links: list[Trace]
-    # Those that have ended and are not written.
-    calls: list[CallTrace]
-    is_written: bool = False
 
 
 class Spans:

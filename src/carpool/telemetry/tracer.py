@@ -21,9 +21,17 @@ from carpool.core.events import Subscriber
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.request import Request
 from carpool.core.timers import Every
-from carpool.core.trace import CallTrace, Trace, read_traceparent, read_tracestate, trace_of_batch, traceparent_of
+from carpool.core.trace import (
+    BatchTrace,
+    CallTrace,
+    Trace,
+    read_traceparent,
+    read_tracestate,
+    trace_of_batch,
+    traceparent_of,
+)
 from carpool.telemetry.sampling import ErrorRate, Ratio, Slowest
-from carpool.telemetry.spans import BatchTrace, Spans
+from carpool.telemetry.spans import Spans
 
 # Packing: how often, and how many at least; where more wait, this part of them.
 PACK_S = 0.01
@@ -157,7 +165,7 @@ class Tracer(Subscriber):
         batch = members[0].batch
         if batch is None:
             return None
-        traced: BatchTrace | None = batch.trace
+        traced = batch.trace
         if traced is None:
             links = [trace for each in members if (trace := each.trace) is not None and trace.is_sampled]
             traced = batch.trace = BatchTrace(trace_of_batch(batch.id, is_sampled=bool(links)), links, [])
@@ -172,7 +180,7 @@ class Tracer(Subscriber):
         if batch is not None and batch.trace is not None:
             batch.trace.calls.append(call)
             if batch.trace.is_written:  # a step of a search
-                self._enter("", self._pack_calls, batch)
+                self._enter("", self._pack_calls, batch, batch.trace)
 
     # What happens to requests and batches (core.events).
 
@@ -205,7 +213,7 @@ class Tracer(Subscriber):
 
     def ended(self, batch: Batch, requests: Sequence[Request]) -> None:
         """A batch is over: keep it, or not."""
-        traced: BatchTrace | None = batch.trace
+        traced = batch.trace
         if traced is None or traced.is_written:
             return
         if traced.links or (batch.result not in ("ok", "not-sent") and self._batch_errors.takes(batch.ended)):
@@ -225,7 +233,7 @@ class Tracer(Subscriber):
 
     def _write_batch(self, batch: Batch, traced: BatchTrace) -> None:
         traced.is_written = True
-        self._enter("", self._pack_batch, batch)
+        self._enter("", self._pack_batch, batch, traced)
 
     def _window_ends(self) -> None:
         self._spans.offset_ns = int(self._wall() * 1e9) - int(self._clock() * 1e9)
@@ -265,12 +273,12 @@ class Tracer(Subscriber):
     def _pack_refusal(self, trace: Trace, method: str, route: str, error: CarpoolError, now: float) -> None:
         self._add(self._spans.refusal(trace, method, route, error, now), 1)
 
-    def _pack_batch(self, batch: Batch) -> None:
-        self._add(self._spans.batch(batch, batch.trace), 1)
-        self._pack_calls(batch)
+    def _pack_batch(self, batch: Batch, traced: BatchTrace) -> None:
+        self._add(self._spans.batch(batch, traced), 1)
+        self._pack_calls(batch, traced)
 
-    def _pack_calls(self, batch: Batch) -> None:
-        for packed in self._spans.calls(batch.model, batch.trace):
+    def _pack_calls(self, batch: Batch, traced: BatchTrace) -> None:
+        for packed in self._spans.calls(batch.model, traced):
             self._add(packed, 1)
 
     def _new_span_id(self) -> bytes:

@@ -15,7 +15,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from secrets import token_hex
 from typing import NamedTuple
 
@@ -200,7 +200,7 @@ class Attempts:
                 attempt,
                 self._attempts,
                 failure.error.detail,
-                extra={"fields": {"endpoint": failed.name, "batch_size": len(members)}},
+                extra={"fields": {"endpoint": failed.name, "batch_size": len(members), **names_of(members)}},
             )
         return failure
 
@@ -297,7 +297,8 @@ class Attempts:
         except ProtocolFaultError as fault:
             self.calls["protocol-fault"] += 1
             self._pool.went_badly(member)
-            logger.error("protocol fault: %s", fault, extra={"fields": {"endpoint": member.name}})
+            fields = {"endpoint": member.name, **names_of(members)}
+            logger.error("protocol fault: %s", fault, extra={"fields": fields})
             broken = UpstreamProtocolFault(f"the inference API broke its protocol: {fault}")
             return Failure(Refusal("fault"), broken, member, len(members), started)
         except Exception:  # a defect of the codec, which must not leave a probe without a verdict
@@ -380,6 +381,15 @@ class Attempts:
         """Seconds until nobody of them waits any more."""
         latest = max((request.deadline for request in members if request.phase != DONE), default=0.0)
         return latest - self._clock()
+
+
+def names_of(members: Sequence[Request]) -> dict[str, str]:
+    """For log lines: the batch of these requests, and its trace where it has one."""
+    batch = members[0].batch
+    if batch is None:
+        return {}
+    traced = batch.trace
+    return {"batch": batch.id} if traced is None else {"batch": batch.id, "trace_id": traced.trace.trace_id.hex()}
 
 
 def too_many(size: int, most: int, now: float) -> Failure:

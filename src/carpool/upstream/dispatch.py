@@ -15,7 +15,7 @@ from carpool.core.events import Events
 from carpool.core.ports import CallTraces, DeadLetters, LaneQueue, Returns
 from carpool.core.request import DONE, Request
 from carpool.core.tally import Histogram
-from carpool.upstream.attempts import Attempts, BatchEnded, Failure
+from carpool.upstream.attempts import Attempts, BatchEnded, Failure, names_of
 from carpool.upstream.codecs import Codec
 from carpool.upstream.isolation import Isolation
 from carpool.upstream.offenders import Offenders
@@ -207,7 +207,7 @@ class UpstreamDispatcher:
             failure = Draining("this gateway shut down before the result came; send the request again")
             raise
         except Exception:
-            logger.exception("a batch failed inside Carpool")
+            logger.exception("a batch failed inside Carpool", extra={"fields": names_of(all_of_it)})
         finally:
             for request in batch:
                 if request.phase != DONE:

@@ -25,7 +25,7 @@ from carpool.core.errors import CarpoolError, DeadlineExceeded, Draining, InputR
 from carpool.core.ports import Returns
 from carpool.core.request import DONE, RUNNING, Request
 from carpool.core.timers import Every
-from carpool.upstream.attempts import Attempts, Failure
+from carpool.upstream.attempts import Attempts, Failure, names_of
 from carpool.upstream.case import Case
 from carpool.upstream.offenders import OFFENDS_FROM, CommonOwner, Offenders
 from carpool.upstream.poison import KnownPoison
@@ -608,7 +608,7 @@ class Isolation:
 
     def _broke(self, members: list[Request]) -> None:
         """A defect, which must leave nobody without an outcome. Those who were put back have one to come."""
-        logger.exception("a step of a search failed inside Carpool")
+        logger.exception("a step of a search failed inside Carpool", extra={"fields": names_of(members)})
         self._settle(
             [each for each in members if each.phase == RUNNING], InternalError("the gateway failed on this batch")
         )

@@ -505,6 +505,8 @@ class Connection(asyncio.Protocol):
         exchange.response = b"".join((head, exchange.limit_lines, before, own_id, after))
         exchange.body = b""  # it may wait for its turn, and many with it
         state.count_problem(error.code)
+        if state.traces is not None and exchange.context is None:
+            state.traces.refused(exchange.method, exchange.target, exchange.headers, error)
         pace = state.error_pace
         if pace is None or pace.is_now(self.error_may_leave):
             self.flush()
