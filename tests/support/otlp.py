@@ -154,9 +154,9 @@ class Receiver:
 
 
 @asynccontextmanager
-async def receiver() -> AsyncIterator[Receiver]:
+async def receiver(taking: Receiver | None = None) -> AsyncIterator[Receiver]:
     """A receiver on a port of its own."""
-    taking = Receiver()
+    taking = taking or Receiver()
     app = web.Application(client_max_size=64 * 1024 * 1024)
     app.router.add_post("/v1/traces", taking.take)
     runner = web.AppRunner(app, shutdown_timeout=0.1)

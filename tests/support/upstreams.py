@@ -63,6 +63,8 @@ class ScriptedUpstream:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
+        # Of each call: its `traceparent`, or "".
+        self.traceparents: list[str] = []
         self.calls = 0
         self.in_flight = 0
         self.latency_s = 0.0
@@ -93,6 +95,8 @@ class ScriptedUpstream:
                 if head.startswith(b"get "):  # a probe of its health
                     await send(writer, b"{}")
                     continue
+                given = head.partition(b"\r\ntraceparent: ")[2].partition(b"\r\n")[0]
+                self.traceparents.append(given.decode())
                 length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0])
                 inputs = json.loads(await reader.readexactly(length))[self.inputs_field]
                 self.seen += inputs
