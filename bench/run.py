@@ -14,6 +14,7 @@ soak        5 minutes at 5,000 requests a second: is the memory flat?
 resilience  what breaker, retries and isolation cost when nothing fails: beside a gateway without them, alternating
 poison      1 input in 1,000 fails its batch, half of the slots idle: what the others notice, and what the GPUs do
 cache       results that are kept: on and never hit beside off, and a hit beside a miss, alone and over Redis
+tracking    a row for each request, in SQLite and PostgreSQL, beside none, alternating
 redis       a gateway and a batcher over a real Redis beside bench/floor/redis_*.py, alternating, medians of three
 redis-mixed the same with three tiers, tasks and eight lanes beside one of each, alternating, medians of three
 redis-rate  10,000 requests a second for 60 s through the same, Redis with `appendfsync everysec`
@@ -41,6 +42,7 @@ import distributed
 import door
 import measuring
 import tracing
+import tracking
 from measuring import (
     CARPOOL,
     HERE,

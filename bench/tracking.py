@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
-from subprocess import run
 from urllib.request import urlopen
 
 from measuring import CARPOOL, ROOT, Load, bench, console, cpu_seconds, free_port, process, show, verdict, wrk
@@ -37,7 +36,10 @@ class Gateway:
         """`carpool_tracking_…` of both kinds of rows; `waiting` has no kinds."""
         with urlopen(f"http://127.0.0.1:{self.port + 1}/metrics") as page:
             text = page.read().decode()
-        return sum(int(float(each)) for each in re.findall(rf"^carpool_tracking_{what}(?:_total)?(?:{{.*}})? (\S+)$", text, re.M))
+        return sum(
+            int(float(each))
+            for each in re.findall(rf"^carpool_tracking_{what}(?:_total)?(?:{{.*}})? (\S+)$", text, re.M)
+        )
 
     def wait_until_written(self) -> None:
         give_up_at = time.monotonic() + 60
