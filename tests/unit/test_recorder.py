@@ -2,7 +2,7 @@
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from math import nan
 from pathlib import Path
@@ -19,7 +19,7 @@ from carpool.tracking.recorder import Recorder
 from carpool.tracking.records import BatchRow, RequestRow
 from carpool.tracking.sqlite import MIGRATIONS, SqliteStore
 from carpool.tracking.stores import BadRowsError, StoreUnusableError
-from support.processes import until
+from support.processes import PATIENCE_S, until
 
 TIERS = ("gold", "free")
 WALL = 1_700_000_000.0
@@ -153,6 +153,27 @@ async def test_rows_that_cannot_be_written_do_not_hold_up_others(tmp_path: Path)
         await until(lambda: recorder.dropped["request"] == 1)
         settle(recorder, "plain", Output(b"1", CALL))
     assert await rows_in(tmp_path / "t.db") == ["plain"]
+
+
+async def test_what_is_being_written_at_the_end_is_written_once(tmp_path: Path) -> None:
+    is_writing, may_go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(SqliteStore):
+        async def write(self, requests: Sequence[RequestRow], batches: Sequence[BatchRow]) -> None:
+            await super().write(requests, batches)
+            is_writing.set()
+            await may_go_on.wait()
+
+    recorder = Recorder(Slow(tmp_path / "t.db", retention_days=30, bytes_max=2**30), TIERS, buffer_max=1000)
+    await recorder.start()
+    settle_many(recorder, 700)
+    await asyncio.wait_for(is_writing.wait(), PATIENCE_S)
+    closing = asyncio.create_task(recorder.close())
+    await asyncio.sleep(0.05)
+    may_go_on.set()
+    await closing
+    assert (recorder.written["request"], recorder.dropped["request"]) == (700, 0)
+    assert len(await rows_in(tmp_path / "t.db")) == 700
 
 
 async def test_two_processes_may_share_a_file(tmp_path: Path) -> None:

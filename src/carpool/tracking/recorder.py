@@ -54,6 +54,8 @@ class Recorder:
         # The rows that are written next, which wait in the lists until the store has them: those that it did not take,
         # or of which nobody knows, are given to it once more, the same.
         self._next: tuple[list[RequestRow], list[BatchRow]] | None = None
+        # What the store does with them. It is never broken off and begun anew: it may have succeeded.
+        self._under_way: asyncio.Task[None] | None = None
         self._writer: asyncio.Task[None] | None = None
         self._is_failing = False
         # For metrics, by kind of row.
@@ -132,6 +134,9 @@ class Recorder:
                     await self._write_all()
             except (StoreAwayError, TimeoutError) as failure:
                 self._note_failure(failure)
+            if self._under_way is not None:
+                self._under_way.cancel()
+                await asyncio.wait([self._under_way])
         if self.waiting:
             self._drop(len(self._requests), len(self._batches))
         await self.store.close()
@@ -160,7 +165,7 @@ class Recorder:
         while self.waiting:
             requests, batches = self._next = self._next or self._make_next()
             try:
-                await self.store.write(requests, batches)
+                await self._write(requests, batches)
             except BadRowsError as fault:
                 logger.error("rows that cannot be written were dropped: %s", fault)
                 self._drop(len(requests), len(batches))
@@ -173,6 +178,16 @@ class Recorder:
                 logger.warning("tracking goes on; rows dropped so far: %d", sum(self.dropped.values()))
             if len(requests) < CHUNK and len(batches) < CHUNK:
                 return
+
+    async def _write(self, requests: Sequence[RequestRow], batches: Sequence[BatchRow]) -> None:
+        """Have the store write these, or wait for what it does with them since somebody else waited."""
+        if self._under_way is None:
+            self._under_way = asyncio.get_running_loop().create_task(self.store.write(requests, batches))
+        try:
+            await asyncio.shield(self._under_way)
+        finally:
+            if self._under_way.done():
+                self._under_way = None
 
     def _make_next(self) -> tuple[list[RequestRow], list[BatchRow]]:
         offset_s = self._wall() - self._clock()
