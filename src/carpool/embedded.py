@@ -121,10 +121,10 @@ class EmbeddedProcess(Process):
 
     def snapshot(self) -> Snapshot:
         """What operators see."""
-        batcher, broker, journal = self.batcher, self.broker, self.journal
+        ground, batcher, broker, journal = self.ground, self.batcher, self.broker, self.journal
         return Snapshot(
             health=Health(
-                status=self.ground.status,
+                status=ground.status,
                 gpu_utilization=round(batcher.utilization(), 4),
                 queue_depth=broker.depth,
                 requests_per_second=round(sum(service.rate for service in batcher.services), 2),
@@ -134,6 +134,9 @@ class EmbeddedProcess(Process):
                 OutcomeNumbers(
                     requests=broker.outcomes,
                     queue_wait_seconds=broker.waited,
+                    request_seconds=ground.by_tier_name(ground.seconds.by_tier.__getitem__),
+                    stage_seconds=ground.seconds.stages(),
+                    waiting=ground.by_tier_name(broker.depth_of_tier),
                     dead_letters=journal.buried,
                     dead_letters_lost=journal.letters_lost,
                     dead_letters_kept=journal.counts.dead_letters,
@@ -147,6 +150,8 @@ class EmbeddedProcess(Process):
                     journal_bytes=journal.stored_bytes,
                     journal_commit_seconds=journal.writer.commit_seconds,
                     journal_commit_failures=journal.writer.commit_failures,
+                    journal_disk_free_share=journal.writer.disk_free_share,
+                    journal_fill=journal.stored_bytes / ground.settings.tasks.stored_bytes_max,
                 ),
                 *describe_tracking(self.tracking),
                 *self.ground.describe(),

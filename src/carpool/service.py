@@ -26,7 +26,7 @@ from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.endpoint import AttemptFailedError, Endpoint
 from carpool.upstream.fleet import Address, Endpoints, Fleet, MakeEndpoint
 from carpool.upstream.grpc_endpoint import GrpcEndpoint
-from carpool.upstream.health import STATES, HasPages, HealthWatch, LoadSource, state_of
+from carpool.upstream.health import BREAKERS, STATES, HasPages, HealthWatch, LoadSource, breaker_shown, state_of
 from carpool.upstream.load import LoadLimit
 from carpool.upstream.offenders import Offenders
 from carpool.upstream.pool import Member, Pool
@@ -317,6 +317,7 @@ class ModelService(ModelFace):
         return ModelNumbers(
             batch_size=self.loop.batch_sizes,
             batches=self.loop.batches,
+            batch_fill=self.loop.batch_fills,
             upstream_calls=dispatcher.calls,
             upstream_latency_seconds=dispatcher.call_seconds,
             upstream_stray_answers=sum(strays),
@@ -331,8 +332,13 @@ class ModelService(ModelFace):
             capacity_rps=self.capacity_rps(),
             queue_depth=self._broker.depth_of(self.name),
             arrival_rate=self.rate,
+            arrival_error_ratio=self.loop.rate_errors,
+            utilization=self.utilization,
             endpoint_state={
                 (member.name, each): each == state_of(member, now) for member in pool.members for each in STATES
+            },
+            endpoint_breaker={
+                member.name: BREAKERS.index(breaker_shown(member.breaker, now)) for member in pool.members
             },
             endpoint_calls={
                 (member.name, result): number

@@ -281,8 +281,12 @@ class ShardBench:
     # What is true.
 
     def counts(self) -> dict[str, int]:
-        """How many entries the shard believes to have."""
-        return {name: number for name, number in self.all_counts().items() if name in ("held", "unread")}
+        """How many entries the shard believes to have; those of its lines are as many as of all of them together."""
+        counts = self.all_counts()
+        by_line = [number for name, number in counts.items() if name.startswith("unread:")]
+        assert sum(by_line) == counts.get("unread", 0), counts
+        assert min(by_line, default=0) >= 0, counts
+        return {name: number for name, number in counts.items() if name in ("held", "unread")}
 
     def all_counts(self) -> dict[str, int]:
         """All that the shard counts."""

@@ -23,6 +23,7 @@ class View:
     def __init__(self) -> None:
         self.counts: dict[str, float] = {}
         self.wait = Histogram(SECONDS_BOUNDS)
+        self.took = Histogram(SECONDS_BOUNDS)
         self.sizes = Histogram(BATCH_SIZE_BOUNDS)
         self.seconds = Histogram(SECONDS_BOUNDS)
 
@@ -35,6 +36,9 @@ class View:
                 OutcomeNumbers(
                     requests=self.counts,
                     queue_wait_seconds=self.wait,
+                    request_seconds={"paid": self.took, "free": Histogram(SECONDS_BOUNDS)},
+                    stage_seconds={"queue": self.wait},
+                    waiting={"paid": 0, "free": 3},
                     dead_letters={"input-refused": 2, "upstream-failed": 0},
                     dead_letters_lost=0,
                     dead_letters_kept=2,
@@ -47,6 +51,8 @@ class View:
                     held_bytes=0,
                     pressure={"m": 1.5},
                     shed={("m", "free"): 7},
+                    wait_error_seconds={("m", "too-high"): self.wait},
+                    utilization_target=0.75,
                 ),
                 RedisGatewayNumbers(
                     broker_mode=1, sent_again=4, late_outcomes=0, rate_limit_asks=0, rate_limit_failures=0
@@ -59,6 +65,7 @@ class View:
         return ModelNumbers(
             batch_size=sizes,
             batches={"full": 3, "waited": 1},
+            batch_fill={"full": Histogram((0.5, 1.0))},
             upstream_calls={},
             upstream_latency_seconds=seconds,
             upstream_stray_answers=0,
@@ -69,7 +76,10 @@ class View:
             capacity_rps=640.0,
             queue_depth=7,
             arrival_rate=12.5,
+            arrival_error_ratio={},
+            utilization=0.5,
             endpoint_state={("http://gpu-1/infer", "healthy"): 1, ("http://gpu-1/infer", "offline"): 0},
+            endpoint_breaker={"http://gpu-1/infer": 2},
             endpoint_calls={},
         )
 
@@ -95,6 +105,7 @@ def test_the_counts_of_the_stages_are_shown_as_they_are_when_scraped(view: View)
     view.counts["ok"] = 3
     view.counts["queue-full"] = 2
     view.wait.observe(0.02)
+    view.took.observe(0.3)
     view.sizes.observe(64)
     view.sizes.observe(3)
     view.seconds.observe(0.2)
@@ -108,6 +119,13 @@ def test_the_counts_of_the_stages_are_shown_as_they_are_when_scraped(view: View)
         "carpool_queue_wait_seconds_bucket{le=0.025}": 1,
         "carpool_queue_wait_seconds_count{}": 1,
         "carpool_queue_wait_seconds_sum{}": 0.02,
+        "carpool_request_seconds_bucket{le=0.3,tier=paid}": 1,
+        "carpool_request_seconds_count{tier=free}": 0,
+        "carpool_stage_seconds_count{stage=queue}": 1,
+        "carpool_wait_error_seconds_count{direction=too-high,model=m}": 1,
+        "carpool_waiting{tier=free}": 3,
+        "carpool_batch_fill_bucket{le=0.5,model=m,reason=full}": 0,
+        "carpool_endpoint_breaker{endpoint=http://gpu-1/infer,model=m}": 2,
         "carpool_batch_size_bucket{le=4.0,model=m}": 1,
         "carpool_batch_size_bucket{le=64.0,model=m}": 2,
         "carpool_batch_size_sum{model=m}": 67,

@@ -188,3 +188,18 @@ def test_time_that_goes_back_changes_nothing() -> None:
         estimator.update(100, 1.0)
     assert rate.update(150, 0.5) == straight.update(100, 1.0)
     assert rate.update(200, 2.0) == straight.update(200, 2.0)
+
+
+def test_the_rate_tells_what_it_expected_and_what_came() -> None:
+    told: list[float] = []
+    rate = ArrivalRate(lambda expected, came: told.extend((expected, came)))
+    for step in range(301):
+        rate.update(step, step / 100)
+    assert told == pytest.approx([100, 100] * 2, rel=0.1), "not of the first second"
+    told.clear()
+    for step in range(1, 111):
+        rate.update(300 + 3 * step, 3 + step / 100)
+    assert told == pytest.approx([100, 300], rel=0.1)
+    told.clear()
+    rate.update(10_000, 20.0)
+    assert told == [], "nobody asked for it for a long time"

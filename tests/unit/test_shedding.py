@@ -424,3 +424,23 @@ def test_a_flood_of_the_lowest_tier_elsewhere_sheds_nobody_above_it_here() -> No
     assert scene.door.predicted_wait_s(ENTERPRISE) == 0.0
     scene.stands[ENTERPRISE].set(somebody=7100)
     assert scene.ask(ENTERPRISE) is not None
+
+
+def test_it_is_counted_how_far_predicted_waits_are_off() -> None:
+    """10 wait at 100 a second: 0.1 s. What was predicted just before a request came counts, not what is now."""
+    scene = Scene(capacity=100.0)
+    scene.door.tick(0.1, 99.0)
+    assert scene.door.wait_errors["too-high"].total == 0
+    scene.stands[ENTERPRISE].set(a=10)
+    scene.door.tick(0.1, 100.0)
+    scene.stands[ENTERPRISE].set(a=90)
+    scene.door.tick(0.1, 100.1)
+    scene.door.waited(ENTERPRISE, 0.4, 100.05)
+    scene.door.waited(ENTERPRISE, 0.6, 100.2)
+    errors = scene.door.wait_errors
+    assert {name: sum(each.counts) for name, each in errors.items()} == {"too-high": 1, "too-low": 1}
+    assert errors["too-low"].total == pytest.approx(0.4 - 0.1)
+    assert errors["too-high"].total == pytest.approx(0.9 - 0.6)
+    scene.door.waited(ENTERPRISE, 0.6, 10.0)
+    scene.door.waited(ENTERPRISE, 0.6)
+    assert sum(errors["too-low"].counts) == 1, "nobody knows what was predicted then"

@@ -18,6 +18,7 @@
 9. One batch may always wait, however slow the model is: a slot that becomes free must find a full one.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from math import ceil, inf, sqrt
 
@@ -25,6 +26,7 @@ import msgspec
 
 from carpool.core.errors import Shed
 from carpool.core.ports import Standing
+from carpool.core.tally import SECONDS_BOUNDS, off_by
 
 # Rule 2: so old a count may be; and while there is much room.
 RECOUNT_S, RECOUNT_QUIET_S = 0.005, 0.05
@@ -41,6 +43,8 @@ WAIT_WEIGHT = 0.1
 # Rule 7, where nothing else is set: seconds of capacity.
 DEPTH_HIGHEST_ONLY_S, DEPTH_NOT_LOWEST_S = 0.35, 0.07
 RETRY_AFTER_S_MAX = 30
+# Ticks of which it is remembered what was predicted then.
+PREDICTIONS_KEPT = 64
 
 
 class TierRule(msgspec.Struct, frozen=True):
@@ -117,8 +121,11 @@ class Door:
         self._shortest = [inf] * count
         # How long those waited who got a slot, lately.
         self._waits = [0.0] * count
-        # For metrics.
+        # For metrics. The last: by how much a predicted wait was longer, and shorter, than the wait was.
         self.shed = [0] * count
+        self.wait_errors = off_by(SECONDS_BOUNDS)
+        # When, and by tier how long a request would wait.
+        self._predictions: deque[tuple[float, list[float]]] = deque(maxlen=PREDICTIONS_KEPT)
 
     def __repr__(self) -> str:
         return f"<Door capacity={self.capacity} rooms={self.rooms} trust={self.trust}>"
@@ -210,9 +217,16 @@ class Door:
         if now >= self._guard_at:
             self._guard_at = now + GUARD_S
             self._guard()
+        if self._is_known:
+            self._predictions.append((now, [self.predicted_wait_s(tier) for tier in range(len(self._tiers))]))
 
-    def waited(self, tier: int, seconds: float) -> None:
-        """A request of this tier has got its slot after so long. A sample is enough."""
+    def waited(self, tier: int, seconds: float, arrived: float = -inf) -> None:
+        """A request of this tier that came at `arrived` has got its slot after so long. A sample is enough."""
+        for then, predicted in reversed(self._predictions):
+            if then <= arrived:
+                if (error := predicted[tier] - seconds) < inf:
+                    self.wait_errors["too-high" if error > 0.0 else "too-low"].observe(abs(error))
+                break
         self._seen[tier] += 1
         self._shortest[tier] = min(self._shortest[tier], seconds)
         self._waits[tier] += WAIT_WEIGHT * (seconds - self._waits[tier])

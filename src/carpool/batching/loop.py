@@ -27,7 +27,7 @@ from carpool.core.batch import Batch, BatchIds
 from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
 from carpool.core.ports import Broker, Dispatcher, LaneQueue, Slots
 from carpool.core.request import Request
-from carpool.core.tally import BATCH_SIZE_BOUNDS, Histogram
+from carpool.core.tally import BATCH_SIZE_BOUNDS, SHARE_BOUNDS, Histogram, off_by
 
 logger = logging.getLogger("carpool.batching")
 
@@ -50,6 +50,8 @@ SPREAD_SHARE, SPREAD_SERVICE_S_MAX = 0.02, 0.5
 # How long a batch waits for company that is being fetched.
 COMPANY_S = 0.01
 RETRY_AFTER_FAILURE_S = 0.01
+# Requests a second from which on it is counted how good the estimate of what comes is.
+RATE_CHECKED_MIN = 10.0
 LOOK_S = 1.0
 # For so long batches count for the capacity, if that is more than a few of them.
 STEADY_S = 1.0
@@ -93,6 +95,9 @@ class BatchLoop:
         self.batches: dict[str, int] = {}
         self.batch_sizes = Histogram(BATCH_SIZE_BOUNDS)
         self._batch_ids = BatchIds(token_hex(4))
+        # By why they left: how full they were. And by how much the estimate of what comes was too high, and too low.
+        self.batch_fills: dict[str, Histogram] = {}
+        self.rate_errors = off_by(SHARE_BOUNDS)
         self._broker = broker
         self._slots = slots
         self._dispatcher = dispatcher
@@ -234,11 +239,24 @@ class BatchLoop:
         self._dispatcher.dispatch(batch, self._batch_ended)  # first: nothing that fails may come between
         self.batches[send.reason] = self.batches.get(send.reason, 0) + 1
         self.batch_sizes.observe(len(batch))
+        self._count_fill(send.reason, 1.0 if is_full else len(batch) / largest)
         self.policy.sent(largest if is_full else len(batch), largest)
         self._look_around(len(batch), largest, now)
         if self.sampled is not None:
             self.sampled(batch[-1])
         return True
+
+    def _count_fill(self, reason: str, fill: float) -> None:
+        fills = self.batch_fills.get(reason)
+        if fills is None:
+            fills = self.batch_fills[reason] = Histogram(SHARE_BOUNDS)
+        fills.observe(min(fill, 1.0))
+
+    def _rate_checked(self, expected: float, came: float) -> None:
+        """So many a second were expected, and so many came. Of a few, chance decides."""
+        most = max(expected, came)
+        if most >= RATE_CHECKED_MIN:
+            self.rate_errors["too-high" if expected > came else "too-low"].observe(abs(expected - came) / most)
 
     def _look_around(self, size: int, largest: int, now: float) -> None:
         """After a batch of this size: what the slots can do, and whether the next one may leave at once."""
@@ -297,7 +315,7 @@ class BatchLoop:
     def _view(self, lane: LaneQueue, now: float) -> View:
         rate: ArrivalRate | None = lane.batching_notes
         if rate is None:
-            rate = lane.batching_notes = ArrivalRate()
+            rate = lane.batching_notes = ArrivalRate(self._rate_checked)
         return View(
             waiting=max(lane.waiting, self.max_batch) if self._is_full_of_bytes(lane) else lane.waiting,
             oldest=lane.oldest(),

@@ -13,6 +13,7 @@ hands all answers of that group back in one call. Rules:
 
 import asyncio
 import logging
+import os
 import sqlite3
 import threading
 import time
@@ -50,6 +51,8 @@ PURGE_MAX = 1000
 # live for days. With nothing stored nobody's time runs, and the disk is left alone.
 TICK_S = 1.0
 SLOW_TICK_S = 5.0
+# How often it is looked how full the disk is.
+DISK_LOOK_S = 10.0
 RETRY_FIRST_S = 0.05
 RETRY_LAST_S = 5.0
 # How long `close` goes on trying to write results to a disk that fails.
@@ -91,6 +94,9 @@ class Writer:
         # For metrics: transactions that the disk did not take, and how long the others took. The thread writes these.
         self.commit_failures = 0
         self.commit_seconds = Histogram(COMMIT_SECONDS)
+        # The share of the disk that is free; 1 where there is none.
+        self.disk_free_share = 1.0
+        self._disk_look_at = 0.0 if store.path else float("inf")
         # Results that the disk did not take, when to try again, and how many at once.
         self._unwritten: deque[Operation] = deque()
         self._retry_at = 0.0
@@ -131,6 +137,7 @@ class Writer:
                 self._execute(self._gather())
                 self._retry()
                 self._tick()
+                self._look_at_disk()
             except Exception as error:  # a defect must not end the thread: everything after it would hang
                 logger.error("the journal met an unexpected %s", type(error).__name__)
             if self._is_closing and not self._queue:
@@ -159,7 +166,9 @@ class Writer:
 
     def _seconds_to_duty(self) -> float | None:
         """How long nothing needs to be done unless an operation comes; None for ever."""
-        due = [self._tick_at] if self._is_anything_stored() else []
+        due = [self._disk_look_at] if self._store.path else []
+        if self._is_anything_stored():
+            due.append(self._tick_at)
         if self._unwritten:
             due.append(self._retry_at)
         return max(0.0, min(due) - time.monotonic()) if due else None
@@ -316,6 +325,18 @@ class Writer:
             self._note_failure(error)
             pause_s = SLOW_TICK_S
         self._tick_at = time.monotonic() + pause_s
+
+    def _look_at_disk(self) -> None:
+        path = self._store.path
+        if path is None or time.monotonic() < self._disk_look_at:
+            return
+        self._disk_look_at = time.monotonic() + DISK_LOOK_S
+        try:
+            disk = os.statvfs(path.parent)
+        except OSError:
+            self.disk_free_share = 0.0  # nothing can be written where nobody can look
+        else:
+            self.disk_free_share = disk.f_bavail / max(1, disk.f_blocks)
 
     def _note_commit(self, started: float) -> None:
         self.commit_seconds.observe(time.perf_counter() - started)

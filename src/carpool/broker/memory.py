@@ -18,7 +18,7 @@ from carpool.core.events import Events
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import LaneQueue, Standing
 from carpool.core.request import DONE, QUEUED, RUNNING, Request
-from carpool.core.tally import SECONDS_BOUNDS, Histogram
+from carpool.core.tally import SECONDS_BOUNDS, Histogram, RequestSeconds
 
 # Lanes without requests are kept for their arrival rate; beyond so many lanes the longest-unused go.
 IDLE_LANES_KEPT = 256
@@ -39,6 +39,8 @@ class MemoryBroker:
         trickle: float = 0.0,
         task_patience_s: float = 0.0,
         offenders: Container[tuple[str, str]] = (),
+        # Where the time of requests is counted; a process has one for all of its parts.
+        seconds: RequestSeconds | None = None,
         events: Events | None = None,
         clock: Clock = monotonic,
     ) -> None:
@@ -71,10 +73,11 @@ class MemoryBroker:
         self._task_places = TaskPlaces(strict_order=strict_order)
         # By model: arrivals in lanes that were dropped.
         self._arrivals_gone: dict[str, int] = {}
-        # For metrics: outcomes by code, and how long requests waited for a slot. Those that another broker holds
-        # (Redis) are counted there, when that one has their outcome.
+        # For metrics: outcomes by code, how long requests waited for a slot, and where their time went. Those that
+        # another broker holds (Redis) are counted there, when that one has their outcome.
         self.outcomes: Counter[str] = Counter()
         self.waited = Histogram(SECONDS_BOUNDS)
+        self.seconds = seconds or RequestSeconds()
 
     def __repr__(self) -> str:
         return f"<MemoryBroker held={self.held} bytes={self.held_bytes} waiting={self.depth}>"
@@ -91,6 +94,12 @@ class MemoryBroker:
     def depth_of(self, model: str) -> int:
         """Requests of one model that wait for a slot."""
         return sum(lane.waiting for lane in self._active[model].values())
+
+    def depth_of_tier(self, tier: int) -> int:
+        """Requests and tasks of one tier that wait for a slot."""
+        return sum(
+            ranks.standings[index].waiting for ranks in self._ranks.values() for index in (tier, tier + self._tiers)
+        )
 
     def arrivals(self, model: str) -> int:
         """Requests of one model that have come so far. The lanes count them already: here they are only summed up."""
@@ -190,6 +199,8 @@ class MemoryBroker:
         request.settle(outcome, self._clock())
         if request.held_by is None:
             self.outcomes[request.result_code] += 1  # bounded: codes come from the error tree
+            if request.taken:
+                self.waited.observe(request.taken - request.arrived)
             if self.events.subscribers:
                 self.events.settled(request, outcome)
         return True
@@ -201,11 +212,17 @@ class MemoryBroker:
         now, is_heard = self._clock(), bool(self.events.subscribers)
         settled = settled_bytes = counted = 0
         told: list[tuple[Request, Output]] = []
+        seconds: defaultdict[int, list[float]] = defaultdict(list)
         for request, output in zip(batch, outputs, strict=True):
             if request.phase != DONE:  # the client may have left meanwhile
                 settled += 1
                 settled_bytes += request.size
-                counted += request.held_by is None
+                if request.held_by is None:
+                    counted += 1
+                    if request.is_task:
+                        self.waited.observe(request.taken - request.arrived)
+                    else:
+                        seconds[request.tier].append(now - request.arrived)
                 # Before it is told: the next request of the same client may come from there.
                 self.held -= 1
                 self.held_bytes -= request.size
@@ -215,6 +232,11 @@ class MemoryBroker:
         self.outcomes["ok"] += counted
         if told:
             self.events.all_settled(told)
+        if seconds:
+            since_taken_s = now - batch[0].taken
+            self.seconds.answered(seconds, since_taken_s, outputs[0].call, self._clock() - now)
+            for ordered in seconds.values():
+                self.waited.observe_ordered(ordered, since_taken_s)
         if settled:
             self._runs_no_more(batch[0].model, settled_bytes)
 
@@ -275,8 +297,6 @@ class MemoryBroker:
             self._retire(lane)
         for request in expired:
             self.settle(request, DeadlineExceeded("the deadline passed before a slot was free"))
-        if waits := [now - request.arrived for request in batch if request.held_by is None]:
-            self.waited.observe_all(waits)
         if batch and self.events.subscribers:
             self.events.taken(batch)
         return batch

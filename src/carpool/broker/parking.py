@@ -15,7 +15,7 @@ from carpool.core.events import Events
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.ports import Standing
 from carpool.core.request import Request
-from carpool.core.tally import SECONDS_BOUNDS, Histogram
+from carpool.core.tally import SECONDS_BOUNDS, Histogram, RequestSeconds
 
 
 class Parking:
@@ -30,6 +30,7 @@ class Parking:
         # Where outcomes are counted; those of a local broker, if there is one, belong to the same sum.
         outcomes: Counter[str] | None = None,
         waited: Histogram | None = None,
+        seconds: RequestSeconds | None = None,
         events: Events | None = None,
         clock: Clock = monotonic,
     ) -> None:
@@ -48,6 +49,7 @@ class Parking:
         self.arrivals = dict.fromkeys(models, 0)
         self.outcomes: Counter[str] = Counter() if outcomes is None else outcomes
         self.waited = Histogram(SECONDS_BOUNDS) if waited is None else waited
+        self.seconds = seconds or RequestSeconds()
         self.late_outcomes = 0
         # Who wants to see one request of each handful that got an output.
         self.sampled: Callable[[Request], None] | None = None
@@ -138,6 +140,9 @@ class Parking:
         parked, now, is_heard = self._parked, self._clock(), bool(self._events.subscribers)
         settled, request = 0, None
         waits: list[float] = []
+        # By call, for those who wait on the line: how long ago it was taken, and by tier how long ago each came.
+        since_taken_s = [0.0] * len(calls)
+        seconds: list[defaultdict[int, list[float]]] = [defaultdict(list) for _ in calls]
         for number, call, queue_s, value, tokens_used in outputs:
             facts = calls[call]  # before the request is out of reach
             found = parked.pop(number, None)
@@ -151,6 +156,9 @@ class Parking:
             self.held_bytes -= request.size
             if not request.is_task:
                 self._shares[request.model, request.tier].remove(request)
+                age_s = now - request.arrived
+                since_taken_s[call] = age_s - queue_s
+                seconds[call][request.tier].append(age_s)
             request.taken = request.arrived + queue_s
             request.held_by = None
             waits.append(queue_s)
@@ -161,5 +169,8 @@ class Parking:
         if settled:
             self.outcomes["ok"] += settled
             self.waited.observe_all(waits)
+            writing_s = self._clock() - now
+            for answered in zip(seconds, since_taken_s, calls, strict=True):
+                self.seconds.answered(*answered, writing_s)
             if self.sampled is not None and request is not None:
                 self.sampled(request)

@@ -32,6 +32,7 @@ def make_broker(ground: Ground) -> MemoryBroker:
         trickle=settings.broker.trickle,
         task_patience_s=settings.tasks.patience_ms / 1000,
         offenders=ground.offenders.riders,
+        seconds=ground.seconds,
         events=ground.events,
         clock=ground.clock,
     )

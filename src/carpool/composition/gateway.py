@@ -221,6 +221,12 @@ class GatewayHalf:
                 for model, door in self.doors.items()
                 for tier, count in zip(self._ground.settings.tiers, door.shed, strict=True)
             },
+            wait_error_seconds={
+                (model, direction): seconds
+                for model, door in self.doors.items()
+                for direction, seconds in door.wait_errors.items()
+            },
+            utilization_target=self._ground.settings.shedding.utilization_target,
         )
 
     def pressure(self, model: str) -> float:

@@ -3,18 +3,21 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 from carpool.composition.tracing import start_tracing
 from carpool.core.clock import Clock, monotonic
 from carpool.core.events import Events
 from carpool.core.snapshot import Numbers, Status
 from carpool.core.story import COMPANY_S_MAX
+from carpool.core.tally import RequestSeconds
 from carpool.core.timers import Every
 from carpool.settings import Settings, models_of
 from carpool.telemetry.tracer import Tracer
 from carpool.upstream.client import make_session
 from carpool.upstream.offenders import Offenders
+
+Value = TypeVar("Value")
 
 
 class Ground:
@@ -29,6 +32,8 @@ class Ground:
         # What happens to requests, for those who subscribe.
         self.events = Events()
         self.tracing = start_tracing(settings, self.events, clock)
+        # Where their time went.
+        self.seconds = RequestSeconds()
         # Owners whose inputs keep being refused.
         self.offenders = Offenders()
         self.session = make_session()
@@ -41,6 +46,10 @@ class Ground:
         if self.tracing is not None:
             self.opened.push_async_callback(self.tracing.close)
         self._background: set[asyncio.Task[None]] = set()
+
+    def by_tier_name(self, value: Callable[[int], Value]) -> dict[str, Value]:
+        """What is known of each tier by its number, by its name."""
+        return {tier.name: value(number) for number, tier in enumerate(self.settings.tiers)}
 
     @property
     def tracer(self) -> Tracer | None:

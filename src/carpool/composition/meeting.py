@@ -74,7 +74,7 @@ class Meeting:
         self._all_nodes: list[Nodes] = []
         self.nodes = self._make_nodes()
         self.memory = MemoryWatch(self.nodes, memory_max=broker.memory_max)
-        self.depth = DepthWatch(self.nodes, self.keys)
+        self.depth = DepthWatch(self.nodes, self.keys, list(self.line_offsets_ms))
         self.steps = Steps(self.nodes, self.keys)
         self.letter_bounds = LetterBounds(
             letters_max=LETTERS_A_SHARD_MAX,
@@ -185,10 +185,13 @@ class Meeting:
 
     def describe(self) -> tuple[OutcomeNumbers, RedisNumbers]:
         """What `/metrics` shows, whatever the role."""
-        view, counted = self.registry.view, self.counted
+        ground, view, counted = self.ground, self.registry.view, self.counted
         outcomes = OutcomeNumbers(
             requests=counted.outcomes,
             queue_wait_seconds=counted.waited,
+            request_seconds=ground.by_tier_name(ground.seconds.by_tier.__getitem__),
+            stage_seconds=ground.seconds.stages(),
+            waiting=ground.by_tier_name(self.depth.unread_of_tier),
             dead_letters=self.dead_letters.buried,
             dead_letters_lost=self.dead_letters.failures,
             dead_letters_kept=self.desk.total(),

@@ -79,6 +79,7 @@ class RedisGatewayHalf(GatewayHalf):
             task_finished=meeting.tasks.finished,
             looked_for=self._looked_for,
             mode_changed=lambda mode: self._look_at_fleet(),
+            seconds=ground.seconds,
             events=ground.events,
             clock=ground.clock,
         )

@@ -70,7 +70,7 @@ def let_see(door: Door, services: Iterable[ModelService]) -> None:
 def sample(door: Door, request: Request) -> None:
     """One that has got its slot. Nobody waits on the line for a task."""
     if not request.is_task:
-        door.waited(request.tier, request.taken - request.arrived)
+        door.waited(request.tier, request.taken - request.arrived, request.arrived)
 
 
 def learn_own(door: Door, service: ModelService, standings: Sequence[Standing]) -> None:

@@ -24,6 +24,8 @@ Shown = Literal["all", "gateways, alone", "gateways", "batchers", "over Redis", 
 # By the value of one label, or of two.
 Counts = Mapping[str, float]
 PairCounts = Mapping[tuple[str, str], float]
+Histograms = Mapping[str, Histogram]
+PairHistograms = Mapping[tuple[str, str], Histogram]
 
 
 class Page(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -133,9 +135,9 @@ def gauge(meaning: str, *labels: str) -> Shows:
     return Shows("gauge", meaning, labels)
 
 
-def histogram(meaning: str) -> Shows:
+def histogram(meaning: str, *labels: str) -> Shows:
     """Counts by size."""
-    return Shows("histogram", meaning)
+    return Shows("histogram", meaning, labels)
 
 
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +161,32 @@ class OutcomeNumbers(Numbers, frozen=True, kw_only=True):
     ]
     queue_wait_seconds: Annotated[
         Histogram, histogram("Seconds a request waited for a slot; it counts where its outcome does.")
+    ]
+    request_seconds: Annotated[
+        Histograms,
+        histogram(
+            "Seconds from the arrival of a synchronous request to its output. Those that were answered from a batch: "
+            "neither tasks nor results that were kept.",
+            "tier",
+        ),
+    ]
+    stage_seconds: Annotated[
+        Histograms,
+        histogram(
+            "The same requests by stage: `queue` until it was taken into a batch, `dispatch` until the call began that "
+            "brought its output (earlier attempts are in it), `upstream` that call, `reply` until its batch was "
+            "answered; over Redis with the ways there and back. `receive`, from the first to the last read of a "
+            "request, and `admit`, until it is queued, are samples of all that come over HTTP.",
+            "stage",
+        ),
+    ]
+    waiting: Annotated[
+        Counts,
+        gauge(
+            "Requests and tasks that wait for a slot. Over Redis: for a batcher, and every process shows those of the "
+            "whole fleet.",
+            "tier",
+        ),
     ]
     dead_letters: Annotated[
         Counts,
@@ -193,6 +221,18 @@ class DoorNumbers(Numbers, frozen=True, kw_only=True):
     shed: Annotated[
         PairCounts, counter("Requests that were refused because they would have waited too long.", "model", "tier")
     ]
+    wait_error_seconds: Annotated[
+        PairHistograms,
+        histogram(
+            "By how many seconds the wait that the door predicted was longer (`too-high`) or shorter (`too-low`) than "
+            "the wait that was; a sample. Waiting for company is not predicted.",
+            "model",
+            "direction",
+        ),
+    ]
+    utilization_target: Annotated[
+        float, gauge("The share of the slots that should be used: `shedding.utilization_target`.")
+    ]
 
 
 class CacheNumbers(Numbers, frozen=True, kw_only=True):
@@ -219,6 +259,9 @@ class ModelNumbers(Numbers, frozen=True, kw_only=True):
 
     batch_size: Annotated[Histogram, histogram("Requests in a batch.")]
     batches: Annotated[Counts, counter("Batches sent, by why they were.", "reason")]
+    batch_fill: Annotated[
+        Histograms, histogram("How full a batch was: its size by the most that may be in it; 1 is full.", "reason")
+    ]
     upstream_calls: Annotated[Counts, counter("Upstream calls by result.", "result")]
     upstream_latency_seconds: Annotated[Histogram, histogram("Seconds of an answered upstream call.")]
     upstream_stray_answers: Annotated[
@@ -237,8 +280,20 @@ class ModelNumbers(Numbers, frozen=True, kw_only=True):
     capacity_rps: Annotated[float, gauge("Requests a second that the healthy slots can serve.")]
     queue_depth: Annotated[int, gauge("Requests that wait in this process for a slot.")]
     arrival_rate: Annotated[float, gauge("Requests a second that came to this queue, lately.")]
+    arrival_error_ratio: Annotated[
+        Histograms,
+        histogram(
+            "How far the estimate of the arrivals of the next second was off, as a share of the larger of the two; it "
+            "was more (`too-high`) or less (`too-low`) than what came. Lanes with 10 a second at least.",
+            "direction",
+        ),
+    ]
+    utilization: Annotated[float, gauge("The share of the slots that was busy, lately.")]
     endpoint_state: Annotated[
         PairCounts, gauge("1 for the state an endpoint is in: healthy, degraded or offline.", "endpoint", "state")
+    ]
+    endpoint_breaker: Annotated[
+        Counts, gauge("How an endpoint's breaker is: 0 closed, 1 half-open, 2 open.", "endpoint")
     ]
     endpoint_calls: Annotated[
         PairCounts,
@@ -260,6 +315,10 @@ class JournalNumbers(Numbers, frozen=True, kw_only=True):
     journal_bytes: Annotated[int, gauge("Bytes of inputs and results in the journal.")]
     journal_commit_seconds: Annotated[Histogram, histogram("Seconds of a transaction of the journal.")]
     journal_commit_failures: Annotated[int, counter("Transactions that the disk did not take.")]
+    journal_disk_free_share: Annotated[
+        float, gauge("The share of the journal's disk that is free; 1 where tasks are kept in memory only.")
+    ]
+    journal_fill: Annotated[float, gauge("What the journal holds by the most that it may: `tasks.stored_bytes_max`.")]
 
 
 class TrackingNumbers(Numbers, frozen=True, kw_only=True):

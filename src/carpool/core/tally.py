@@ -5,7 +5,10 @@ with plain integers, and `telemetry.metrics` turns them into metric families onl
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from carpool.core.outcome import CallFacts
 
 
 class Histogram:
@@ -24,19 +27,27 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def observe_alike(self, value: float, count: int) -> None:
+        """Count so many of the same value."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
+
     def observe_all(self, values: Sequence[float]) -> None:
         """Count many values: a step for each bucket that they fall into, not for each of them."""
+        self.observe_ordered(sorted(values))
+
+    def observe_ordered(self, ordered: Sequence[float], less: float = 0.0) -> None:
+        """The same for values that ascend already; each counts as `less` less than it is, and as 0 at least."""
         bounds, counts = self.bounds, self.counts
-        ordered = sorted(values)
-        bucket, last = bisect_left(bounds, ordered[0]), bisect_left(bounds, ordered[-1])
+        bucket, last = bisect_left(bounds, ordered[0] - less), bisect_left(bounds, ordered[-1] - less)
         counted = 0
         while bucket < last:
-            below = bisect_right(ordered, bounds[bucket])
+            below = bisect_right(ordered, bounds[bucket] + less)
             counts[bucket] += below - counted
             counted = below
             bucket += 1
         counts[last] += len(ordered) - counted
-        self.total += sum(values)
+        self.total += max(0.0, sum(ordered) - less * len(ordered))
 
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative (upper bound, count) pairs, as Prometheus wants them."""
@@ -48,5 +59,69 @@ class Histogram:
         return pairs
 
 
-SECONDS_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 4.0, 10.0, 30.0)
+SECONDS_BOUNDS = (1e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 4.0, 10.0, 30.0)
+# Of a whole: how full a batch is, how far an estimate is off.
+SHARE_BOUNDS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 60, 63, 64, 96, 128)
+
+
+def off_by(bounds: Sequence[float]) -> dict[str, Histogram]:
+    """How far an estimate is off, by direction: it was more, or less, than what then was."""
+    return {"too-high": Histogram(bounds), "too-low": Histogram(bounds)}
+
+
+class RequestSeconds:
+    """Where the time of synchronous requests went that got an output from a batch: in all by tier, and by stage.
+
+    1. `receive`: from the first to the last read of a request. `admit`: until it is queued: credential, rate limit, the
+       door. Both take microseconds as a rule: they are samples, for measuring each would cost more than they do.
+    2. `queue`: from its arrival until it is taken into a batch; over Redis with the way there. `dispatch`: until the
+       call begins that brings its output; earlier attempts are in it. `upstream`: that call. `reply`: until its batch
+       is answered; over Redis with the way back.
+    3. From `taken` on, all of a batch have the same times: a batch costs a few steps, a request one entry of a list.
+    """
+
+    __slots__ = ("admit", "by_tier", "dispatch", "queue", "receive", "reply", "upstream")
+
+    def __init__(self) -> None:
+        # From arrival to answer, by number of the tier.
+        self.by_tier: defaultdict[int, Histogram] = defaultdict(_seconds)
+        self.receive = _seconds()
+        self.admit = _seconds()
+        self.queue = _seconds()
+        self.dispatch = _seconds()
+        self.upstream = _seconds()
+        self.reply = _seconds()
+
+    def answered(
+        self, by_tier: Mapping[int, list[float]], since_taken_s: float, call: CallFacts, writing_s: float
+    ) -> None:
+        """Requests of one batch have their outputs so long after their arrival, and after they were taken.
+
+        The last was told `writing_s` later. Sorts the lists.
+        """
+        count = 0
+        for tier, seconds in by_tier.items():
+            seconds.sort()
+            self.by_tier[tier].observe_ordered(seconds)
+            self.queue.observe_ordered(seconds, since_taken_s)
+            count += len(seconds)
+        if count:
+            self.dispatch.observe_alike(max(call.started_s, 0.0), count)
+            self.upstream.observe_alike(call.upstream_s, count)
+            self.reply.observe_alike(max(since_taken_s + writing_s - call.started_s - call.upstream_s, 0.0), count)
+
+    def stages(self) -> dict[str, Histogram]:
+        """By the name of the stage, in the order in which a request meets them."""
+        return {
+            "receive": self.receive,
+            "admit": self.admit,
+            "queue": self.queue,
+            "dispatch": self.dispatch,
+            "upstream": self.upstream,
+            "reply": self.reply,
+        }
+
+
+def _seconds() -> Histogram:
+    return Histogram(SECONDS_BOUNDS)

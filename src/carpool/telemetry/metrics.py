@@ -1,7 +1,7 @@
 """What Prometheus sees: the numbers of a snapshot. Stages keep plain counts; they become families only when scraped."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal, NamedTuple, get_type_hints
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -78,19 +78,25 @@ def family_of(metric: Metric, found: Iterable[tuple[list[str], Numbers]]) -> Fam
     if metric.kind == "histogram":
         histograms = HistogramMetricFamily(metric.name, metric.meaning, labels=metric.labels)
         for labels, numbers in found:
-            value: Histogram = getattr(numbers, metric.field)
-            histograms.add_metric(labels, value.buckets(), value.total)
+            for more, value in labelled(getattr(numbers, metric.field)):
+                counted: Histogram = value
+                histograms.add_metric([*labels, *more], counted.buckets(), counted.total)
         return histograms
     make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     family = make(metric.name, metric.meaning, labels=metric.labels)
     for labels, numbers in found:
-        shown = getattr(numbers, metric.field)
-        if isinstance(shown, Mapping):
-            for key, number in shown.items():
-                family.add_metric([*labels, *([key] if isinstance(key, str) else key)], number)
-        else:
-            family.add_metric(labels, shown)
+        for more, number in labelled(getattr(numbers, metric.field)):
+            family.add_metric([*labels, *more], number)
     return family
+
+
+def labelled(shown: Any) -> Iterator[tuple[Sequence[str], Any]]:
+    """The values of one metric, each with its labels."""
+    if not isinstance(shown, Mapping):
+        yield (), shown
+        return
+    for key, value in shown.items():
+        yield (key,) if isinstance(key, str) else key, value
 
 
 class Exposition:

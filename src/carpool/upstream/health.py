@@ -28,6 +28,8 @@ from carpool.upstream.pool import Member, Pool
 logger = logging.getLogger("carpool.upstream")
 
 STATES: tuple[EndpointStatus, ...] = ("healthy", "degraded", "offline")
+# As their numbers in metrics.
+BREAKERS = ("closed", "half-open", "open")
 
 # Probes in a row that must fail before an endpoint counts as offline.
 FAILED_PROBES_MAX = 3

@@ -12,8 +12,9 @@ evenly, they share the shards evenly.
 | `<ns>:{tag}:sizes` | hash | by stream: entries held (`h…`) and unread (`u…`); `looks`: the last number in `leased` |
 | `<ns>:{tag}:leased`, `:idle` | zset | streams with leases, in the order of looking; streams without entries |
 | `<ns>:{tag}:openers`, `:opened`, `:lines` | hash | lanes that count: who opened them, how many each, lines |
-| `<ns>:{tag}:counts` | hash | `held`: entries without an outcome, `unread`: those nobody took yet; `letter`: the last
-  letter's id, `letter_bytes`, `letters_counted` (ms); `input_bytes`, `result_bytes`, their parts (scripts/bytes.lua) |
+| `<ns>:{tag}:counts` | hash | `held`: entries without an outcome, `unread`: those nobody took yet, `unread:<line>`: of
+  one line; `letter`: the last letter's id, `letter_bytes`, `letters_counted` (ms); `input_bytes`, `result_bytes`,
+  their parts (scripts/bytes.lua) |
 | `<ns>:{tag}:q:<lane>:<line>` | stream | the entries of one lane and one line (a tier: synchronous requests, those of
   them that exceed their owner's share, or tasks) |
 | `<ns>:{tag}:task:<id>` | hash | a task and its result |

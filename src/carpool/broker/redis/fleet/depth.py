@@ -1,10 +1,11 @@
 """How much waits and is kept in Redis: asked once a second, one small command a shard."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from carpool.broker.redis.client.nodes import Nodes
-from carpool.broker.redis.keys import Keys, Shard
+from carpool.broker.redis.keys import Keys, Shard, tier_of
 from carpool.core.timers import Every
 
 INTERVAL_S = 1.0
@@ -14,10 +15,13 @@ COUNTS = (b"unread", b"input_bytes", b"result_bytes", b"letter_bytes", b"cache_b
 class DepthWatch:
     """Knows the counts of all shards, added up."""
 
-    def __init__(self, nodes: Nodes, keys: Keys) -> None:
+    def __init__(self, nodes: Nodes, keys: Keys, lines: Sequence[bytes] = ()) -> None:
         self._nodes = nodes
         self._keys = keys
-        self._counts = [[0] * len(COUNTS) for _ in keys.shards]
+        # The tier of each line whose entries are counted by themselves.
+        self._tiers = [tier_of(line) for line in lines]
+        self._fields = (*COUNTS, *(b"unread:" + line for line in lines))
+        self._counts = [[0] * len(self._fields) for _ in keys.shards]
         self._every = Every(INTERVAL_S, self._ask)
 
     def start(self) -> None:
@@ -30,11 +34,16 @@ class DepthWatch:
 
     def _ask(self) -> None:
         for shard in self._keys.shards:
-            self._nodes.send(shard.slot, partial(self._told, shard), b"HMGET", shard.counts, *COUNTS)
+            self._nodes.send(shard.slot, partial(self._told, shard), b"HMGET", shard.counts, *self._fields)
 
     def unread(self) -> int:
         """Entries that nobody took yet."""
         return sum(counts[0] for counts in self._counts)
+
+    def unread_of_tier(self, tier: int) -> int:
+        """Those of one tier: requests and tasks."""
+        lines = [index for index, each in enumerate(self._tiers, len(COUNTS)) if each == tier]
+        return sum(counts[index] for counts in self._counts for index in lines)
 
     def times_of(self, shard: Shard) -> float:
         """How many times as much waits in all shards together as in this one; 1 where that is not known."""

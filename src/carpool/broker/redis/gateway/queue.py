@@ -43,6 +43,7 @@ from carpool.core.events import Events
 from carpool.core.outcome import Outcome
 from carpool.core.request import DONE, QUEUED, Request
 from carpool.core.snapshot import Mode
+from carpool.core.tally import RequestSeconds
 from carpool.core.timers import Every, OncePerTurn
 
 logger = logging.getLogger("carpool.broker")
@@ -101,6 +102,7 @@ class RedisQueue:
         task_finished: Callable[[str], None] = lambda task_id: None,
         looked_for: Callable[[Reply], None] = lambda reply: None,
         mode_changed: Callable[[Mode], None] = lambda mode: None,
+        seconds: RequestSeconds | None = None,
         events: Events | None = None,
         clock: Clock = monotonic,
     ) -> None:
@@ -127,6 +129,7 @@ class RedisQueue:
             models=models,
             outcomes=None if local is None else local.outcomes,
             waited=None if local is None else local.waited,
+            seconds=seconds,
             events=events,
             clock=clock,
         )

@@ -25,6 +25,11 @@ local function lane_of(field)
   return string.match(field, '^(.-):')
 end
 
+-- By what entries of its line that nobody took are counted in `counts`.
+local function unread_of(field)
+  return 'unread:' .. (string.match(field, ':(.*)$') or '')
+end
+
 local function count_of(name)
   return tonumber(redis.call('HGET', COUNTS, name) or '0')
 end
@@ -137,6 +142,7 @@ local function count(field, held, unread)
   if unread ~= 0 then
     redis.call('HINCRBY', SIZES, 'u' .. field, unread)
     redis.call('HINCRBY', COUNTS, 'unread', unread)
+    redis.call('HINCRBY', COUNTS, unread_of(field), unread)
   end
 end
 

@@ -149,18 +149,31 @@ end
 -- An older Carpool, or somebody else, may have changed that.
 local function count_streams()
   local sizes, lanes = facts_of(redis.call('HGETALL', SIZES)), redis.call('HGETALL', LANES)
-  local held, unread, waiting, is_known = 0, 0, {}, {}
+  local held, unread, waiting, is_known, by_line = 0, 0, {}, {}, {}
+  for _, name in ipairs(redis.call('HKEYS', COUNTS)) do
+    if string.sub(name, 1, 7) == 'unread:' then
+      by_line[name] = 0
+    end
+  end
   for i = 1, #lanes, 2 do
     local field = lanes[i]
     local _, bound = read_about(lanes[i + 1])
     local left = tonumber(sizes['u' .. field] or '0') or 0
     is_known[field] = true
     held, unread = held + (tonumber(sizes['h' .. field] or '0') or 0), unread + left
+    by_line[unread_of(field)] = (by_line[unread_of(field)] or 0) + left
     if bound and left > 0 then
       waiting[#waiting + 1] = field
     end
   end
   redis.call('HSET', COUNTS, 'held', held, 'unread', unread)
+  for name, left in pairs(by_line) do
+    if left > 0 then
+      redis.call('HSET', COUNTS, name, left)
+    else
+      redis.call('HDEL', COUNTS, name)
+    end
+  end
   for name in pairs(sizes) do
     if name ~= 'looks' and not is_known[string.sub(name, 2)] then
       redis.call('HDEL', SIZES, name)
