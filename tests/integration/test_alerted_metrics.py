@@ -5,6 +5,7 @@ from pathlib import Path
 
 from carpool.core.dead_letter import dead_letter_causes
 from support.client import ask_once, inference_body
+from support.metric_names import named_in
 from support.processes import GatewayProcess, running_gateway, running_role, until
 from support.redis_servers import RedisServer
 from support.upstreams import scripted_upstream
@@ -22,7 +23,7 @@ async def counts(process: GatewayProcess) -> dict[str, float]:
 
 async def test_the_metric_is_there_from_the_start_and_counts(tmp_path: Path, redis_server: RedisServer) -> None:
     """An increase needs the zero before the first one, in every process that may keep a letter."""
-    assert set(re.findall(r"\bcarpool_\w+", RULES.read_text())) == {METRIC}
+    assert METRIC in named_in(RULES)
     zeros = dict.fromkeys(dead_letter_causes(), 0.0)
     broker = {"broker.url": redis_server.url, "broker.namespace": tmp_path.name}
     async with scripted_upstream() as upstream:
