@@ -6,7 +6,7 @@ INTEROP := triton kserve infinity
 WORKERS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis promtool demo check test prometheus lint format docs bench overload chaos interop clean
+.PHONY: help setup redis promtool demo check test prometheus eyes lint format docs bench overload chaos interop clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -46,6 +46,10 @@ test: setup lint redis ## every check: ruff, mypy, import-linter, pytest
 prometheus: setup promtool ## the shipped alerts, by Prometheus's own tool
 	@$(BIN)/python -m pytest tests/prometheus
 
+eyes: setup redis promtool ## what people look at, with the real programs: Prometheus, Alertmanager, … (some minutes)
+	@$(call install,prometheus-alertmanager,prometheus-alertmanager)
+	@$(BIN)/python -m pytest tests/eyes -s
+
 lint: setup ## ruff, mypy strict, import-linter
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
@@ -56,8 +60,9 @@ format: setup ## rewrite the code in the one format
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-docs: setup ## write the generated pages again
+docs: setup ## write the generated pages and the dashboard again
 	@$(BIN)/python -m carpool.tools.docs
+	@$(BIN)/python -m carpool.tools.dashboard
 
 bench: setup redis ## measure beside the floor (several minutes)
 	@$(BIN)/python bench/run.py
