@@ -20,6 +20,7 @@ from carpool.core.request import Request
 from carpool.core.snapshot import CacheNumbers, DoorNumbers
 from carpool.face.http.gateway import GatewayRoutes, HttpFaceSettings
 from carpool.face.http.openapi import gateway_openapi
+from carpool.face.http.sampling import SAMPLE_S, Sampler
 from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
 from carpool.face.intake import Intake, IntakeSettings
@@ -165,6 +166,7 @@ class GatewayHalf:
         gateway = self._ground.settings.gateway
         for server in self.servers:
             self._ground.opened.push_async_callback(close_server, server)
+        self._ground.do_every(SAMPLE_S, Sampler(self.http.state, self._ground.seconds).take)
         self.port = await self.http.start(gateway.host, gateway.port, self._tls, listening)
         warn_if_open(self._ground.settings)
 

@@ -79,6 +79,7 @@ class Connection(asyncio.Protocol):
         "acked_ahead",
         "acked_then",
         "backlog",
+        "began",
         "body",
         "body_buffer",
         "body_bytes",
@@ -133,7 +134,9 @@ class Connection(asyncio.Protocol):
         self.read_size = 0
         # Complete messages of this read.
         self.messages = 0
-        # How many reads ended inside this message, and the bytes of those that brought nothing of its body.
+        # When the first read of this message ended inside it; how many reads did, and the bytes of those that brought
+        # nothing of its body.
+        self.began = 0.0
         self.unfinished_reads = 0
         self.framing_bytes = 0
         self.headers_done = False
@@ -346,6 +349,8 @@ class Connection(asyncio.Protocol):
             self.body_buffer = None
         exchange = Exchange(self, parser.get_method(), self.target, self.headers, self.body, self.keep_alive)
         exchange.is_http_1_0 = self.is_http_1_0
+        if self.unfinished_reads:
+            exchange.received_s = self.state.clock() - self.began
         self.body = b""
         if not self.keep_alive:
             self.input_ended = True
@@ -382,6 +387,8 @@ class Connection(asyncio.Protocol):
     def after_read(self, size: int) -> None:
         """A read ended inside a message, or brought more requests than are handled at once."""
         if self.receiving_since:
+            if not self.unfinished_reads:
+                self.began = self.state.clock()
             if self.body and self.body_buffer is None:
                 self.keep_body()
             if self.headers_done and self.body_bytes != self.body_bytes_then:

@@ -105,6 +105,8 @@ class Exchange(msgspec.Struct, eq=False):
     is_unfinished: bool = False
     is_told_to_wait: bool = False
     when_writable: Callable[["Exchange"], None] | None = None
+    # How long it took to come, where it came in more than one read.
+    received_s: float = 0.0
     # The client knows no chunks: the end of a response in parts is the end of the connection.
     is_http_1_0: bool = False
 
