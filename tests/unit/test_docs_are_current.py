@@ -1,5 +1,6 @@
 """The generated pages say what the code says."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ import pytest
 from carpool.core.errors import all_errors
 from carpool.settings import load_settings, require_upstream
 from carpool.settings.keys import KEYS
-from carpool.tools.docs import PAGES, main
+from carpool.telemetry.metrics import METRICS
+from carpool.tools.docs import CLASSIC, PAGES, QUESTIONS, main
+from support.metric_names import SHOWN
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -42,3 +45,10 @@ def test_check_tells_a_page_that_is_out_of_date(tmp_path: Path, capsys: pytest.C
     assert main([str(tmp_path), "--check"]) == 1
     said = capsys.readouterr().err
     assert "errors.md is out of date" in said and "configuration.md" not in said
+
+
+def test_every_metric_answers_one_question() -> None:
+    answering = [f"carpool_{name}" for _, names in QUESTIONS for name in names]
+    assert sorted(answering) == sorted(metric.name for metric in METRICS)
+    here = {name for _, text in CLASSIC for name in re.findall(r"carpool_\w+", text)}
+    assert here <= SHOWN | set(answering)

@@ -1,6 +1,10 @@
 """What Prometheus sees: the counts of the stages, in its text format, with bounded labels."""
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import pytest
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from carpool.core.snapshot import (
@@ -15,6 +19,8 @@ from carpool.core.snapshot import (
 )
 from carpool.core.tally import BATCH_SIZE_BOUNDS, SECONDS_BOUNDS, Histogram
 from carpool.telemetry.metrics import KINDS, METRICS, Exposition
+
+read_open_metrics: Callable[[str], Iterable[Any]] = openmetrics.text_string_to_metric_families
 
 
 class View:
@@ -87,7 +93,7 @@ class View:
 def samples(exposition: Exposition) -> dict[str, float]:
     """Every sample, as `name{label=value}`."""
     found: dict[str, float] = {}
-    for family in text_string_to_metric_families(exposition().decode()):
+    for family in text_string_to_metric_families(exposition()[0].decode()):
         for sample in family.samples:
             labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
             found[f"{sample.name}{{{labels}}}"] = sample.value
@@ -165,7 +171,7 @@ def test_there_are_no_series_but_those_of_models_and_codes(view: View) -> None:
 
 
 def test_counters_are_counters(view: View) -> None:
-    kinds = {family.name: family.type for family in text_string_to_metric_families(Exposition(view)().decode())}
+    kinds = {family.name: family.type for family in text_string_to_metric_families(Exposition(view)()[0].decode())}
     assert (kinds["carpool_sent_again"], kinds["carpool_connections"]) == ("counter", "gauge")
 
 
@@ -181,3 +187,26 @@ def test_no_two_metrics_share_a_name() -> None:
     names = [metric.name for metric in METRICS]
     assert len(set(names)) == len(names)
     assert not any(name.endswith(("_total", "_count", "_sum", "_bucket")) for name in names)
+
+
+def test_who_accepts_it_gets_examples_that_lead_to_traces(view: View) -> None:
+    view.took.observe(0.15)
+    view.took.observe(0.3)
+    view.took.exemplify(0.3, "4bf92f3577b34da6a3ce929d0e0e4736", 1_700_000_000.25)
+    exposition = Exposition(view)
+    plain, kind = exposition(b"text/plain;version=0.0.4")
+    assert kind.startswith(b"text/plain; version=0.0.4")
+    assert b"trace_id" not in plain
+    text, kind = exposition(b"application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1")
+    assert kind.startswith(b"application/openmetrics-text; version=1.0.0")
+    families = {family.name: family for family in read_open_metrics(text.decode())}
+    assert set(families) >= {metric.name for metric in METRICS if metric.numbers in (OutcomeNumbers, ModelNumbers)}
+    examples = {
+        (sample.labels["tier"], sample.labels["le"]): sample.exemplar
+        for sample in families["carpool_request_seconds"].samples
+        if sample.exemplar is not None
+    }
+    assert list(examples) == [("paid", "0.3")]
+    example = examples["paid", "0.3"]
+    assert (example.labels, example.value) == ({"trace_id": "4bf92f3577b34da6a3ce929d0e0e4736"}, 0.3)
+    assert float(example.timestamp) == 1_700_000_000.25

@@ -7,20 +7,31 @@ with plain integers, and `telemetry.metrics` turns them into metric families onl
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from carpool.core.outcome import CallFacts
+
+
+class Example(NamedTuple):
+    """A value with a trace, and when it was seen, in seconds since the epoch."""
+
+    trace_id: str
+    value: float
+    wall: float
 
 
 class Histogram:
     """Counts of values by bucket, with their sum. `bounds` are inclusive upper bounds, ascending."""
 
-    __slots__ = ("bounds", "counts", "total")
+    __slots__ = ("bounds", "counts", "examples", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         # One more than bounds: the last is everything above.
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
+        # By number of the bucket: the last value of which there is a trace.
+        self.examples: dict[int, Example] = {}
 
     def observe(self, value: float) -> None:
         """Count one value."""
@@ -48,6 +59,10 @@ class Histogram:
             bucket += 1
         counts[last] += len(ordered) - counted
         self.total += max(0.0, sum(ordered) - less * len(ordered))
+
+    def exemplify(self, value: float, trace_id: str, wall: float) -> None:
+        """A value that is counted by itself has a trace: who looks at its bucket may want to see one such."""
+        self.examples[bisect_left(self.bounds, value)] = Example(trace_id, value, wall)
 
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative (upper bound, count) pairs, as Prometheus wants them."""

@@ -6,12 +6,17 @@ from typing import Any, Literal, NamedTuple, get_type_hints
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from carpool.core import snapshot as shapes
 from carpool.core.snapshot import ModelNumbers, Numbers, Shown, Shows, Snapshot
 from carpool.core.tally import Histogram
 
+PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
+OPEN_METRICS = b"application/openmetrics-text"
+generate_open_metrics: Callable[[CollectorRegistry], bytes] = openmetrics.generate_latest
 KINDS: tuple[type[Numbers], ...] = (
     shapes.OutcomeNumbers,
     shapes.DoorNumbers,
@@ -24,6 +29,9 @@ KINDS: tuple[type[Numbers], ...] = (
     shapes.RedisBatcherNumbers,
     shapes.TraceNumbers,
 )
+
+
+Bucket = tuple[str, float] | tuple[str, float, Exemplar]
 
 
 class Metric(NamedTuple):
@@ -80,7 +88,7 @@ def family_of(metric: Metric, found: Iterable[tuple[list[str], Numbers]]) -> Fam
         for labels, numbers in found:
             for more, value in labelled(getattr(numbers, metric.field)):
                 counted: Histogram = value
-                histograms.add_metric([*labels, *more], counted.buckets(), counted.total)
+                histograms.add_metric([*labels, *more], list(exemplified(counted)), counted.total)
         return histograms
     make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     family = make(metric.name, metric.meaning, labels=metric.labels)
@@ -88,6 +96,16 @@ def family_of(metric: Metric, found: Iterable[tuple[list[str], Numbers]]) -> Fam
         for more, number in labelled(getattr(numbers, metric.field)):
             family.add_metric([*labels, *more], number)
     return family
+
+
+def exemplified(histogram: Histogram) -> Iterator[Bucket]:
+    """The buckets of a histogram, with an example where there is one that has a trace."""
+    for number, (bound, count) in enumerate(histogram.buckets()):
+        example = histogram.examples.get(number)
+        if example is None:
+            yield bound, count
+        else:
+            yield bound, count, Exemplar({"trace_id": example.trace_id}, example.value, example.wall)
 
 
 def labelled(shown: Any) -> Iterator[tuple[Sequence[str], Any]]:
@@ -109,6 +127,8 @@ class Exposition:
         PlatformCollector(registry=self._registry)
         GCCollector(registry=self._registry)
 
-    def __call__(self) -> bytes:
-        """The exposition text."""
-        return generate_latest(self._registry)
+    def __call__(self, accept: bytes = b"") -> tuple[bytes, bytes]:
+        """The text, and its type: OpenMetrics for who accepts it, which has examples with their traces."""
+        if OPEN_METRICS in accept.lower():
+            return generate_open_metrics(self._registry), openmetrics.CONTENT_TYPE_LATEST.encode()
+        return generate_latest(self._registry), PROMETHEUS

@@ -75,15 +75,130 @@ _METRICS_INTRO = """
 # Metrics
 
 `GET /metrics` on the admin port shows these in the text format of Prometheus, and `process_*` and `python_*` of
-the process itself. A histogram has the series `_bucket`, `_sum` and `_count`. The values of labels come from the
-configuration and the code, never from a client.
+the process itself; in that of OpenMetrics to who accepts it, with examples that lead to traces where there are any
+(`--enable-feature=exemplar-storage` lets Prometheus keep them). A histogram has the series `_bucket`, `_sum` and
+`_count`. The values of labels come from the configuration and the code, never from a client.
 
 "Shown by" says which processes have a metric: `alone` is `carpool serve` without Redis; over Redis there are
 `gateways` and `batchers`, and `carpool serve --broker` is both. Those with the label `model` are there where a
 process has endpoints: not at a gateway without upstreams. Counters may be summed over a fleet: each event is counted
 by one process.
 
+Alerts for Prometheus are in `deploy/prometheus`, with a page that says [what to do](runbooks.md); a dashboard for
+Grafana, which `make docs` builds, in `deploy/grafana`.
+
 """
+
+# Every metric is in one of these. Names are without `carpool_`.
+QUESTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "Are requests answered, and what becomes of the others?",
+        ("requests", "problems", "held_requests", "held_bytes", "connections"),
+    ),
+    (
+        "How long does an answer take, and where does the time go?",
+        ("request_seconds", "stage_seconds", "queue_wait_seconds"),
+    ),
+    ("Who waits?", ("waiting", "queue_depth", "queue_unread", "tasks_pending")),
+    ("Are batches full, or sent because somebody waited?", ("batches", "batch_fill", "batch_size")),
+    (
+        "Which GPU is slow, or fails?",
+        (
+            "upstream_latency_seconds",
+            "upstream_calls",
+            "endpoint_calls",
+            "endpoint_state",
+            "endpoint_breaker",
+            "upstream_stray_answers",
+        ),
+    ),
+    (
+        "Are there enough GPUs?",
+        (
+            "utilization",
+            "utilization_target",
+            "pressure",
+            "arrival_rate",
+            "capacity_rps",
+            "slots",
+            "healthy_slots",
+        ),
+    ),
+    ("Who is refused at the door?", ("shed", "rate_limit_asks", "rate_limit_failures")),
+    ("Are Carpool's estimates right, or do they drift?", ("arrival_error_ratio", "wait_error_seconds")),
+    (
+        "Does somebody send bad inputs? What was given up on?",
+        (
+            "isolation",
+            "offenders",
+            "dead_letters",
+            "dead_letters_kept",
+            "dead_letter_bytes",
+            "dead_letters_lost",
+            "dead_letters_dropped",
+        ),
+    ),
+    ("Do kept results pay?", ("cache_lookups", "cache_entries", "cache_bytes", "broker_cache_bytes")),
+    (
+        "Is there room for tasks and results?",
+        (
+            "results_stored",
+            "journal_bytes",
+            "journal_fill",
+            "journal_disk_free_share",
+            "journal_commit_seconds",
+            "journal_commit_failures",
+            "task_bytes",
+            "broker_memory_share",
+            "broker_memory_bytes",
+            "broker_disks",
+        ),
+    ),
+    (
+        "Is the fleet whole, and does Redis keep up?",
+        (
+            "live_gateways",
+            "live_batchers",
+            "heartbeat_failures",
+            "broker_mode",
+            "sent_again",
+            "late_outcomes",
+            "entries_taken",
+            "entries_claimed",
+            "entries_unreadable",
+            "leases_lost",
+            "outcomes_unconfirmed",
+            "outcome_retries",
+        ),
+    ),
+)
+
+# What others call it, and what it is here.
+CLASSIC: tuple[tuple[str, str], ...] = (
+    ("batch_size_distribution", "`carpool_batch_size`; as a share of what may be in a batch, `carpool_batch_fill`"),
+    (
+        "gpu_worker_latency",
+        "`carpool_upstream_latency_seconds`, by model; which endpoint: `carpool_endpoint_calls_total`, "
+        "`/internal/fleet`",
+    ),
+    (
+        "queue_depth",
+        "`carpool_waiting`, by tier, alone and over Redis (there `max`, not `sum`: every process shows all); "
+        "`carpool_queue_depth`: by model, what waits in one process",
+    ),
+    (
+        "queue_wait_time",
+        '`carpool_queue_wait_seconds`; of answered requests alone `carpool_stage_seconds{stage="queue"}`',
+    ),
+    ("request_latency", "`carpool_request_seconds`, by tier; its parts: `carpool_stage_seconds`"),
+    (
+        "request_count, error_rate",
+        "`carpool_requests_total`, by outcome; what clients were told: `carpool_problems_total`",
+    ),
+    ("gpu_utilization", "`carpool_utilization`, beside `carpool_utilization_target`"),
+    ("timeout_flushes", '`carpool_batches_total{reason="waited"}`'),
+    ("cache_hit_ratio", "`carpool_cache_lookups_total`, by result"),
+)
 
 EXAMPLE = """\
 model = "small"
@@ -174,6 +289,14 @@ def metrics_page() -> str:
         [
             _GENERATED.format(source="src/carpool/telemetry/metrics.py"),
             _METRICS_INTRO,
+            "## Which question each answers\n\n",
+            *_table(
+                ("question", "metrics"),
+                [(asked, ", ".join(f"`carpool_{name}`" for name in names)) for asked, names in QUESTIONS],
+            ),
+            "\n## By other names\n\n",
+            *_table(("elsewhere", "here"), [(f"`{name}`", here) for name, here in CLASSIC]),
+            "\n## All of them\n\n",
             *_table(("metric", "kind", "labels", "shown by", "meaning"), rows),
         ]
     )

@@ -17,7 +17,6 @@ from carpool.face.http.router import Router
 
 # Told what became of a request; None: nobody knows it.
 FoundRequest = Callable[[RequestState | CarpoolError | None], None]
-PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 class AdminRoutes:
@@ -29,7 +28,8 @@ class AdminRoutes:
         guard: AdminGuard,
         snapshot: Callable[[], Snapshot],
         ready: Callable[[Callable[[str | None], None]], None],
-        metrics: Callable[[], bytes],
+        # By what is accepted: the text, and its type.
+        metrics: Callable[[bytes], tuple[bytes, bytes]],
         find_request: Callable[[str, FoundRequest], None],
         dead_letters: DeadLetterDesk,
         openapi: bytes,
@@ -91,7 +91,7 @@ class AdminRoutes:
 
     def metrics(self, exchange: Exchange, _: str) -> None:
         """`GET /metrics`."""
-        exchange.respond(200, self._metrics(), PROMETHEUS)
+        exchange.respond(200, *self._metrics(exchange.headers.get(b"accept", b"")))
 
     def openapi(self, exchange: Exchange, _: str) -> None:
         """`GET /openapi.json`."""

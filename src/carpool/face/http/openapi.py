@@ -135,7 +135,10 @@ def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> 
 def admin_openapi() -> bytes:
     """The description of the port for operators."""
     request_id: Json = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-    metrics: Json = {"description": "Prometheus text", "content": {"text/plain": {"schema": {"type": "string"}}}}
+    metrics: Json = {
+        "description": "Prometheus text, or OpenMetrics for who accepts it",
+        "content": {kind: {"schema": {"type": "string"}} for kind in ("text/plain", "application/openmetrics-text")},
+    }
     paths: Json = {
         "/internal/health": get("health", "How busy this process is", {"200": answer("Numbers of the moment", Health)}),
         "/internal/ready": get(
