@@ -6,7 +6,7 @@ INTEROP := triton kserve infinity
 WORKERS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis promtool demo check test prometheus eyes lint format docs bench overload chaos interop clean
+.PHONY: help setup redis promtool postgresql demo check test prometheus eyes lint format docs bench overload chaos interop clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -46,7 +46,10 @@ test: setup lint redis ## every check: ruff, mypy, import-linter, pytest
 prometheus: setup promtool ## the shipped alerts, by Prometheus's own tool
 	@$(BIN)/python -m pytest tests/prometheus
 
-eyes: setup redis promtool ## what people look at, with the real programs: Prometheus, Alertmanager, … (some minutes)
+postgresql: ## install Debian's postgresql if there is none
+	@$(call install,/usr/lib/postgresql/15/bin/postgres,postgresql)
+
+eyes: setup redis promtool postgresql ## what people look at, with the real programs: Prometheus, Alertmanager, PostgreSQL, … (some minutes)
 	@$(call install,prometheus-alertmanager,prometheus-alertmanager)
 	@$(BIN)/python -m pytest tests/eyes -s
 

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import subprocess
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -69,6 +70,14 @@ class Prometheus:
         assert found["status"] == "success", (query, found)
         return [each for each in found["data"]["result"] if not math.isnan(float(each["value"][1]))]
 
+    async def examples(self, query: str) -> list[Any]:
+        """The examples of a series, of the last hour."""
+        now = time.time()
+        page = f"/api/v1/query_exemplars?query={quote(query)}&start={now - 3600}&end={now + 60}"
+        found = json.loads((await ask_once(self._port, "GET", page)).body)
+        assert found["status"] == "success", (query, found)
+        return [example for series in found["data"] for example in series["exemplars"]]
+
     async def until_found(self, query: str, within_s: float = PATIENCE_S) -> None:
         """Wait until a query finds something."""
 
@@ -97,7 +106,7 @@ async def running_prometheus(
         targets = [{"static_configs": [{"targets": [f"127.0.0.1:{alertmanager}"]}]}]
         config["alerting"] = {"alertmanagers": targets}
     file = write_config(directory / "prometheus.yml", config)
-    flags = (f"--config.file={file}", f"--storage.tsdb.path={directory / 'data'}")
+    flags = (f"--config.file={file}", f"--storage.tsdb.path={directory / 'data'}", "--enable-feature=exemplar-storage")
     async with running_program(directory, "prometheus", "/-/ready", *flags) as port:
         yield Prometheus(port)
 

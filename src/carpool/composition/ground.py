@@ -31,9 +31,9 @@ class Ground:
         self.clock = clock
         # What happens to requests, for those who subscribe.
         self.events = Events()
-        self.tracing = start_tracing(settings, self.events, clock)
         # Where their time went.
         self.seconds = RequestSeconds()
+        self.tracing = start_tracing(settings, self.events, self.seconds, clock)
         # Owners whose inputs keep being refused.
         self.offenders = Offenders()
         self.session = make_session()

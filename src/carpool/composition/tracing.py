@@ -10,6 +10,7 @@ from typing import NamedTuple
 from carpool.core.clock import Clock
 from carpool.core.events import Events
 from carpool.core.snapshot import TraceNumbers
+from carpool.core.tally import RequestSeconds
 from carpool.settings import Settings
 from carpool.settings.schema import TracingSettings
 from carpool.telemetry.exporter import Exporter
@@ -40,7 +41,7 @@ class Tracing(NamedTuple):
         )
 
 
-def start_tracing(settings: Settings, events: Events, clock: Clock) -> Tracing | None:
+def start_tracing(settings: Settings, events: Events, seconds: RequestSeconds, clock: Clock) -> Tracing | None:
     """Trace what happens from now on; None where that is off."""
     own = settings.tracing
     if not own.otlp_endpoint:
@@ -58,6 +59,7 @@ def start_tracing(settings: Settings, events: Events, clock: Clock) -> Tracing |
         Rules(own.sample_ratio, own.slow_share, own.errors_per_second, own.follow_callers),
         [tier.name for tier in settings.tiers],
         exporter.add,
+        seconds=seconds,
         clock=clock,
         wall=time,
         random_bits=drawn.getrandbits,

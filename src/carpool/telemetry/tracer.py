@@ -20,6 +20,7 @@ from carpool.core.errors import CarpoolError, ClientLeft
 from carpool.core.events import Subscriber
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.request import Request
+from carpool.core.tally import RequestSeconds
 from carpool.core.timers import Every
 from carpool.core.trace import (
     BatchTrace,
@@ -68,12 +69,15 @@ class Tracer(Subscriber):
         tiers: Sequence[str],
         add: Callable[[bytes, int], None],
         *,
+        # Whose buckets get examples: requests that were kept.
+        seconds: RequestSeconds,
         clock: Clock,
         wall: Clock,
         random_bits: Callable[[int], int],
         random_share: Callable[[], float],
     ) -> None:
         self._add = add
+        self._seconds = seconds
         self._clock = clock
         self._wall = wall
         self._random_bits = random_bits
@@ -269,6 +273,9 @@ class Tracer(Subscriber):
         self, request: Request, trace: Trace, why: str, call: CallFacts | None, error: CarpoolError | None
     ) -> None:
         self._add(self._spans.request(request, trace, why, call, error), SPANS_OF_ONE)
+        if call is not None and not call.cached and not request.is_task:
+            took_s = request.ended - request.arrived
+            self._seconds.by_tier[request.tier].exemplify(took_s, trace.trace_id.hex(), self._wall())
 
     def _pack_refusal(self, trace: Trace, method: str, route: str, error: CarpoolError, now: float) -> None:
         self._add(self._spans.refusal(trace, method, route, error, now), 1)

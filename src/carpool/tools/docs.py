@@ -155,6 +155,18 @@ QUESTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     (
+        "Are traces and records kept, or lost?",
+        (
+            "traces_kept",
+            "trace_spans",
+            "trace_export_failures",
+            "tracking_written",
+            "tracking_dropped",
+            "tracking_waiting",
+            "tracking_failures",
+        ),
+    ),
+    (
         "Is the fleet whole, and does Redis keep up?",
         (
             "live_gateways",
