@@ -22,15 +22,26 @@ AFTER_THE_DOOR = ("queue", "dispatch", "upstream", "reply")
 async def processes(directory: Path, upstream: str, redis: RedisServer | None) -> AsyncIterator[list[GatewayProcess]]:
     """One alone, or a gateway and a batcher; the first is for clients. One request at a time is sent to the GPU."""
     flags = ("--max-batch", "1")
+    # Nobody leaves the queue before it was looked at, however busy the machine is.
+    settings: dict[str, object] = {
+        "broker.queue_timeout_s": 200,
+        "broker.total_timeout_s": 250,
+        "upstream.timeout_s": 240,
+    }
     if redis is None:
-        async with running_gateway(directory, upstream, *flags) as alone:
+        async with running_gateway(directory, upstream, *flags, settings=settings) as alone:
             yield [alone]
         return
-    settings = {"broker.url": redis.url, "broker.namespace": directory.name}
+    settings |= {"broker.url": redis.url, "broker.namespace": directory.name}
     async with (
-        running_role(directory, "gateway", settings=settings) as gateway,
         running_role(directory, "batcher", "--upstream", upstream, *flags, settings=settings) as batcher,
+        running_role(directory, "gateway", settings=settings) as gateway,
     ):
+
+        async def is_ready() -> bool:
+            return (await ask_once(gateway.admin_port, "GET", "/internal/ready")).status == 200
+
+        await until(is_ready)
         yield [gateway, batcher]
 
 
