@@ -224,8 +224,9 @@ async def test_every_endpoint_has_a_state_and_was_heard_of(tmp_path: Path, redis
 
 
 async def test_every_metric_is_shown_by_those_who_should(tmp_path: Path, redis_server: RedisServer) -> None:
-    tracking = {"tracking.store": "sqlite"}
-    settings = {"broker.namespace": tmp_path.name, "broker.persistence": "forbidden", **tracking}
+    # What is off has no metrics. Nobody need be there to receive traces.
+    on = {"tracking.store": "sqlite", "tracing.otlp_endpoint": "http://127.0.0.1:9"}
+    settings = {"broker.namespace": tmp_path.name, "broker.persistence": "forbidden", **on}
     shown: dict[str, set[str]] = {}
 
     async def look(who: str, process: GatewayProcess) -> None:
@@ -237,7 +238,7 @@ async def test_every_metric_is_shown_by_those_who_should(tmp_path: Path, redis_s
     async with fleet_over(tmp_path, redis_server.url, settings) as fleet:
         await look("gateways", (await fleet.add("gateway", "--upstream", SIM)).process)
         await look("batchers", (await fleet.add("batcher", "--upstream", SIM)).process)
-    async with running_gateway(tmp_path / "alone", SIM, settings=tracking) as alone:
+    async with running_gateway(tmp_path / "alone", SIM, settings=on) as alone:
         await look("alone", alone)
     said = {"all": set(shown), "over Redis": {"gateways", "batchers"}, "gateways, alone": {"gateways", "alone"}}
     for metric in METRICS:
