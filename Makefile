@@ -49,7 +49,7 @@ prometheus: setup promtool ## the shipped alerts, by Prometheus's own tool
 postgresql: ## install Debian's postgresql if there is none
 	@$(call install,/usr/lib/postgresql/15/bin/postgres,postgresql)
 
-eyes: setup redis promtool postgresql ## what people look at, with the real programs: Prometheus, Alertmanager, PostgreSQL, … (some minutes)
+eyes: setup redis promtool postgresql .venv-eyes/.ready ## what people look at, with the real programs: Prometheus, Alertmanager, PostgreSQL, … (some minutes)
 	@$(call install,prometheus-alertmanager,prometheus-alertmanager)
 	@$(BIN)/python -m pytest tests/eyes -s
 
@@ -83,8 +83,14 @@ chaos: setup redis ## kill, cut, overload; prints lost / wrong / duplicates, las
 	@.venv-interop/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
+.venv-eyes/.ready: requirements/eyes.txt
+	@$(PYTHON) -m venv .venv-eyes
+	@echo "installing into .venv-eyes ..."
+	@.venv-eyes/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
 interop: setup $(INTEROP:%=.venv-interop/%/.ready) ## real servers behind Carpool: Triton, KServe, infinity (2 GB to install)
 	@$(BIN)/python -m pytest tests/interop -s
 
 clean: ## remove what the targets made
-	@rm -rf .venv .venv-interop build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .venv .venv-interop .venv-eyes build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
