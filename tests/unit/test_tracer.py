@@ -1,0 +1,229 @@
+"""Tracing (`telemetry/tracer.py`): its numbered rules, on virtual time."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from carpool.core.batch import Batch
+from carpool.core.errors import ClientLeft, Malformed, UpstreamFailed
+from carpool.core.events import Events
+from carpool.core.outcome import CallFacts, Output
+from carpool.core.request import Request
+from carpool.core.trace import Trace, traceparent_of
+from carpool.telemetry.otlp import Envelope
+from carpool.telemetry.tracer import LINE_MAX, Rules, Tracer
+from carpool.testing import FakeClock, Witness, make_request
+from support.otlp import SeenSpan, spans_in
+
+WALL = 1_800_000_000.0
+ENVELOPE = Envelope([], "carpool", "1")
+CALL = CallFacts(4, 0.1, endpoint="http://gpu/", batch_id="0011223344556677")
+
+
+class Stand:
+    """A tracer on virtual time, told by events as in production."""
+
+    def __init__(
+        self, ratio: float = 0.0, slow_share: float = 0.0, errors: float = 0.0, *, follows: bool = True
+    ) -> None:
+        self.clock = FakeClock()
+        self.packed: list[bytes] = []
+        drawn = random.Random(5)
+        self.tracer = Tracer(
+            Rules(ratio, slow_share, errors, follows),
+            ["first", "last"],
+            lambda packed, spans: self.packed.append(packed),
+            clock=self.clock,
+            wall=lambda: WALL + self.clock(),
+            random_bits=drawn.getrandbits,
+            random_share=drawn.random,
+        )
+        self.events = Events()
+        self.events.subscribe(self.tracer)
+
+    def run(self, work: Callable[["Stand"], None], seconds: float = 3.0) -> list[SeenSpan]:
+        """What is kept of this."""
+
+        async def main() -> None:
+            self.tracer.start()
+            work(self)
+            await asyncio.sleep(seconds)
+            self.tracer.finish()
+
+        self.clock.run(main())
+        return spans_in(ENVELOPE.wrap(self.packed))
+
+    def request(self, request_id: str, trace: Trace | None = None, **facts: Any) -> Request:
+        request = make_request(request_id, Witness(), now=self.clock(), **facts)
+        request.trace = trace
+        return request
+
+    def settle(self, request: Request, outcome: Any, seconds: float = 0.0) -> None:
+        request.taken, request.ended = request.arrived, request.arrived + seconds
+        request.result_code = "ok" if isinstance(outcome, Output) else outcome.code
+        self.events.settled(request, outcome)
+
+
+def headers(trace_id: bytes, *, is_sampled: bool, state: bytes = b"") -> dict[bytes, bytes]:
+    text = traceparent_of(trace_id, b"12345678", is_sampled=is_sampled).encode()
+    return {b"traceparent": text} | ({b"tracestate": state} if state else {})
+
+
+def requests_in(spans: list[SeenSpan]) -> list[str]:
+    return [span.attributes["carpool.request.id"] for span in spans if "carpool.request.id" in span.attributes]
+
+
+def test_rule_1_whoever_asks_is_kept_and_goes_on_with_its_trace() -> None:
+    tracer = Stand().tracer
+    trace = tracer.begin(headers(b"\0" * 15 + b"\1", is_sampled=True, state=b"a=1"))
+    assert trace is not None
+    assert (trace.trace_id, trace.parent_id, trace.is_sampled) == (b"\0" * 15 + b"\1", b"12345678", True)
+    assert (trace.state, trace.why) == ("a=1", "asked")
+    assert trace.span_id not in (b"12345678", bytes(8))
+
+
+def test_rule_1_a_callers_trace_that_was_not_asked_for_is_kept_by_the_ratio_of_its_id() -> None:
+    tracer = Stand(ratio=0.5).tracer
+    high, low = (
+        tracer.begin(headers(b"\xff" * 16, is_sampled=False)),
+        tracer.begin(headers(b"\1" * 16, is_sampled=False)),
+    )
+    assert high is not None and low is not None
+    assert (high.is_sampled, high.why) == (True, "ratio")
+    assert (low.is_sampled, low.trace_id) == (False, b"\1" * 16)
+
+
+def test_rule_1_the_ratio_is_kept_among_those_who_begin_a_trace() -> None:
+    tracer = Stand(ratio=0.1).tracer
+    traces = [trace for _ in range(10_000) if (trace := tracer.begin({})) is not None]
+    assert 800 < len(traces) < 1200
+    assert len({trace.trace_id for trace in traces}) == len(traces)
+    assert all(trace.is_sampled and trace.parent_id == b"" for trace in traces)
+
+
+@pytest.mark.parametrize("text", [b"", b"00-x", b"\xff" * 55, b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01"])
+def test_a_traceparent_that_cannot_be_read_begins_a_trace(text: bytes) -> None:
+    assert Stand().tracer.begin({b"traceparent": text}) is None
+    trace = Stand(ratio=1.0).tracer.begin({b"traceparent": text})
+    assert trace is not None and trace.parent_id == b""
+
+
+def test_where_callers_are_not_followed_they_begin_a_trace() -> None:
+    assert Stand(follows=False).tracer.begin(headers(b"\xff" * 16, is_sampled=True)) is None
+
+
+def test_rule_2_errors_are_kept_at_a_rate_and_clients_who_left_are_none() -> None:
+    def work(stand: Stand) -> None:
+        for number in range(50):
+            stand.settle(stand.request(f"left {number}"), ClientLeft("the client left"))
+        for number in range(50):
+            stand.settle(stand.request(f"failed {number}"), UpstreamFailed("canary"))
+
+    spans = Stand(errors=10).run(work)
+    assert requests_in(spans) == [f"failed {number}" for number in range(10)]
+    assert {span.attributes["error.type"] for span in spans if span.attributes} == {"upstream-failed"}
+    assert all(span.is_error for span in spans if span.attributes)
+    assert len({span.trace_id for span in spans}) == 10
+
+
+@pytest.mark.parametrize("told", ["one by one", "together"])
+def test_rule_2_the_slowest_are_kept_and_tasks_are_not_among_them(told: str) -> None:
+    def work(stand: Stand) -> None:
+        pairs = []
+        for number in range(200):
+            request = stand.request(f"{number}")
+            request.ended, request.taken = request.arrived + 0.001 * number, request.arrived
+            pairs.append((request, Output(b"", CALL)))
+        task = stand.request("a task", is_task=True)
+        task.ended = task.arrived + 60.0
+        pairs.append((task, Output(b"", CALL)))
+        if told == "together":
+            stand.events.all_settled(pairs)
+        else:
+            for request, output in pairs:
+                stand.events.settled(request, output)
+
+    spans = Stand(slow_share=0.01).run(work)
+    assert sorted(requests_in(spans)) == ["198", "199"]
+    kept = next(span for span in spans if span.attributes.get("carpool.request.id") == "199")
+    assert kept.attributes["carpool.kept"] == "slow"
+    assert kept.attributes["carpool.batch.id"] == CALL.batch_id
+    assert kept.end_ns - kept.start_ns == pytest.approx(199_000_000, abs=1000)
+    assert abs(kept.start_ns / 1e9 - WALL) < 86_400
+
+
+def test_rule_2_a_batch_is_kept_with_one_that_is_kept_late() -> None:
+    def work(stand: Stand) -> None:
+        members = [stand.request(name) for name in ("fine", "failed")]
+        batch = Batch("0011223344556677", "m", 2, "full", stand.clock())
+        for member in members:
+            member.batch = batch
+        call = stand.tracer.call_begins(members, "http://gpu/", 1, stand.clock(), is_search=False)
+        assert call is not None
+        assert call.headers[0][1].endswith("-00")
+        call.ended = batch.ended = stand.clock()
+        stand.tracer.call_ended(members, call)
+        stand.settle(members[0], Output(b"", CALL))
+        stand.settle(members[1], UpstreamFailed("failed"))
+        batch.result = "ok"
+        stand.events.ended(batch, members)
+
+    spans = Stand(errors=10).run(work)
+    assert sorted(span.name for span in spans) == ["attempt", "batch", "inference", "queue"]
+    by_name = {span.name: span for span in spans}
+    [link] = by_name["batch"].links
+    assert (link.trace_id, link.span_id) == (by_name["inference"].trace_id, by_name["inference"].span_id)
+    [back] = by_name["inference"].links
+    assert (back.trace_id, back.span_id) == (by_name["batch"].trace_id, by_name["batch"].span_id)
+
+
+def test_a_batch_that_nobody_wants_is_not_kept() -> None:
+    def work(stand: Stand) -> None:
+        request = stand.request("fine")
+        request.batch = Batch("0011223344556677", "m", 1, "full", stand.clock())
+        assert stand.tracer.call_begins([request], "http://gpu/", 1, stand.clock(), is_search=False) is not None
+        request.batch.result = "ok"
+        stand.events.ended(request.batch, [request])
+
+    assert Stand(errors=10).run(work) == []
+
+
+def test_rule_3_a_flood_of_refusals_is_kept_by_ratio_and_by_the_rate_of_errors_where_callers_ask() -> None:
+    def flood(given: dict[bytes, bytes]) -> Callable[[Stand], None]:
+        def work(stand: Stand) -> None:
+            for _ in range(2000):
+                stand.tracer.refused(b"POST", b"/v1/inference", given, Malformed("canary"))
+
+        return work
+
+    assert Stand(errors=10).run(flood({})) == []
+    assert 100 < len(Stand(ratio=0.1, errors=10).run(flood({}))) < 300
+    asked = Stand(errors=10).run(flood(headers(b"\1" * 16, is_sampled=True)))
+    assert len(asked) == 10
+    assert {(span.trace_id, span.parent_id) for span in asked} == {((b"\1" * 16).hex(), b"12345678".hex())}
+
+
+def test_rule_5_what_has_no_room_is_counted() -> None:
+    stand = Stand(ratio=1.0)
+
+    def work(stand: Stand) -> None:
+        for number in range(LINE_MAX + 5):
+            stand.settle(stand.request(f"{number}", stand.tracer.begin({})), Output(b"", CALL))
+        assert stand.tracer.dropped == 10
+
+    stand.run(work, seconds=0.0)
+    assert stand.tracer.kept["ratio"] == LINE_MAX
+
+
+def test_rule_5_packing_takes_several_turns() -> None:
+    stand = Stand(ratio=1.0)
+
+    def work(stand: Stand) -> None:
+        for number in range(1000):
+            stand.settle(stand.request(f"{number}", stand.tracer.begin({})), Output(b"", CALL))
+        assert stand.packed == []
+
+    assert len(stand.run(work)) == 2000
