@@ -227,7 +227,7 @@ class MemoryBroker:
                 self.held -= 1
                 self.held_bytes -= request.size
                 request.settle(output, now)
-                if is_heard and request.held_by is None:
+                if is_heard and request.held_by is None and not request.is_seat:
                     told.append((request, output))
         self.outcomes["ok"] += counted
         if told:

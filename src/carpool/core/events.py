@@ -123,14 +123,12 @@ class Events:
                     self._failed()
 
     def all_settled(self, settled: Sequence[tuple[Request, Output]]) -> None:
-        """Requests of one model, at least one, got their outputs."""
-        own = [pair for pair in settled if not pair[0].is_seat]
-        if own:
-            for told in self._of_all_settled:
-                try:
-                    told(own)
-                except Exception:
-                    self._failed()
+        """Requests of one model, at least one and none of them a seat, got their outputs at the same time."""
+        for told in self._of_all_settled:
+            try:
+                told(settled)
+            except Exception:
+                self._failed()
 
     def _failed(self) -> None:
         self._failures += 1

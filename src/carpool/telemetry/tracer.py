@@ -189,15 +189,17 @@ class Tracer(Subscriber):
     # What happens to requests and batches (core.events).
 
     def all_settled(self, settled: Sequence[tuple[Request, Output]]) -> None:
-        """Requests of one batch got their outputs: `settled` for many, on the hot path."""
-        slowest = self._slowest[settled[0][0].model]
+        """Requests of one model got their outputs at the same time: `settled` for many, on the hot path."""
+        first = settled[0][0]
+        slowest = self._slowest[first.model]
         slowest.seen += len(settled)
-        threshold_s = slowest.threshold_s
+        # Whoever came before this has waited for longer than the threshold.
+        slow_before = first.ended - slowest.threshold_s
         for request, output in settled:
             trace = request.trace
             if trace is not None and trace.is_sampled:
                 self._enter(trace.why, self._pack_request, request, trace, trace.why, output.call, None)
-            elif request.ended - request.arrived >= threshold_s and not request.is_task:
+            elif request.arrived <= slow_before and not request.is_task:
                 slowest.add(request.ended - request.arrived, (request, output.call))
 
     def settled(self, request: Request, outcome: Outcome) -> None:

@@ -76,7 +76,7 @@ class GatewayRoutes:
     ) -> None:
         self._intake = intake
         # None where nothing is traced.
-        self._traces = traces
+        self._begin_trace = None if traces is None else traces.begin
         self._settings = settings
         self._default_mode = settings.default_mode
         # A task is not refused for how long it would wait: where the body may make it one, it is read first.
@@ -125,7 +125,7 @@ class GatewayRoutes:
                 mode = "async"
         parameters = b"" if call.parameters is UNSET else canonical_parameters(call.parameters)
         value = checked_input(call.input, "input")
-        if self._traces is not None and (trace := self._traces.begin(headers)) is not None:
+        if self._begin_trace is not None and (trace := self._begin_trace(headers)) is not None:
             wishes = replace(wishes, trace=trace)
         client_id = call.client_id or ""
         if mode == "async":
@@ -165,7 +165,7 @@ class GatewayRoutes:
         headers = exchange.headers
         own_id, replies = request_id(headers), self._predict_replies
         wishes = wishes_in(headers, preferences(headers.get(b"prefer", b"")))
-        if self._traces is not None and (trace := self._traces.begin(headers)) is not None:
+        if self._begin_trace is not None and (trace := self._begin_trace(headers)) is not None:
             wishes = replace(wishes, trace=trace)
         self._park(exchange, self._intake.ask(caller, model, b"", value, own_id, replies, exchange, "", wishes))
 
