@@ -82,6 +82,7 @@ OTHER_LINES = st.sampled_from(
         b"Transfer-Encoding: chunked",
         b"Expect: 100-continue",
         b"Upgrade: h2c",
+        b"traceparent: 00-1-2-01",
         b"X-Odd: Content-Length: 3",
         b"X-Fold: a\r\n Content-Length: 2",
         b"",
@@ -230,3 +231,17 @@ def test_heads_of_which_the_parser_made_another_one_are_bounded_too() -> None:
         for head in (old, new):
             assert known_heads.match(PLAIN % size + b"x" * size, head)[1] == PLAIN % size
         assert len(old.whole) + len(new.whole) <= WHOLE_MAX
+
+
+def test_heads_that_will_not_come_again_push_out_none_that_do() -> None:
+    known_heads = KnownHeads(1000)
+    usual = b"POST /a HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\n{}"
+    run([usual], known_heads, 1000)
+    for number in range(KEPT_MAX + 1):
+        value = b"00-%032x-%016x-01" % (number + 1, number + 1)
+        read = b"POST /a HTTP/1.1\r\nHost: h\r\nTraceparent: %b\r\nContent-Length: 2\r\n\r\n{}" % value
+        headers = {b"host": b"h", b"traceparent": value, b"content-length": b"2"}
+        known_heads.keep(read, b"POST", b"/a", headers)
+        assert known_heads.match(read) == (NO_HEAD, b"")
+    assert len(known_heads) == 1
+    assert known_heads.match(usual)[0].target == b"/a"

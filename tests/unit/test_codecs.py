@@ -811,6 +811,19 @@ async def test_grpc_bytes_in_and_out(serve: Serve) -> None:
     await endpoint.close()
 
 
+async def test_grpc_headers_of_a_call_are_metadata(serve: Serve) -> None:
+    seen: list[dict[str, str]] = []
+
+    async def note(message: bytes, context: Any) -> bytes:
+        seen.append(dict(context.invocation_metadata()))
+        return message
+
+    endpoint = GrpcEndpoint(await serve(note), 1, 1 << 20)
+    await endpoint.post(Call(b"", headers=(("traceparent", "00-1-2-01"),)), PATIENCE_S)
+    assert seen[0]["traceparent"] == "00-1-2-01"
+    await endpoint.close()
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [

@@ -863,6 +863,37 @@ class TestDump:
         assert "admin_port" not in tomllib.loads(dump_toml(Settings()))["gateway"]
 
 
+class TestTracing:
+    @pytest.mark.parametrize("url", ["http://collector:4318", "https://otel.example/some/path", "http://[::1]:4318/"])
+    def test_receivers(self, url: str) -> None:
+        assert load(flags={"tracing.otlp_endpoint": url}).tracing.otlp_endpoint == url
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("otlp_endpoint", "collector:4318"),
+            ("otlp_endpoint", "http://user:canary@collector"),
+            ("otlp_endpoint", "http://collector?key=canary"),
+            ("headers", ["canary"]),
+            ("headers", ["x-key: canary=1"]),
+            ("headers", ["x-key=canary\x7f"]),
+            ("resource_attributes", ["team"]),
+            ("resource_attributes", ["=x"]),
+            ("sample_ratio", "1.5"),
+        ],
+    )
+    def test_what_is_not_taken_is_said_without_secrets(self, key: str, value: object) -> None:
+        with pytest.raises(ConfigError) as caught:
+            load(flags={f"tracing.{key}": value})
+        assert f"tracing.{key}" in str(caught.value)
+        assert "canary" not in str(caught.value)
+
+    def test_headers_are_secret(self) -> None:
+        settings = load(flags={"tracing.headers": ["x-key=canary"]})
+        assert settings.tracing.headers == ["x-key=canary"]
+        assert "canary" not in repr(settings) + dump_toml(settings)
+
+
 class TestCatalogue:
     ALL = [*KEYS.values(), *section_keys(TierSettings, "tiers."), *section_keys(ModelSettings, "models.")]
 
