@@ -176,7 +176,7 @@ async def test_a_request_that_fails_is_kept_with_its_batch_and_every_attempt(
     settings = {"tracing__sample_ratio": 0, "upstream__attempts": 3}
     async with running("serve", upstream, taking, **settings) as process:
         answer = await ask(process)
-        assert metric(process, "traces_kept")["error"] == 1
+        await until(lambda: metric(process, "traces_kept")["error"] == 1)
     assert answer.status == 502
     request, batch = one(taking.named(REQUEST)), one(taking.named("batch"))
     attempts = taking.named("attempt")

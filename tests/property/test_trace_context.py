@@ -95,16 +95,23 @@ def test_a_tracestate_that_is_passed_on_is_safe_in_a_header(text: str) -> None:
         assert passed == ""
 
 
-@given(trace_ids, span_ids, st.one_of(st.just(b""), span_ids), st.booleans(), states)
+@given(
+    trace_ids,
+    span_ids,
+    st.one_of(st.just(b""), span_ids),
+    st.booleans(),
+    states,
+    st.sampled_from(["", "asked", "ratio"]),
+)
 def test_a_trace_travels(
-    trace_id: bytes, span_id: bytes, parent_id: bytes, is_sampled: bool, state: dict[str, str]
+    trace_id: bytes, span_id: bytes, parent_id: bytes, is_sampled: bool, state: dict[str, str], why: str
 ) -> None:
     own = Trace(
-        trace_id, span_id, parent_id, is_sampled, read_tracestate(",".join(f"{k}={v}" for k, v in state.items()))
+        trace_id, span_id, parent_id, is_sampled, read_tracestate(",".join(f"{k}={v}" for k, v in state.items())), why
     )
     came = read_text(text_of(own))
     assert came is not None
-    for name in ("trace_id", "span_id", "parent_id", "is_sampled", "state"):
+    for name in ("trace_id", "span_id", "parent_id", "is_sampled", "state", "why"):
         assert getattr(came, name) == getattr(own, name)
 
 

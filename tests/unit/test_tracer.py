@@ -12,6 +12,7 @@ from carpool.core.errors import ClientLeft, Malformed, UpstreamFailed
 from carpool.core.events import Events
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.request import Request
+from carpool.core.tally import RequestSeconds
 from carpool.core.trace import Trace, traceparent_of
 from carpool.telemetry.otlp import Envelope
 from carpool.telemetry.tracer import LINE_MAX, Rules, Tracer
@@ -36,6 +37,7 @@ class Stand:
             Rules(ratio, slow_share, errors, follows),
             ["first", "last"],
             lambda packed, spans: self.packed.append(packed),
+            seconds=RequestSeconds(),
             clock=self.clock,
             wall=lambda: WALL + self.clock(),
             random_bits=drawn.getrandbits,
@@ -143,7 +145,7 @@ def test_rule_2_the_slowest_are_kept_and_tasks_are_not_among_them(told: str) -> 
         task.ended = stand.clock()
         pairs.append((task, Output(b"", CALL)))
         if told == "together":
-            stand.events.all_settled(pairs)
+            stand.events.all_settled([request for request, _ in pairs], [output for _, output in pairs])
         else:
             for request, output in pairs:
                 stand.events.settled(request, output)
@@ -216,7 +218,7 @@ def test_rule_5_what_has_no_room_is_counted() -> None:
             stand.settle(stand.request(f"{number}", stand.tracer.begin({})), Output(b"", CALL))
         assert stand.tracer.dropped == 10
 
-    stand.run(work, seconds=0.0)
+    assert len(stand.run(work)) == 2 * LINE_MAX
     assert stand.tracer.kept["ratio"] == LINE_MAX
 
 

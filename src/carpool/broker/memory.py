@@ -211,8 +211,9 @@ class MemoryBroker:
             raise ValueError(f"{len(outputs)} outputs for {len(batch)} requests")
         now, is_heard = self._clock(), bool(self.events.subscribers)
         settled = settled_bytes = counted = 0
-        told: list[tuple[Request, Output]] = []
         seconds: defaultdict[int, list[float]] = defaultdict(list)
+        # Those of whom nobody is told from here.
+        others: set[int] = set()
         for request, output in zip(batch, outputs, strict=True):
             if request.phase != DONE:  # the client may have left meanwhile
                 settled += 1
@@ -227,16 +228,21 @@ class MemoryBroker:
                 self.held -= 1
                 self.held_bytes -= request.size
                 request.settle(output, now)
-                if is_heard and request.held_by is None and not request.is_seat:
-                    told.append((request, output))
+                if is_heard and request.held_by is not None:
+                    others.add(id(request))
+            elif is_heard:
+                others.add(id(request))
         self.outcomes["ok"] += counted
-        if told:
-            self.events.all_settled(told)
         if seconds:
             since_taken_s = now - batch[0].taken
             self.seconds.answered(seconds, since_taken_s, outputs[0].call, self._clock() - now)
             for ordered in seconds.values():
                 self.waited.observe_ordered(ordered, since_taken_s)
+        if is_heard and len(others) < len(batch):
+            if others:
+                told = [pair for pair in zip(batch, outputs, strict=True) if id(pair[0]) not in others]
+                batch, outputs = [request for request, _ in told], [output for _, output in told]
+            self.events.all_settled(batch, outputs)
         if settled:
             self._runs_no_more(batch[0].model, settled_bytes)
 

@@ -143,7 +143,7 @@ class Parking:
         # By call, for those who wait on the line: how long ago it was taken, and by tier how long ago each came.
         since_taken_s = [0.0] * len(calls)
         seconds: list[defaultdict[int, list[float]]] = [defaultdict(list) for _ in calls]
-        told: defaultdict[str, list[tuple[Request, Output]]] = defaultdict(list)
+        told: defaultdict[str, tuple[list[Request], list[Output]]] = defaultdict(lambda: ([], []))
         for number, call, queue_s, value, tokens_used in outputs:
             facts = calls[call]  # before the request is out of reach
             found = parked.pop(number, None)
@@ -165,10 +165,12 @@ class Parking:
             waits.append(queue_s)
             output = Output(value, facts, tokens_used)
             request.settle(output, now)
-            if is_heard and not request.is_seat:
-                told[request.model].append((request, output))
-        for of_model in told.values():
-            self._events.all_settled(of_model)
+            if is_heard:
+                requests, given = told[request.model]
+                requests.append(request)
+                given.append(output)
+        for requests, given in told.values():
+            self._events.all_settled(requests, given)
         if settled:
             self.outcomes["ok"] += settled
             self.waited.observe_all(waits)

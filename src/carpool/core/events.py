@@ -122,11 +122,11 @@ class Events:
                 except Exception:
                     self._failed()
 
-    def all_settled(self, settled: Sequence[tuple[Request, Output]]) -> None:
-        """Requests of one model, at least one and none of them a seat, got their outputs at the same time."""
+    def all_settled(self, requests: Sequence[Request], outputs: Sequence[Output]) -> None:
+        """Requests of one model, at least one, got their outputs at the same time; some of them may be seats."""
         for told in self._of_all_settled:
             try:
-                told(settled)
+                told(requests, outputs)
             except Exception:
                 self._failed()
 
@@ -141,11 +141,12 @@ def has_own(subscriber: Subscriber, event: str) -> bool:
     return getattr(type(subscriber), event, None) is not getattr(Subscriber, event)
 
 
-def all_settled_of(subscriber: Subscriber) -> Callable[[Sequence[tuple[Request, Output]]], None]:
+def all_settled_of(subscriber: Subscriber) -> Callable[[Sequence[Request], Sequence[Output]], None]:
     """How to tell a subscriber of many outputs: its own `all_settled`, if it has such a quicker way, or one by one."""
 
-    def tell_each(settled: Sequence[tuple[Request, Output]]) -> None:
-        for request, output in settled:
-            subscriber.settled(request, output)
+    def tell_each(requests: Sequence[Request], outputs: Sequence[Output]) -> None:
+        for request, output in zip(requests, outputs, strict=True):
+            if not request.is_seat:
+                subscriber.settled(request, output)
 
     return getattr(subscriber, "all_settled", tell_each)

@@ -15,6 +15,8 @@ import msgspec
 STATE_CHARS_MAX = 512
 STATE_MEMBERS_MAX = 32
 SAMPLED = 0x01
+# Why a trace is kept, where that is known from its start: its caller asks, or the ratio falls on it.
+ASKED, BY_RATIO = WHY_FROM_THE_START = ("asked", "ratio")
 
 # A later version may have more behind a dash. `ff` is no version.
 _parent = re.compile(r"(?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-[ -~]*)?\Z").match
@@ -117,19 +119,19 @@ def read_tracestate(text: str) -> str:
 
 
 def text_of(trace: Trace) -> str:
-    """A trace as it travels with a request: `traceparent` of its span, the caller's span or `-`, and `tracestate`."""
-    return f"{trace.traceparent} {trace.parent_id.hex() or '-'} {trace.state}"
+    """A trace as it travels with a request: `traceparent` of its span, the caller's span or `-`, why, `tracestate`."""
+    return f"{trace.traceparent} {trace.parent_id.hex() or '-'} {trace.why or '-'} {trace.state}"
 
 
 def read_text(text: str) -> Trace | None:
     """The trace of a request that came from another process; None if it cannot be read."""
-    own, _, rest = text.partition(" ")
-    parent, _, state = rest.partition(" ")
+    own, *rest = text.split(" ", 3)
     given = read_traceparent(own)
-    if given is None:
+    if given is None or len(rest) != 3:
         return None
+    parent, why, state = rest
     parent_id = bytes.fromhex(parent) if _span(parent) else b""
-    why = "asked" if given.is_sampled else ""
+    why = why if why in WHY_FROM_THE_START else ""
     return Trace(given.trace_id, given.span_id, parent_id, given.is_sampled, read_tracestate(state), why)
 
 

@@ -145,12 +145,13 @@ class Inside:
         span_id: bytes,
         start: bytes,
         end: bytes,
-        rest: bytes,
+        rest: tuple[bytes, bytes, bytes, bytes],
         inner_id: bytes,
         inner_end: bytes,
     ) -> bytes:
         """Both of them. Times are nanoseconds in eight bytes; `rest` is as for `span`, with flags and a parent."""
-        size = 18 + 10 + 9 + 9 + len(rest)
+        one, two, three, four = rest
+        size = 18 + 10 + 9 + 9 + len(one) + len(two) + len(three) + len(four)
         return b"".join(
             (
                 b"\x12",
@@ -163,7 +164,10 @@ class Inside:
                 start,
                 b"\x41",
                 end,
-                rest,
+                one,
+                two,
+                three,
+                four,
                 self._start,
                 trace_id,
                 _SPAN_ID,

@@ -66,32 +66,29 @@ class Spans:
         self, request: Request, trace: Trace, why: str, call: CallFacts | None, error: CarpoolError | None
     ) -> bytes:
         """The span of a request that has its outcome, and that of its wait in the queue."""
-        is_task = request.is_task
+        is_task, parent_id = request.is_task, trace.parent_id
         route = "" if is_task else getattr(request.waiter, "route", "")
         key = (route, request.model, request.tier, request.owner, request.result_code, why, is_task)
-        rest = self._common.get(key) or self._remember(key, self._request_part(request, route, why, error))
-        rest += _request_id(request.id)
+        common = self._common.get(key) or self._remember(key, self._request_part(request, route, why, error))
         if call is not None:
-            rest += self._call_part if call is self._call else self._remember_call(call)
-        elif request.batch is not None:
-            rest += self._batch_part(request.batch)
-        if trace.parent_id:
-            rest += flags_and_parent(_OF_ELSEWHERE, trace.parent_id) + trace_state(trace.state)
+            of_call = self._call_part if call is self._call else self._remember_call(call)
         else:
-            rest += _HERE
+            of_call = b"" if request.batch is None else self._batch_part(request.batch)
+        place = _HERE
+        if parent_id:
+            place = flags_and_parent(_OF_ELSEWHERE, parent_id) + trace_state(trace.state)
         # Those of one batch were taken, and have ended, at the same time.
         if request.ended != self._ended or request.taken != self._taken:
             self._ended, self._taken = request.ended, request.taken
             self._ended_moment = self._moment(request.ended)
             # One that was never taken waited until its end.
             self._taken_moment = self._moment(request.taken or request.ended)
-        arrived = (int(request.arrived * 1e9) + self.offset_ns).to_bytes(8, "little")
         return _with_queue(
             trace.trace_id,
             trace.span_id,
-            arrived,
+            (int(request.arrived * 1e9) + self.offset_ns).to_bytes(8, "little"),
             self._ended_moment,
-            rest,
+            (common, _request_id(request.id), of_call, place),
             self._new_span_id(),
             self._taken_moment,
         )

@@ -23,6 +23,8 @@ from carpool.core.request import Request
 from carpool.core.tally import RequestSeconds
 from carpool.core.timers import Every
 from carpool.core.trace import (
+    ASKED,
+    BY_RATIO,
     BatchTrace,
     CallTrace,
     Trace,
@@ -92,7 +94,9 @@ class Tracer(Subscriber):
         # By model.
         self._slowest: defaultdict[str, Slowest] = defaultdict(lambda: Slowest(rules.slow_share))
         self._spans = Spans(tiers, self._new_span_id)
-        self._line: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        # What waits to be packed, and how many requests and batches that is.
+        self._line: deque[tuple[int, Callable[..., None], tuple[Any, ...]]] = deque()
+        self._waiting = 0
         self._packs = Every(PACK_S, self._pack_some)
         self._windows = Every(WINDOW_S, self._window_ends)
         # For metrics: traces by why they are kept; spans that had no room here.
@@ -100,7 +104,7 @@ class Tracer(Subscriber):
         self.dropped = 0
 
     def __repr__(self) -> str:
-        return f"<Tracer line={len(self._line)} dropped={self.dropped}>"
+        return f"<Tracer waiting={self._waiting} dropped={self.dropped}>"
 
     def start(self) -> None:
         """From now on."""
@@ -110,7 +114,7 @@ class Tracer(Subscriber):
         """Pack all there is; nothing comes any more."""
         self._windows.stop()
         self._packs.stop()
-        self._pack(len(self._line))
+        self._pack(LINE_MAX)
 
     # What a face calls (core.ports.RequestTraces).
 
@@ -123,9 +127,9 @@ class Tracer(Subscriber):
 
     def _next_kept(self) -> Trace:
         """A trace that begins here, because the ratio falls on it."""
-        self._gap = self._ratio.gap()
-        trace_id = self._ratio.kept_id()
-        return Trace(trace_id, self._new_span_id(), b"", True, "", "ratio")
+        ratio = self._ratio
+        self._gap = ratio.gap()
+        return Trace(ratio.kept_id(), self._new_span_id(), b"", True, "", BY_RATIO)
 
     def refused(self, method: bytes, target: bytes, headers: dict[bytes, bytes], error: CarpoolError) -> None:
         """A request was answered with an error and never came in."""
@@ -139,10 +143,10 @@ class Tracer(Subscriber):
             if self._refused_gap:
                 return
             self._refused_gap = self._ratio.gap()
-            trace = Trace(self._ratio.kept_id(), self._new_span_id(), b"", True, "", "ratio")
+            trace = Trace(self._ratio.kept_id(), self._new_span_id(), b"", True, "", BY_RATIO)
         if trace.is_sampled:
             route, name = ROUTES.get(target, ""), METHODS.get(method, "_OTHER")
-            self._enter(trace.why, self._pack_refusal, trace, name, route, error, self._clock())
+            self._enter(1, self._pack_refusal, trace, name, route, error, self._clock())
 
     def _given(self, headers: dict[bytes, bytes]) -> Trace | None:
         """The trace that a caller speaks of."""
@@ -150,7 +154,7 @@ class Tracer(Subscriber):
         if given is None:
             return None
         state = headers.get(b"tracestate")
-        why = "asked" if given.is_sampled else "ratio" if self._ratio.keeps(given.trace_id) else ""
+        why = ASKED if given.is_sampled else BY_RATIO if self._ratio.keeps(given.trace_id) else ""
         return Trace(
             given.trace_id,
             self._new_span_id(),
@@ -184,30 +188,34 @@ class Tracer(Subscriber):
         if batch is not None and batch.trace is not None:
             batch.trace.calls.append(call)
             if batch.trace.is_written:  # a step of a search
-                self._enter("", self._pack_calls, batch, batch.trace)
+                self._enter(1, self._pack_calls, batch, batch.trace)
 
     # What happens to requests and batches (core.events).
 
-    def all_settled(self, settled: Sequence[tuple[Request, Output]]) -> None:
+    def all_settled(self, requests: Sequence[Request], outputs: Sequence[Output]) -> None:
         """Requests of one model got their outputs at the same time: `settled` for many, on the hot path."""
-        first = settled[0][0]
+        first = requests[0]
         slowest = self._slowest[first.model]
-        slowest.seen += len(settled)
+        slowest.seen += len(requests)
         # Whoever came before this has waited for longer than the threshold.
         slow_before = first.ended - slowest.threshold_s
-        for request, output in settled:
+        kept: list[tuple[Request, CallFacts]] = []
+        for request, output in zip(requests, outputs, strict=True):
             trace = request.trace
             if trace is not None and trace.is_sampled:
-                self._enter(trace.why, self._pack_request, request, trace, trace.why, output.call, None)
-            elif request.arrived <= slow_before and not request.is_task:
+                if not request.is_seat:
+                    kept.append((request, output.call))
+            elif request.arrived <= slow_before and not (request.is_task or request.is_seat):
                 slowest.add(request.ended - request.arrived, (request, output.call))
+        if kept:
+            self._enter(len(kept), self._pack_outputs, kept)
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request got its outcome: keep it, or not."""
         trace = request.trace
         if trace is not None and trace.is_sampled:
             call, error = (outcome.call, None) if isinstance(outcome, Output) else (None, outcome)
-            self._enter(trace.why, self._pack_request, request, trace, trace.why, call, error)
+            self._enter(1, self._pack_request, request, trace, trace.why, call, error)
         elif isinstance(outcome, Output):
             slowest = self._slowest[request.model]
             slowest.seen += 1
@@ -230,7 +238,7 @@ class Tracer(Subscriber):
         trace = request.trace
         if trace is None:
             trace = request.trace = Trace(self._new_trace_id(), self._new_span_id())
-        self._enter(why, self._pack_request, request, trace, why, call, error)
+        self._enter(1, self._pack_request, request, trace, why, call, error)
         batch = request.batch
         if batch is not None and batch.trace is not None and not batch.trace.is_written:
             batch.trace.links.append(trace)
@@ -239,7 +247,7 @@ class Tracer(Subscriber):
 
     def _write_batch(self, batch: Batch, traced: BatchTrace) -> None:
         traced.is_written = True
-        self._enter("", self._pack_batch, batch, traced)
+        self._enter(1, self._pack_batch, batch, traced)
 
     def _window_ends(self) -> None:
         self._spans.offset_ns = int(self._wall() * 1e9) - int(self._clock() * 1e9)
@@ -249,37 +257,49 @@ class Tracer(Subscriber):
 
     # Packing.
 
-    def _enter(self, why: str, pack: Callable[..., None], *arguments: Any) -> None:
-        line = self._line
-        if len(line) >= LINE_MAX:
-            self.dropped += SPANS_OF_ONE
+    def _enter(self, weight: int, pack: Callable[..., None], *arguments: Any) -> None:
+        """Let something wait until it is packed; `weight`: so many requests, or batches."""
+        if self._waiting + weight > LINE_MAX:
+            self.dropped += SPANS_OF_ONE * weight
             return
-        if why:
-            self.kept[why] += 1
-        if not line:
+        self._waiting += weight
+        if not self._line:
             self._packs.start()
-        line.append((pack, arguments))
+        self._line.append((weight, pack, arguments))
 
     def _pack_some(self) -> None:
-        self._pack(max(PACKED_MIN, len(self._line) // PACKED_PART))
+        self._pack(max(PACKED_MIN, self._waiting // PACKED_PART))
         if not self._line:
             self._packs.stop()
 
     def _pack(self, most: int) -> None:
         line = self._line
-        for _ in range(min(most, len(line))):
-            pack, arguments = line.popleft()
+        while line and most > 0:
+            weight, pack, arguments = line.popleft()
+            self._waiting -= weight
+            most -= weight
             pack(*arguments)
+
+    def _pack_outputs(self, settled: Sequence[tuple[Request, CallFacts]]) -> None:
+        pack, kept, packed = self._spans.request, self.kept, []
+        for request, call in settled:
+            trace = request.trace
+            if trace is not None:
+                kept[trace.why] += 1
+                packed.append(pack(request, trace, trace.why, call, None))
+        self._add(b"".join(packed), SPANS_OF_ONE * len(packed))
 
     def _pack_request(
         self, request: Request, trace: Trace, why: str, call: CallFacts | None, error: CarpoolError | None
     ) -> None:
+        self.kept[why] += 1
         self._add(self._spans.request(request, trace, why, call, error), SPANS_OF_ONE)
         if call is not None and not call.cached and not request.is_task:
             took_s = request.ended - request.arrived
             self._seconds.by_tier[request.tier].exemplify(took_s, trace.trace_id.hex(), self._wall())
 
     def _pack_refusal(self, trace: Trace, method: str, route: str, error: CarpoolError, now: float) -> None:
+        self.kept[trace.why] += 1
         self._add(self._spans.refusal(trace, method, route, error, now), 1)
 
     def _pack_batch(self, batch: Batch, traced: BatchTrace) -> None:

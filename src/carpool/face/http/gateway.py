@@ -18,6 +18,7 @@ from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_WISHES, Caller, Entry, RequestTraces, Wishes
 from carpool.core.request import DONE, Request
 from carpool.core.task import StoredTask
+from carpool.core.trace import Trace
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.ids import echo_line, request_id
 from carpool.face.http.problem import respond_problem
@@ -126,7 +127,7 @@ class GatewayRoutes:
         parameters = b"" if call.parameters is UNSET else canonical_parameters(call.parameters)
         value = checked_input(call.input, "input")
         if self._begin_trace is not None and (trace := self._begin_trace(headers)) is not None:
-            wishes = replace(wishes, trace=trace)
+            wishes = with_trace(wishes, trace)
         client_id = call.client_id or ""
         if mode == "async":
             self._submit(exchange, caller, model, parameters, value, client_id, wishes)
@@ -166,7 +167,7 @@ class GatewayRoutes:
         own_id, replies = request_id(headers), self._predict_replies
         wishes = wishes_in(headers, preferences(headers.get(b"prefer", b"")))
         if self._begin_trace is not None and (trace := self._begin_trace(headers)) is not None:
-            wishes = replace(wishes, trace=trace)
+            wishes = with_trace(wishes, trace)
         self._park(exchange, self._intake.ask(caller, model, b"", value, own_id, replies, exchange, "", wishes))
 
     def result(self, exchange: Exchange, task_id: str) -> None:
@@ -303,6 +304,11 @@ def task_json(task: StoredTask) -> bytes:
         middle,
         rfc3339(task.timestamp_wall).encode(),
     )
+
+
+def with_trace(wishes: Wishes, trace: Trace) -> Wishes:
+    """What a client wishes, for a request that has a trace already."""
+    return Wishes(None, False, False, trace) if wishes is NO_WISHES else replace(wishes, trace=trace)
 
 
 def headers_for_answer(headers: dict[bytes, bytes]) -> dict[bytes, bytes]:
