@@ -43,11 +43,11 @@ check: setup lint ## while you work: lint, types, unit and property tests
 test: setup lint redis ## every check: ruff, mypy, import-linter, pytest
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
+postgresql: ## install Debian's postgresql if there is none
+	@test -n "$$(ls /usr/lib/postgresql/*/bin/postgres 2>/dev/null)" || { $(call install,postgres,postgresql); }
+
 prometheus: setup promtool ## the shipped alerts, by Prometheus's own tool
 	@$(BIN)/python -m pytest tests/prometheus
-
-postgresql: ## install Debian's postgresql if there is none
-	@$(call install,/usr/lib/postgresql/15/bin/postgres,postgresql)
 
 eyes: setup redis promtool postgresql .venv-eyes/.ready ## what people look at, with the real programs: Prometheus, Alertmanager, PostgreSQL, … (some minutes)
 	@$(call install,prometheus-alertmanager,prometheus-alertmanager)

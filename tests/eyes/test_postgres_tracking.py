@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ from typing import Any
 import asyncpg
 import pytest
 
+from carpool.core.batch import Batch
+from carpool.core.outcome import CallFacts
 from carpool.tracking.postgres import MIGRATIONS, VERSION_TABLE, PostgresStore
 from carpool.tracking.questions import RequestQuestion, UsageQuestion
-from carpool.tracking.records import BatchRow, RequestRow
+from carpool.tracking.records import NO_CALL, RequestEntry
 from carpool.tracking.stores import BadRowsError, StoreAwayError, StoreUnusableError
 from support.client import Connection, inference_body
 from support.postgres import PostgresServer, running_postgres
@@ -30,8 +32,8 @@ SIM = "sim:?latency_ms=20&slots=16"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresServer]:
-    with running_postgres(tmp_path_factory.mktemp("postgres") / "server") as server:
+def server() -> Iterator[PostgresServer]:
+    with running_postgres() as server:
         yield server
 
 
@@ -62,16 +64,22 @@ async def store_at(url: str, retention_days: float = 30, is_made: bool = True) -
         await store.close()
 
 
-def request_row(number: int, completed_s: float = NOW) -> RequestRow:
-    at = int(completed_s * 1e6)
-    return RequestRow(
-        f"r{number}", "alice", "free", "m", False, None, at - 250_000, at, 1.5, "b1", 4, "e", 1, 200.0, False, 7, 0.05
-    )
+CALL = CallFacts(4, 0.2, endpoint="e", attempts=1, batch_id="b1", gpu_s=0.05)
 
 
-def batch_row(number: int, created_s: float = NOW) -> BatchRow:
-    at = int(created_s * 1e6)
-    return BatchRow(f"b{number}", "m", 4, at, at + 5, "e", 0.2, 1, "full", "ok")
+def entry(number: int, ended_s: float = NOW, **other: Any) -> RequestEntry:
+    """A request that took a quarter of a second."""
+    arrived = ended_s - 0.25
+    made = RequestEntry(f"r{number}", "alice", 1, "m", "ok", arrived, arrived + 0.0015, ended_s, False, CALL, 7)
+    return made._replace(**other)
+
+
+def batch(number: int, taken_s: float = NOW) -> Batch:
+    return Batch(f"b{number}", "m", 4, "full", taken_s, taken_s + 0.5, "e", 1, taken_s + 0.75, "ok")
+
+
+async def write(store: PostgresStore, requests: Sequence[RequestEntry], batches: Sequence[Batch] = ()) -> None:
+    await store.write([store.pack(requests, batches, 0.0, ("paid", "free"))])
 
 
 def settings(url: str, **further: object) -> dict[str, object]:
@@ -114,42 +122,46 @@ class Load:
 
 async def test_a_row_reads_back_as_it_was_written(url: str) -> None:
     async with store_at(url) as store:
-        failed = request_row(2)._replace(
-            error="queue-timeout", queue_ms=None, batch_id=None, endpoint=None, tokens=None
-        )
-        await store.write([request_row(1), failed], [batch_row(1)])
+        late = entry(2, code="queue-timeout", taken=0.0, call=NO_CALL, tokens=None, is_task=True, owner="böb")
+        kept = entry(3, call=CallFacts(0, 0.0, cached=True))
+        await write(store, [entry(1), late, kept], [batch(1), Batch("b2", "m", 1, "drain", NOW, result="not-sent")])
         found = await store.find("r1")
         assert found is not None
-        assert (found.created_at, found.completed_at, found.latency_ms) == (NOW - 0.25, NOW, 250.0)
-        assert (found.status, found.batch_size, found.gpu_seconds, found.reason) == ("completed", 4, 0.05, "full")
-        [late] = await store.requests(RequestQuestion(is_failed=True, since=NOW - 1))
-        assert (late.id, late.error, late.queue_ms, late.tokens) == ("r2", "queue-timeout", None, None)
-        [used] = await store.usage(UsageQuestion(since=NOW - 1))
-        assert (used.name, used.requests, used.failed, used.tokens) == ("alice", 2, 1, 7)
+        assert [found.created_at, found.completed_at] == pytest.approx([NOW - 0.25, NOW], abs=2e-6)
+        assert [found.latency_ms, found.queue_ms, found.upstream_ms] == pytest.approx([250, 1.5, 200], abs=2e-3)
+        assert (found.owner, found.tier, found.model, found.is_task) == ("alice", "free", "m", False)
+        assert (found.status, found.batch_id, found.batch_size, found.reason) == ("completed", "b1", 4, "full")
+        assert (found.endpoint, found.attempts, found.gpu_seconds, found.tokens) == ("e", 1, 0.05, 7)
+        [failed] = await store.requests(RequestQuestion(is_failed=True, since=NOW - 1))
+        assert (failed.id, failed.error, failed.owner, failed.is_task) == ("r2", "queue-timeout", "böb", True)
+        nothing = (failed.queue_ms, failed.batch_id, failed.endpoint, failed.upstream_ms, failed.tokens)
+        assert nothing == (None, None, None, None, None)
+        free = await store.find("r3")
+        assert free is not None and (free.cached, free.attempts, free.gpu_seconds) == (True, 0, 0.0)
+        used = {each.name: each for each in await store.usage(UsageQuestion(since=NOW - 1))}
+        assert (used["alice"].requests, used["alice"].cached, used["böb"].failed) == (2, 1, 1)
         assert await store.find("nobody") is None
-    [told] = await query(
-        url, "SELECT status, latency_ms, extract(epoch FROM created_at)::float FROM carpool_requests WHERE id = 'r2'"
-    )
-    assert told == ("failed", 250.0, NOW - 0.25)
-    [sent] = await query(url, "SELECT extract(epoch FROM sent_to_gpu_at - created_at)::float FROM carpool_batches")
-    assert sent == (pytest.approx(5e-6),)
+    [told] = await query(url, "SELECT status, latency_ms FROM carpool_requests WHERE id = 'r2'")
+    assert told == ("failed", pytest.approx(250, abs=2e-3))
+    seconds = "extract(epoch FROM sent_to_gpu_at - created_at)::float, seconds, reason, result"
+    rows = await query(url, f"SELECT id, request_count, endpoint, {seconds} FROM carpool_batches ORDER BY id")
+    assert rows == [
+        ("b1", 4, "e", pytest.approx(0.5, abs=2e-6), pytest.approx(0.25), "full", "ok"),
+        ("b2", 1, None, None, 0.0, "drain", "not-sent"),
+    ]
 
 
 async def test_days_are_partitions_and_old_ones_are_dropped(url: str) -> None:
     async with store_at(url, retention_days=3) as store:
-        ages = [0, 1, 2.9, 5, 40]
-        await store.write(
-            [request_row(n, NOW - age * DAY_S) for n, age in enumerate(ages)],
-            [batch_row(n, NOW - age * DAY_S) for n, age in enumerate(ages)],
-        )
+        for number, age in enumerate([0, 1, 2.9, 5, 40]):
+            await write(store, [entry(number, NOW - age * DAY_S)], [batch(number, NOW - age * DAY_S)])
         await store.tidy(NOW)
         assert sorted(record.id for record in await store.requests(RequestQuestion())) == ["r0", "r1", "r2"]
         # What was dropped can come again.
-        await store.write([request_row(9, NOW - 40 * DAY_S)], [])
-    names = [
-        name for [name] in await query(url, "SELECT relname FROM pg_class WHERE relname LIKE 'carpool_batches_2%'")
-    ]
-    assert sorted(name[-8:] for name in names if "idx" not in name) == ["20231112", "20231113", "20231114", "20231115"]
+        await write(store, [entry(9, NOW - 40 * DAY_S)])
+    found = await query(url, "SELECT relname FROM pg_class WHERE relname LIKE 'carpool_batches_2%'")
+    names = [name for [name] in found if "idx" not in name]
+    assert sorted(name[-8:] for name in names) == ["20231112", "20231113", "20231114", "20231115"]
 
 
 async def test_without_tables_it_is_not_used(url: str) -> None:
@@ -169,8 +181,8 @@ async def test_without_tables_it_is_not_used(url: str) -> None:
 async def test_rows_that_can_never_be_written_are_told_apart(url: str) -> None:
     async with store_at(url) as store:
         with pytest.raises(BadRowsError):
-            await store.write([request_row(1), request_row(2)._replace(owner="a\0b")], [])
-        await store.write([request_row(3)], [])
+            await write(store, [entry(1), entry(2, owner="a\0b")])
+        await write(store, [entry(3)])
         assert [record.id for record in await store.requests(RequestQuestion())] == ["r3"]
 
 
@@ -204,12 +216,12 @@ async def test_a_commit_in_doubt_is_not_written_twice(url: str, server: Postgres
     listening = await asyncio.start_server(way.serve, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
     async with listening, store_at(url.replace(f":{server.port}/", f":{port}/"), is_made=False) as store:
-        rows = [request_row(n) for n in range(10)]
+        rows = [store.pack([entry(n) for n in range(10)], [batch(1)], 0.0, ("paid", "free"))]
         with pytest.raises(StoreAwayError):
-            await store.write(rows, [])
+            await store.write(rows)
         assert way.cuts == 1
-        await store.write(rows, [])  # the same come again
-        await store.write([request_row(10)], [])
+        await store.write(rows)  # the same come again
+        await write(store, [entry(10)])
     assert await query(url, "SELECT count(*), count(DISTINCT id) FROM carpool_requests") == [(11, 11)]
 
 
@@ -259,7 +271,7 @@ async def test_every_record_is_there_under_load(url: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("fault", ["stopped", "frozen"])
 async def test_a_database_that_goes_costs_rows_and_no_request(tmp_path: Path, fault: str) -> None:
-    with running_postgres(tmp_path / "server") as server:
+    with running_postgres() as server:
         await init(server.url)
         async with running_gateway(
             tmp_path / "gateway", SIM, settings=settings(server.url, buffer_max=1000)

@@ -591,7 +591,7 @@ def test_single_requests(idle: GatewayProcess, gpu: HeldGpu) -> None:
         gpu.answer_held()
         assert first.read().status == 200
         done = state_of(idle, "a:1")
-        assert set(done) == {"status", "latency_ms", "error", "client_id"}
+        assert set(done) >= {"status", "latency_ms", "error", "client_id", "model", "owner", "batch", "waits"}
         assert (done["status"], done["error"]) == ("completed", None)
         assert done["latency_ms"] >= 190
         task_id = submit(idle, "c")

@@ -57,7 +57,7 @@ def ask(
     async def main(path: Path) -> tuple[list[RequestRecord], list[UsageRecord]]:
         store = SqliteStore(path, retention_days=1, bytes_max=2**30)
         try:
-            await store.write(rows, [])
+            await store.write([(rows, [])])
             return await store.requests(question), await store.usage(usage)
         finally:
             await store.close()

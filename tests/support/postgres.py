@@ -2,10 +2,12 @@
 
 import os
 import pwd
+import random
 import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,23 +25,30 @@ def program(name: str) -> str:
     return found
 
 
+def free_port() -> int:
+    """Below the ports that the kernel gives to clients: while the server is stopped nobody takes it."""
+    while True:
+        port = random.choice(range(22_000, 32_000))
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
 class PostgresServer:
     """One server on a loopback port, with the role `carpool` and no password."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._user = USER if os.geteuid() == 0 else None
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = int(free.getsockname()[1])
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
-        directory.mkdir(parents=True)
+        directory.mkdir()
         if self._user:
             owner = pwd.getpwnam(self._user)
             os.chown(directory, owner.pw_uid, owner.pw_gid)
-            for parent in directory.parents:  # it must be able to go there
-                if parent.stat().st_uid == os.geteuid() and parent != Path("/"):
-                    parent.chmod(parent.stat().st_mode | 0o011)
         self._run("initdb", "-D", str(directory / "data"), "-A", "trust", "-U", "carpool", "--no-sync")
 
     @property
@@ -61,7 +70,8 @@ class PostgresServer:
         give_up_at = time.monotonic() + PATIENCE_S
         ask = [program("pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(self.port)]
         while subprocess.run(ask, check=False, cwd="/").returncode != 0:
-            assert self._process.poll() is None and time.monotonic() < give_up_at, "PostgreSQL did not start"
+            is_coming = self._process.poll() is None and time.monotonic() < give_up_at
+            assert is_coming, f"PostgreSQL did not start: {(self._directory / 'log').read_text()[-2000:]}"
             time.sleep(0.05)
 
     def stop(self) -> None:
@@ -93,11 +103,13 @@ class PostgresServer:
 
 
 @contextmanager
-def running_postgres(directory: Path) -> Iterator[PostgresServer]:
-    """A server that is gone at the end."""
-    server = PostgresServer(directory)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
+def running_postgres() -> Iterator[PostgresServer]:
+    """A server that is gone at the end. Its directory is not pytest's: that is closed to other users."""
+    with tempfile.TemporaryDirectory(prefix="carpool-postgres-") as directory:
+        Path(directory).chmod(0o711)
+        server = PostgresServer(Path(directory) / "server")
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()

@@ -34,6 +34,7 @@ PURE = [
     "broker/redis/formats.py",
     "broker/redis/batcher/shards.py",
     "broker/redis/terms.py",
+    "tracking/copy_format.py",
     "tracking/questions.py",
     "tracking/records.py",
     "tracking/told.py",

@@ -17,7 +17,7 @@ from carpool.testing import Witness, make_request
 from carpool.tracking.questions import RequestQuestion, UsageQuestion
 from carpool.tracking.recorder import Recorder
 from carpool.tracking.records import BatchRow, RequestRow
-from carpool.tracking.sqlite import MIGRATIONS, SqliteStore
+from carpool.tracking.sqlite import MIGRATIONS, Rows, SqliteStore
 from carpool.tracking.stores import BadRowsError, StoreUnusableError
 from support.processes import PATIENCE_S, until
 
@@ -159,8 +159,8 @@ async def test_what_is_being_written_at_the_end_is_written_once(tmp_path: Path) 
     is_writing, may_go_on = asyncio.Event(), asyncio.Event()
 
     class Slow(SqliteStore):
-        async def write(self, requests: Sequence[RequestRow], batches: Sequence[BatchRow]) -> None:
-            await super().write(requests, batches)
+        async def write(self, packed: Sequence[Rows]) -> None:
+            await super().write(packed)
             is_writing.set()
             await may_go_on.wait()
 
@@ -191,10 +191,8 @@ async def test_two_processes_may_share_a_file(tmp_path: Path) -> None:
 async def test_old_rows_go(tmp_path: Path) -> None:
     store = store_at(tmp_path / "t.db", retention_days=2)
     ages = [0.5, 1.9, 2.1, 40.0]
-    await store.write(
-        [request_row(each, WALL - age * DAY_S) for each, age in enumerate(ages)],
-        [batch_row(each, WALL - age * DAY_S) for each, age in enumerate(ages)],
-    )
+    requests = [request_row(each, WALL - age * DAY_S) for each, age in enumerate(ages)]
+    await store.write([(requests, [batch_row(each, WALL - age * DAY_S) for each, age in enumerate(ages)])])
     await store.tidy(WALL)
     await store.close()
     assert sorted(await rows_in(tmp_path / "t.db")) == ["r0", "r1"]
@@ -209,7 +207,7 @@ async def test_the_file_keeps_its_size_and_the_oldest_rows_go_first(tmp_path: Pa
     written = 0
     for _ in range(40):
         rows = [request_row(written + each, WALL + written + each) for each in range(500)]
-        await store.write(rows, [])
+        await store.write([(rows, [])])
         await store.tidy(WALL)
         written += 500
     await store.close()
@@ -227,7 +225,7 @@ async def test_a_file_of_a_newer_version_is_used_as_it_is(tmp_path: Path) -> Non
         connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 3}")
     connection.close()
     store = store_at(tmp_path / "t.db")
-    await store.write([request_row(1, WALL)], [])
+    await store.write([([request_row(1, WALL)], [])])
     await store.close()
     assert await rows_in(tmp_path / "t.db") == ["r1"]
 
@@ -243,7 +241,7 @@ async def test_a_write_is_all_or_nothing(tmp_path: Path) -> None:
     store = store_at(tmp_path / "t.db")
     odd = batch_row(1, WALL)._replace(seconds=nan)
     with pytest.raises(BadRowsError):
-        await store.write([request_row(1, WALL)], [odd])
+        await store.write([([request_row(1, WALL)], [odd])])
     await store.close()
     assert await rows_in(tmp_path / "t.db") == []
 
@@ -257,7 +255,7 @@ async def test_usage_by_owner_and_model(tmp_path: Path) -> None:
         request_row(4, WALL)._replace(cached=True, gpu_seconds=0.0),
         request_row(5, WALL - 100),
     ]
-    await store.write(rows, [])
+    await store.write([(rows, [])])
     by_owner = await store.usage(UsageQuestion(since=WALL - 1))
     assert [(each.name, each.requests, each.failed, each.cached, each.tokens) for each in by_owner] == [
         ("bob", 1, 0, 0, 0),
@@ -271,7 +269,7 @@ async def test_usage_by_owner_and_model(tmp_path: Path) -> None:
 
 async def test_a_cancelled_question_leaves_the_store_usable(tmp_path: Path) -> None:
     store = store_at(tmp_path / "t.db")
-    await store.write([request_row(1, WALL)], [])
+    await store.write([([request_row(1, WALL)], [])])
     question = asyncio.ensure_future(store.find("r1"))
     await asyncio.sleep(0)
     question.cancel()

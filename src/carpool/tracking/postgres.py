@@ -9,10 +9,20 @@
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from carpool.core.batch import Batch
+from carpool.tracking.copy_format import (
+    BATCH_COLUMNS,
+    EPOCH_US,
+    HEADER,
+    REQUEST_COLUMNS,
+    TRAILER,
+    pack_batches,
+    pack_requests,
+)
 from carpool.tracking.questions import (
     RequestQuestion,
     Statement,
@@ -21,7 +31,7 @@ from carpool.tracking.questions import (
     requests_statement,
     usage_statement,
 )
-from carpool.tracking.records import BatchRow, RequestRecord, RequestRow, UsageRecord, record_of, usage_of
+from carpool.tracking.records import Entry, RequestRecord, UsageRecord, record_of, usage_of
 from carpool.tracking.stores import BadRowsError, StoreAwayError, StoreUnusableError
 
 if TYPE_CHECKING:
@@ -60,10 +70,20 @@ CONNECT_S, STATEMENT_S = 5.0, 10.0
 # Who drops a day waits no longer for those who read it; the next time comes.
 LOCK_TIMEOUT = "SET LOCAL lock_timeout = '2s'"
 DAY_S = 86400
-# PostgreSQL counts from 2000.
-EPOCH_US = 946_684_800_000_000
 
 T = TypeVar("T")
+
+
+class Rows(NamedTuple):
+    """Some rows for one table."""
+
+    table: str
+    columns: Sequence[str]
+    data: bytes
+    # When the first and the last of them were, for their days: they come in order, but for moments.
+    times: list[float]
+    # The id of the first.
+    first_id: str
 
 
 class PostgresStore:
@@ -78,8 +98,8 @@ class PostgresStore:
         self._turn = asyncio.Lock()
         # Days that have a partition, by table.
         self._days: set[tuple[str, int]] = set()
-        # The first row of a write of which nobody knows whether it was committed.
-        self._in_doubt: RequestRow | BatchRow | None = None
+        # The first rows of a write of which nobody knows whether it was committed.
+        self._in_doubt: Rows | None = None
 
     async def open(self) -> None:
         """Connect; raises StoreUnusableError if the tables are missing or of an older version."""
@@ -89,17 +109,31 @@ class PostgresStore:
         """Make the tables, or bring them up to date."""
         return await self._do(self._init, is_checked=False)
 
-    async def write(self, requests: Sequence[RequestRow], batches: Sequence[BatchRow]) -> None:
+    def pack(
+        self, requests: Sequence[Entry], batches: Sequence[Batch], offset_s: float, tiers: Sequence[str]
+    ) -> list[Rows]:
+        """Their rows."""
+        packed = []
+        if requests:
+            times = [entry[7] + offset_s for entry in (requests[0], requests[-1])]
+            data = pack_requests(requests, offset_s, tiers)
+            packed.append(Rows("carpool_requests", REQUEST_COLUMNS, data, times, requests[0][0]))
+        if batches:
+            times = [batch.taken + offset_s for batch in (batches[0], batches[-1])]
+            packed.append(Rows("carpool_batches", BATCH_COLUMNS, pack_batches(batches, offset_s), times, batches[0].id))
+        return packed
+
+    async def write(self, packed: Sequence[list[Rows]]) -> None:
         """Keep these, all or none."""
-        await self._do(lambda connection: self._write(connection, requests, batches))
+        await self._do(lambda connection: self._write(connection, [rows for some in packed for rows in some]))
 
     async def tidy(self, now: float) -> None:
-        """Have a place for today's rows and tomorrow's, and drop the days that are too old."""
+        """Have a place for rows of these days, and drop the days that are too old."""
 
         async def work(connection: "asyncpg.Connection") -> None:
             today = int(now // DAY_S)
             for table in TABLES:
-                await self._make_days(connection, table, {today, today + 1})
+                await self._make_days(connection, table, {today - 1, today, today + 1})
                 await self._drop_days(connection, table, now - self._retention_s)
 
         await self._do(work)
@@ -231,30 +265,33 @@ class PostgresStore:
 
     # Rows.
 
-    async def _write(
-        self, connection: "asyncpg.Connection", requests: Sequence[RequestRow], batches: Sequence[BatchRow]
-    ) -> None:
-        first = requests[0] if requests else batches[0]
-        if self._in_doubt == first and await self._has(connection, first):
+    async def _write(self, connection: "asyncpg.Connection", packed: list[Rows]) -> None:
+        if self._in_doubt == packed[0] and await self._has(connection, packed[0]):
             self._in_doubt = None
             return
         self._in_doubt = None
-        await self._make_days(connection, "carpool_requests", days_of(row.completed_at for row in requests))
-        await self._make_days(connection, "carpool_batches", days_of(row.created_at for row in batches))
+        for rows in packed:
+            await self._make_days(connection, rows.table, {int(time // DAY_S) for time in rows.times})
         async with connection.transaction():
-            if requests:
-                await connection.copy_records_to_table("carpool_requests", records=requests, columns=RequestRow._fields)
-            if batches:
-                await connection.copy_records_to_table("carpool_batches", records=batches, columns=BatchRow._fields)
-            self._in_doubt = first
+            for table in TABLES:
+                if own := [rows for rows in packed if rows.table == table]:
+                    source = around(rows.data for rows in own)
+                    await connection.copy_to_table(table, source=source, columns=own[0].columns, format="binary")
+            self._in_doubt = packed[0]
         self._in_doubt = None
 
-    async def _has(self, connection: "asyncpg.Connection", row: RequestRow | BatchRow) -> bool:
-        """Whether a row is there."""
-        table = "carpool_requests" if isinstance(row, RequestRow) else "carpool_batches"
-        column = TABLES[table]
-        text = f"SELECT EXISTS (SELECT FROM {table} WHERE id = $1 AND {column} = $2)"
-        return bool(await connection.fetchval(text, row.id, getattr(row, column)))
+    async def _has(self, connection: "asyncpg.Connection", rows: Rows) -> bool:
+        """Whether the first of these is there."""
+        text = f"SELECT EXISTS (SELECT FROM {rows.table} WHERE id = $1 AND {TABLES[rows.table]} = $2)"
+        return bool(await connection.fetchval(text, rows.first_id, int(rows.times[0] * 1e6)))
+
+
+async def around(data: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """A whole COPY. (What asyncpg takes for a source without asking a thread to read it.)"""
+    yield HEADER
+    for each in data:
+        yield each
+    yield TRAILER
 
 
 async def _nothing(connection: "asyncpg.Connection") -> None:
@@ -267,11 +304,6 @@ def _to_timestamp(microseconds: int) -> tuple[int]:
 
 def _from_timestamp(value: tuple[int]) -> int:
     return value[0] + EPOCH_US
-
-
-def days_of(times: Iterable[int]) -> set[int]:
-    """The days in which these microseconds lie."""
-    return {time // (DAY_S * 1_000_000) for time in times}
 
 
 def day_table(table: str, day: int) -> str:

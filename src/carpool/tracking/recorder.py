@@ -11,28 +11,29 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
 
 from carpool.core.batch import Batch
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError
-from carpool.core.outcome import CallFacts, Outcome
+from carpool.core.events import Subscriber
+from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.request import Request, facts_of_failure
-from carpool.tracking.records import NO_CALL, OK, BatchRow, RequestEntry, RequestRow, batch_rows, request_rows
-from carpool.tracking.stores import BadRowsError, Store, StoreAwayError, StoreUnusableError
+from carpool.tracking.records import NO_CALL, OK, Entry
+from carpool.tracking.stores import BadRowsError, Packed, Store, StoreAwayError, StoreUnusableError
 
 logger = logging.getLogger("carpool.tracking")
 
 # So long a row waits for others at most; a process that is killed loses no more than that.
 WRITE_EVERY_S = 0.25
-# Rows that are made at once: about a millisecond of the event loop.
+# Rows that are made at once, less than a millisecond of the event loop; and how many times that is one write.
 CHUNK = 500
+CHUNKS_A_WRITE = 8
 TIDY_EVERY_S = 600.0
 RETRY_S, RETRY_S_MAX = 0.5, 5.0
 CLOSE_S_MAX = 5.0
 
 
-class Recorder:
+class Recorder(Subscriber):
     """Everything that ended and is not written yet (core.events.Subscriber)."""
 
     def __init__(
@@ -49,14 +50,13 @@ class Recorder:
         self._buffer_max = buffer_max
         self._clock = clock
         self._wall = wall
-        self._requests: list[tuple[object, ...]] = []
+        self._requests: list[Entry] = []
         self._batches: list[Batch] = []
-        # The rows that are written next, which wait in the lists until the store has them: those that it did not take,
-        # or of which nobody knows, are given to it once more, the same.
-        self._next: tuple[list[RequestRow], list[BatchRow]] | None = None
-        # What the store does with them. It is never broken off and begun anew: it may have succeeded.
-        self._under_way: asyncio.Task[None] | None = None
+        # The rows that are written next, and how many: they wait in the lists until the store has them. Those that it
+        # did not take, or of which nobody knows, are given to it once more, the same.
+        self._next: tuple[list[Packed], int, int] | None = None
         self._writer: asyncio.Task[None] | None = None
+        self._is_closing = asyncio.Event()
         self._is_failing = False
         # For metrics, by kind of row.
         self.written = {"request": 0, "batch": 0}
@@ -70,15 +70,6 @@ class Recorder:
 
     # What happens (core.events.Subscriber).
 
-    def admitted(self, request: Request) -> None:
-        """Its row comes at its end."""
-
-    def taken(self, batch: Sequence[Request]) -> None:
-        """Its row comes at its end."""
-
-    def sent(self, batch: Sequence[Request], endpoint: str, attempt: int, now: float) -> None:
-        """Its row comes at its end."""
-
     def ended(self, batch: Batch, requests: Sequence[Request]) -> None:
         """A batch is over."""
         if len(self._batches) >= self._buffer_max:
@@ -87,7 +78,7 @@ class Recorder:
             self._batches.append(batch)
 
     def settled(self, request: Request, outcome: Outcome) -> None:
-        """A request has its outcome. As a RequestEntry is written, but without the cost of making one."""
+        """A request has its outcome."""
         entries = self._requests
         if len(entries) >= self._buffer_max:
             self.dropped["request"] += 1
@@ -113,6 +104,30 @@ class Recorder:
             )
         )
 
+    def all_settled(self, settled: Sequence[tuple[Request, Output]]) -> None:
+        """Requests have their outputs: `settled` for many."""
+        entries = self._requests
+        room = max(0, self._buffer_max - len(entries))
+        if len(settled) > room:
+            self.dropped["request"] += len(settled) - room
+            settled = settled[:room]
+        entries += [
+            (
+                request.id,
+                request.owner,
+                request.tier,
+                request.model,
+                OK,
+                request.arrived,
+                request.taken,
+                request.ended,
+                request.is_task,
+                output.call,
+                output.tokens_used,
+            )
+            for request, output in settled
+        ]
+
     # Writing.
 
     async def start(self) -> None:
@@ -126,73 +141,77 @@ class Recorder:
     async def close(self) -> None:
         """Write the rest, if that can be done soon."""
         if self._writer is not None:
+            self._is_closing.set()
+            # Not cut off in the middle of a write, unless that takes too long: the store may have the rows already.
+            await asyncio.wait([self._writer], timeout=CLOSE_S_MAX)
             self._writer.cancel()
             await asyncio.wait([self._writer])
             self._writer = None
-            try:
-                async with asyncio.timeout(CLOSE_S_MAX):
-                    await self._write_all()
-            except (StoreAwayError, TimeoutError) as failure:
-                self._note_failure(failure)
-            if self._under_way is not None:
-                self._under_way.cancel()
-                await asyncio.wait([self._under_way])
         if self.waiting:
+            logger.error("rows that could not be written were dropped: %d", self.waiting)
             self._drop(len(self._requests), len(self._batches))
         await self.store.close()
 
     async def _run(self) -> None:
+        """Write until there is nothing more to come, and the rest is written or was tried once."""
         pause_s, tidy_at = RETRY_S, self._clock()
-        while True:
+        is_last = False
+        while not is_last:
+            is_last = self._is_closing.is_set()
             try:
-                if self._clock() >= tidy_at:
+                if self._clock() >= tidy_at and not is_last:
                     tidy_at = self._clock() + TIDY_EVERY_S
                     await self.store.tidy(self._wall())
                 await self._write_all()
                 pause_s = RETRY_S
-                await asyncio.sleep(WRITE_EVERY_S)
+                await self._rest(WRITE_EVERY_S)
             except (StoreAwayError, StoreUnusableError) as failure:
                 self._note_failure(failure)
-                await asyncio.sleep(pause_s)
+                await self._rest(pause_s)
                 pause_s = min(2 * pause_s, RETRY_S_MAX)
             except Exception:  # a defect must not end it: nothing would be written any more
                 logger.exception("tracking failed; it goes on")
-                self._drop(min(CHUNK, len(self._requests)), min(CHUNK, len(self._batches)))
-                await asyncio.sleep(pause_s)
+                self._drop(min(CHUNK * CHUNKS_A_WRITE, len(self._requests)), min(CHUNK, len(self._batches)))
+                await self._rest(pause_s)
+
+    async def _rest(self, seconds: float) -> None:
+        """Pause, but not when it is time to leave."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._is_closing.wait()
+        except TimeoutError:
+            pass
 
     async def _write_all(self) -> None:
         """Write what waits now, in parts."""
         while self.waiting:
-            requests, batches = self._next = self._next or self._make_next()
+            self._next = self._next or await self._make_next()
+            packed, requests, batches = self._next
             try:
-                await self._write(requests, batches)
+                await self.store.write(packed)
             except BadRowsError as fault:
                 logger.error("rows that cannot be written were dropped: %s", fault)
-                self._drop(len(requests), len(batches))
+                self._drop(requests, batches)
                 continue
-            self._forget(len(requests), len(batches))
-            self.written["request"] += len(requests)
-            self.written["batch"] += len(batches)
+            self._forget(requests, batches)
+            self.written["request"] += requests
+            self.written["batch"] += batches
             if self._is_failing:
                 self._is_failing = False
                 logger.warning("tracking goes on; rows dropped so far: %d", sum(self.dropped.values()))
-            if len(requests) < CHUNK and len(batches) < CHUNK:
+            if requests < CHUNK * CHUNKS_A_WRITE and batches < CHUNK:
                 return
 
-    async def _write(self, requests: Sequence[RequestRow], batches: Sequence[BatchRow]) -> None:
-        """Have the store write these, or wait for what it does with them since somebody else waited."""
-        if self._under_way is None:
-            self._under_way = asyncio.get_running_loop().create_task(self.store.write(requests, batches))
-        try:
-            await asyncio.shield(self._under_way)
-        finally:
-            if self._under_way.done():
-                self._under_way = None
-
-    def _make_next(self) -> tuple[list[RequestRow], list[BatchRow]]:
+    async def _make_next(self) -> tuple[list[Packed], int, int]:
         offset_s = self._wall() - self._clock()
-        entries = cast("list[RequestEntry]", self._requests[:CHUNK])  # see `settled`
-        return request_rows(entries, offset_s, self._tiers), batch_rows(self._batches[:CHUNK], offset_s)
+        requests = min(len(self._requests), CHUNK * CHUNKS_A_WRITE)
+        batches = min(len(self._batches), CHUNK)
+        packed = [self.store.pack([], self._batches[:batches], offset_s, self._tiers)] if batches else []
+        for first in range(0, requests, CHUNK):
+            await asyncio.sleep(0)  # others first
+            some = self._requests[first : min(first + CHUNK, requests)]
+            packed.append(self.store.pack(some, [], offset_s, self._tiers))
+        return packed, requests, batches
 
     def _forget(self, requests: int, batches: int) -> None:
         """So many of the oldest wait no more."""

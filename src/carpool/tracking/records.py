@@ -36,6 +36,10 @@ class RequestEntry(NamedTuple):
     tokens: int | None
 
 
+# The same without the cost of making one.
+Entry = tuple[str, str, int, str, str, float, float, float, bool, CallFacts, int | None]
+
+
 class RequestRow(NamedTuple):
     """A row of `carpool_requests`."""
 
@@ -115,7 +119,7 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     gpu_seconds: float
 
 
-def request_rows(entries: Sequence[RequestEntry], offset_s: float, tiers: Sequence[str]) -> list[RequestRow]:
+def request_rows(entries: Sequence[Entry], offset_s: float, tiers: Sequence[str]) -> list[RequestRow]:
     """The rows of these; `offset_s` is what the wall clock shows beyond the monotonic one."""
     make, last, rows = RequestRow._make, len(tiers) - 1, []
     for id_, owner, tier, model, code, arrived, taken, ended, is_task, call, tokens in entries:
@@ -135,7 +139,7 @@ def request_rows(entries: Sequence[RequestEntry], offset_s: float, tiers: Sequen
                     batch_id,
                     call.batch_size,
                     call.endpoint or None,
-                    call.attempts if batch_id or not call.cached else 0,
+                    0 if call.cached else call.attempts,
                     call.upstream_s * 1000 if call.upstream_s else None,
                     call.cached,
                     tokens,

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from carpool.core.batch import Batch
 from carpool.tracking.questions import (
     RequestQuestion,
     Statement,
@@ -20,7 +21,17 @@ from carpool.tracking.questions import (
     requests_statement,
     usage_statement,
 )
-from carpool.tracking.records import BatchRow, RequestRecord, RequestRow, UsageRecord, record_of, usage_of
+from carpool.tracking.records import (
+    BatchRow,
+    Entry,
+    RequestRecord,
+    RequestRow,
+    UsageRecord,
+    batch_rows,
+    record_of,
+    request_rows,
+    usage_of,
+)
 from carpool.tracking.stores import BadRowsError, StoreAwayError, StoreUnusableError
 
 # Each brings a file to the next version; never changed, only added to.
@@ -36,7 +47,6 @@ MIGRATIONS = (
     );
     CREATE INDEX carpool_requests_id ON carpool_requests (id);
     CREATE INDEX carpool_requests_completed ON carpool_requests (completed_at);
-    CREATE INDEX carpool_requests_owner ON carpool_requests (owner, completed_at);
     CREATE TABLE carpool_batches (
         id TEXT NOT NULL, model TEXT NOT NULL, request_count INTEGER NOT NULL, created_at INTEGER NOT NULL,
         sent_to_gpu_at INTEGER, endpoint TEXT, seconds REAL NOT NULL, attempts INTEGER NOT NULL, reason TEXT NOT NULL,
@@ -56,6 +66,7 @@ SHARE_REMOVED = 0.1
 DAY_S = 86400.0
 
 T = TypeVar("T")
+Rows = tuple[Sequence[RequestRow], Sequence[BatchRow]]
 
 
 class SqliteStore:
@@ -77,9 +88,13 @@ class SqliteStore:
         await self._do(self._connected)
         return f"{self._path} is ready"
 
-    async def write(self, requests: Sequence[RequestRow], batches: Sequence[BatchRow]) -> None:
+    def pack(self, requests: Sequence[Entry], batches: Sequence[Batch], offset_s: float, tiers: Sequence[str]) -> Rows:
+        """Their rows."""
+        return request_rows(requests, offset_s, tiers), batch_rows(batches, offset_s)
+
+    async def write(self, packed: Sequence[Rows]) -> None:
         """Keep these, all or none."""
-        await self._do(lambda: self._write(requests, batches))
+        await self._do(lambda: self._write(packed))
 
     async def tidy(self, now: float) -> None:
         """Let go what is too old, or too much."""
@@ -130,12 +145,13 @@ class SqliteStore:
             self._connection = connection
         return self._connection
 
-    def _write(self, requests: Sequence[RequestRow], batches: Sequence[BatchRow]) -> None:
+    def _write(self, packed: Sequence[Rows]) -> None:
         connection = self._connected()
         connection.execute("BEGIN IMMEDIATE")
         try:
-            insert(connection, "carpool_requests", RequestRow._fields, requests)
-            insert(connection, "carpool_batches", BatchRow._fields, batches)
+            for requests, batches in packed:
+                insert(connection, "carpool_requests", RequestRow._fields, requests)
+                insert(connection, "carpool_batches", BatchRow._fields, batches)
             connection.execute("COMMIT")
         except BaseException:
             connection.execute("ROLLBACK")

@@ -1,10 +1,14 @@
 """Where rows are kept: what every store does."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+from carpool.core.batch import Batch
 from carpool.tracking.questions import RequestQuestion, UsageQuestion
-from carpool.tracking.records import BatchRow, RequestRecord, RequestRow, UsageRecord
+from carpool.tracking.records import Entry, RequestRecord, UsageRecord
+
+# Rows as a store wants them.
+Packed = Any
 
 
 class StoreUnusableError(Exception):
@@ -26,8 +30,14 @@ class Store(Protocol):
         """Get ready to write; raises StoreUnusableError."""
         ...
 
-    async def write(self, requests: Sequence[RequestRow], batches: Sequence[BatchRow]) -> None:
-        """Keep these, all or none."""
+    def pack(
+        self, requests: Sequence[Entry], batches: Sequence[Batch], offset_s: float, tiers: Sequence[str]
+    ) -> Packed:
+        """These as `write` wants them; `offset_s` is what the wall clock shows beyond the monotonic one."""
+        ...
+
+    async def write(self, packed: Sequence[Packed]) -> None:
+        """Keep these, all or none. Those that it did not take, or of which nobody knows, are given once more."""
         ...
 
     async def tidy(self, now: float) -> None:
