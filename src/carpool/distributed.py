@@ -7,8 +7,10 @@ from typing import ClassVar
 
 import msgspec
 
+from carpool.broker.redis.fleet.live import LiveParts
 from carpool.broker.redis.fleet.view import Beat
 from carpool.composition.batcher import BatcherHalf, make_broker
+from carpool.composition.live import Queue, lanes_of
 from carpool.composition.meeting import Meeting
 from carpool.composition.process import EXPIRY_TICK_S, Process
 from carpool.composition.redis_batcher import RedisBatcherHalf
@@ -25,7 +27,6 @@ logger = logging.getLogger("carpool")
 class RedisProcess(Process):
     """One of a fleet that meets in Redis."""
 
-    role: ClassVar[Role]
     meeting: Meeting
 
     @abstractmethod
@@ -43,9 +44,16 @@ class RedisProcess(Process):
     async def meet(self) -> Meeting:
         """Find out whether this Redis may be used; the halves are plugged to what this returns."""
         await self.begin()
-        self.meeting = Meeting(self.ground, self.role, self.heartbeat)
-        await self.meeting.check_disks()
-        return self.meeting
+        meeting = self.meeting = Meeting(self.ground, self.role, self._told_of_itself)
+        await meeting.check_disks()
+        name, watch = meeting.name.decode(), self.watch
+        watch.name = name
+        watch.others = LiveParts(meeting.nodes, meeting.keys, name, lambda: meeting.registry.view)
+        meeting.when_heard.append(lambda view: watch.want(view.is_watched(without=name)))
+        return meeting
+
+    def _told_of_itself(self) -> Beat:
+        return msgspec.structs.replace(self.heartbeat(), is_watched=self.watch.is_looked_at)
 
     def say_where(self, where: str) -> None:
         """For the log."""
@@ -142,6 +150,13 @@ class RedisGateway(RedisProcess):
         else:
             answer(self.why_not_ready())
 
+    def queue(self) -> Queue:
+        """Who have requests parked here, and what waits in lanes of this process: the rest waits in Redis."""
+        tiers, models = range(len(self.ground.settings.tiers)), list(self.ground.models)
+        standing = self.gateway.queue.parking.standing
+        parked = [sum(standing(model, tier).waiting for model in models) for tier in tiers]
+        return parked, lanes_of(self.batcher.broker, [service.name for service in self.batcher.services])
+
     def find_request(self, request_id: str, answer: FoundRequest) -> None:
         """Tell how a request is: one of this process, a task, or one of another gateway."""
         self.gateway.find(request_id, answer)
@@ -197,6 +212,11 @@ class RedisBatcher(RedisProcess):
             self.own.check_ready(answer)
         else:
             answer(self.why_not_ready())
+
+    def queue(self) -> Queue:
+        """The lanes of what was taken from Redis. Whose requests they are is counted where they came in."""
+        lanes = lanes_of(self.batcher.broker, self.ground.models)
+        return [0] * len(self.ground.settings.tiers), lanes
 
     def find_request(self, request_id: str, answer: FoundRequest) -> None:
         """Tell how a request is that waits here, or a task."""

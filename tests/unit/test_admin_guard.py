@@ -3,7 +3,7 @@
 import pytest
 
 from carpool.core.errors import Forbidden, Unauthorized
-from carpool.face.http.admin_guard import AdminGuard, name_in
+from carpool.face.http.admin_guard import LOGIN_S, AdminGuard, name_in
 
 LOCAL = AdminGuard()
 NAMED = AdminGuard(hosts=["Carpool.internal."])
@@ -80,3 +80,52 @@ def test_each_token_is_valid(token: bytes) -> None:
 def test_names() -> None:
     assert name_in(b" Example.ORG.:80 ") == "example.org"
     assert name_in(b"[::1]:80") == "::1"
+
+
+def test_a_cookie_stands_for_a_token_until_its_time_is_over() -> None:
+    now = [1000.0]
+    guard = AdminGuard(tokens=["secret", "older"], is_loopback=False, wall=lambda: now[0])
+    host = {b"host": b"10.1.2.3:8001"}
+    assert guard.login(b"wrong") is None
+    assert guard.login(b"") is None
+    for token in (b"secret", b"older"):
+        given = guard.login(token)
+        assert given is not None
+        cookie, _, attributes = given.partition(b"; ")
+        assert {b"HttpOnly", b"SameSite=Strict", b"Path=/"} <= set(attributes.split(b"; "))
+        assert token not in given
+        assert guard.refusal(b"GET", host | {b"cookie": b"other=1; " + cookie}) is None
+        assert AdminGuard(tokens=["new"], is_loopback=False).refusal(b"GET", host | {b"cookie": cookie}) is not None
+        now[0] += LOGIN_S + 1
+        assert isinstance(guard.refusal(b"GET", host | {b"cookie": cookie}), Unauthorized)
+
+
+@pytest.mark.parametrize(
+    "cookie", [b"", b"carpool_admin", b"carpool_admin=", b"carpool_admin=9999999999.", b"carpool_admin=x.y"]
+)
+def test_a_made_up_cookie_is_none(cookie: bytes) -> None:
+    assert isinstance(OPEN.refusal(b"GET", {b"host": b"10.1.2.3", b"cookie": cookie}), Unauthorized)
+
+
+def test_the_end_of_a_cookie_cannot_be_moved() -> None:
+    given = OPEN.login(b"secret")
+    assert given is not None
+    end, _, proof = given.partition(b";")[0].partition(b"=")[2].partition(b".")
+    later = b"carpool_admin=%d.%b" % (int(end) + 1, proof)
+    assert isinstance(OPEN.refusal(b"GET", {b"host": b"10.1.2.3", b"cookie": later}), Unauthorized)
+
+
+@pytest.mark.parametrize("site", [b"cross-site", b"same-site"])
+def test_with_a_cookie_nothing_is_told_to_another_origin(site: bytes) -> None:
+    given = OPEN.login(b"secret")
+    assert given is not None
+    headers = {b"host": b"10.1.2.3", b"cookie": given.partition(b";")[0]}
+    assert OPEN.refusal(b"GET", headers | {b"sec-fetch-site": b"same-origin"}) is None
+    assert OPEN.refusal(b"GET", headers | {b"sec-fetch-site": site}) is not None
+    # Whatever it shows, it changes nothing.
+    assert isinstance(LOCAL.refusal(b"POST", {b"host": b"localhost", b"sec-fetch-site": site}), Forbidden)
+
+
+def test_what_is_open_needs_no_token_but_the_right_host() -> None:
+    assert OPEN.refusal(b"GET", {b"host": b"10.1.2.3"}, is_open=True) is None
+    assert isinstance(OPEN.refusal(b"GET", {b"host": b"evil.example"}, is_open=True), Forbidden)

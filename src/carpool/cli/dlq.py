@@ -5,14 +5,21 @@ nothing of it reaches the terminal but characters that can be printed.
 """
 
 import json as json_module
-from typing import Annotated, Any, NoReturn
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from urllib.parse import quote, urlsplit
 
 import typer
 
+if TYPE_CHECKING:
+    from http.client import HTTPConnection
+
 EXIT_FAILED, EXIT_BAD_OPTION = 1, 2
 # Replaying all may take a while: every new task is on the disk before the answer comes.
 CONNECT_S_MAX, ANSWER_S_MAX = 10.0, 300.0
+# Between two events, of which there is one a second.
+SILENT_S_MAX = 10.0
 LIST_PAGE = 1000
 
 dlq = typer.Typer(
@@ -167,9 +174,9 @@ class Gateway:
             parts, port = urlsplit(""), None
         token = next((each.strip() for each in token.split(",") if each.strip()), "")  # of several, the newest is first
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
-            leave(f"--admin {printable(url)} is not a URL such as {DEFAULT_ADMIN}", EXIT_BAD_OPTION, command)
+            leave(f"--admin {printable(url)} is not a URL such as {DEFAULT_ADMIN}", EXIT_BAD_OPTION, self._command)
         if not (token.isascii() and token.isprintable()):
-            leave("the token has characters that no token has", EXIT_BAD_OPTION, command)
+            leave("the token has characters that no token has", EXIT_BAD_OPTION, self._command)
         self._url = url
         self._is_tls = parts.scheme == "https"
         self._host = parts.hostname
@@ -181,19 +188,48 @@ class Gateway:
         status, body = self._exchange(method, target)
         if status == 204 or (status == 404 and may_miss):
             return None
+        if status >= 300:
+            self._refused(status, body)
         try:
-            answer = json_module.loads(body)
-            if status < 300:
-                return answer
-            detail = str(answer["detail"])
+            return json_module.loads(body)
+        except ValueError:
+            self._stranger()
+
+    def _refused(self, status: int, body: bytes) -> NoReturn:
+        try:
+            detail = str(json_module.loads(body)["detail"])
         except (ValueError, TypeError, KeyError):
             self._stranger()
         if status == 401:
             detail = "the gateway asks for a token; give it with CARPOOL_SERVICE_TOKEN or --token"
-        return leave(printable(detail), EXIT_BAD_OPTION if status == 400 else EXIT_FAILED, self._command)
+        leave(printable(detail), EXIT_BAD_OPTION if status == 400 else EXIT_FAILED, self._command)
+
+    def lines(self, target: str) -> Iterator[bytes]:
+        """An answer that goes on and on, line by line, until the gateway ends it."""
+        from http.client import HTTPException
+
+        with self._connected() as connection:
+            connection.request("GET", target, headers=self._headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                self._refused(response.status, response.read())
+            connection.sock.settimeout(SILENT_S_MAX)
+            try:
+                yield from response
+            except (HTTPException, ConnectionError):
+                return
 
     def _exchange(self, method: str, target: str) -> tuple[int, bytes]:
         """Status and body of the answer."""
+        with self._connected() as connection:
+            connection.sock.settimeout(ANSWER_S_MAX)
+            connection.request(method, target, headers=self._headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+
+    @contextmanager
+    def _connected(self) -> Iterator["HTTPConnection"]:
+        """A connection; what goes wrong with it ends the command."""
         # Here, so that the other commands do not pay for it.
         from http.client import HTTPConnection, HTTPException, HTTPSConnection
 
@@ -201,10 +237,7 @@ class Gateway:
         connection = kind(self._host, self._port, timeout=CONNECT_S_MAX)
         try:
             connection.connect()
-            connection.sock.settimeout(ANSWER_S_MAX)
-            connection.request(method, target, headers=self._headers)
-            response = connection.getresponse()
-            return response.status, response.read()
+            yield connection
         except HTTPException:
             self._stranger()
         except TimeoutError:

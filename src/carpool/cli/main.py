@@ -16,6 +16,8 @@ from carpool.cli.dlq import dlq
 from carpool.cli.doctor import EPILOG, doctor
 from carpool.cli.keys import keys
 from carpool.cli.sim import demo, sim_gpu
+from carpool.cli.top import EPILOG as TOP_EPILOG
+from carpool.cli.top import top
 from carpool.cli.tracking import REQUESTS_EPILOG, USAGE_EPILOG, requests, tracking, usage
 from carpool.cli.why import WHY_EPILOG, why
 from carpool.settings import ConfigError
@@ -59,6 +61,7 @@ def carpool(
 
 app.command(rich_help_panel="Serving")(demo)
 serve.register(app)
+app.command(epilog=TOP_EPILOG, rich_help_panel="Serving")(top)
 app.add_typer(dlq, rich_help_panel="Serving")
 app.add_typer(keys, rich_help_panel="Serving")
 app.command(epilog=EPILOG, rich_help_panel="Serving")(doctor)

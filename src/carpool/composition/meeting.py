@@ -64,6 +64,8 @@ class Meeting:
         # Called when a node came or went; when somebody of the fleet did.
         self.when_nodes_change: list[Callable[[], None]] = []
         self.when_fleet_changes: list[Callable[[], None]] = []
+        # Called with each view of the fleet, twice a second.
+        self.when_heard: list[Callable[[FleetView], None]] = []
         # Where the outcomes of this process are counted; whoever takes part says that before it starts.
         self.counted: Parking | MemoryBroker
         self.faces = {name: ModelFace(model) for name, model in ground.models.items()}
@@ -281,6 +283,8 @@ class Meeting:
         """What one batcher has found out about an owner, all act upon."""
         found = [(name, owner) for name in self.ground.models for owner in view.offenders(name)]
         self.ground.offenders.told(found, self.ground.clock())
+        for listener in self.when_heard:
+            listener(view)
 
     def _other_gateways(self) -> list[bytes]:
         names = [member.name.encode() for member in self.registry.view.live_gateways()]

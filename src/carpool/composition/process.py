@@ -2,18 +2,22 @@
 
 import logging
 import socket
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import msgspec
 
 from carpool.composition.batcher import BatcherHalf
 from carpool.composition.gateway import close_server
 from carpool.composition.ground import Ground
+from carpool.composition.live import Queue, Watch, queue_of
 from carpool.composition.tracking import look_up_ended, start_tracking
 from carpool.core.clock import Clock, monotonic
 from carpool.core.events import Events
+from carpool.core.names import Role
 from carpool.core.ports import DeadLetterDesk
 from carpool.core.snapshot import Snapshot
 from carpool.face.http.admin import AdminRoutes, FoundRequest
@@ -36,6 +40,8 @@ EXPIRY_TICK_S = 0.01
 class Process(ABC):
     """What a command starts. Each role has its own; all have models, if only none, and an admin port."""
 
+    role: ClassVar[Role] = "serve"
+
     def __init__(self, settings: Settings, listening: socket.socket | None = None, clock: Clock = monotonic) -> None:
         self.ground = Ground(settings, clock)
         # The socket that this process shares with others, if it does.
@@ -46,6 +52,8 @@ class Process(ABC):
         self.batcher: BatcherHalf
         # None: nothing is kept of what became of requests.
         self.tracking: Recorder | None = None
+        self.watch = Watch(self.ground, self.snapshot, self.queue, self.role)
+        self.admin: AdminRoutes
 
     @property
     def events(self) -> Events:
@@ -89,6 +97,10 @@ class Process(ABC):
         """What every role does before anything else: whoever wants to know of requests subscribes."""
         self.tracking = await start_tracking(self.ground)
 
+    def queue(self) -> Queue:
+        """Who wait, for the live page."""
+        return queue_of(self.batcher.broker, self.ground.models, len(self.ground.settings.tiers))
+
     async def close(self) -> None:
         """Give up everything that was opened."""
         await self.ground.close()
@@ -96,9 +108,12 @@ class Process(ABC):
     async def listen_for_operators(self, dead_letters: DeadLetterDesk) -> None:
         """Serve the admin port."""
         gateway, service = self.ground.settings.gateway, self.ground.settings.service
-        routes = AdminRoutes(
+        self.admin = AdminRoutes(
             guard=AdminGuard(
-                tokens=service.token, hosts=gateway.admin_hosts, is_loopback=is_loopback(gateway.admin_host)
+                tokens=service.token,
+                hosts=gateway.admin_hosts,
+                is_loopback=is_loopback(gateway.admin_host),
+                wall=time.time,
             ),
             snapshot=self.snapshot,
             ready=self.check_ready,
@@ -106,8 +121,9 @@ class Process(ABC):
             find_request=self.find_anywhere,
             dead_letters=dead_letters,
             openapi=admin_openapi(),
+            live=self.watch.viewers,
         )
-        admin = HttpServer(routes, HttpLimits(body_bytes_max=1024, connections_max=256), self.ground.clock)
+        admin = HttpServer(self.admin, HttpLimits(body_bytes_max=1024, connections_max=256), self.ground.clock)
         self.ground.opened.push_async_callback(close_server, admin)
         self.admin_port = await admin.start(gateway.admin_host, admin_port(gateway))
 

@@ -27,6 +27,7 @@ evenly, they share the shards evenly.
 | `<ns>:{tag}:bell` | channel | rung when a stream without unread entries gets some: how many, place, name, model |
 | `<ns>:replies:{<gateway>}` | stream | outcomes for one gateway's parked requests |
 | `<ns>:{fleet}:gateways`, `:batchers` | hash | who lives: name → heartbeat |
+| `<ns>:{fleet}:live` | hash | only while somebody looks at the live page: name → the last second of a process |
 | `<ns>:{fleet}:keys`, `:keys-version` | hash | API keys: name → digest and terms; `now`: another text at each change |
 """
 
@@ -82,6 +83,7 @@ class Keys:
         self.fleet_slot = key_slot(fleet)
         self.gateways = fleet + b"gateways"
         self.batchers = fleet + b"batchers"
+        self.live = fleet + b"live"
         self.api_keys = fleet + b"keys"
         self.api_keys_version = fleet + b"keys-version"
 

@@ -4,16 +4,18 @@ from collections.abc import Callable
 
 import msgspec
 
-from carpool.core.errors import CarpoolError, NotFound
+from carpool.core.errors import CarpoolError, NotFound, Unauthorized
 from carpool.core.ports import DeadLetterDesk
 from carpool.core.snapshot import Snapshot
 from carpool.core.story import RequestState
-from carpool.face.http.admin_guard import AdminGuard
+from carpool.face.http.admin_guard import COOKIE, AdminGuard
 from carpool.face.http.answers import Ready
 from carpool.face.http.dead_letters import DeadLetterRoutes
 from carpool.face.http.exchange import Exchange
+from carpool.face.http.live import Viewers
+from carpool.face.http.page import page_files
 from carpool.face.http.problem import respond_problem
-from carpool.face.http.router import Router
+from carpool.face.http.router import Route, Router, split_target
 
 # Told what became of a request; None: nobody knows it.
 FoundRequest = Callable[[RequestState | CarpoolError | None], None]
@@ -33,6 +35,7 @@ class AdminRoutes:
         find_request: Callable[[str, FoundRequest], None],
         dead_letters: DeadLetterDesk,
         openapi: bytes,
+        live: Viewers,
     ) -> None:
         self._guard = guard
         self._snapshot = snapshot
@@ -47,15 +50,39 @@ class AdminRoutes:
         self._router.add(b"GET", b"/internal/requests/", self.request)
         self._router.add(b"GET", b"/metrics", self.metrics)
         self._router.add(b"GET", b"/openapi.json", self.openapi)
+        self._router.add(b"GET", b"/internal/live", live.join)
+        self._router.add(b"POST", b"/internal/login", self.login)
+        self._router.add(b"DELETE", b"/internal/login", self.logout)
         DeadLetterRoutes(dead_letters).add_to(self._router)
+        for path, file in page_files().items():
+            self._router.add(b"GET", path, file.show)
+        # What needs no token: there is nothing of this process in it.
+        self._open = {*page_files(), b"/internal/login"}
+
+    def add(self, method: bytes, path: bytes, route: Route) -> None:
+        """Serve one more path."""
+        self._router.add(method, path, route)
 
     def __call__(self, exchange: Exchange) -> None:
         """Serve one exchange of an operator."""
-        refusal = self._guard.refusal(exchange.method, exchange.headers)
+        is_open = split_target(exchange.target)[0] in self._open
+        refusal = self._guard.refusal(exchange.method, exchange.headers, is_open=is_open)
         if refusal is not None:
             respond_problem(exchange, refusal)
         else:
             self._router.serve(exchange)
+
+    def login(self, exchange: Exchange, _: str) -> None:
+        """`POST /internal/login`: a cookie for a token, which is the whole body."""
+        cookie = self._guard.login(exchange.body.strip())
+        if cookie is None:
+            respond_problem(exchange, Unauthorized("this is not a service token"))
+        else:
+            exchange.respond(204, b"", b"", b"Set-Cookie: %b\r\n" % cookie)
+
+    def logout(self, exchange: Exchange, _: str) -> None:
+        """`DELETE /internal/login`: forget the cookie."""
+        exchange.respond(204, b"", b"", b"Set-Cookie: %b=; Path=/; Max-Age=0; HttpOnly; SameSite=Strict\r\n" % COOKIE)
 
     def health(self, exchange: Exchange, _: str) -> None:
         """`GET /internal/health`."""

@@ -64,6 +64,10 @@ class Sink(Protocol):
         """That was the last part."""
         ...
 
+    def break_off(self) -> None:
+        """End the connection at once: whoever is there does not read, or what was promised will not come."""
+        ...
+
     def handle(self, exchange: "Exchange") -> None:
         """Give it to the routes once more: what one of them waited for is there."""
         ...
@@ -125,3 +129,7 @@ class Exchange(msgspec.Struct, eq=False):
     def end(self) -> None:
         """The body is complete."""
         self.sink.end(self)
+
+    def break_off(self) -> None:
+        """End the connection at once, whatever else was to come."""
+        self.sink.break_off()

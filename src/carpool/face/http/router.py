@@ -21,7 +21,7 @@ class Router:
 
     def add(self, method: bytes, path: bytes, route: Route) -> None:
         """Serve a method of a path. A slash at its end takes one more segment, as does a `*` before the last."""
-        pattern = path + b"*" if path.endswith(b"/") else path
+        pattern = path + b"*" if path.endswith(b"/") and path != b"/" else path
         routes = self._patterns if b"*" in pattern else self._routes
         routes.setdefault(pattern, {})[method] = route
 

@@ -91,6 +91,8 @@ class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
     wanted: Annotated[
         dict[Name, Annotated[tuple[Rate, ...], Meta(max_length=TIERS_MAX)]], Meta(max_length=MODELS_MAX)
     ] = {}
+    # Somebody looks at its live page: the others tell it what happens at theirs.
+    is_watched: bool = False
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -166,6 +168,15 @@ class FleetView(msgspec.Struct, frozen=True):
             for tier, rate in enumerate(member.beat.wanted.get(model, ())[:tiers]):
                 found[tier] += rate if member.name != without else 0.0
         return found
+
+    def live_names(self) -> set[str]:
+        """Every process heard of lately."""
+        return {member.name for member in (*self.live_gateways(), *self.live_batchers())}
+
+    def is_watched(self, without: str) -> bool:
+        """Whether somebody looks at the live page of another process than this one."""
+        members = (*self.live_gateways(), *self.live_batchers())
+        return any(member.beat.is_watched and member.name != without for member in members)
 
     def offenders(self, model: str) -> list[str]:
         """Owners that some live batcher has set apart."""
@@ -286,6 +297,7 @@ def _bounded(said: Beat, models: dict[str, ModelBeat]) -> Beat:
             name[:NAME_LENGTH_MAX]: tuple(map(_rate, rates[:TIERS_MAX]))
             for name, rates in list(said.wanted.items())[:MODELS_MAX]
         },
+        is_watched=said.is_watched,
     )
 
 

@@ -1,0 +1,165 @@
+"""What the live page and `carpool top` show, second by second: collected while somebody looks, here or elsewhere.
+
+Over Redis a process that is looked at says so in its heartbeats. The others then collect too, and put each of their
+seconds where this one finds it. When nobody looks any more, nobody does anything.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+from zlib import crc32
+
+import msgspec
+
+from carpool.broker.memory import MemoryBroker
+from carpool.composition.ground import Ground
+from carpool.core.live import BATCHES_MAX, LaneWaiting, LivePart
+from carpool.core.names import Role
+from carpool.core.snapshot import Snapshot
+from carpool.core.timers import Every
+from carpool.face.http.live import Viewers
+from carpool.telemetry.live import Collector, Merger
+
+SECOND_S = 1.0
+
+# By tier, and by lane: who wait.
+Queue = tuple[Sequence[int], Sequence[LaneWaiting]]
+
+
+class OtherParts(Protocol):
+    """The seconds of the other processes of a fleet."""
+
+    def publish(self, part: LivePart) -> None:
+        """Let the others have this one."""
+        ...
+
+    def latest(self) -> Sequence[LivePart]:
+        """The last one of each, as far as it is known, those of processes that are gone left out; asks for more."""
+        ...
+
+    def members(self) -> int:
+        """How many processes share the batches that an event may have."""
+        ...
+
+
+class Nobody:
+    """No others."""
+
+    def publish(self, part: LivePart) -> None:
+        """There is nobody to have it."""
+
+    def latest(self) -> Sequence[LivePart]:
+        """There are none."""
+        return ()
+
+    def members(self) -> int:
+        """This one alone."""
+        return 1
+
+
+class Watch:
+    """Collects, and shows it to whoever looks."""
+
+    def __init__(
+        self, ground: Ground, snapshot: Callable[[], Snapshot], queue: Callable[[], Queue], role: Role = "serve"
+    ) -> None:
+        self._ground = ground
+        self._snapshot = snapshot
+        self._queue = queue
+        self._role = role
+        self.name = "this process"
+        self.others: OtherParts = Nobody()
+        # Somebody looks at another process.
+        self._is_wanted = False
+        # What the demo adds.
+        self.demo: Callable[[], dict[str, object]] | None = None
+        self._tiers = [tier.name for tier in ground.settings.tiers]
+        self._max_batch = {name: model.batching.max_batch for name, model in ground.models.items()}
+        self._collector: Collector | None = None
+        self._merger: Merger | None = None
+        self._last = b""
+        self._every = Every(SECOND_S, self._second)
+        self.viewers = Viewers()
+        self.viewers.changed = self._look
+        self.viewers.first = self._first
+        ground.opened.callback(self._stop)
+
+    @property
+    def is_looked_at(self) -> bool:
+        """Whether somebody looks at this process."""
+        return len(self.viewers) > 0
+
+    def want(self, is_wanted: bool) -> None:
+        """Whether somebody looks at another process of the fleet."""
+        if is_wanted != self._is_wanted:
+            self._is_wanted = is_wanted
+            self._look()
+
+    def _look(self) -> None:
+        """Somebody came or went."""
+        if not self.is_looked_at:
+            self._merger, self._last = None, b""
+        elif self._merger is None:
+            self._merger = Merger(self._tiers, self._max_batch)
+        if not self.is_looked_at and not self._is_wanted:
+            self._stop()
+        elif self._collector is None:
+            self._collector = Collector(self._tiers, self._ground.clock())
+            self._cut(self._collector)  # what was shed is counted from here on
+            self._ground.events.subscribe(self._collector)
+            self._every.start()
+
+    def _stop(self) -> None:
+        self._every.stop()
+        if self._collector is not None:
+            self._ground.events.unsubscribe(self._collector)
+            self._collector = None
+
+    def _first(self) -> bytes:
+        """What somebody sees who comes: the last event, or the numbers of the moment."""
+        if not self._last and self._merger is not None:
+            self._last = self._encode(self._merger, [])
+        return self._last
+
+    def _second(self) -> None:
+        if self._collector is None:
+            return
+        part = self._cut(self._collector)
+        if self._is_wanted:
+            self.others.publish(part)
+        if self._merger is not None:
+            parts = [part, *(each for each in self.others.latest() if each.name != part.name)]
+            self._last = self._encode(self._merger, parts)
+            self.viewers.show(self._last)
+
+    def _cut(self, collector: Collector) -> LivePart:
+        waiting, lanes = self._queue()
+        snapshot, now = self._snapshot(), self._ground.clock()
+        batches_max = max(1, BATCHES_MAX // self.others.members())
+        return collector.cut(self.name, self._role, snapshot, waiting, lanes, now, batches_max)
+
+    def _encode(self, merger: Merger, parts: Sequence[LivePart]) -> bytes:
+        event = merger.event(self._snapshot(), parts, round(time.time(), 3), len(self.viewers))
+        if self.demo is not None:
+            event = msgspec.structs.replace(event, demo=self.demo())
+        return msgspec.json.encode(event)
+
+
+def queue_of(broker: MemoryBroker, models: Iterable[str], tiers: int) -> Queue:
+    """Who wait in a broker of this process: by tier, tasks with the others, and the lanes."""
+    names = list(models)
+    waiting = [
+        sum(broker.standing(name, tier, is_task=is_task).waiting for name in names for is_task in (False, True))
+        for tier in range(tiers)
+    ]
+    return waiting, lanes_of(broker, names)
+
+
+def lanes_of(broker: MemoryBroker, models: Iterable[str]) -> list[LaneWaiting]:
+    """The lanes of a broker, the longest first. What parameters they have is not told."""
+    found = [
+        LaneWaiting(model, f"{crc32(lane.key):08x}" if lane.key else "", lane.waiting)
+        for model in models
+        for lane in broker.lanes(model)
+    ]
+    return sorted(found, key=lambda lane: -lane.waiting)

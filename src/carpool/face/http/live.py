@@ -1,0 +1,70 @@
+"""`GET /internal/live`: a second after the other, as server-sent events.
+
+1. An event is encoded once for all viewers.
+2. There are VIEWERS_MAX of them at most.
+3. To one that does not read nothing more is written; if that lasts, its connection is ended.
+"""
+
+from collections.abc import Callable
+
+from carpool.core.errors import QueueFull
+from carpool.face.http.exchange import Exchange
+from carpool.face.http.problem import respond_problem
+
+VIEWERS_MAX = 64
+# Events that one may miss in a row because it does not read.
+MISSED_MAX = 5
+EVENT_STREAM = b"text/event-stream"
+HEADERS = b"Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\nX-Accel-Buffering: no\r\n"
+# What a browser waits before it connects again.
+RETRY = b"retry: 1000\n\n"
+
+
+class Viewers:
+    """Whoever looks."""
+
+    def __init__(self) -> None:
+        # With how many events in a row each has missed.
+        self._missed: dict[Exchange, int] = {}
+        # Called when somebody came or went.
+        self.changed: Callable[[], None] = lambda: None
+        # What a newcomer is shown at once; b"" for nothing.
+        self.first: Callable[[], bytes] = lambda: b""
+
+    def __len__(self) -> int:
+        return len(self._missed)
+
+    def join(self, exchange: Exchange, _: str) -> None:
+        """`GET /internal/live`."""
+        if len(self._missed) >= VIEWERS_MAX:
+            respond_problem(exchange, QueueFull(f"{VIEWERS_MAX} look at this already; try again", retry_after_s=5))
+            return
+        exchange.begin(200, EVENT_STREAM, HEADERS)
+        if exchange.method == b"HEAD":
+            exchange.end()
+            return
+        self._missed[exchange] = 0
+        exchange.when_client_leaves = self._left
+        self.changed()
+        exchange.write(RETRY + event_of(self.first()))
+
+    def show(self, event: bytes) -> None:
+        """Send an event, which is JSON on one line, to everybody."""
+        part = event_of(event)
+        for exchange, missed in list(self._missed.items()):
+            if not exchange.is_told_to_wait:
+                self._missed[exchange] = 0
+                exchange.write(part)
+            elif missed < MISSED_MAX:
+                self._missed[exchange] = missed + 1
+            else:
+                exchange.break_off()
+
+    def _left(self, exchange: Exchange) -> None:
+        self._missed.pop(exchange, None)
+        self.changed()
+
+
+def event_of(data: bytes) -> bytes:
+    """An event with this data; nothing for nothing."""
+    return b"data: %b\n\n" % data if data else b""

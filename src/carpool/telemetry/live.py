@@ -1,0 +1,336 @@
+"""What happens in a second, collected while somebody looks and no longer. Pure: `now` is an argument.
+
+1. `Collector` is told of requests and batches (core/events.py) and cuts a `LivePart` each second. What it keeps is
+   bounded: counts, the slowest few requests, the batches under way, and BATCHES_MAX of those that ended. Where more
+   ended, every second of them is kept, then every fourth, and so on.
+2. A call that failed and was made again is shown as a batch of its own that ended with an error.
+3. `Merger` adds up the parts of a fleet. What happened in a part counts once, whenever it comes; rates and totals are
+   those of the last part of each process.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import heappush, heapreplace
+from math import log2
+from typing import TypeVar
+
+import msgspec
+
+from carpool.core.batch import Batch
+from carpool.core.events import Subscriber
+from carpool.core.live import (
+    BATCHES_MAX,
+    LANES_MAX,
+    SLOW_MAX,
+    STEPS_A_DOUBLING,
+    LaneWaiting,
+    LiveBatch,
+    LiveEvent,
+    LivePart,
+    LiveProcess,
+    LiveRates,
+    LiveTier,
+    SlowRequest,
+)
+from carpool.core.outcome import Outcome, Output
+from carpool.core.request import Request
+from carpool.core.snapshot import DoorNumbers, FleetState, OutcomeNumbers, Snapshot
+
+Item = TypeVar("Item")
+Key = TypeVar("Key")
+
+# Latencies are of so many seconds: one has too few requests for a p99.
+WINDOW_SECONDS = 10
+# Endpoints of a model that an event shows.
+ENDPOINTS_SHOWN_MAX = 256
+# What a call is said to have ended with that was made again.
+FAILED = "upstream-failed"
+
+
+class Collector(Subscriber):
+    """Counts what happens."""
+
+    def __init__(self, tiers: Sequence[str], now: float) -> None:
+        self._tier_names = tiers
+        self._number = 0
+        self._cut_at = now
+        self._shed: Mapping[tuple[str, str], float] | None = None
+        # By id: batches whose call is under way.
+        self._running: dict[str, LiveBatch] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """A new second."""
+        count = len(self._tier_names)
+        self._admitted = [0] * count
+        self._answered = [0] * count
+        self._failed = [0] * count
+        self._latencies: list[dict[int, int]] = [{} for _ in range(count)]
+        self._ended: list[LiveBatch] = []
+        self._batches_ended = 0
+        # Every how many-th batch is kept.
+        self._stride = 1
+        # A heap of the slowest, the least slow first; the number keeps requests from being compared.
+        self._slow: list[tuple[float, int, SlowRequest]] = []
+        self._slow_seen = 0
+
+    # What it is told of.
+
+    def admitted(self, request: Request) -> None:
+        """A request came in."""
+        self._admitted[request.tier] += 1
+
+    def sent(self, batch: Sequence[Request], endpoint: str, attempt: int, now: float) -> None:
+        """A call begins. One of the same batch before it has failed."""
+        named = batch[0].batch
+        if named is None or named.ended:
+            return  # it is a search among those of a batch that is over: nobody tells when that call ends
+        counts = [0] * len(self._tier_names)
+        for request in batch:
+            counts[request.tier] += 1
+        before = self._running.pop(named.id, None)
+        if before is not None:
+            self._keep(_ended(before, now, FAILED))
+        self._running[named.id] = LiveBatch(
+            named.id, named.model, endpoint, len(batch), now, 0.0, "", named.reason, attempt, tuple(counts)
+        )
+
+    def ended(self, batch: Batch, requests: Sequence[Request]) -> None:
+        """A batch is over."""
+        running = self._running.pop(batch.id, None)
+        if running is not None:
+            self._keep(_ended(running, batch.ended, batch.result))
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """A request got its outcome."""
+        tier = request.tier
+        if request.result_code == "ok":
+            self._answered[tier] += 1
+        else:
+            self._failed[tier] += 1
+        if request.is_task:
+            return  # nobody waits on the line for it
+        seconds = request.ended - request.arrived
+        if request.result_code == "ok":
+            latencies, step = self._latencies[tier], step_of(seconds * 1000)
+            latencies[step] = latencies.get(step, 0) + 1
+        if len(self._slow) < SLOW_MAX or seconds > self._slow[0][0]:
+            self._keep_slow(seconds, _slow(request, outcome))
+
+    def _keep_slow(self, seconds: float, slow: SlowRequest) -> None:
+        """One of each batch: its neighbours tell the same story."""
+        kept = self._slow
+        if slow.batch and any(slow.batch == each.batch for _, _, each in kept):
+            return
+        self._slow_seen += 1
+        if len(kept) < SLOW_MAX:
+            heappush(kept, (seconds, self._slow_seen, slow))
+        else:
+            heapreplace(kept, (seconds, self._slow_seen, slow))
+
+    def _keep(self, batch: LiveBatch) -> None:
+        self._batches_ended += 1
+        if self._batches_ended % self._stride:
+            return
+        self._ended.append(batch)
+        if len(self._ended) > BATCHES_MAX:
+            self._stride *= 2
+            self._ended = self._ended[1::2]
+
+    # What it tells.
+
+    def cut(
+        self,
+        name: str,
+        role: str,
+        snapshot: Snapshot,
+        waiting: Sequence[int],
+        lanes: Iterable[LaneWaiting],
+        now: float,
+        batches_max: int = BATCHES_MAX,
+    ) -> LivePart:
+        """The time since the last cut, which ends here."""
+        numbers = {type(each): each for each in snapshot.numbers}
+        outcomes, door = numbers.get(OutcomeNumbers), numbers.get(DoorNumbers)
+        shed = self._newly_shed(door) if isinstance(door, DoorNumbers) else [0] * len(self._tier_names)
+        self._number += 1
+        # Those under way first: they are what is seen longest.
+        batches = [*self._running.values(), *self._ended]
+        part = LivePart(
+            name=name,
+            role=role,
+            number=self._number,
+            at=now,
+            seconds=now - self._cut_at,
+            tiers=tuple(
+                LiveTier(*each)
+                for each in zip(self._admitted, shed, self._answered, self._failed, waiting, strict=True)
+            ),
+            latencies=tuple(self._latencies),
+            batches=tuple(thinned(batches, batches_max)),
+            batches_ended=self._batches_ended,
+            slow=tuple(slow for _, _, slow in self._slow),
+            lanes=tuple(lanes)[:LANES_MAX],
+            requests=_whole(outcomes.requests) if isinstance(outcomes, OutcomeNumbers) else {},
+            problems=_whole(door.problems) if isinstance(door, DoorNumbers) else {},
+        )
+        self._cut_at = now
+        self._begin()
+        return part
+
+    def _newly_shed(self, door: DoorNumbers) -> list[int]:
+        before, self._shed = self._shed, door.shed
+        if before is None:
+            return [0] * len(self._tier_names)
+        return [
+            sum(int(count - before.get(key, 0)) for key, count in door.shed.items() if key[1] == tier)
+            for tier in self._tier_names
+        ]
+
+
+class Merger:
+    """Makes events of parts."""
+
+    def __init__(self, tiers: Sequence[str], max_batch: Mapping[str, int]) -> None:
+        self._tier_names = tiers
+        self._max_batch = max_batch
+        # By process: the number of the last part that was counted.
+        self._counted: dict[str, int] = {}
+        # By tier, of the last seconds.
+        self._latencies: deque[list[dict[int, int]]] = deque(maxlen=WINDOW_SECONDS)
+
+    def event(self, snapshot: Snapshot, parts: Sequence[LivePart], at: float, viewers: int) -> LiveEvent:
+        """A second of those whose last parts these are."""
+        fresh = [part for part in parts if part.number > self._counted.get(part.name, 0)]
+        self._counted = {part.name: part.number for part in parts}
+        self._latencies.append([self._summed(fresh, tier) for tier in range(len(self._tier_names))])
+        by_tier = [_added(second[tier] for second in self._latencies) for tier in range(len(self._tier_names))]
+        together = _added(by_tier)
+        batches = [(place, batch) for place, part in enumerate(fresh) for batch in part.batches]
+        letters = (each.dead_letters_kept for each in snapshot.numbers if isinstance(each, OutcomeNumbers))
+        return LiveEvent(
+            at=at,
+            seconds=max((part.seconds for part in fresh), default=0.0),
+            health=snapshot.health,
+            fleet=shown(snapshot.fleet),
+            max_batch=self._max_batch,
+            tiers=[self._rates(tier, name, parts, by_tier[tier]) for tier, name in enumerate(self._tier_names)],
+            p50_ms=quantile(together, 0.5),
+            p99_ms=quantile(together, 0.99),
+            processes=[LiveProcess(name=part.name, role=part.role, at=part.at) for part in fresh],
+            batches=thinned(batches, BATCHES_MAX),
+            batches_ended=sum(part.batches_ended for part in fresh),
+            slow=sorted((slow for part in fresh for slow in part.slow), key=lambda slow: -slow.total_ms)[:SLOW_MAX],
+            lanes=sorted((lane for part in parts for lane in part.lanes), key=lambda lane: -lane.waiting)[:LANES_MAX],
+            requests=_added(part.requests for part in parts),
+            problems=_added(part.problems for part in parts),
+            dead_letters=sum(letters),
+            viewers=viewers,
+        )
+
+    def _rates(self, tier: int, name: str, parts: Sequence[LivePart], latencies: dict[int, int]) -> LiveRates:
+        # Of the last part of each, counted before or not: their seconds do not end together.
+        def rate(field: str) -> float:
+            total = 0.0
+            for part in parts:
+                if tier < len(part.tiers):
+                    total += getattr(part.tiers[tier], field) / max(part.seconds, 0.001)
+            return round(total, 1)
+
+        admitted, shed = rate("admitted"), rate("shed")
+        return LiveRates(
+            name=name,
+            offered=round(admitted + shed, 1),
+            admitted=admitted,
+            shed=shed,
+            answered=rate("answered"),
+            failed=rate("failed"),
+            waiting=sum(part.tiers[tier].waiting for part in parts if tier < len(part.tiers)),
+            p50_ms=quantile(latencies, 0.5),
+            p99_ms=quantile(latencies, 0.99),
+        )
+
+    def _summed(self, parts: Iterable[LivePart], tier: int) -> dict[int, int]:
+        return _added(part.latencies[tier] for part in parts if tier < len(part.latencies))
+
+
+def step_of(latency_ms: float) -> int:
+    """The bucket of a latency."""
+    return int(STEPS_A_DOUBLING * log2(latency_ms)) if latency_ms > 1.0 else 0
+
+
+def quantile(counts: Mapping[int, int], share: float) -> float | None:
+    """The latency in ms that this share was not above, rounded up to the end of its bucket; None of nothing."""
+    left = share * sum(counts.values())
+    if not counts:
+        return None
+    for step in sorted(counts):
+        left -= counts[step]
+        if left <= 1e-9:
+            break
+    end: float = 2.0 ** ((step + 1) / STEPS_A_DOUBLING)
+    return round(end, 1)
+
+
+def thinned(items: Sequence[Item], most: int) -> Sequence[Item]:
+    """At most so many of them, evenly."""
+    if len(items) <= most:
+        return items
+    return [items[number * len(items) // most] for number in range(most)]
+
+
+def shown(fleet: FleetState) -> FleetState:
+    """With so many endpoints as a person can look at."""
+    if all(len(model.endpoints) <= ENDPOINTS_SHOWN_MAX for model in fleet.models.values()):
+        return fleet
+    models = {
+        name: msgspec.structs.replace(model, endpoints=model.endpoints[:ENDPOINTS_SHOWN_MAX])
+        for name, model in fleet.models.items()
+    }
+    return msgspec.structs.replace(fleet, models=models)
+
+
+def _ended(call: LiveBatch, now: float, result: str) -> LiveBatch:
+    return msgspec.structs.replace(call, ended=now, result=result)
+
+
+def _slow(request: Request, outcome: Outcome) -> SlowRequest:
+    total_s = request.ended - request.arrived
+    queue_s = request.taken - request.arrived if request.taken else total_s
+    known = SlowRequest(
+        id=request.id,
+        model=request.model,
+        tier=request.tier,
+        result=request.result_code,
+        total_ms=round(total_s * 1000, 1),
+        queue_ms=round(queue_s * 1000, 1),
+    )
+    if isinstance(outcome, Output):
+        call = outcome.call
+        return msgspec.structs.replace(
+            known,
+            retry_ms=round(call.started_s * 1000, 1),
+            call_ms=round(call.upstream_s * 1000, 1),
+            endpoint=call.endpoint,
+            attempts=call.attempts,
+            batch=call.batch_id,
+            batch_size=call.batch_size,
+        )
+    batch = request.batch
+    if batch is None:
+        return known
+    return msgspec.structs.replace(
+        known, endpoint=batch.endpoint, attempts=batch.attempts, batch=batch.id, batch_size=batch.size
+    )
+
+
+def _added(counts: Iterable[Mapping[Key, int]]) -> dict[Key, int]:
+    total: dict[Key, int] = {}
+    for each in counts:
+        for key, count in each.items():
+            total[key] = total.get(key, 0) + count
+    return total
+
+
+def _whole(counts: Mapping[str, float]) -> dict[str, int]:
+    return {key: int(count) for key, count in counts.items()}

@@ -1,0 +1,292 @@
+"""The live page and its stream, by HTTP: what it is made of, who may read it, and that its numbers are true."""
+
+import asyncio
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from carpool.broker.redis.keys import Keys
+from carpool.face.http.live import VIEWERS_MAX
+from carpool.face.http.page import NAMES
+from support.client import Response, ask_once, inference_body
+from support.gateway import Peer, ask, serving
+from support.live import viewing
+from support.processes import GatewayProcess, carpool, until
+from support.redis_fleet import fleet_over
+from support.redis_servers import RedisServer
+
+JSON = "Content-Type: application/json"
+POISON = "arsenic"
+PATHS = ["/", *(f"/page/{name}" for name in NAMES if name != "index.html")]
+TOKEN = "a-service-token-of-some-length"
+
+pytestmark = pytest.mark.xdist_group("live_page")
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    upstream = f"sim:?latency_ms=20&slots=8&poison={POISON}"
+    with serving(tmp_path_factory.mktemp("gateway"), upstream) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    settings = {"service.token": TOKEN}
+    with serving(tmp_path_factory.mktemp("guarded"), settings=settings) as running:
+        yield running
+
+
+def infer(gateway: GatewayProcess, text: str) -> Response:
+    return ask(gateway.port, "POST", "/v1/inference", {"input": text}, JSON)
+
+
+def metrics(gateway: GatewayProcess, name: str, label: str) -> dict[str, int]:
+    """A counter by its one label."""
+    text = ask(gateway.admin_port, "GET", "/metrics").body.decode()
+    found = re.findall(rf'^{name}_total{{{label}="(.+)"}} (\S+)$', text, re.M)
+    return {value: int(float(number)) for value, number in found}
+
+
+# The page
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_nothing_from_elsewhere_can_come_into_the_page(gateway: GatewayProcess, path: str) -> None:
+    answer = ask(gateway.admin_port, "GET", path)
+    assert answer.status == 200
+    rules = dict(rule.strip().split(" ", 1) for rule in answer.headers["content-security-policy"].split(";"))
+    assert rules.pop("default-src") == "'none'"
+    assert set(rules.values()) <= {"'self'", "'none'"}
+    assert rules["frame-ancestors"] == "'none'"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "access-control-allow-origin" not in answer.headers
+    # But for the names of namespaces, which nobody fetches.
+    assert set(re.findall(rb"https?://[^\s\"')]+", answer.body)) <= {b"http://www.w3.org/2000/svg"}
+    # What the rules would stop, and then it would be missed.
+    assert not re.search(rb"<style|style=\"| on[a-z]+=\"|<script(?! type=\"module\" src=)", answer.body)
+
+
+def test_the_page_is_small(gateway: GatewayProcess) -> None:
+    packed = 0
+    for path in PATHS:
+        answer = ask(gateway.admin_port, "GET", path, b"", "Accept-Encoding: br, gzip")
+        assert answer.headers["content-encoding"] == "gzip"
+        assert gzip.decompress(answer.body) == ask(gateway.admin_port, "GET", path).body
+        packed += len(answer.body)
+    assert packed < 150_000
+
+
+# The stream
+
+
+def test_a_stream_of_seconds(gateway: GatewayProcess) -> None:
+    with viewing(gateway.admin_port) as viewer:
+        assert viewer.response.headers["content-type"] == "text/event-stream"
+        assert viewer.response.headers["cache-control"] == "no-store"
+        assert "access-control-allow-origin" not in viewer.response.headers
+        assert viewer.line() == b"retry: 1000\n"
+        assert viewer.line() == b"\n"
+        first = viewer.next()
+        assert viewer.line() == b"\n"
+        assert [endpoint["state"] for endpoint in first["fleet"]["models"]["default"]["endpoints"]] == ["healthy"]
+        assert first["max_batch"] == {"default": 64}
+        assert viewer.next()["seconds"] > 0
+
+
+def test_the_numbers_are_those_of_metrics(gateway: GatewayProcess) -> None:
+    with viewing(gateway.admin_port) as viewer:
+        viewer.next()
+        answers = [infer(gateway, f"good {n}") for n in range(20)]
+        assert {answer.status for answer in answers} == {200}
+        assert infer(gateway, POISON).status == 422
+        outcomes, problems = (
+            metrics(gateway, "carpool_requests", "outcome"),
+            metrics(gateway, "carpool_problems", "code"),
+        )
+        seen: list[dict[str, Any]] = []
+
+        def is_all(event: dict[str, Any]) -> bool:
+            seen.append(event)
+            return bool(event["requests"] == outcomes)
+
+        event = viewer.until(is_all)
+    assert event["problems"] == problems
+    assert event["dead_letters"] == 1
+    tiers = [tier for each in seen for tier in each["tiers"]]
+    assert {tier["name"] for tier in tiers if tier["admitted"]} == {"free"}
+    admitted = sum(tier["admitted"] * each["seconds"] for each in seen for tier in each["tiers"])
+    assert admitted == pytest.approx(21, abs=0.5)
+    assert event["p99_ms"] >= event["p50_ms"] >= 20
+    batches = {batch[0]: batch for each in seen for _, batch in each["batches"] if batch[5]}
+    assert sum(batch[3] for batch in batches.values()) == 21
+    assert {batch[6] for batch in batches.values()} == {"ok", "upstream-failed"}
+    assert all(batch[5] >= batch[4] > 0 for batch in batches.values())
+    slow = [request for each in seen for request in each["slow"]]
+    asked = {answer.json["request_id"] for answer in answers}
+    assert {request["id"] for request in slow} & asked
+    assert all(request["total_ms"] >= request["queue_ms"] + request["call_ms"] - 0.2 for request in slow)
+
+
+def test_nothing_that_a_client_sent_is_shown(gateway: GatewayProcess) -> None:
+    canary = "canary-7f3a"
+    with viewing(gateway.admin_port) as viewer:
+        body = {"input": canary, "parameters": {"voice": canary}}
+        assert ask(gateway.port, "POST", "/v1/inference", body, JSON).status == 200
+        event = viewer.until(lambda event: event["batches_ended"] > 0)
+    assert canary not in json.dumps(event)
+
+
+def test_viewers_are_counted_and_bounded(gateway: GatewayProcess) -> None:
+    with viewing(gateway.admin_port) as first:
+        others = [viewing(gateway.admin_port) for _ in range(VIEWERS_MAX - 1)]
+        for other in others:
+            other.__enter__()
+        try:
+            first.until(lambda event: event["viewers"] == VIEWERS_MAX)
+            refused = ask(gateway.admin_port, "GET", "/internal/live")
+            assert (refused.status, refused.headers["retry-after"]) == (503, "5")
+        finally:
+            for other in others:
+                other.__exit__(None, None, None)
+        first.until(lambda event: event["viewers"] == 1)
+
+
+def test_when_nobody_looks_any_more_the_next_one_sees_only_what_comes_then(gateway: GatewayProcess) -> None:
+    with viewing(gateway.admin_port) as viewer:
+        viewer.next()
+    for n in range(5):
+        infer(gateway, f"unseen {n}")
+    with viewing(gateway.admin_port) as viewer:
+        first = viewer.next()
+        assert (first["seconds"], first["batches"]) == (0, [])
+        assert viewer.next()["batches_ended"] == 0
+
+
+# Who may
+
+
+@pytest.mark.parametrize("path", ["/internal/dead-letters?all=true", "/internal/login"])
+@pytest.mark.parametrize("header", ["Origin: http://127.0.0.1:9", "Origin: null", "Sec-Fetch-Site: cross-site"])
+def test_another_origin_changes_nothing(gateway: GatewayProcess, path: str, header: str) -> None:
+    assert ask(gateway.admin_port, "DELETE", path, b"", header).status == 403
+
+
+def test_another_host_reads_nothing(gateway: GatewayProcess) -> None:
+    for path in ("/", "/internal/live"):
+        with_host = b"GET %b HTTP/1.1\r\nHost: evil.example\r\n\r\n" % path.encode()
+        assert raw(gateway.admin_port, with_host).status == 403
+
+
+def raw(port: int, request: bytes) -> Response:
+    with Peer(port) as peer:
+        peer.send(request)
+        return peer.read()
+
+
+def test_a_login_is_a_cookie(guarded: GatewayProcess) -> None:
+    port = guarded.admin_port
+    for path in PATHS:
+        assert ask(port, "GET", path).status == 200  # the form must come from somewhere
+    assert ask(port, "GET", "/internal/live").status == 401
+    assert ask(port, "POST", "/internal/login", b"wrong").status == 401
+    answer = ask(port, "POST", "/internal/login", TOKEN.encode(), f"Origin: http://127.0.0.1:{port}", "Host: x")
+    assert answer.status == 400  # two hosts
+    answer = ask(port, "POST", "/internal/login", TOKEN.encode())
+    assert answer.status == 204
+    cookie, *attributes = answer.headers["set-cookie"].split("; ")
+    assert {"HttpOnly", "SameSite=Strict"} <= set(attributes)
+    assert TOKEN not in cookie
+    with viewing(port, Cookie=cookie) as viewer:
+        assert viewer.next()["health"]["status"] == "healthy"
+    assert ask(port, "GET", "/internal/live", b"", f"Cookie: {cookie}", "Sec-Fetch-Site: same-site").status == 401
+    assert ask(port, "GET", "/internal/dead-letters", b"", f"Cookie: {cookie}").status == 200
+    assert ask(port, "DELETE", "/internal/login").headers["set-cookie"].startswith("carpool_admin=;")
+
+
+def test_a_login_from_another_origin_is_refused(guarded: GatewayProcess) -> None:
+    answer = ask(guarded.admin_port, "POST", "/internal/login", TOKEN.encode(), "Origin: http://evil.example")
+    assert answer.status == 403
+
+
+# Over Redis
+
+
+async def test_any_process_shows_the_whole_fleet(tmp_path: Path, redis_server: RedisServer) -> None:
+    settings = {"broker.namespace": tmp_path.name}
+    sim = "sim:?latency_ms=5&slots=4"
+    async with fleet_over(tmp_path, redis_server.url, settings) as fleet:
+        one, other = (await fleet.add("gateway")).process, (await fleet.add("gateway")).process
+        batcher = (await fleet.add("batcher", "--upstream", sim)).process
+        await fleet.wait_until_ready()
+        for looked_at in (other, batcher):
+            with viewing(looked_at.admin_port) as viewer:
+                await asyncio.to_thread(viewer.until, lambda event: len(event["processes"]) == 3)
+                for n in range(10):
+                    answer = await ask_once(one.port, "POST", "/v1/inference", inference_body(f"{n}"))
+                    assert answer.status == 200
+                seen: list[dict[str, Any]] = []
+
+                def is_seen(event: dict[str, Any], seen: list[dict[str, Any]] = seen) -> bool:
+                    seen.append(event)
+                    sizes = {batch[0]: batch[3] for each in seen for _, batch in each["batches"] if batch[5]}
+                    return bool(sum(sizes.values()) >= 10)
+
+                event = await asyncio.to_thread(viewer.until, is_seen)
+                assert {process["role"] for each in seen for process in each["processes"]} == {"gateway", "batcher"}
+                places = {each["processes"][place]["role"] for each in seen for place, _ in each["batches"]}
+                assert places == {"batcher"}
+                counted = [await process.metric("carpool_requests_total") for process in (one, other, batcher)]
+
+                def is_counted(event: dict[str, Any], total: float = sum(counted)) -> bool:
+                    return bool(sum(event["requests"].values()) == total)
+
+                if not is_counted(event):
+                    await asyncio.to_thread(viewer.until, is_counted)
+        # Nobody looks any more: what was written for those who did is soon gone.
+        async with redis.asyncio.from_url(redis_server.url) as client:
+
+            async def is_gone() -> bool:
+                return not await client.exists(Keys(tmp_path.name).live)
+
+            await until(is_gone)
+
+
+# `carpool top`
+
+
+def test_top_prints_once(gateway: GatewayProcess) -> None:
+    admin = f"http://127.0.0.1:{gateway.admin_port}"
+    infer(gateway, "one more")
+    done = carpool("top", "--once", "--json", "--admin", admin)
+    assert (done.returncode, done.stderr) == (0, "")
+    event = json.loads(done.stdout)
+    assert event["seconds"] > 0
+    assert event["requests"] == metrics(gateway, "carpool_requests", "outcome")
+    shown = carpool("top", "--once", "--admin", admin)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    for word in ("healthy", "enterprise", "free", "sim:", "p99"):
+        assert word in shown.stdout
+    assert "\x1b" not in shown.stdout
+
+
+def test_top_wants_the_token(guarded: GatewayProcess) -> None:
+    admin = f"http://127.0.0.1:{guarded.admin_port}"
+    refused = carpool("top", "--once", "--admin", admin)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "CARPOOL_SERVICE_TOKEN" in refused.stderr
+    done = carpool("top", "--once", "--json", "--admin", admin, CARPOOL_SERVICE_TOKEN=TOKEN)
+    assert json.loads(done.stdout)["health"]["status"] == "healthy"
+
+
+def test_top_says_that_nobody_is_there(tmp_path: Path) -> None:
+    done = carpool("top", "--once", "--admin", "http://127.0.0.1:1", cwd=tmp_path)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "no gateway" in done.stderr
