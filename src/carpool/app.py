@@ -29,11 +29,15 @@ def run(
     *,
     role: Role = "serve",
     listen: socket.socket | None = None,
+    plug: Callable[[Process], None] | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, then drain; returns the exit code. SIGHUP calls `reload` for new settings."""
+    """Serve until SIGTERM or SIGINT, then drain; returns the exit code. SIGHUP calls `reload` for new settings.
+
+    `plug` is called with the process when it serves, for those who add something to it.
+    """
     configure_logging(settings.log.level, settings.log.format)
     try:
-        return uvloop.run(_serve(settings, on_ready, reload, role, listen))
+        return uvloop.run(_serve(settings, on_ready, reload, role, listen, plug))
     except (JournalUnusable, ssl.SSLError) as failure:
         print(f"carpool: {failure}", file=sys.stderr)  # noqa: T201 - for the person at the terminal
     except OSError as failure:
@@ -70,6 +74,7 @@ async def _serve(
     reload: Callable[[], Settings] | None,
     role: Role,
     listen: socket.socket | None,
+    plug: Callable[[Process], None] | None,
 ) -> int:
     told_to_leave = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -93,6 +98,8 @@ async def _serve(
         raise
     if reload is not None:
         loop.add_signal_handler(signal.SIGHUP, process.reload, reload)
+    if plug is not None:
+        plug(process)
     spare_the_collector()
     if on_ready is not None:
         on_ready(process.port, process.admin_port)

@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    import asyncio
+
     from carpool.settings import Settings
+    from carpool.tools.sim_gpu import GpuFleet
     from carpool.upstream.simulated import SimulationSettings
 
 EXIT_CANNOT_START, EXIT_INTERRUPTED = 2, 130
 CHILD_STOP_S = 5.0
+# An input with this makes the demo's GPUs fail its whole batch.
+DEMO_POISON = "poison-for-the-demo"
 
 Workers = Annotated[int, typer.Option(min=1, max=1024, help="Independent GPUs, each on a port of its own.")]
 LatencyMs = Annotated[float, typer.Option(help="Time for a batch.")]
@@ -96,16 +101,22 @@ async def _serve_until_told(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told.set)
+    fleet = await serve_gpus(settings, host, port, workers, track=track)
     if leave_with_stdin:
         stdin = sys.stdin.fileno()
+        orders: asyncio.Queue[bytes] = asyncio.Queue()
 
         def stdin_readable() -> None:
-            if not os.read(stdin, 4096):
+            if line := os.read(stdin, 4096):
+                orders.put_nowait(line)
+            else:
                 loop.remove_reader(stdin)
                 told.set()
 
         loop.add_reader(stdin, stdin_readable)
-    fleet = await serve_gpus(settings, host, port, workers, track=track)
+        obeying = loop.create_task(_obey(fleet, host, orders))
+        told_of_end = asyncio.create_task(told.wait())
+        told_of_end.add_done_callback(lambda _: obeying.cancel())
     first, last = fleet.ports[0], fleet.ports[-1]
     ports = str(first) if first == last else f"{first}-{last}"
     base = f"http://[{host}]" if ":" in host else f"http://{host}"
@@ -115,12 +126,45 @@ async def _serve_until_told(
     await fleet.close()
 
 
+async def _obey(fleet: "GpuFleet", host: str, orders: "asyncio.Queue[bytes]") -> None:
+    """Do what the demo says: `kill 3`, `revive 3`, a line each."""
+    while True:
+        for line in (await orders.get()).split(b"\n"):
+            match line.split():
+                case [b"kill", number]:
+                    fleet.kill(int(number))
+                case [b"revive", number]:
+                    await fleet.revive(host, int(number))
+
+
+def demo_load() -> None:
+    """Send what stdin says, for the demo."""
+    import uvloop
+
+    from carpool.tools.demo.load import send_as_told
+
+    uvloop.run(send_as_told())
+
+
+def demo_compare(rate: float, gpus: int, latency_ms: float, policy: str) -> None:
+    """Print one by one beside carpool, for the demo."""
+    from typing import cast
+
+    import msgspec
+
+    from carpool.batching.policy import PolicyName
+    from carpool.tools.demo.compare import compare
+
+    os.nice(10)  # the demo goes on meanwhile
+    typer.echo(msgspec.json.encode(compare(rate, gpus, latency_ms, cast(PolicyName, policy))).decode())
+
+
 def demo(
     host: Annotated[str, typer.Option(help="Address of the gateway.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the gateway; its admin port is the next one.")
     ] = 8000,
-    workers: Workers = 32,
+    workers: Workers = 8,
     latency_ms: LatencyMs = 200.0,
     per_item_ms: PerItemMs = 0.0,
     slots: Slots = 1,
@@ -131,12 +175,14 @@ def demo(
 ) -> int:
     """Start a gateway and simulated GPUs behind it, and show what to try first.
 
+    The live page at its admin port has a panel to put load on it, to kill GPUs, and more.
+
     Settings of the gateway come from the environment and carpool.toml as for `carpool serve`.
     """
     try:
         return _demo(
             {"--port": gpu_port, "--workers": workers, "--slots": slots}
-            | {"--latency-ms": latency_ms, "--per-item-ms": per_item_ms},
+            | {"--latency-ms": latency_ms, "--per-item-ms": per_item_ms, "--poison": DEMO_POISON},
             {"gateway.host": host, "gateway.port": port, "upstream.slots": slots},
             data_dir,
         )
@@ -161,12 +207,16 @@ def _demo(gpu_flags: dict[str, Any], gateway_flags: dict[str, Any], data_dir: Pa
             environ=os.environ,
             file=None,
         )
+        from carpool.tools.demo.panel import DemoPanel, Gpus
+
+        count, per_gpu, latency_ms = (gpu_flags[name] for name in ("--workers", "--slots", "--latency-ms"))
+        panel = DemoPanel(Gpus(count, per_gpu, latency_ms, gpus.tell, DEMO_POISON))
         about = f"{gpu_flags['--workers']} simulated GPUs of {gpu_flags['--latency-ms']:g} ms a batch"
 
         def on_ready(gateway_port: int, admin_port: int) -> None:
             show_banner(settings, gateway_port, admin_port, about, gpus.address or "")
 
-        return run(settings, on_ready=on_ready)
+        return run(settings, on_ready=on_ready, plug=panel.plug)
 
 
 class SimulatedGpus:
@@ -175,6 +225,12 @@ class SimulatedGpus:
     def __init__(self, process: subprocess.Popen[str], address: str | None) -> None:
         self.process = process
         self.address = address
+
+    def tell(self, line: str) -> None:
+        """Say something to them."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
 
 
 @contextmanager
@@ -212,6 +268,7 @@ def show_banner(settings: "Settings", port: int, admin_port: int, about: str, gp
     stats = re.sub(r"(:\d+)(-\d+)?/infer$", r"\1/stats", gpu_address)
     post = f"curl -sw '\\n' {base}/v1/inference -H 'Content-Type: application/json'"
     lines = [
+        ("Look at it, and play with it", f"{admin}/"),
         ("Ask and wait for the answer", f'{post} -d \'{{"input": "hello"}}\''),
         (
             "Submit a task, keep its id",

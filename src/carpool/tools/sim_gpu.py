@@ -145,6 +145,20 @@ class GpuFleet:
             port = port or bound
             self.ports.append(bound)
 
+    def kill(self, number: int) -> None:
+        """Let one GPU be gone, as if its machine were: its calls are cut off, and nobody listens."""
+        server = self.servers[number].http
+        server.stop_listening()
+        for connection in list(server.connections):
+            connection.break_off()
+
+    async def revive(self, host: str, number: int) -> None:
+        """Let it be back, at its port."""
+        server = self.servers[number]
+        await server.http.finish(0.0)
+        server.http = HttpServer(server.handle, LIMITS)
+        await server.http.start(host, self.ports[number])
+
     def total(self) -> GpuStats:
         """Sums over all GPUs; of the largest and the most, the largest of any one GPU."""
         total = GpuStats()

@@ -112,7 +112,7 @@ function legends(event) {
   const shades = event.tiers.map((tier, n) => [tier.name, "--tier-" + (n % 5)]);
   legend($("legend"), [...shades, ["empty seat", "--seat"], ["failed", "--bad"]]);
   charts.rate.series = [...event.tiers.map((tier, n) => ({ shade: "--tier-" + (n % 5), stacked: true })), { shade: "--text", dashed: true }, { shade: "--bad" }];
-  legend($("k-rate"), [...shades, ["offered", "--text"], ["shed", "--bad"]]);
+  legend($("k-rate"), [["offered", "--text"], ["shed", "--bad"]]);
   charts.latency.series = [{ shade: "--tier-1" }, { shade: "--tier-3" }];
   legend($("k-latency"), [["p50", "--tier-1"], ["p99", "--tier-3"]]);
   charts.queue.series = event.tiers.map((tier, n) => ({ shade: "--tier-" + (n % 5), stacked: true }));

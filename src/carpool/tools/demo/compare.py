@@ -1,0 +1,220 @@
+"""One by one beside carpool, on the same arrivals: latencies, and how many GPUs each needs. Everything is computed.
+
+One by one, each request has a GPU for itself for the time of a call; those who come while all are busy wait in one
+line. Carpool is production's own broker, loop, policy and pool, on virtual time. A GPU takes as long for a whole batch
+as for one input, as GPUs do, about, as long as a batch does not fill them.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from heapq import heapify, heapreplace
+from math import ceil, inf
+from random import Random
+
+import msgspec
+
+from carpool.batching.loop import BatchLoop
+from carpool.batching.policy import PolicyName, make_policy
+from carpool.broker.memory import MemoryBroker
+from carpool.core.outcome import Outcome
+from carpool.core.request import Request
+from carpool.settings.schema import BatchingSettings, UpstreamSettings
+from carpool.upstream.codecs import JsonCodec
+from carpool.upstream.dispatch import UpstreamDispatcher
+from carpool.upstream.pool import Pool
+from carpool.upstream.simulated import SimulatedEndpoint, SimulationSettings
+from carpool.virtual_time import VirtualClock
+
+MODEL = "m"
+BATCHING, UPSTREAM = BatchingSettings(), UpstreamSettings()
+# What a fleet must hold to be enough.
+P99_MS_MAX = 500.0
+# Arrivals of so long, but no more than so many: it is to be there within a second or two.
+SECONDS, ARRIVALS_MAX = 6.0, 4000
+# The first ones find everything idle: they do not count.
+WARM_UP = 0.2
+GPUS_MAX = 4096
+# Fewer GPUs than keep this share of them busy are not enough, however it goes for a few seconds.
+BUSY_MAX = 0.95
+
+
+class Side(msgspec.Struct, frozen=True):
+    """How one of the two fares."""
+
+    # With the GPUs that there are. None: they cannot keep up, and everybody waits longer and longer.
+    p50_ms: float | None
+    p99_ms: float | None
+    # To hold P99_MS_MAX.
+    gpus_needed: int
+    mean_batch: float
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """Both sides at one load."""
+
+    rate: float
+    gpus: int
+    latency_ms: float
+    p99_ms_max: float
+    one_by_one: Side
+    carpool: Side
+
+
+def compare(rate: float, gpus: int, latency_ms: float, policy: PolicyName = "adaptive", seed: int = 1) -> Comparison:
+    """Both at this rate."""
+    arrivals = draw_arrivals(rate, seed)
+    return Comparison(
+        rate,
+        gpus,
+        latency_ms,
+        P99_MS_MAX,
+        singly(arrivals, gpus, latency_ms),
+        shared(arrivals, gpus, latency_ms, policy),
+    )
+
+
+def draw_arrivals(rate: float, seed: int) -> list[float]:
+    """Poisson arrivals."""
+    random = Random(seed)
+    seconds = min(SECONDS, ARRIVALS_MAX / rate)
+    arrivals = [random.expovariate(rate)]
+    while arrivals[-1] < seconds or len(arrivals) < 50:
+        arrivals.append(arrivals[-1] + random.expovariate(rate))
+    return arrivals
+
+
+def singly(arrivals: Sequence[float], gpus: int, latency_ms: float) -> Side:
+    """One request a call."""
+    needed = fewest(
+        lambda count: keeps_up(one_by_one(arrivals, count, latency_ms)), rate_of(arrivals) * latency_ms / 1000
+    )
+    latencies = one_by_one(arrivals, gpus, latency_ms)
+    is_steady = rate_of(arrivals) * latency_ms / 1000 < gpus
+    return Side(
+        quantile(latencies, 0.5) if is_steady else None, quantile(latencies, 0.99) if is_steady else None, needed, 1.0
+    )
+
+
+def one_by_one(arrivals: Sequence[float], gpus: int, latency_ms: float) -> list[float]:
+    """Latencies in ms, in the order of arrival."""
+    free_at = [0.0] * gpus
+    heapify(free_at)
+    seconds = latency_ms / 1000
+    latencies = []
+    for at in arrivals:
+        done = max(at, free_at[0]) + seconds
+        heapreplace(free_at, done)
+        latencies.append((done - at) * 1000)
+    return latencies
+
+
+def shared(arrivals: Sequence[float], gpus: int, latency_ms: float, policy: PolicyName) -> Side:
+    """As Carpool does it."""
+    load = rate_of(arrivals) * latency_ms / 1000 / BATCHING.max_batch
+    needed = fewest(lambda count: keeps_up(Ride(arrivals, count, latency_ms, policy).run()), load)
+    ride = Ride(arrivals, gpus, latency_ms, policy)
+    latencies = ride.run()
+    return side(latencies, load < gpus, needed, round(len(arrivals) / ride.batches, 1))
+
+
+def side(latencies: Sequence[float], is_steady: bool, needed: int, mean_batch: float) -> Side:
+    """Where more comes than is served, latencies say only how long one has looked."""
+    p50, p99 = (quantile(latencies, 0.5), quantile(latencies, 0.99)) if is_steady else (None, None)
+    return Side(p50, p99, needed, mean_batch)
+
+
+def fewest(is_enough: Callable[[int], bool], load: float) -> int:
+    """The smallest number of GPUs that is enough. `load`: how many are busy all the time."""
+    low = high = max(1, ceil(load / BUSY_MAX))
+    while not is_enough(high) and high < GPUS_MAX:
+        low, high = high + 1, max(high + 1, ceil(high * 1.2))
+    while low < high:
+        middle = (low + high) // 2
+        if is_enough(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def keeps_up(latencies: Sequence[float]) -> bool:
+    """Whether the p99 is held."""
+    return quantile(latencies, 0.99) <= P99_MS_MAX
+
+
+def quantile(latencies: Sequence[float], share: float) -> float:
+    """Of those who came when the GPUs were busy already."""
+    counted = sorted(latencies[int(len(latencies) * WARM_UP) :])
+    return round(counted[min(len(counted) - 1, int(share * len(counted)))], 1)
+
+
+def rate_of(arrivals: Sequence[float]) -> float:
+    """Requests a second."""
+    return len(arrivals) / arrivals[-1]
+
+
+class Ride:
+    """One lane through production's broker, loop, dispatcher and pool, to simulated GPUs, on virtual time."""
+
+    def __init__(self, arrivals: Sequence[float], gpus: int, latency_ms: float, policy: PolicyName) -> None:
+        self._clock = VirtualClock()
+        self._arrivals = [self._clock() + at for at in arrivals]
+        self._gpu = SimulationSettings(latency_ms=latency_ms, max_batch=BATCHING.max_batch)
+        self._gpus = gpus
+        self._policy = make_policy(policy, busy_share=BATCHING.busy_share, fill_target=BATCHING.fill_target)
+        self._latencies = [0.0] * len(arrivals)
+        self._settled = 0
+        self._arrived = 0
+        self.batches = 0
+
+    def run(self) -> list[float]:
+        """Latencies in ms, in the order of arrival."""
+        self._clock.run(self._run())
+        return self._latencies
+
+    async def _run(self) -> None:
+        clock, random, count = self._clock, Random(1), len(self._arrivals)
+        self._broker = MemoryBroker(waiting_max=count, bytes_max=count, lanes_max=1, tiers=1, clock=clock)
+        endpoints = [SimulatedEndpoint(f"sim:{number}", self._gpu, clock=clock) for number in range(self._gpus)]
+        pool = Pool(endpoints, clock, random_share=random.random)
+        dispatcher = UpstreamDispatcher(
+            pool,
+            JsonCodec(),
+            self._broker,
+            timeout_s=UPSTREAM.timeout_s,
+            attempts=UPSTREAM.attempts,
+            backoff_s=UPSTREAM.backoff_ms / 1000,
+            model=MODEL,
+            clock=clock,
+            random_share=random.random,
+        )
+        loop = BatchLoop(
+            MODEL,
+            self._broker,
+            pool,
+            dispatcher,
+            self._policy,
+            max_batch=BATCHING.max_batch,
+            max_wait_s=BATCHING.max_wait_ms / 1000,
+            clock=clock,
+        )
+        self._all_settled = asyncio.Event()
+        asyncio.get_running_loop().call_at(self._arrivals[0], self._arrive)
+        await self._all_settled.wait()
+        await dispatcher.finish(UPSTREAM.timeout_s)
+        pool.close()
+        self.batches = sum(loop.batches.values())
+
+    def _arrive(self) -> None:
+        at = self._arrivals[self._arrived]
+        self._broker.submit(Request(str(self._arrived), MODEL, b"", b"1", 1, 0, at, at, inf, inf, self))
+        self._arrived += 1
+        if self._arrived < len(self._arrivals):
+            asyncio.get_running_loop().call_at(self._arrivals[self._arrived], self._arrive)
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """Note how long a request took."""
+        self._latencies[int(request.id)] = (self._clock() - request.arrived) * 1000
+        self._settled += 1
+        if self._settled == len(self._arrivals):
+            self._all_settled.set()

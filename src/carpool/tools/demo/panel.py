@@ -1,0 +1,253 @@
+"""The demo's control panel: `POST /internal/demo` says what to change, and events of the live page say how it stands.
+
+It is there with `carpool demo` only. The load comes from a process of its own, with keys that this one alone knows; so
+does the comparison, which is computed. Everything goes the way that clients and operators go.
+"""
+
+import asyncio
+import logging
+import secrets
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, Protocol, cast
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from carpool.batching.policy import PolicyName, make_policy
+from carpool.composition.gateway import GatewayHalf
+from carpool.composition.process import Process
+from carpool.core.errors import Malformed
+from carpool.core.ports import Caller, Peer
+from carpool.face.http.exchange import Exchange
+from carpool.tools.demo.load import LoadOrder, LoadPart
+
+logger = logging.getLogger("carpool")
+
+POLICIES: tuple[PolicyName, ...] = ("adaptive", "fixed", "pid")
+# The share of the load that each tier has, the highest first; what is left is the lowest one's.
+SHARES = (0.1, 0.3)
+# A flood is so many times what the GPUs can serve, but no more than this machine can send.
+FLOOD_TIMES, FLOOD_RPS_MAX = 1.2, 5000.0
+RATE_MAX = 20_000
+# The load must be this still before it is compared, and a comparison must be there by then.
+STILL_S, COMPARE_S_MAX = 0.4, 60.0
+LOOK_S = 0.2
+# So many good inputs come with a poisonous one.
+BESIDE_POISON = 15
+
+
+class Wish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to change."""
+
+    rate: Annotated[float, Meta(ge=0, le=RATE_MAX)] | UnsetType = UNSET
+    policy: PolicyName | UnsetType = UNSET
+    flood: bool | UnsetType = UNSET
+    # The number of a GPU, from 0.
+    kill: Annotated[int, Meta(ge=0, le=1023)] | UnsetType = UNSET
+    revive: Annotated[int, Meta(ge=0, le=1023)] | UnsetType = UNSET
+    poison: bool | UnsetType = UNSET
+
+
+class Gpus(msgspec.Struct, frozen=True):
+    """The simulated GPUs of the demo."""
+
+    count: int
+    slots: int
+    latency_ms: float
+    # Says a line to their process: `kill 3` or `revive 3`.
+    tell: Callable[[str], None]
+    # An input with this makes them fail its whole batch.
+    poison: str
+
+    @property
+    def capacity_rps(self) -> float:
+        """What full batches come to."""
+        return self.count * self.slots * 64 * 1000 / max(1.0, self.latency_ms)
+
+
+class WithGateway(Protocol):
+    """A process that has clients."""
+
+    gateway: GatewayHalf
+
+
+class DemoPanel:
+    """Does what the page asks for."""
+
+    def __init__(self, gpus: Gpus) -> None:
+        self._gpus = gpus
+        self._rate = 0.0
+        self._is_flooded = False
+        self._dead: set[int] = set()
+        self._comparison: Any = None
+        self._comparing: asyncio.TimerHandle | None = None
+        self._load: asyncio.subprocess.Process | None = None
+        self._starting = asyncio.Lock()
+        self._process: Process
+        # By the header that the load sends.
+        self._callers: dict[bytes, Caller] = {}
+        self._keys: list[str] = []
+
+    def plug(self, process: Process) -> None:
+        """Be there from now on, until the process ends."""
+        self._process = process
+        tiers = process.ground.settings.tiers
+        self._keys = [f"demo_{secrets.token_urlsafe(16)}" for _ in tiers]
+        self._callers = {
+            b"Bearer " + key.encode(): Caller(f"demo-{tier.name}", number, is_anonymous=False)
+            for number, (key, tier) in enumerate(zip(self._keys, tiers, strict=True))
+        }
+        intake = cast(WithGateway, process).gateway.intake
+        identify = intake.identify
+
+        def identify_load(headers: dict[bytes, bytes], peer: Peer) -> Caller:
+            return self._callers.get(headers.get(b"authorization", b"")) or identify(headers, peer)
+
+        intake.identify = identify_load
+        process.watch.demo = self.state
+        process.admin.add(b"POST", b"/internal/demo", self.change)
+        process.ground.opened.push_async_callback(self._close)
+        process.ground.do_every(LOOK_S, self._end_load_in_a_drain)
+
+    def state(self) -> dict[str, object]:
+        """What the panel shows."""
+        return {
+            "rate": self._rate,
+            "rate_max": round(min(RATE_MAX, max(100.0, 1.25 * self._gpus.capacity_rps)), -2),
+            "flood": self._is_flooded,
+            "flood_rate": self._flood_rps(),
+            "policy": self._policy_name(),
+            "policies": POLICIES,
+            "gpus": self._gpus.count,
+            "latency_ms": self._gpus.latency_ms,
+            "dead": sorted(self._dead),
+            "comparison": self._comparison,
+        }
+
+    def change(self, exchange: Exchange, _: str) -> None:
+        """`POST /internal/demo`."""
+        try:
+            wish = msgspec.json.decode(exchange.body, type=Wish)
+        except (msgspec.DecodeError, UnicodeDecodeError) as fault:
+            raise Malformed(f"this is no wish for the demo: {fault}") from None
+        for gpu in (wish.kill, wish.revive):
+            if gpu is not UNSET and gpu >= self._gpus.count:
+                raise Malformed(f"there are {self._gpus.count} GPUs")
+        self._grant(wish)
+        exchange.respond(200, msgspec.json.encode(self.state()))
+
+    def _grant(self, wish: Wish) -> None:
+        if wish.policy is not UNSET:
+            batching = self._process.ground.settings.batching
+            for service in self._process.batcher.services:
+                service.loop.policy = make_policy(
+                    wish.policy, busy_share=batching.busy_share, fill_target=batching.fill_target
+                )
+        if wish.kill is not UNSET:
+            self._dead.add(wish.kill)
+            self._gpus.tell(f"kill {wish.kill}")
+        if wish.revive is not UNSET:
+            self._dead.discard(wish.revive)
+            self._gpus.tell(f"revive {wish.revive}")
+        if wish.poison is True:
+            self._process.ground.in_background(self._send_poison())
+        if wish.rate is not UNSET or wish.flood is not UNSET:
+            self._rate = self._rate if wish.rate is UNSET else wish.rate
+            self._is_flooded = self._is_flooded if wish.flood is UNSET else wish.flood
+            self._process.ground.in_background(self._order())
+        if wish.rate is not UNSET or wish.policy is not UNSET:
+            self._compare_soon()
+
+    def _policy_name(self) -> str:
+        loops = [service.loop for service in self._process.batcher.services]
+        return type(loops[0].policy).__name__.lower() if loops else ""
+
+    def _flood_rps(self) -> float:
+        return round(min(FLOOD_RPS_MAX, FLOOD_TIMES * self._gpus.capacity_rps))
+
+    # The load
+
+    def _host(self) -> str:
+        host = self._process.ground.settings.gateway.host
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+    def _url(self) -> str:
+        host = self._host()
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._process.port}"
+
+    async def _order(self) -> None:
+        tiers = self._process.ground.settings.tiers
+        shares = [*SHARES, 1.0][: len(tiers) - 1]
+        shares.append(max(0.0, 1.0 - sum(shares)))
+        rates = [self._rate * share for share in shares]
+        rates[-1] += self._flood_rps() if self._is_flooded else 0.0
+        parts = [LoadPart(tier.name, rate, key) for tier, rate, key in zip(tiers, rates, self._keys, strict=True)]
+        async with self._starting:
+            if self._load is None:
+                self._load = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "carpool", "demo-load", stdin=asyncio.subprocess.PIPE, start_new_session=True
+                )
+        if self._load.stdin is not None:
+            self._load.stdin.write(msgspec.json.encode(LoadOrder(self._url(), parts)) + b"\n")
+
+    def _end_load_in_a_drain(self) -> None:
+        """A drain waits for clients that go on: this one is told to leave."""
+        if self._process.ground.draining and self._load is not None and self._load.stdin is not None:
+            self._load.stdin.close()
+
+    async def _send_poison(self) -> None:
+        """One input at fault among others: they show that the GPUs are well, also while there is no other load."""
+        texts = [f"beside poison {number}" for number in range(BESIDE_POISON)]
+        texts.insert(BESIDE_POISON // 2, f"{self._gpus.poison} {secrets.token_hex(4)}")
+        try:
+            await asyncio.gather(*map(self._send_one, texts))
+        except OSError as failure:
+            logger.warning("the demo could not send a poisonous input: %s", failure)
+
+    async def _send_one(self, text: str) -> None:
+        """As a client of the second tier does."""
+        body = msgspec.json.encode({"input": text})
+        key = self._keys[min(1, len(self._keys) - 1)]
+        reader, writer = await asyncio.open_connection(self._host(), self._process.port)
+        writer.write(
+            b"POST /v1/inference HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer %b\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (key.encode(), len(body), body)
+        )
+        await reader.read()
+        writer.close()
+
+    # The comparison
+
+    def _compare_soon(self) -> None:
+        if self._comparing is not None:
+            self._comparing.cancel()
+        self._comparison = None
+        if self._rate:
+            loop = asyncio.get_running_loop()
+            self._comparing = loop.call_later(
+                STILL_S, lambda: self._process.ground.in_background(self._compare(self._rate, self._policy_name()))
+            )
+
+    async def _compare(self, rate: float, policy: str) -> None:
+        told = f"{rate}", f"{self._gpus.count * self._gpus.slots}", f"{self._gpus.latency_ms}", policy
+        command = [sys.executable, "-m", "carpool", "demo-compare", *told]
+        child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, start_new_session=True)
+        try:
+            async with asyncio.timeout(COMPARE_S_MAX):
+                output, _ = await child.communicate()
+            if (rate, policy) == (self._rate, self._policy_name()):
+                self._comparison = msgspec.json.decode(output)
+        except (TimeoutError, msgspec.DecodeError):
+            logger.warning("the demo's comparison failed")
+        finally:
+            if child.returncode is None:
+                child.kill()
+                await child.wait()
+
+    async def _close(self) -> None:
+        if self._comparing is not None:
+            self._comparing.cancel()
+        if self._load is not None and self._load.stdin is not None:
+            self._load.stdin.close()
+            await self._load.wait()

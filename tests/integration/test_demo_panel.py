@@ -1,0 +1,142 @@
+"""The demo's control panel, by HTTP: each control does what it says; there is none without the demo."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import takewhile
+from typing import Any
+
+import pytest
+
+from support.client import Response
+from support.gateway import ask, eventually, serving
+from support.live import viewing
+from support.processes import PATIENCE_S
+
+GPUS = 3
+
+pytestmark = pytest.mark.xdist_group("demo_panel")
+
+
+class Demo:
+    """A running `carpool demo`."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int, admin_port: int) -> None:
+        self.process = process
+        self.port = port
+        self.admin_port = admin_port
+
+    def infer(self, text: str) -> Response:
+        return ask(self.port, "POST", "/v1/inference", {"input": text}, "Content-Type: application/json")
+
+    def wish(self, **wish: Any) -> Response:
+        return ask(self.admin_port, "POST", "/internal/demo", wish)
+
+    def grant(self, **wish: Any) -> dict[str, Any]:
+        answer = self.wish(**wish)
+        assert answer.status == 200, answer.body
+        state: dict[str, Any] = answer.json
+        return state
+
+    def metric(self, name: str) -> float:
+        text = ask(self.admin_port, "GET", "/metrics").body.decode()
+        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+
+    def states(self) -> list[str]:
+        fleet = ask(self.admin_port, "GET", "/internal/fleet").json
+        return [endpoint["state"] for endpoint in fleet["models"]["default"]["endpoints"]]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Demo]:
+    command = [sys.executable, "-m", "carpool", "demo", "--port=0", "--gpu-port=0", f"--workers={GPUS}"]
+    with subprocess.Popen([*command, "--latency-ms=20"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            banner = "".join(takewhile(lambda line: "Ctrl-C" not in line, process.stdout))
+            port = int(re.findall(r"ready: http://127\.0\.0\.1:(\d+)", banner)[0])
+            page = int(re.findall(r"http://127\.0\.0\.1:(\d+)/\n", banner)[0])
+            yield Demo(process, port, page)
+            process.terminate()
+            assert process.wait(PATIENCE_S) == 0
+        finally:
+            process.kill()
+
+
+def test_the_banner_says_where_to_look(demo: Demo) -> None:
+    page = ask(demo.admin_port, "GET", "/")
+    assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+
+
+def test_load_comes_from_every_tier_and_is_compared(demo: Demo) -> None:
+    with viewing(demo.admin_port) as viewer:
+        first = viewer.next()
+        assert (first["demo"]["rate"], first["demo"]["comparison"]) == (0, None)
+        assert demo.grant(rate=60)["rate"] == 60
+        seen: set[str] = set()
+
+        def is_all(event: dict[str, Any]) -> bool:
+            seen.update(tier["name"] for tier in event["tiers"] if tier["answered"])
+            return seen == {"enterprise", "paid", "free"} and event["demo"]["comparison"] is not None
+
+        found = viewer.until(is_all)["demo"]["comparison"]
+        assert (found["rate"], found["gpus"], found["latency_ms"]) == (60, GPUS, 20)
+        assert found["carpool"]["gpus_needed"] <= found["one_by_one"]["gpus_needed"]
+        demo.grant(rate=0)
+        viewer.until(lambda event: not any(tier["offered"] for tier in event["tiers"]))
+
+
+def test_a_flood_is_from_the_lowest_tier(demo: Demo) -> None:
+    with viewing(demo.admin_port) as viewer:
+        viewer.next()
+        assert demo.grant(flood=True)["flood"]
+        event = viewer.until(lambda event: event["tiers"][-1]["offered"] > 100)
+        assert [tier["offered"] for tier in event["tiers"][:-1]] == [0, 0]
+        demo.grant(flood=False)
+        viewer.until(lambda event: not event["tiers"][-1]["offered"])
+
+
+def test_a_gpu_dies_and_comes_back(demo: Demo) -> None:
+    assert demo.grant(kill=1)["dead"] == [1]
+    assert eventually(lambda: demo.states() == ["healthy", "offline", "healthy"])
+    answers = [
+        ask(demo.port, "POST", "/v1/inference", {"input": f"{n}"}, "Content-Type: application/json") for n in range(10)
+    ]
+    assert {answer.status for answer in answers} == {200}
+    assert demo.grant(revive=1)["dead"] == []
+    assert eventually(lambda: demo.states() == ["healthy"] * GPUS)
+
+
+def test_poison_becomes_a_dead_letter_that_can_be_dropped(demo: Demo) -> None:
+    demo.grant(poison=True)
+    assert eventually(lambda: demo.metric("carpool_dead_letters_kept") == 1)
+    [letter] = ask(demo.admin_port, "GET", "/internal/dead-letters").json["dead_letters"]
+    assert letter["cause"] == "input-refused"
+    assert ask(demo.admin_port, "DELETE", f"/internal/dead-letters/{letter['id']}").status == 204
+
+
+@pytest.mark.parametrize("policy", ["fixed", "pid", "adaptive"])
+def test_the_policy_changes(demo: Demo, policy: str) -> None:
+    assert demo.grant(policy=policy)["policy"] == policy
+    assert demo.infer(f"with {policy}").status == 200
+
+
+@pytest.mark.parametrize(
+    "wish", [{"rate": -1}, {"rate": 1e9}, {"kill": GPUS}, {"policy": "none"}, {"other": 1}, {"revive": "x"}]
+)
+def test_other_wishes_are_refused(demo: Demo, wish: dict[str, Any]) -> None:
+    assert demo.wish(**wish).status == 400
+
+
+def test_another_origin_has_no_wishes(demo: Demo) -> None:
+    body = json.dumps({"rate": 5}).encode()
+    assert ask(demo.admin_port, "POST", "/internal/demo", body, "Origin: http://evil.example").status == 403
+
+
+def test_there_is_no_panel_without_the_demo(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with serving(tmp_path_factory.mktemp("gateway")) as gateway:
+        assert ask(gateway.admin_port, "POST", "/internal/demo", {"rate": 5}).status == 404
+        with viewing(gateway.admin_port) as viewer:
+            assert "demo" not in viewer.next()
