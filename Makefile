@@ -6,7 +6,7 @@ INTEROP := triton kserve infinity
 WORKERS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis promtool postgresql demo check test prometheus eyes lint format docs bench overload chaos interop clean
+.PHONY: help setup redis promtool postgresql chromium demo check test prometheus eyes pictures lint format docs bench overload chaos interop clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -34,7 +34,12 @@ redis: ## install Debian's redis-server if there is none
 promtool: ## install Debian's prometheus, which has promtool, if there is none
 	@$(call install,promtool,prometheus)
 
-demo: setup ## start a gateway and 32 simulated GPUs; shows the first curl to try
+# Debian's browser, and what drives it, which is no part of Carpool's own environment.
+chromium: setup
+	@$(call install,chromium,chromium fonts-dejavu-core)
+	@test -d .eyes/playwright || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target .eyes playwright
+
+demo: setup ## start a gateway and 8 simulated GPUs; shows where to look, and the first curl to try
 	@$(BIN)/carpool demo
 
 check: setup lint ## while you work: lint, types, unit and property tests
@@ -49,9 +54,12 @@ postgresql: ## install Debian's postgresql if there is none
 prometheus: setup promtool ## the shipped alerts, by Prometheus's own tool
 	@$(BIN)/python -m pytest tests/prometheus
 
-eyes: setup redis promtool postgresql .venv-eyes/.ready ## what people look at, with the real programs: Prometheus, Alertmanager, PostgreSQL, … (some minutes)
+eyes: setup redis promtool postgresql chromium .venv-eyes/.ready ## what people look at, with the real programs: Prometheus, PostgreSQL, Chromium, … (some minutes)
 	@$(call install,prometheus-alertmanager,prometheus-alertmanager)
-	@$(BIN)/python -m pytest tests/eyes -s
+	@PYTHONPATH=.eyes $(BIN)/python -m pytest tests/eyes -s
+
+pictures: setup chromium ## draw the pictures of docs/live-page.md
+	@PYTHONPATH=.eyes:tests $(BIN)/python tests/eyes/pictures.py docs/pictures
 
 lint: setup ## ruff, mypy strict, import-linter
 	@$(BIN)/ruff format --check .
@@ -93,4 +101,4 @@ interop: setup $(INTEROP:%=.venv-interop/%/.ready) ## real servers behind Carpoo
 	@$(BIN)/python -m pytest tests/interop -s
 
 clean: ## remove what the targets made
-	@rm -rf .venv .venv-interop .venv-eyes build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .venv .venv-interop .venv-eyes .eyes build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

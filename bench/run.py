@@ -40,6 +40,7 @@ from urllib.request import urlopen
 import caching
 import distributed
 import door
+import live_page
 import measuring
 import tracing
 import tracking
@@ -282,6 +283,7 @@ SECTIONS: dict[str, Callable[[bool], None]] = {
     "door": door.door,
     "refusal": door.refusal,
     "tracing": tracing.tracing,
+    "page": live_page.page,
 }
 
 

@@ -1,68 +1,24 @@
 """The demo's control panel, by HTTP: each control does what it says; there is none without the demo."""
 
 import json
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from itertools import takewhile
 from typing import Any
 
 import pytest
 
-from support.client import Response
+from support.demo import Demo, running_demo
 from support.gateway import ask, eventually, serving
 from support.live import viewing
-from support.processes import PATIENCE_S
 
 GPUS = 3
 
 pytestmark = pytest.mark.xdist_group("demo_panel")
 
 
-class Demo:
-    """A running `carpool demo`."""
-
-    def __init__(self, process: subprocess.Popen[str], port: int, admin_port: int) -> None:
-        self.process = process
-        self.port = port
-        self.admin_port = admin_port
-
-    def infer(self, text: str) -> Response:
-        return ask(self.port, "POST", "/v1/inference", {"input": text}, "Content-Type: application/json")
-
-    def wish(self, **wish: Any) -> Response:
-        return ask(self.admin_port, "POST", "/internal/demo", wish)
-
-    def grant(self, **wish: Any) -> dict[str, Any]:
-        answer = self.wish(**wish)
-        assert answer.status == 200, answer.body
-        state: dict[str, Any] = answer.json
-        return state
-
-    def metric(self, name: str) -> float:
-        text = ask(self.admin_port, "GET", "/metrics").body.decode()
-        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
-
-    def states(self) -> list[str]:
-        fleet = ask(self.admin_port, "GET", "/internal/fleet").json
-        return [endpoint["state"] for endpoint in fleet["models"]["default"]["endpoints"]]
-
-
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Demo]:
-    command = [sys.executable, "-m", "carpool", "demo", "--port=0", "--gpu-port=0", f"--workers={GPUS}"]
-    with subprocess.Popen([*command, "--latency-ms=20"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            banner = "".join(takewhile(lambda line: "Ctrl-C" not in line, process.stdout))
-            port = int(re.findall(r"ready: http://127\.0\.0\.1:(\d+)", banner)[0])
-            page = int(re.findall(r"http://127\.0\.0\.1:(\d+)/\n", banner)[0])
-            yield Demo(process, port, page)
-            process.terminate()
-            assert process.wait(PATIENCE_S) == 0
-        finally:
-            process.kill()
+    with running_demo(GPUS) as running:
+        yield running
 
 
 def test_the_banner_says_where_to_look(demo: Demo) -> None:

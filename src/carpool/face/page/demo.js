@@ -80,7 +80,7 @@ export class Demo {
     const answer = await fetch("/internal/demo", { method: "POST", body: JSON.stringify(wish) });
     const told = await answer.json();
     $("d-say").textContent = answer.ok ? say : told.detail;
-    if (answer.ok) { this.state = told; this.dragging = 0; this.show(); }
+    if (answer.ok) { this.state = told; this.show(); }
   }
 
   show() {

@@ -197,11 +197,11 @@ class DemoPanel:
             self._load.stdin.close()
 
     async def _send_poison(self) -> None:
-        """One input at fault among others: they show that the GPUs are well, also while there is no other load."""
-        texts = [f"beside poison {number}" for number in range(BESIDE_POISON)]
-        texts.insert(BESIDE_POISON // 2, f"{self._gpus.poison} {secrets.token_hex(4)}")
+        """One input at fault among others. Those before it show that the GPUs are well, also while there is no load."""
+        good = [f"beside poison {number}" for number in range(BESIDE_POISON)]
         try:
-            await asyncio.gather(*map(self._send_one, texts))
+            await asyncio.gather(*map(self._send_one, good))
+            await asyncio.gather(*map(self._send_one, [*good, f"{self._gpus.poison} {secrets.token_hex(4)}"]))
         except OSError as failure:
             logger.warning("the demo could not send a poisonous input: %s", failure)
 
