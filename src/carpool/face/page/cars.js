@@ -121,7 +121,7 @@ export class Cars {
   draw() {
     const count = this.cars.length;
     const width = this.canvas.clientWidth;
-    const wish = count <= 12 ? 190 : count <= 40 ? 150 : count <= 96 ? 118 : 88;
+    const wish = Math.min(width / 2, count <= 12 ? 190 : count <= 40 ? 150 : count <= 96 ? 118 : 88);
     const columns = Math.max(1, Math.floor(width / wish));
     const cell = width / columns;
     const tall = Math.round(Math.min(cell, 200) * 0.62);
@@ -150,7 +150,7 @@ export function shortName(endpoint) {
 function drawCar(pen, car, x, y, cell, tall, time, look, still) {
   const gap = cell * 0.06;
   const width = cell - 2 * gap, bodyTop = y + tall * 0.08, bodyHeight = tall * 0.54;
-  const left = x + gap, wheel = bodyHeight * 0.17, ground = bodyTop + bodyHeight + wheel * 0.9;
+  const left = x + gap, wheel = bodyHeight * 0.13, ground = bodyTop + bodyHeight + wheel * 1.3;
   const batch = car.batch;
   const riding = batch && batch.sent <= time && (!batch.ended || time < batch.ended);
   const over = batch && batch.ended && time >= batch.ended;
@@ -217,15 +217,15 @@ function drawCar(pen, car, x, y, cell, tall, time, look, still) {
   for (const share of [0.2, 0.8]) {
     const cx = left + width * share;
     pen.beginPath();
-    pen.arc(cx, top + bodyHeight, wheel, 0, Math.PI * 2);
+    pen.arc(cx, top + bodyHeight + wheel * 0.3, wheel, 0, Math.PI * 2);
     pen.fill();
     if (riding && !still) {
       pen.strokeStyle = look.glass;
       pen.lineWidth = 1;
       const angle = time * 9;
       pen.beginPath();
-      pen.moveTo(cx - Math.cos(angle) * wheel * 0.7, top + bodyHeight - Math.sin(angle) * wheel * 0.7);
-      pen.lineTo(cx + Math.cos(angle) * wheel * 0.7, top + bodyHeight + Math.sin(angle) * wheel * 0.7);
+      pen.moveTo(cx - Math.cos(angle) * wheel * 0.7, top + bodyHeight + wheel * (0.3 - Math.sin(angle) * 0.7));
+      pen.lineTo(cx + Math.cos(angle) * wheel * 0.7, top + bodyHeight + wheel * (0.3 + Math.sin(angle) * 0.7));
       pen.stroke();
     }
   }
