@@ -211,6 +211,7 @@ def test_a_gpu_dies_and_comes_back(demo: Demo, look: Callable[..., Page]) -> Non
     shows(page, "carpool.cars.cars.filter((car) => car.state === 'offline').length === 1")
     expect(page.locator("#endpoints-count")).to_have_text(f"{GPUS - 1} of {GPUS} healthy")
     back.click()
+    assert eventually(lambda: demo.infer("again").status == 200 and demo.states() == ["healthy"] * GPUS)
     shows(page, "carpool.cars.cars.every((car) => car.state === 'healthy')")
 
 
