@@ -70,9 +70,12 @@ class Collector(Subscriber):
         self._batches_ended = 0
         # Every how many-th batch is kept.
         self._stride = 1
-        # A heap of the slowest, the least slow first; the number keeps requests from being compared.
+        # A heap of the slowest, the least slow first; `number` keeps requests from being compared.
         self._slow: list[tuple[float, int, SlowRequest]] = []
+        # Those of which one was among them; and what is slow enough, when there are enough.
+        self._slow_batches: set[str] = set()
         self._slow_seen = 0
+        self._slow_from = -1.0
 
     # What it is told of.
 
@@ -103,30 +106,35 @@ class Collector(Subscriber):
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request got its outcome."""
-        tier = request.tier
-        if request.result_code == "ok":
+        tier, is_ok = request.tier, request.result_code == "ok"
+        if is_ok:
             self._answered[tier] += 1
         else:
             self._failed[tier] += 1
         if request.is_task:
             return  # nobody waits on the line for it
         seconds = request.ended - request.arrived
-        if request.result_code == "ok":
+        if is_ok:
             latencies, step = self._latencies[tier], step_of(seconds * 1000)
             latencies[step] = latencies.get(step, 0) + 1
-        if len(self._slow) < SLOW_MAX or seconds > self._slow[0][0]:
-            self._keep_slow(seconds, _slow(request, outcome))
+        if seconds > self._slow_from:
+            self._keep_slow(seconds, request, outcome)
 
-    def _keep_slow(self, seconds: float, slow: SlowRequest) -> None:
+    def _keep_slow(self, seconds: float, request: Request, outcome: Outcome) -> None:
         """One of each batch: its neighbours tell the same story."""
+        batch_id = outcome.call.batch_id if isinstance(outcome, Output) else request.batch.id if request.batch else ""
         kept = self._slow
-        if slow.batch and any(slow.batch == each.batch for _, _, each in kept):
+        if batch_id and batch_id in self._slow_batches:
             return
+        self._slow_batches.add(batch_id)
         self._slow_seen += 1
+        entry = (seconds, self._slow_seen, slow_request(request, outcome))
         if len(kept) < SLOW_MAX:
-            heappush(kept, (seconds, self._slow_seen, slow))
+            heappush(kept, entry)
         else:
-            heapreplace(kept, (seconds, self._slow_seen, slow))
+            heapreplace(kept, entry)
+        if len(kept) == SLOW_MAX:
+            self._slow_from = kept[0][0]
 
     def _keep(self, batch: LiveBatch) -> None:
         self._batches_ended += 1
@@ -294,7 +302,8 @@ def _ended(call: LiveBatch, now: float, result: str) -> LiveBatch:
     return msgspec.structs.replace(call, ended=now, result=result)
 
 
-def _slow(request: Request, outcome: Outcome) -> SlowRequest:
+def slow_request(request: Request, outcome: Outcome) -> SlowRequest:
+    """Where the time of a request went."""
     total_s = request.ended - request.arrived
     queue_s = request.taken - request.arrived if request.taken else total_s
     known = SlowRequest(
