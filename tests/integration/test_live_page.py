@@ -15,7 +15,7 @@ from carpool.broker.redis.keys import Keys
 from carpool.face.http.live import VIEWERS_MAX
 from carpool.face.http.page import NAMES
 from support.client import Response, ask_once, inference_body
-from support.gateway import Peer, ask, serving
+from support.gateway import Peer, ask, eventually, serving
 from support.live import viewing
 from support.processes import GatewayProcess, carpool, until
 from support.redis_fleet import fleet_over
@@ -167,6 +167,16 @@ def test_when_nobody_looks_any_more_the_next_one_sees_only_what_comes_then(gatew
         first = viewer.next()
         assert (first["seconds"], first["batches"]) == (0, [])
         assert viewer.next()["batches_ended"] == 0
+
+
+def test_whoever_looks_keeps_nobody_from_leaving(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with serving(tmp_path_factory.mktemp("leaving"), settings={"gateway.drain_grace_s": 0.1}) as leaving:
+        with viewing(leaving.admin_port) as viewer:
+            viewer.next()
+            leaving.terminate()
+            while viewer.line():
+                pass
+        assert eventually(lambda: leaving.process.poll() == 0)
 
 
 # Who may
