@@ -10,7 +10,6 @@ import msgspec
 from carpool.broker.redis.fleet.live import LiveParts
 from carpool.broker.redis.fleet.view import Beat
 from carpool.composition.batcher import BatcherHalf, make_broker
-from carpool.composition.live import Queue, lanes_of
 from carpool.composition.meeting import Meeting
 from carpool.composition.process import EXPIRY_TICK_S, Process
 from carpool.composition.redis_batcher import RedisBatcherHalf
@@ -150,13 +149,6 @@ class RedisGateway(RedisProcess):
         else:
             answer(self.why_not_ready())
 
-    def queue(self) -> Queue:
-        """Who have requests parked here, and what waits in lanes of this process: the rest waits in Redis."""
-        tiers, models = range(len(self.ground.settings.tiers)), list(self.ground.models)
-        standing = self.gateway.queue.parking.standing
-        parked = [sum(standing(model, tier).waiting for model in models) for tier in tiers]
-        return parked, lanes_of(self.batcher.broker, [service.name for service in self.batcher.services])
-
     def find_request(self, request_id: str, answer: FoundRequest) -> None:
         """Tell how a request is: one of this process, a task, or one of another gateway."""
         self.gateway.find(request_id, answer)
@@ -212,11 +204,6 @@ class RedisBatcher(RedisProcess):
             self.own.check_ready(answer)
         else:
             answer(self.why_not_ready())
-
-    def queue(self) -> Queue:
-        """The lanes of what was taken from Redis. Whose requests they are is counted where they came in."""
-        lanes = lanes_of(self.batcher.broker, self.ground.models)
-        return [0] * len(self.ground.settings.tiers), lanes
 
     def find_request(self, request_id: str, answer: FoundRequest) -> None:
         """Tell how a request is that waits here, or a task."""

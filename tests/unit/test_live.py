@@ -29,6 +29,9 @@ def snapshot(shed: int = 0, ok: int = 0) -> Snapshot:
             OutcomeNumbers(
                 requests={"ok": ok},
                 queue_wait_seconds=Histogram(SECONDS_BOUNDS),
+                request_seconds={},
+                stage_seconds={},
+                waiting={"paid": 0, "free": 1},
                 dead_letters={},
                 dead_letters_lost=0,
                 dead_letters_kept=2,
@@ -40,6 +43,8 @@ def snapshot(shed: int = 0, ok: int = 0) -> Snapshot:
                 held_requests=0,
                 held_bytes=0,
                 pressure={},
+                wait_error_seconds={},
+                utilization_target=0.75,
                 shed={("m", "paid"): 0, ("m", "free"): shed},
             ),
         ),
@@ -52,7 +57,7 @@ def request_of(name: str, tier: int = 0) -> Request:
 
 
 def cut(collector: Collector, now: float, name: str = "one", **numbers: int) -> LivePart:
-    return collector.cut(name, "serve", snapshot(**numbers), [0, 1], [LaneWaiting("m", "", 1)], now)
+    return collector.cut(name, "serve", snapshot(**numbers), [LaneWaiting("m", "", 1)], now)
 
 
 def settle(request: Request, seconds: float, code: str = "ok") -> Request:

@@ -22,9 +22,6 @@ from carpool.telemetry.live import Collector, Merger
 
 SECOND_S = 1.0
 
-# By tier, and by lane: who wait.
-Queue = tuple[Sequence[int], Sequence[LaneWaiting]]
-
 
 class OtherParts(Protocol):
     """The seconds of the other processes of a fleet."""
@@ -61,11 +58,11 @@ class Watch:
     """Collects, and shows it to whoever looks."""
 
     def __init__(
-        self, ground: Ground, snapshot: Callable[[], Snapshot], queue: Callable[[], Queue], role: Role = "serve"
+        self, ground: Ground, snapshot: Callable[[], Snapshot], lanes: Callable[[], Sequence[LaneWaiting]], role: Role
     ) -> None:
         self._ground = ground
         self._snapshot = snapshot
-        self._queue = queue
+        self._lanes = lanes
         self._role = role
         self.name = "this process"
         self.others: OtherParts = Nobody()
@@ -133,26 +130,15 @@ class Watch:
             self.viewers.show(self._last)
 
     def _cut(self, collector: Collector) -> LivePart:
-        waiting, lanes = self._queue()
-        snapshot, now = self._snapshot(), self._ground.clock()
         batches_max = max(1, BATCHES_MAX // self.others.members())
-        return collector.cut(self.name, self._role, snapshot, waiting, lanes, now, batches_max)
+        now = self._ground.clock()
+        return collector.cut(self.name, self._role, self._snapshot(), self._lanes(), now, batches_max)
 
     def _encode(self, merger: Merger, parts: Sequence[LivePart]) -> bytes:
         event = merger.event(self._snapshot(), parts, round(time.time(), 3), len(self.viewers))
         if self.demo is not None:
             event = msgspec.structs.replace(event, demo=self.demo())
         return msgspec.json.encode(event)
-
-
-def queue_of(broker: MemoryBroker, models: Iterable[str], tiers: int) -> Queue:
-    """Who wait in a broker of this process: by tier, tasks with the others, and the lanes."""
-    names = list(models)
-    waiting = [
-        sum(broker.standing(name, tier, is_task=is_task).waiting for name in names for is_task in (False, True))
-        for tier in range(tiers)
-    ]
-    return waiting, lanes_of(broker, names)
 
 
 def lanes_of(broker: MemoryBroker, models: Iterable[str]) -> list[LaneWaiting]:

@@ -13,10 +13,11 @@ import msgspec
 from carpool.composition.batcher import BatcherHalf
 from carpool.composition.gateway import close_server
 from carpool.composition.ground import Ground
-from carpool.composition.live import Queue, Watch, queue_of
+from carpool.composition.live import Watch, lanes_of
 from carpool.composition.tracking import look_up_ended, start_tracking
 from carpool.core.clock import Clock, monotonic
 from carpool.core.events import Events
+from carpool.core.live import LaneWaiting
 from carpool.core.names import Role
 from carpool.core.ports import DeadLetterDesk
 from carpool.core.snapshot import Snapshot
@@ -52,7 +53,7 @@ class Process(ABC):
         self.batcher: BatcherHalf
         # None: nothing is kept of what became of requests.
         self.tracking: Recorder | None = None
-        self.watch = Watch(self.ground, self.snapshot, self.queue, self.role)
+        self.watch = Watch(self.ground, self.snapshot, self.lanes, self.role)
         self.admin: AdminRoutes
 
     @property
@@ -97,9 +98,9 @@ class Process(ABC):
         """What every role does before anything else: whoever wants to know of requests subscribes."""
         self.tracking = await start_tracking(self.ground)
 
-    def queue(self) -> Queue:
-        """Who wait, for the live page."""
-        return queue_of(self.batcher.broker, self.ground.models, len(self.ground.settings.tiers))
+    def lanes(self) -> list[LaneWaiting]:
+        """The lanes in which requests wait in this process, for the live page."""
+        return lanes_of(self.batcher.broker, [service.name for service in self.batcher.services])
 
     async def close(self) -> None:
         """Give up everything that was opened."""

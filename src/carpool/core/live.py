@@ -48,8 +48,6 @@ class LiveTier(msgspec.Struct, frozen=True, array_like=True):
     shed: int = 0
     answered: int = 0
     failed: int = 0
-    # At this moment: who wait for a slot; over Redis also those who are being served.
-    waiting: int = 0
 
 
 class SlowRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +109,7 @@ class LiveRates(msgspec.Struct, frozen=True, kw_only=True):
     shed: float
     answered: float
     failed: float
+    # At this moment, for a slot; over Redis for a batcher.
     waiting: int
     # Of synchronous requests that were answered; None: there were none.
     p50_ms: float | None

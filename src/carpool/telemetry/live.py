@@ -152,7 +152,6 @@ class Collector(Subscriber):
         name: str,
         role: str,
         snapshot: Snapshot,
-        waiting: Sequence[int],
         lanes: Iterable[LaneWaiting],
         now: float,
         batches_max: int = BATCHES_MAX,
@@ -171,8 +170,7 @@ class Collector(Subscriber):
             at=now,
             seconds=now - self._cut_at,
             tiers=tuple(
-                LiveTier(*each)
-                for each in zip(self._admitted, shed, self._answered, self._failed, waiting, strict=True)
+                LiveTier(*each) for each in zip(self._admitted, shed, self._answered, self._failed, strict=True)
             ),
             latencies=tuple(self._latencies),
             batches=tuple(thinned(batches, batches_max)),
@@ -215,14 +213,17 @@ class Merger:
         by_tier = [_added(second[tier] for second in self._latencies) for tier in range(len(self._tier_names))]
         together = _added(by_tier)
         batches = [(place, batch) for place, part in enumerate(fresh) for batch in part.batches]
-        letters = (each.dead_letters_kept for each in snapshot.numbers if isinstance(each, OutcomeNumbers))
+        waiting, letters = _of_the_fleet(snapshot)
         return LiveEvent(
             at=at,
             seconds=max((part.seconds for part in fresh), default=0.0),
             health=snapshot.health,
             fleet=shown(snapshot.fleet),
             max_batch=self._max_batch,
-            tiers=[self._rates(tier, name, parts, by_tier[tier]) for tier, name in enumerate(self._tier_names)],
+            tiers=[
+                self._rates(tier, name, parts, by_tier[tier], int(waiting.get(name, 0)))
+                for tier, name in enumerate(self._tier_names)
+            ],
             p50_ms=quantile(together, 0.5),
             p99_ms=quantile(together, 0.99),
             processes=[LiveProcess(name=part.name, role=part.role, at=part.at) for part in fresh],
@@ -232,11 +233,13 @@ class Merger:
             lanes=sorted((lane for part in parts for lane in part.lanes), key=lambda lane: -lane.waiting)[:LANES_MAX],
             requests=_added(part.requests for part in parts),
             problems=_added(part.problems for part in parts),
-            dead_letters=sum(letters),
+            dead_letters=letters,
             viewers=viewers,
         )
 
-    def _rates(self, tier: int, name: str, parts: Sequence[LivePart], latencies: dict[int, int]) -> LiveRates:
+    def _rates(
+        self, tier: int, name: str, parts: Sequence[LivePart], latencies: dict[int, int], waiting: int
+    ) -> LiveRates:
         # Of the last part of each, counted before or not: their seconds do not end together.
         def rate(field: str) -> float:
             total = 0.0
@@ -253,7 +256,7 @@ class Merger:
             shed=shed,
             answered=rate("answered"),
             failed=rate("failed"),
-            waiting=sum(part.tiers[tier].waiting for part in parts if tier < len(part.tiers)),
+            waiting=waiting,
             p50_ms=quantile(latencies, 0.5),
             p99_ms=quantile(latencies, 0.99),
         )
@@ -296,6 +299,14 @@ def shown(fleet: FleetState) -> FleetState:
         for name, model in fleet.models.items()
     }
     return msgspec.structs.replace(fleet, models=models)
+
+
+def _of_the_fleet(snapshot: Snapshot) -> tuple[Mapping[str, float], int]:
+    """Who wait, by tier, and dead letters: over Redis every process knows those of all."""
+    for numbers in snapshot.numbers:
+        if isinstance(numbers, OutcomeNumbers):
+            return numbers.waiting, numbers.dead_letters_kept
+    return {}, 0
 
 
 def _ended(call: LiveBatch, now: float, result: str) -> LiveBatch:

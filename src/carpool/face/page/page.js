@@ -118,7 +118,6 @@ function legends(event) {
   charts.queue.series = event.tiers.map((tier, n) => ({ shade: "--tier-" + (n % 5), stacked: true }));
   legend($("k-queue"), shades);
   legend($("k-slow"), [["in the queue", "--tier-2"], ["before the call", "--bad"], ["the call", "--tier-1"], ["else", "--muted"]]);
-  put("queue-meaning", event.health.broker === undefined ? "who wait" : "who wait, or are served");
 }
 
 // Tables
