@@ -13,7 +13,7 @@ from carpool.tracking.records import OK, Entry
 
 # In the order in which they are written.
 REQUEST_COLUMNS = (
-    "id", "owner", "tier", "model", "is_task", "error", "created_at", "completed_at", "queue_ms", "batch_id",
+    "created_at", "completed_at", "queue_ms", "id", "owner", "tier", "model", "is_task", "error", "batch_id",
     "batch_size", "endpoint", "attempts", "upstream_ms", "cached", "gpu_seconds", "tokens",
 )  # fmt: skip
 BATCH_COLUMNS = (
@@ -29,12 +29,10 @@ HEADER = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 TRAILER = b"\xff\xff"
 _NULL = b"\xff\xff\xff\xff"
 _TRUE, _FALSE = b"\0\0\0\1\1", b"\0\0\0\1\0"
-# Of one row: how many fields it has, and the length of the first.
-_BEGINNING = Struct(">hi").pack
 _LENGTH = Struct(">i").pack
 _INTEGER, _BIG, _DOUBLE = Struct(">ii").pack, Struct(">iq").pack, Struct(">id").pack
-# created_at, completed_at, queue_ms; and without the last.
-_TIMES, _TWO_TIMES = Struct(">iqiqid").pack, Struct(">iqiq").pack
+# How a row begins: how many fields it has, created_at, completed_at, queue_ms (or nothing), the length of the id.
+_BEGINNING, _WITHOUT_QUEUE = Struct(">hiqiqidi").pack, Struct(">hiqiqii").pack
 
 
 def pack_requests(entries: Sequence[Entry], offset_s: float, tiers: Sequence[str]) -> bytes:
@@ -44,7 +42,7 @@ def pack_requests(entries: Sequence[Entry], offset_s: float, tiers: Sequence[str
     whose: dict[tuple[str, int, str, str, bool], bytes] = {}
     parts: list[bytes] = []
     known: CallFacts | None = None
-    about_call = b""
+    about_call = rest = b""
     for id_, owner, tier, model, code, arrived, taken, ended, is_task, call, tokens in entries:
         name = id_.encode()
         key = owner, tier, model, code, is_task
@@ -54,13 +52,13 @@ def pack_requests(entries: Sequence[Entry], offset_s: float, tiers: Sequence[str
             about_owner = whose[key] = b"".join([*fields, _NULL if code == OK else text(code)])
         if call is not known:
             known, about_call = call, pack_call(call)
+            rest = about_call + _NULL
         created, completed = int((arrived + offset_s) * 1e6), int((ended + offset_s) * 1e6)
         if taken:
-            times = _TIMES(8, created, 8, completed, 8, (taken - arrived) * 1000)
+            beginning = _BEGINNING(number, 8, created, 8, completed, 8, (taken - arrived) * 1000, len(name))
         else:
-            times = _TWO_TIMES(8, created, 8, completed) + _NULL
-        rest = _NULL if tokens is None else _BIG(8, tokens)
-        parts += (_BEGINNING(number, len(name)), name, about_owner, times, about_call, rest)
+            beginning = _WITHOUT_QUEUE(number, 8, created, 8, completed, -1, len(name))
+        parts += (beginning, name, about_owner, rest if tokens is None else about_call + _BIG(8, tokens))
     return b"".join(parts)
 
 
