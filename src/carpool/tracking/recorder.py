@@ -104,13 +104,14 @@ class Recorder(Subscriber):
             )
         )
 
-    def all_settled(self, settled: Sequence[tuple[Request, Output]]) -> None:
-        """Requests have their outputs: `settled` for many."""
+    def all_settled(self, requests: Sequence[Request], outputs: Sequence[Output]) -> None:
+        """Requests have their outputs: `settled` for many. Seats are nobody's own."""
         entries = self._requests
-        room = max(0, self._buffer_max - len(entries))
-        if len(settled) > room:
-            self.dropped["request"] += len(settled) - room
-            settled = settled[:room]
+        if len(entries) + len(requests) > self._buffer_max:
+            for request, output in zip(requests, outputs, strict=True):
+                if not request.is_seat:
+                    self.settled(request, output)
+            return
         entries += [
             (
                 request.id,
@@ -125,7 +126,8 @@ class Recorder(Subscriber):
                 output.call,
                 output.tokens_used,
             )
-            for request, output in settled
+            for request, output in zip(requests, outputs, strict=True)
+            if not request.is_seat
         ]
 
     # Writing.
