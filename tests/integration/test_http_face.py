@@ -546,11 +546,13 @@ def test_not_ready_without_an_upstream(tmp_path: Path) -> None:
         assert "no endpoint" in response.json["reason"]
 
         # And with a token configured, nothing is told without it.
-        for target in ("/internal/health", "/internal/ready", "/internal/requests/x", "/metrics", "/openapi.json", "/"):
+        # `/` is the page itself, which asks for the token.
+        for target in ("/internal/health", "/internal/ready", "/internal/requests/x", "/metrics", "/internal/live"):
             for headers in ((), ("Authorization: Bearer hunter3",), ("Authorization: hunter2",)):
                 refused = ask(port, "GET", target, b"", *headers)
                 assert_problem(refused, 401, "Authorization")
                 assert refused.headers["www-authenticate"] == "Bearer"
+        assert ask(port, "GET", "/openapi.json").status == 401
         assert ask(port, "GET", "/metrics", b"", token).status == 200
         assert_problem(ask(gateway.port, "POST", "/v1/inference", {"input": 1}), 502)
 
