@@ -52,11 +52,12 @@ postgresql: ## install Debian's postgresql if there is none
 	@test -n "$$(ls /usr/lib/postgresql/*/bin/postgres 2>/dev/null)" || { $(call install,postgres,postgresql); }
 
 prometheus: setup promtool ## the shipped alerts, by Prometheus's own tool
-	@$(BIN)/python -m pytest tests/prometheus
+	@$(BIN)/python -m pytest -n auto tests/prometheus
 
 eyes: setup redis promtool postgresql chromium .venv-eyes/.ready ## what people look at, with the real programs: Prometheus, PostgreSQL, Chromium, … (some minutes)
 	@$(call install,prometheus-alertmanager,prometheus-alertmanager)
-	@PYTHONPATH=.eyes $(BIN)/python -m pytest tests/eyes -s
+	@$(BIN)/python -m pytest tests/eyes -s --ignore tests/eyes/test_page.py
+	@PYTHONPATH=.eyes $(BIN)/python -m pytest tests/eyes/test_page.py -s
 
 pictures: setup chromium ## draw the pictures of docs/live-page.md
 	@PYTHONPATH=.eyes:tests $(BIN)/python tests/eyes/pictures.py docs/pictures
