@@ -16,7 +16,7 @@ from carpool.core.tally import RequestSeconds
 from carpool.core.trace import Trace, traceparent_of
 from carpool.telemetry.otlp import Envelope
 from carpool.telemetry.tracer import LINE_MAX, Rules, Tracer
-from carpool.testing import FakeClock, Witness, make_request
+from carpool.testing import FakeClock, Witness, make_output, make_request
 from support.otlp import SeenSpan, spans_in
 
 WALL = 1_800_000_000.0
@@ -32,12 +32,13 @@ class Stand:
     ) -> None:
         self.clock = FakeClock()
         self.packed: list[bytes] = []
+        self.seconds = RequestSeconds()
         drawn = random.Random(5)
         self.tracer = Tracer(
             Rules(ratio, slow_share, errors, follows),
             ["first", "last"],
             lambda packed, spans: self.packed.append(packed),
-            seconds=RequestSeconds(),
+            seconds=self.seconds,
             clock=self.clock,
             wall=lambda: WALL + self.clock(),
             random_bits=drawn.getrandbits,
@@ -115,6 +116,24 @@ def test_a_traceparent_that_cannot_be_read_begins_a_trace(text: bytes) -> None:
 
 def test_where_callers_are_not_followed_they_begin_a_trace() -> None:
     assert Stand(follows=False).tracer.begin(headers(b"\xff" * 16, is_sampled=True)) is None
+
+
+@pytest.mark.parametrize("how", ["one", "batch"])
+def test_metrics_name_a_trace_that_is_kept(how: str) -> None:
+    def answer(stand: Stand) -> None:
+        requests = [stand.request(str(number), stand.tracer.begin({})) for number in range(2)]
+        if how == "one":
+            stand.settle(requests[0], make_output(b"1"), seconds=0.3)
+            return
+        for request in requests:
+            request.taken, request.ended = request.arrived, request.arrived + 0.3
+        stand.events.all_settled(requests, [make_output(b"1")] * 2)
+
+    stand = Stand(ratio=1.0)
+    spans = stand.run(answer)
+    [example] = stand.seconds.by_tier[0].examples.values()
+    assert example.value == pytest.approx(0.3)
+    assert example.trace_id in {span.trace_id for span in spans}
 
 
 def test_rule_2_errors_are_kept_at_a_rate_and_clients_who_left_are_none() -> None:

@@ -287,14 +287,22 @@ class Tracer(Subscriber):
             if trace is not None:
                 kept[trace.why] += 1
                 packed.append(pack(request, trace, trace.why, call, None))
-        self._add(b"".join(packed), SPANS_OF_ONE * len(packed))
+                example = (request, trace, call)
+        if packed:
+            self._add(b"".join(packed), SPANS_OF_ONE * len(packed))
+            self._show_as_example(*example)  # one of them is enough
 
     def _pack_request(
         self, request: Request, trace: Trace, why: str, call: CallFacts | None, error: CarpoolError | None
     ) -> None:
         self.kept[why] += 1
         self._add(self._spans.request(request, trace, why, call, error), SPANS_OF_ONE)
-        if call is not None and not call.cached and not request.is_task:
+        if call is not None:
+            self._show_as_example(request, trace, call)
+
+    def _show_as_example(self, request: Request, trace: Trace, call: CallFacts) -> None:
+        """Let the metrics name this trace, if its request is among those that they count."""
+        if not call.cached and not request.is_task:
             took_s = request.ended - request.arrived
             self._seconds.by_tier[request.tier].exemplify(took_s, trace.trace_id.hex(), self._wall())
 
