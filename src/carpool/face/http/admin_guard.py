@@ -71,11 +71,6 @@ class AdminGuard:
         attributes = b"Path=/; Max-Age=%d; HttpOnly; SameSite=Strict" % LOGIN_S
         return b"%b=%b.%b; %b" % (COOKIE, end, mac(token, end), attributes)
 
-    @property
-    def wants_token(self) -> bool:
-        """Whether operators must show one."""
-        return bool(self._credentials)
-
     def _is_credential(self, given: bytes) -> bool:
         # All of them each time: how long it takes tells nothing.
         return sum(hmac.compare_digest(given, each) for each in self._credentials) > 0
