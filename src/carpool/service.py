@@ -216,12 +216,12 @@ class ModelService(ModelFace):
         return self.waiting_elsewhere() + self._broker.all_waiting(self.name)
 
     def free_slots(self) -> int:
-        """Slots that could take a batch now.
+        """Slots that take a batch now, or in a moment.
 
         While a search is under way every call counts: then one batch is fetched ahead, so that no slot waits for Redis.
         """
         is_ahead = self.dispatcher.isolation.running > 0 and not self.pool.is_down
-        return max(self.loop.free_slots(), int(is_ahead))
+        return max(self.loop.slots_due(), int(is_ahead))
 
     def largest_batch(self) -> int:
         """The most requests in a batch."""

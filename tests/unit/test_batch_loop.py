@@ -748,6 +748,36 @@ class TestBatchesLeaveApart:
 
         stand.run(main)
 
+    def test_they_do_so_within_two_calls(self) -> None:
+        """Whoever is first in the order waits for the next slot that becomes free: that must not be long away."""
+        slots, service_s = 32, 0.2
+        stand = Stand(slots=slots, gpu=FakeUpstream(slots=slots).then(echo, delay_s=service_s, times=1000), max_batch=1)
+
+        async def main() -> None:
+            for _ in range(slots):
+                stand.arrive(queue_timeout_s=1000.0, total_timeout_s=1000.0)
+                await asyncio.sleep(0.002)
+            await keep_busy(stand, 5 * service_s)
+            third = [at for at in stand.sent.at if 2 * service_s <= at < 3 * service_s]
+            assert sum(after - before < 0.001 for before, after in pairwise(third)) < slots / 8
+            await asyncio.sleep(20.0)
+
+        stand.run(main)
+
+    def test_for_those_kept_back_nothing_is_fetched_ahead(self) -> None:
+        slots, service_s = 32, 0.2
+        stand = Stand(slots=slots, gpu=FakeUpstream(slots=slots).then(echo, delay_s=service_s, times=1000), max_batch=1)
+        seen: list[tuple[int, int]] = []
+
+        async def main() -> None:
+            stand.loop.left_apart = lambda: seen.append((stand.loop.free_slots(), stand.loop.slots_due()))
+            await keep_busy(stand, 5 * service_s)
+            assert sum(due <= 2 < free for free, due in seen) > slots / 2
+            assert all(min(free, 1) <= due <= free for free, due in seen)
+            await asyncio.sleep(20.0)
+
+        stand.run(main)
+
     @pytest.mark.parametrize(
         ("slots", "service_s"),
         [

@@ -16,6 +16,7 @@ no slot counts as free; an outcome makes room, and rings.
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -47,6 +48,8 @@ SPREAD = 0.9
 # What slots may stand idle for that: this share of the time they work. As much may be saved up as it takes all of them
 # to fall into step, if their calls do not take longer than this.
 SPREAD_SHARE, SPREAD_SERVICE_S_MAX = 0.02, 0.5
+# What leaves so soon may be fetched from elsewhere now; what leaves later would keep its slot from a better one.
+AHEAD_S = 0.01
 # How long a batch waits for company that is being fetched.
 COMPANY_S = 0.01
 RETRY_AFTER_FAILURE_S = 0.01
@@ -122,11 +125,13 @@ class BatchLoop:
         # Slot-seconds that may still be spent on that; slots that stand idle for it, and since when.
         self._purse_s = inf
         self._idle_slots, self._idle_since = 0, 0.0
-        # Since when a slot is free; infinity while none is.
-        self._free_since = inf
+        # Since when slots are free, the longest first.
+        self._free_since: deque[float] = deque()
         # Whether requests of this model wait, here or elsewhere; and who wants to see one of each batch that leaves.
         self.is_waiting: Callable[[], bool] = lambda: any(True for _ in broker.lanes(model))
         self.sampled: Callable[[Request], None] | None = None
+        # Who is told that the next batch is due (`slots_due`): what it is made of may have to be fetched.
+        self.left_apart: Callable[[], None] | None = None
 
     def arrived(self, lane: LaneQueue) -> None:
         """A request came. A batch that is full leaves now: left to the end of the turn, all that filled in it would
@@ -140,7 +145,7 @@ class BatchLoop:
 
     def _slot_freed(self) -> None:
         self._freed_at = self._clock()
-        self._free_since = min(self._free_since, self._freed_at)
+        self._free_since.append(self._freed_at)
         self.ring()
 
     def ring(self) -> None:
@@ -152,6 +157,13 @@ class BatchLoop:
     def free_slots(self) -> int:
         """Slots that could take a batch now."""
         return self._slots.free() if self.has_room() else 0
+
+    def slots_due(self) -> int:
+        """Those of them that will take one in a moment: while batches leave apart, not all do."""
+        free, now = self.free_slots(), self._clock()
+        if free <= 1 or not self._is_kept_back(now):
+            return free
+        return min(free, 1 + max(0, int((now + AHEAD_S - self._next_time()) / self._pace_s())))
 
     def has_room(self) -> bool:
         """Whether the bytes of a whole batch may be sent: less room would be spent on many small ones."""
@@ -262,7 +274,9 @@ class BatchLoop:
         """After a batch of this size: what the slots can do, and whether the next one may leave at once."""
         is_waiting, is_full = self.is_waiting(), self._slots.free() <= 0
         if is_full:
-            self._free_since = inf
+            self._free_since.clear()
+        elif self._free_since:
+            self._free_since.popleft()
         if is_full and is_waiting:
             self.busy_size += SIZE_WEIGHT * (size - self.busy_size)
             self._is_crowded = True
@@ -273,22 +287,31 @@ class BatchLoop:
         if slots > 1 and self.is_capacity_known():
             all_in_step_s = slots * min(self.service_s, SPREAD_SERVICE_S_MAX) / 2
             self._purse_s = min(self._purse_s + SPREAD_SHARE * self.service_s, all_in_step_s)
-            pace_s = SPREAD * self.service_s / slots
+            pace_s = self._pace_s()
             # From when it was due, not from when a late timer let it go: else the slots would stand idle.
             self._next_at = max(self._next_at, now - max(pace_s, TIMER_S_MIN)) + pace_s if self._is_crowded else -inf
+            if self._is_crowded and self.left_apart is not None:
+                self.left_apart()
         else:
             self._next_at = -inf
 
+    def _pace_s(self) -> float:
+        """How far apart batches leave while more waits than the slots can take."""
+        return max(SPREAD * self.service_s / self._slots.total(), 1e-6)
+
+    def _is_kept_back(self, now: float) -> bool:
+        return now < self._next_time() and not self.draining and self._purse_s > 0.0
+
     def _leaves_later(self, now: float) -> bool:
         """Whether the next batch is kept back for a moment, so that slots do not work in step."""
-        if now >= self._next_time() or self.draining or self._purse_s <= 0.0:
+        if not self._is_kept_back(now):
             return False
         self._idle_slots, self._idle_since = self.free_slots(), now
         return self._idle_slots > 0
 
     def _next_time(self) -> float:
         """When the next batch may leave."""
-        return min(self._next_at, self._free_since + self.max_wait_s)
+        return min(self._next_at, self._free_since[0] + self.max_wait_s) if self._free_since else self._next_at
 
     def capacity_rps(self, slots: int) -> float:
         """Requests a second that so many slots serve while all of them are busy."""

@@ -60,6 +60,7 @@ class RedisBatcherHalf(BatcherHalf):
         )
         for service in self.services:
             service.pool.when_slot_frees(self.feed.ring)
+            service.loop.left_apart = self.feed.ring
             service.waiting_elsewhere = partial(waiting_in_redis, self.feed, service)
             service.loop.company_comes = partial(company_comes, self.feed, service)
         meeting.when_nodes_change.append(self.feed.ring)
