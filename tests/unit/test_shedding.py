@@ -8,7 +8,16 @@ import msgspec
 import pytest
 
 from carpool.admission.gate import Gate
-from carpool.admission.shedding import GUARD_S, RECOUNT_QUIET_S, RECOUNT_S, Door, Thresholds, TierRule, pressure
+from carpool.admission.shedding import (
+    GUARD_S,
+    RECOUNT_QUIET_S,
+    RECOUNT_S,
+    Door,
+    Thresholds,
+    TierRule,
+    pressure,
+    too_long,
+)
 from carpool.composition.shedding import Ticks, learn_share
 from carpool.core.errors import Shed
 from carpool.testing import FakeClock, Witness, make_request
@@ -84,6 +93,22 @@ def test_who_would_wait_longer_than_its_tier_may_is_refused() -> None:
     assert refusal is not None
     assert refusal.predicted_wait_ms == 250
     assert refusal.retry_after_s == 1
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "told"),
+    [
+        (0.0001, (0, 1)),
+        (0.9996, (1000, 1)),
+        (1.0004, (1000, 1)),
+        (1.0006, (1001, 2)),
+        (99.0, (99000, 30)),
+        (inf, (None, 30)),
+    ],
+)
+def test_retry_after_is_the_predicted_wait_as_it_is_told(wait_s: float, told: tuple[int | None, int]) -> None:
+    refusal = too_long(wait_s)
+    assert (refusal.predicted_wait_ms, refusal.retry_after_s) == told
 
 
 def test_the_lowest_tier_goes_first_then_the_next() -> None:

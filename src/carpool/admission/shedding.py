@@ -327,11 +327,16 @@ class Door:
 
 def too_long(wait_s: float) -> Shed:
     """What is told to whoever would wait so long."""
-    retry_after_s = RETRY_AFTER_S_MAX if wait_s == inf else min(RETRY_AFTER_S_MAX, max(1, ceil(wait_s)))
+    if wait_s == inf:
+        wait_ms, retry_after_s = None, RETRY_AFTER_S_MAX
+    else:
+        # From what is told: 1.0004 s is "1,000 ms", and whoever is told that does not wait for 2 s.
+        wait_ms = round(wait_s * 1000)
+        retry_after_s = min(RETRY_AFTER_S_MAX, max(1, ceil(wait_ms / 1000)))
     return Shed(
         "more comes in than can be served in time; try again after the time in Retry-After, or submit a task",
         retry_after_s=retry_after_s,
-        predicted_wait_ms=None if wait_s == inf else round(wait_s * 1000),
+        predicted_wait_ms=wait_ms,
     )
 
 
