@@ -23,6 +23,9 @@ _NAME = re.compile(r'"role": "[a-z]+", "name": "([^"]+)"')
 # No setting of whoever runs the tests.
 CLEAN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# Settings that `tests/integration` gives every process: a request may wait as long as a test does, so that a machine that stands
+# still for seconds changes no answer. A test about one of these times sets its own; None is the default of Carpool.
+PATIENT: dict[str, object] = {}
 
 
 async def until(condition: Callable[[], Awaitable[bool]] | Callable[[], bool], *, within_s: float = PATIENCE_S) -> None:
@@ -176,7 +179,8 @@ def start_role(directory: Path, role: str, flags: Sequence[str], settings: Mappi
     """Start a process of this role; it may not serve yet."""
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / f"{role}-{time.monotonic_ns()}.log"
-    environment = CLEAN_ENVIRONMENT | {variable(key): str(value) for key, value in settings.items()}
+    wanted = PATIENT | dict(settings)
+    environment = CLEAN_ENVIRONMENT | {variable(key): str(value) for key, value in wanted.items() if value is not None}
     command = [sys.executable, "-m", "carpool", role, "--port", "0", "--log-format", "json", *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=directory)
