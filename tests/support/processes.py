@@ -23,8 +23,8 @@ _NAME = re.compile(r'"role": "[a-z]+", "name": "([^"]+)"')
 # No setting of whoever runs the tests.
 CLEAN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-# Settings that `tests/integration` gives every process: a request may wait as long as a test does, so that a machine that stands
-# still for seconds changes no answer. A test about one of these times sets its own; None is the default of Carpool.
+# Settings that `tests/integration` gives every process: a request may wait as long as a test does, so that a machine
+# that stands still changes no answer. A test about one of these times sets its own; None is the default of Carpool.
 PATIENT: dict[str, object] = {}
 
 
