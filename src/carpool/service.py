@@ -4,8 +4,7 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
-
-import aiohttp
+from typing import TYPE_CHECKING
 
 from carpool.admission.gate import upstream_down
 from carpool.admission.input_policy import InputPolicy
@@ -20,7 +19,6 @@ from carpool.core.snapshot import ModelNumbers, ModelState
 from carpool.face.intake import ServedModel
 from carpool.settings import Model
 from carpool.upstream.breaker import Breaker
-from carpool.upstream.client import HttpEndpoint
 from carpool.upstream.codecs import Codec, make_codec
 from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.endpoint import AttemptFailedError, Endpoint
@@ -34,7 +32,12 @@ from carpool.upstream.same import merge_same
 from carpool.upstream.simulated import SimulatedEndpoint, parse_sim_url
 from carpool.upstream.tls import Credentials
 
+if TYPE_CHECKING:
+    import aiohttp
+
 logger = logging.getLogger("carpool")
+# The session for calls over HTTP, made when the first needs it.
+MakeSession = Callable[[], "aiohttp.ClientSession"]
 
 # Weight of the last second in the rates that are shown.
 RATE_WEIGHT = 0.5
@@ -138,7 +141,7 @@ class ModelService(ModelFace):
     def __init__(
         self,
         model: Model,
-        session: aiohttp.ClientSession,
+        session: MakeSession,
         broker: MemoryBroker,
         dead_letters: DeadLetters,
         offenders: Offenders,
@@ -250,7 +253,7 @@ class ModelService(ModelFace):
                 )
         return None
 
-    def prepare_change(self, model: Model, session: aiohttp.ClientSession) -> Endpoints:
+    def prepare_change(self, model: Model, session: MakeSession) -> Endpoints:
         """The endpoints for `change`. Whatever may fail fails here."""
         return self.fleet.prepare(addresses(model), endpoint_maker(model, session, self._clock))
 
@@ -312,7 +315,7 @@ class ModelService(ModelFace):
     def numbers(self) -> ModelNumbers:
         """What `/metrics` shows of this model."""
         pool, dispatcher, isolation = self.pool, self.dispatcher, self.dispatcher.isolation
-        strays = (each.stray_answers for each in pool.endpoints if isinstance(each, HttpEndpoint))
+        strays = (getattr(each, "stray_answers", 0) for each in pool.endpoints)  # only those of HTTP count them
         now = self._clock()
         return ModelNumbers(
             batch_size=self.loop.batch_sizes,
@@ -353,7 +356,7 @@ def addresses(model: Model) -> list[Address]:
     return [Address(url, model.upstream.slots) for url in model.upstream.endpoints]
 
 
-def endpoint_maker(model: Model, session: aiohttp.ClientSession, clock: Clock) -> MakeEndpoint:
+def endpoint_maker(model: Model, session: MakeSession, clock: Clock) -> MakeEndpoint:
     """What makes the endpoints of a model; raises OSError or ValueError if files that protect them cannot be used."""
     upstream = model.upstream
     credentials = Credentials(model.security, clock)
@@ -366,14 +369,17 @@ def endpoint_maker(model: Model, session: aiohttp.ClientSession, clock: Clock) -
             return SimulatedEndpoint(address.url, parse_sim_url(address.url), clock=clock)
         if upstream.protocol == "kserve_v2_grpc":
             return GrpcEndpoint(address.url, address.slots, upstream.answer_bytes_max, model.security, clock)
-        return HttpEndpoint(session, *address, upstream.answer_bytes_max, credentials, upstream.load_header)
+        # Here: without a call over HTTP nobody waits for aiohttp at the start, nor keeps it in memory.
+        from carpool.upstream.client import HttpEndpoint
+
+        return HttpEndpoint(session(), *address, upstream.answer_bytes_max, credentials, upstream.load_header)
 
     return make_endpoint
 
 
 def make_fleet(
     model: Model,
-    session: aiohttp.ClientSession,
+    session: MakeSession,
     health_path: str | None,
     clock: Clock,
     random_share: Callable[[], float],

@@ -58,6 +58,13 @@ def test_help_does_not_load_the_network_libraries() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_what_is_off_is_not_loaded() -> None:
+    heavy = {"aiohttp", "grpc", "asyncpg", "redis", "joserfc"}
+    code = f"import sys, carpool.app; sys.exit(' '.join({heavy} & set(sys.modules)) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_config_prints_what_is_in_effect(tmp_path: Path) -> None:
     (tmp_path / "carpool.toml").write_text("[gateway]\nhost = '::1'\nport = 1\n[batching]\npolicy = 'pid'")
     done = carpool(

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from carpool.composition.tracing import start_tracing
 from carpool.core.clock import Clock, monotonic
@@ -14,8 +14,10 @@ from carpool.core.tally import RequestSeconds
 from carpool.core.timers import Every
 from carpool.settings import Settings, models_of
 from carpool.telemetry.tracer import Tracer
-from carpool.upstream.client import make_session
 from carpool.upstream.offenders import Offenders
+
+if TYPE_CHECKING:
+    import aiohttp
 
 Value = TypeVar("Value")
 
@@ -36,13 +38,13 @@ class Ground:
         self.tracing = start_tracing(settings, self.events, self.seconds, clock)
         # Owners whose inputs keep being refused.
         self.offenders = Offenders()
-        self.session = make_session()
+        self._session: aiohttp.ClientSession | None = None
         self.draining = False
         # Parts that make use of new settings: each gets them ready, which may fail, and returns what makes the change.
         self.reloads: list[Callable[[Settings], Callable[[], None]]] = []
         # How to give up what has been opened so far, the last first.
         self.opened = AsyncExitStack()
-        self.opened.push_async_callback(self.session.close)
+        self.opened.push_async_callback(self._close_session)
         if self.tracing is not None:
             self.opened.push_async_callback(self.tracing.close)
         self._background: set[asyncio.Task[None]] = set()
@@ -50,6 +52,18 @@ class Ground:
     def by_tier_name(self, value: Callable[[int], Value]) -> dict[str, Value]:
         """What is known of each tier by its number, by its name."""
         return {tier.name: value(number) for number, tier in enumerate(self.settings.tiers)}
+
+    def session(self) -> "aiohttp.ClientSession":
+        """The one that all endpoints share; made for the first of them."""
+        if self._session is None:
+            from carpool.upstream.client import make_session
+
+            self._session = make_session()
+        return self._session
+
+    async def _close_session(self) -> None:
+        if self._session is not None:
+            await self._session.close()
 
     @property
     def tracer(self) -> Tracer | None:

@@ -5,7 +5,7 @@ import random
 import secrets
 import socket
 from time import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from carpool.core.clock import Clock
 from carpool.core.events import Events
@@ -13,10 +13,12 @@ from carpool.core.snapshot import TraceNumbers
 from carpool.core.tally import RequestSeconds
 from carpool.settings import Settings
 from carpool.settings.schema import TracingSettings
-from carpool.telemetry.exporter import Exporter
 from carpool.telemetry.otlp import Envelope
 from carpool.telemetry.tracer import Rules, Tracer
 from carpool.version import __version__
+
+if TYPE_CHECKING:
+    from carpool.telemetry.exporter import Exporter
 
 PATH = "/v1/traces"
 
@@ -25,7 +27,7 @@ class Tracing(NamedTuple):
     """Where it is on."""
 
     tracer: Tracer
-    exporter: Exporter
+    exporter: "Exporter"
 
     async def close(self) -> None:
         """Send what was kept."""
@@ -46,6 +48,8 @@ def start_tracing(settings: Settings, events: Events, seconds: RequestSeconds, c
     own = settings.tracing
     if not own.otlp_endpoint:
         return None
+    from carpool.telemetry.exporter import Exporter  # it brings aiohttp, which nobody waits for where this is off
+
     exporter = Exporter(
         receiver_url(own.otlp_endpoint),
         dict(pairs_of(own.headers)),
