@@ -139,14 +139,15 @@ class TestOverRedis:
             first = await ask(one, "abc")
             assert (first.json["output"], first.json["metadata"]["cached"]) == ("cba", False)
 
-            async def is_kept() -> bool:
-                return (await ask(two, "abc")).json["metadata"]["cached"] is True
-
-            await until(is_kept)
-            seen = upstream.seen.count("abc")
-            assert (await ask(two, "abc")).json["output"] == "cba"
-            assert (await ask(one, "abc")).json["metadata"]["cached"]
-            assert upstream.seen.count("abc") == seen
+            # Whoever is not told in time whether a result is kept goes without: each of them is asked until it is told.
+            for gateway in (two, one):
+                before = upstream.seen.count("abc")
+                kept = await ask(gateway, "abc")
+                while not kept.json["metadata"]["cached"]:
+                    before = upstream.seen.count("abc")
+                    kept = await ask(gateway, "abc")
+                assert kept.json["output"] == "cba"
+                assert upstream.seen.count("abc") == before
             await until(lambda: self.has_bytes(one))
 
             # Tasks: their results are written by a batcher, and found by any gateway.
