@@ -46,7 +46,8 @@ def some_question(random: Random, per_minute: int, burst: int) -> RateAsk:
     used = None if random.random() < 0.1 else random.randint(0, 6)
     capacity, most = burst + slack(per_minute), leased_max(per_minute)
     kept, need, want = random.randint(0, 4), random.choice([0, 1, 1, 5]), random.choice([0, 0, 3, 20])
-    return RateAsk("o", per_minute, capacity, most, used, kept, need, want)
+    cost = random.choice([1, 1, 1, 3, burst, burst + 5, 500])
+    return RateAsk("o", per_minute, capacity, most, used, kept, need, want, cost, min(cost, burst))
 
 
 class TestScript:

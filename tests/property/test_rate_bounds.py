@@ -15,6 +15,8 @@ from support.rates import BudgetModel, Door, limited, most_in_a_minute
 
 LIMITS = st.sampled_from([1, 7, 19, 20, 59, 60, 120, 300, 1000, 3000])
 BURSTS = st.sampled_from([1, 2, 10, 100])
+# As how many the calls of a client count: single requests, and lists, also longer ones than the burst.
+COSTS = st.sampled_from([(1,), (1,), (1, 1, 7), (3, 40), (1, 1, 150)])
 # Seconds that the slowest answer takes, there and back.
 ANSWER_S_MAX = 0.5
 
@@ -30,8 +32,8 @@ class Fleet:
         self._number = gateways
         self.door = Door(self.clock)
 
-    def run(self, client: Callable[["Fleet"], list[tuple[float, int]]]) -> None:
-        """Let requests come: each with the seconds since the one before, and its gateway."""
+    def run(self, client: Callable[["Fleet"], list[tuple[float, int, int]]]) -> None:
+        """Let calls come: each with the seconds since the one before, its gateway, and as how many it counts."""
 
         async def main() -> None:
             self.budget = BudgetModel(self.clock)
@@ -47,9 +49,9 @@ class Fleet:
             ]
             for gateway in self.gateways:
                 gateway.start()
-            for pause_s, caller_at in client(self):
+            for pause_s, caller_at, cost in client(self):
                 await asyncio.sleep(pause_s)
-                self.door.knock(self.gateways[caller_at], self.caller)
+                self.door.knock(self.gateways[caller_at], self.caller, cost)
             await asyncio.sleep(5.0)
             for gateway in self.gateways:
                 gateway.close()
@@ -71,36 +73,40 @@ class Fleet:
     gateways=st.integers(1, 8),
     answer_s=st.sampled_from([0.0, 0.002, 0.1, ANSWER_S_MAX]),
     lost_share=st.sampled_from([0.0, 0.2]),
+    costs=COSTS,
     seed=st.integers(0, 2**32),
 )
-@example(per_minute=1000, burst=1, gateways=8, answer_s=0.002, lost_share=0.0, seed=1)
-@example(per_minute=60, burst=1, gateways=8, answer_s=0.5, lost_share=0.2, seed=1)
+@example(per_minute=1000, burst=1, gateways=8, answer_s=0.002, lost_share=0.0, costs=(1,), seed=1)
+@example(per_minute=60, burst=1, gateways=8, answer_s=0.5, lost_share=0.2, costs=(1,), seed=1)
+@example(per_minute=1000, burst=100, gateways=4, answer_s=0.1, lost_share=0.0, costs=(1, 1, 150), seed=1)
 def test_no_more_comes_in_than_the_bound(
-    per_minute: int, burst: int, gateways: int, answer_s: float, lost_share: float, seed: int
+    per_minute: int, burst: int, gateways: int, answer_s: float, lost_share: float, costs: tuple[int, ...], seed: int
 ) -> None:
     random = Random(seed)
     fleet = Fleet(gateways, random, answer_s=answer_s, lost_share=lost_share)
     fleet.caller = limited(per_minute, burst)
 
-    def flood(fleet: Fleet) -> list[tuple[float, int]]:
-        """Up to ten times the limit, in waves with pauses, each through some of the gateways."""
-        calls: list[tuple[float, int]] = []
+    def flood(fleet: Fleet) -> list[tuple[float, int, int]]:
+        """Ten times the limit and more, in waves with pauses, each through some of the gateways."""
+        calls: list[tuple[float, int, int]] = []
         passed_s = 0.0
         while passed_s < 130.0 and len(calls) < 6000:
             some = random.sample(range(gateways), random.randint(1, gateways))
             pace_s = 60.0 / per_minute * random.choice([0.0, 0.1, 0.1, 0.5, 1.0])
             for _ in range(random.randint(1, max(2, per_minute // 10))):
-                calls.append((random.uniform(0.0, 2 * pace_s), random.choice(some)))
+                calls.append((random.uniform(0.0, 2 * pace_s), random.choice(some), random.choice(costs)))
                 passed_s += calls[-1][0]
             rest_s = random.choice([0.0, 0.0, 0.3, 1.2, 10.0, 60.0 / per_minute * burst])
-            calls.append((min(rest_s, 70.0), random.choice(some)))
+            calls.append((min(rest_s, 70.0), random.choice(some), random.choice(costs)))
             passed_s += calls[-1][0]
         return calls
 
     fleet.run(flood)
     assert not fleet.door.waiting
-    without_answer = gateways if lost_share else 0
-    assert most_in_a_minute(fleet.door.came_in) <= per_minute * 1.05 + burst + without_answer
+    # A call of more than the burst stands in its place. Without an answer every gateway lets one in.
+    largest = max(burst, *costs)
+    without_answer = gateways * max(costs) if lost_share else 0
+    assert most_in_a_minute(fleet.door.came_in) <= per_minute * 1.05 + largest + without_answer
     if not lost_share:
         # Whoever drains gives up its leases, so that no more is taken from the bucket than came in.
         assert all(not bucket.leases for bucket in fleet.budget.buckets.values())
@@ -112,12 +118,14 @@ def test_no_more_comes_in_than_the_bound(
     gateways=st.integers(1, 8),
     answer_s=st.sampled_from([0.0, 0.002, 0.05]),
     jumps=st.sampled_from(["round", "any", "blocks"]),
+    costs=COSTS,
     seed=st.integers(0, 2**32),
 )
-@example(per_minute=60, burst=10, gateways=8, answer_s=0.002, jumps="round", seed=1)
-@example(per_minute=1000, burst=1, gateways=2, answer_s=0.05, jumps="blocks", seed=1)
+@example(per_minute=60, burst=10, gateways=8, answer_s=0.002, jumps="round", costs=(1,), seed=1)
+@example(per_minute=1000, burst=1, gateways=2, answer_s=0.05, jumps="blocks", costs=(1,), seed=1)
+@example(per_minute=1000, burst=100, gateways=3, answer_s=0.05, jumps="any", costs=(1, 1, 150), seed=1)
 def test_who_keeps_to_its_limit_is_never_refused(
-    per_minute: int, burst: int, gateways: int, answer_s: float, jumps: str, seed: int
+    per_minute: int, burst: int, gateways: int, answer_s: float, jumps: str, costs: tuple[int, ...], seed: int
 ) -> None:
     """At any moment it sends what one bucket with its limit would let in; with no burst, at 99 % of an even pace."""
     random = Random(seed)
@@ -127,13 +135,14 @@ def test_who_keeps_to_its_limit_is_never_refused(
     fleet.caller = limited(per_minute, burst)
     interval_s = 60.0 / per_minute
 
-    def conform(fleet: Fleet) -> list[tuple[float, int]]:
-        calls: list[tuple[float, int]] = []
+    def conform(fleet: Fleet) -> list[tuple[float, int, int]]:
+        calls: list[tuple[float, int, int]] = []
         bucket, now, last = Buckets(), 0.0, 0.0
         gateway = 0
+        cost = random.choice(costs)
         while now < 200.0 and len(calls) < 4000:
             # A little slower than its limit: of the clocks' fractions the budget rounds up.
-            wait_s = -bucket.take("o", now, interval_s / 0.99, burst)
+            wait_s = -bucket.take_many("o", now, interval_s / 0.99, burst, cost)
             if wait_s > 0:
                 now += wait_s + 1e-9
                 continue
@@ -141,7 +150,8 @@ def test_who_keeps_to_its_limit_is_never_refused(
                 gateway = (gateway + 1) % gateways
             elif jumps == "any" or random.random() < 0.02:
                 gateway = random.randrange(gateways)
-            calls.append((now - last, gateway))
+            calls.append((now - last, gateway, cost))
+            cost = random.choice(costs)
             last = now
             if random.random() < 0.01:
                 now += random.choice([0.2, 1.1, 5.0, 70.0])
@@ -154,17 +164,46 @@ def test_who_keeps_to_its_limit_is_never_refused(
     assert not fleet.door.waiting
 
 
-@given(per_minute=LIMITS, burst=BURSTS, seed=st.integers(0, 2**32))
-def test_one_process_alone_is_exact(per_minute: int, burst: int, seed: int) -> None:
+@given(per_minute=LIMITS, burst=BURSTS, costs=COSTS, seed=st.integers(0, 2**32))
+def test_one_process_alone_is_exact(per_minute: int, burst: int, costs: tuple[int, ...], seed: int) -> None:
     clock, random = FakeClock(), Random(seed)
     door, limits, caller = Door(clock), LocalLimits(clock), limited(per_minute, burst)
     for _ in range(3000):
-        clock.advance(random.expovariate(10 * per_minute / 60))
-        door.knock(limits, caller)
-    assert most_in_a_minute(door.came_in) <= per_minute + burst
-    # What a refusal says is true: who comes again when Retry-After is over comes in.
-    while not isinstance(refusal := limits.enter(caller), CarpoolError):
-        pass
-    assert refusal.retry_after_s is not None
-    clock.advance(refusal.retry_after_s)
-    assert isinstance(limits.enter(caller), bytes)
+        clock.advance(random.expovariate(10 * per_minute / 60 / max(costs)))
+        door.knock(limits, caller, random.choice(costs))
+    assert most_in_a_minute(door.came_in) <= per_minute + max(burst, *costs)
+    # What a refusal says is true: who comes again when Retry-After is over comes in, and nobody sooner.
+    for cost in costs:
+        while not isinstance(refusal := limits.enter_many(caller, cost), CarpoolError):
+            pass
+        assert refusal.retry_after_s is not None
+        if refusal.retry_after_s > 1:
+            clock.advance(refusal.retry_after_s - 1)
+            assert isinstance(limits.enter_many(caller, cost), CarpoolError)
+            clock.advance(1)
+        else:
+            clock.advance(refusal.retry_after_s)
+        assert isinstance(limits.enter_many(caller, cost), bytes)
+
+
+@given(
+    calls=st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 0.1, 1.0, 9.0]), st.sampled_from([(60, 3), (600, 10), (6, 1)]), st.integers(1, 30)
+        ),
+        max_size=60,
+    )
+)
+def test_each_limit_of_an_owner_holds_by_itself_debts_too(calls: list[tuple[float, tuple[int, int], int]]) -> None:
+    """Whatever else its owner may do: what one limit lets in is no more than a bucket of its own would."""
+    buckets, now = Buckets(), 0.0
+    # By limit: when a bucket that is this limit's alone would be full; it lets in at least as much.
+    full_at: dict[tuple[int, int], float] = {}
+    for pause_s, limit, cost in calls:
+        now += pause_s
+        interval_s, capacity = 60 / limit[0], limit[1]
+        came_in = buckets.take_many("o", now, interval_s, capacity, cost) >= 0
+        ahead = max(full_at.get(limit, 0.0) - now, 0.0) + cost * interval_s
+        if came_in:
+            assert ahead <= max(capacity, cost) * interval_s + 1e-3
+            full_at[limit] = now + ahead

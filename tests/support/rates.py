@@ -8,6 +8,7 @@ from carpool.core.errors import CarpoolError
 from carpool.core.ports import Caller, Entry, RateAsk, RateLimit, RateLimits, RateTold
 
 TICKS_A_SECOND = 8_000_000
+DEBT_MAX = 65536
 KEPT_S = 3.0
 
 
@@ -16,6 +17,8 @@ class BucketModel:
 
     def __init__(self) -> None:
         self.full = 0
+        # How full a call that borrowed made it.
+        self.debt = 0
         # By gateway: how many are leased, until when.
         self.leases: dict[str, tuple[int, int]] = {}
 
@@ -37,9 +40,16 @@ class BucketModel:
             charge += used
         else:
             charge += lease
-        full = min(full + charge * interval, now + (ask.capacity + ask.leased_max) * interval)
-        granted = max(0, min(ask.need, (now + ask.capacity * interval - full) // interval))
-        full += granted * interval
+        all_of_it = now + ask.capacity * interval
+        if not all_of_it < self.debt <= all_of_it + DEBT_MAX * interval:
+            self.debt = 0
+        full = min(full + charge * interval, (self.debt or all_of_it) + ask.leased_max * interval)
+        there, granted = (all_of_it - full) // interval, 0
+        if there >= ask.fit:
+            granted = min(ask.need, max(1, there // ask.cost))
+        full += granted * ask.cost * interval
+        if granted * ask.cost > there:
+            self.debt = full
         leased = 0
         if granted == ask.need:
             free = (now + ask.capacity * interval - full) // interval
@@ -102,24 +112,24 @@ class Door:
         self.refused: list[tuple[float, CarpoolError]] = []
         self.waiting = 0
 
-    def knock(self, limits: RateLimits, caller: Caller) -> None:
-        """One request."""
-        entry = limits.enter(caller)
+    def knock(self, limits: RateLimits, caller: Caller, cost: int = 1) -> None:
+        """One request, or a call that counts as so many."""
+        entry = limits.enter(caller) if cost == 1 else limits.enter_many(caller, cost)
         if entry is not None:
-            self._known(entry)
+            self._known(entry, cost)
             return
         self.waiting += 1
-        limits.when_known(caller, self._waited)
+        limits.when_known(caller, lambda entry: self._waited(entry, cost), cost)
 
-    def _waited(self, entry: Entry) -> None:
+    def _waited(self, entry: Entry, cost: int) -> None:
         self.waiting -= 1
-        self._known(entry)
+        self._known(entry, cost)
 
-    def _known(self, entry: Entry) -> None:
+    def _known(self, entry: Entry, cost: int) -> None:
         if isinstance(entry, CarpoolError):
             self.refused.append((self._clock(), entry))
         else:
-            self.came_in.append(self._clock())
+            self.came_in += [self._clock()] * cost
 
 
 def most_in_a_minute(times: Iterable[float]) -> int:

@@ -12,6 +12,7 @@ from carpool.admission.limits import TIDY_FROM, Buckets, LocalLimits, Permits
 from carpool.admission.shared_limits import SharedLimits
 from carpool.core.errors import CarpoolError, ClientLeft
 from carpool.core.ports import Caller, Entry, RateAsk, RateLimit, RateTold
+from carpool.core.request import Request
 from carpool.testing import FakeClock, Witness, make_request
 from support.rates import limited
 
@@ -108,6 +109,51 @@ class TestOneProcess:
         assert came[0] <= 60 + 100
         assert came[1] <= sum(other)
 
+    def test_a_call_of_several_takes_as_many_or_nothing(self) -> None:
+        clock = FakeClock()
+        limits, caller = LocalLimits(clock), limited(60, burst=5)
+        assert left_of(limits.enter_many(caller, 3)) == 2
+        refusal = refused(limits.enter_many(caller, 4))
+        assert refusal.retry_after_s == 2
+        assert "counts as 4" in refusal.detail
+        assert b"r=0;t=3" in refusal.header_lines
+        assert left_of(limits.enter_many(caller, 2)) == 0
+
+    def test_one_of_more_than_the_burst_comes_in_on_a_full_bucket_and_leaves_a_debt(self) -> None:
+        clock = FakeClock()
+        limits, caller = LocalLimits(clock), limited(60, burst=5)
+        limits.enter(caller)
+        assert refused(limits.enter_many(caller, 20)).retry_after_s == 1
+        clock.advance(1.0)
+        assert limits.enter_many(caller, 20) == (
+            b'RateLimit-Policy: "default";q=60;w=60\r\nRateLimit: "default";r=0;t=20\r\n'
+        )
+        assert refused(limits.enter(caller)).retry_after_s == 16
+        assert refused(limits.enter_many(caller, 20)).retry_after_s == 20
+        left_of(limits.enter(limited(60, burst=5, owner="another")))
+        clock.advance(16.0)
+        assert left_of(limits.enter(caller)) == 0
+        refused(limits.enter(caller))
+
+    @pytest.mark.parametrize("other", [(60, 100), (6000, 1), (1, 50)])
+    def test_another_limit_of_the_owner_pays_no_debt(self, other: tuple[int, int]) -> None:
+        clock = FakeClock()
+        limits, caller = LocalLimits(clock), limited(60, burst=1)
+        left_of(limits.enter_many(caller, 100))
+        for _ in range(98):
+            clock.advance(1.0)
+            limits.enter(limited(other[0], burst=other[1]))
+            refused(limits.enter(caller))
+
+    def test_debts_are_remembered_and_bounded(self) -> None:
+        buckets = Buckets(owners_max=4 * TIDY_FROM)
+        for number in range(2 * TIDY_FROM):
+            assert buckets.take_many(str(number), 0.0, 1.0, 1, 50) > 0
+        assert buckets.take("0", 1.0, 1.0, 1) < 0
+        for number in range(20 * TIDY_FROM):
+            buckets.take_many(f"other {number}", 0.0, 1.0, 1, 50)
+        assert len(buckets) <= 8 * TIDY_FROM
+
     def test_buckets_of_other_limits_are_forgotten(self) -> None:
         buckets = Buckets()
         for number in range(10 * TIDY_FROM):
@@ -169,6 +215,31 @@ class TestAtOnce:
             request = make_request(str(number), witness, now=0.0, owner="o")
             assert permits.give(request, 1) is None
             request.settle(ClientLeft("shed"), 0.0)
+        assert len(permits) == 0
+
+    def test_a_call_of_several_has_places_for_all_or_none(self) -> None:
+        permits, witness = Permits(), Witness()
+
+        def call(name: str, size: int) -> list[Request]:
+            return [make_request(f"{name}.{number}", witness, now=0.0, owner="o") for number in range(size)]
+
+        first, second, larger = call("a", 3), call("b", 2), call("c", 9)
+        assert permits.give_all(first, 4) is None
+        assert refused(permits.give_all(second, 4)).status == 429
+        assert permits.give(make_request("one", witness, now=0.0, owner="o"), 4) is None
+        assert permits.give(make_request("two", witness, now=0.0, owner="o"), 4) is not None
+        for request in first:
+            request.settle(ClientLeft("left"), 1.0)
+        assert permits.give_all(second, 4) is None
+        assert refused(permits.give_all(larger, 4)).retry_after_s == 1  # while it has others
+
+    def test_a_call_of_more_than_an_owner_may_have_comes_in_alone(self) -> None:
+        permits, witness = Permits(), Witness()
+        requests = [make_request(str(number), witness, now=0.0, owner="o") for number in range(9)]
+        assert permits.give_all(requests, 4) is None
+        assert permits.give(make_request("one", witness, now=0.0, owner="o"), 4) is not None
+        for request in requests:
+            request.settle(ClientLeft("left"), 1.0)
         assert len(permits) == 0
 
     def test_gateways_divide_what_an_owner_may_have(self) -> None:
@@ -277,6 +348,43 @@ class TestLease:
         assert lease.refusal(100.1).retry_after_s == 2
         assert b";r=0;" in lease.refusal(100.1).header_lines
 
+    def test_a_call_of_several_takes_its_places_of_the_lease(self) -> None:
+        lease = self.lease(5)
+        entry = lease.enter_many(100.5, 3)
+        assert entry == lease.lines(100.5)
+        assert lease.enter_many(100.5, 3) is None
+        assert lease.left == 2
+        assert ask_of(lease, 0, 100.8).used == 3
+
+    def test_what_is_asked_for_a_call_of_several(self) -> None:
+        lease = Lease(LIMIT)
+        ask = lease.ask("o", 2, 100.0, 300)
+        assert (ask.need, ask.cost, ask.fit) == (2, 300, LIMIT.burst)
+        assert lease.ask("o", 1, 100.0, 30).fit == 30
+
+    def test_a_call_of_several_that_is_refused_keeps_no_single_one_out(self) -> None:
+        lease = Lease(LIMIT)
+        ask = lease.ask("o", 1, 100.0, 80)
+        # Fifty places are there.
+        lease.told(RateTold(0, 0, False, (ask.capacity - 50) * INTERVAL_S), 1, 100.0, 80)
+        assert lease.over_until == 0.0
+        assert not lease.is_over(100.1, 50)
+        assert lease.is_over(100.1, 80)
+        assert not lease.is_over(100.31, 80)
+        assert lease.refusal(100.0, 80).retry_after_s == 1
+
+    def test_a_debt_is_asked_for_once_a_second_and_told_as_it_is(self) -> None:
+        lease = Lease(RateLimit(60, 5))
+        ask = lease.ask("o", 1, 100.0, 100)
+        lease.told(RateTold(1, 0, False, 100.0), 1, 100.0, 100)
+        assert lease.is_over(100.5, 100)
+        assert not lease.is_over(101.0, 100)
+        assert lease.refusal(100.5, 100).retry_after_s == 100 - (ask.capacity - 5)
+        lease.ask("o", 1, 100.5)
+        lease.told(RateTold(0, 0, False, 99.5), 1, 100.5)
+        assert lease.over_until <= 103.0  # the budget may have forgotten it
+        assert lease.refusal(100.5).retry_after_s == 100 - ask.capacity + 1
+
 
 class Answering:
     """A budget that grants everything, and leases nothing, in the next turn."""
@@ -307,6 +415,66 @@ def test_an_owner_has_an_account_for_each_of_its_limits() -> None:
         assert len(entries) == 3
         assert sorted((ask.per_minute, ask.need) for ask in asked) == [(60, 2), (6000, 1)]
         assert len({ask.owner for ask in asked}) == 2
+
+    clock.run(main())
+
+
+def test_calls_that_count_the_same_are_asked_for_together() -> None:
+    clock = FakeClock()
+
+    async def main() -> None:
+        asked: list[tuple[int, int]] = []
+
+        class Listening(Answering):
+            def ask(self, asks: Sequence[RateAsk], told: Callable[[str, RateTold | None], None]) -> None:
+                asked.extend((ask.need, ask.cost) for ask in asks)
+                super().ask(asks, told)
+
+        limits = SharedLimits(Listening(), is_reachable=lambda: True, sharers=lambda: 1, clock=clock)
+        caller = limited(60, burst=9)
+        entries: list[Entry] = []
+        for cost in (1, 7, 1, 200, 7):
+            assert (limits.enter(caller) if cost == 1 else limits.enter_many(caller, cost)) is None
+            limits.when_known(caller, entries.append, cost)
+        await asyncio.sleep(0.01)
+        assert [left_of(entry) for entry in entries] == [9] * 5
+        assert asked == [(2, 1), (2, 7), (1, 200)]
+
+    clock.run(main())
+
+
+def test_leases_are_renewed_however_many_owners_were_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(shared_limits, "OWNERS_MAX", 16)
+    monkeypatch.setattr(shared_limits, "TIDY_FROM", 16)
+
+    async def main() -> None:
+        asked: list[RateAsk] = []
+
+        class Leasing:
+            def ask(self, asks: Sequence[RateAsk], told: Callable[[str, RateTold | None], None]) -> None:
+                asked.extend(asks)
+                for ask in asks:
+                    answer = RateTold(ask.need, ask.want, ask.used is not None, 0.0)
+                    asyncio.get_running_loop().call_later(0.001, told, ask.owner, answer)
+
+        limits = SharedLimits(Leasing(), is_reachable=lambda: True, sharers=lambda: 1, clock=clock)
+        limits.start()
+        for number in range(400):
+            caller = limited(6000, burst=100, owner=str(number % 200))
+            for cost in (1, 3, 200):
+                if (limits.enter(caller) if cost == 1 else limits.enter_many(caller, cost)) is None:
+                    limits.when_known(caller, lambda entry: None, cost)
+            await asyncio.sleep(0.01)
+        asked.clear()
+        steady = limited(6000, burst=100, owner="steady")
+        for _ in range(300):
+            if limits.enter(steady) is None:
+                limits.when_known(steady, lambda entry: None)
+            await asyncio.sleep(0.01)
+        # Some three seconds: what was used is told in time, again and again.
+        assert sum(ask.used or 0 for ask in asked if ask.owner == steady.account) > 200
+        limits.close()
 
     clock.run(main())
 

@@ -67,7 +67,7 @@ class Gate:
         self._anonymous = anonymous
         rates = rates or LocalLimits(clock)
         # Callers with a limit come in by these (core.ports.RateLimits).
-        self.enter, self.when_known = rates.enter, rates.when_known
+        self.enter, self.enter_many, self.when_known = rates.enter, rates.enter_many, rates.when_known
         self._permits = Permits(sharers)
         # Closed at the end of a drain, when nothing could be finished any more.
         self.closed = False
@@ -88,6 +88,10 @@ class Gate:
     def hold(self, request: Request, concurrent: int) -> CarpoolError | None:
         """Count a synchronous request among those that its owner may have at once, or say why not."""
         return self._permits.give(request, concurrent)
+
+    def hold_all(self, requests: Sequence[Request], concurrent: int) -> CarpoolError | None:
+        """The same for those of one call: all of them, or none."""
+        return self._permits.give_all(requests, concurrent)
 
     def admit(self, request: Request) -> CarpoolError | None:
         """Let a synchronous request in, or say why not."""

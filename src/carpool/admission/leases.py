@@ -15,6 +15,10 @@ taken then. If a gateway never tells (it died), the budget takes all of its leas
    before: until then nothing can come back.
 4. There is one question at a time for each owner. If its answer does not come, what is leased is forgotten here, and
    the budget is told to take all of it.
+5. A call of k inputs is one: it takes k places of the lease, or the budget is asked. In the budget, as in limits.py,
+   one of more than `burst` needs all of the burst, and takes k: what is missing then is a debt. A question is for calls
+   that count the same; the others wait for the next one. Who needs more places than there can be yet is refused without
+   asking, but once a second somebody asks all the same: the budget may have forgotten a debt.
 """
 
 from math import ceil
@@ -28,6 +32,8 @@ LEASE_S = 1.0
 RENEW_S = 0.4
 # So long the budget remembers a lease of which it hears nothing.
 LEASE_KEPT_S = 3.0
+# Rule 5: for so long nobody asks for a call of several after an answer that left too little.
+ASK_AGAIN_S = 1.0
 # A rate is not measured over less.
 MEASURED_S_MIN = 0.05
 
@@ -50,6 +56,7 @@ class Lease:
         "_ends_at",
         "_entered",
         "_full_at",
+        "_full_from",
         "_interval_s",
         "_slack_s",
         "_unknown_until",
@@ -78,7 +85,8 @@ class Lease:
         # What came in since the last question, for the next lease.
         self._asked_at = float("-inf")
         self._entered = 0
-        # As it was told last: when the bucket is full; and what was used since.
+        # As it was told last: when the bucket is full, at the earliest and at the latest; and what was used since.
+        self._full_from = 0.0
         self._full_at = 0.0
         self._used_since = 0
 
@@ -110,6 +118,23 @@ class Lease:
             return self._whole_lines
         return self.lines(now)
 
+    def enter_many(self, now: float, cost: int) -> bytes | None:
+        """The same for a call that counts as so many."""
+        if self.left < cost or now >= self._ends_at:
+            return None
+        self.left -= cost
+        self._used += cost
+        self._entered += cost
+        self._used_since += cost
+        return self.lines(now)
+
+    def is_over(self, now: float, cost: int) -> bool:
+        """Whether it is known that there is no room for a call that counts as so many."""
+        if now < self.over_until:
+            return True
+        room_at = self._full_from + (min(cost, self.limit.burst) - self.capacity) * self._interval_s
+        return now < min(room_at, self._asked_at + ASK_AGAIN_S)
+
     def is_due(self, now: float) -> bool:
         """Whether it is time to tell what was used."""
         return now >= self._ends_at - RENEW_S
@@ -122,29 +147,32 @@ class Lease:
         """Whether a new one would be as good."""
         return not self.is_open() and now >= self.over_until and now >= self._unknown_until
 
-    def ask(self, owner: str, need: int, now: float, *, is_last: bool = False) -> RateAsk:
-        """The next question, for so many that wait; from now on the lease has what it keeps. `is_last`: nothing."""
+    def ask(self, owner: str, need: int, now: float, cost: int = 1, *, is_last: bool = False) -> RateAsk:
+        """The next question, for so many calls that wait and count as `cost` each; from now on the lease has what it
+        keeps. `is_last`: nothing.
+        """
         limit, most = self.limit, leased_max(self.limit.per_minute)
         if now >= self._ends_at or not self._used or is_last:
             self.left = 0
-        entered = self._entered + need
+        entered = self._entered + need * cost
         seconds = max(now - self._asked_at, MEASURED_S_MIN)
         expected = 0 if is_last else min(int(entered / seconds * LEASE_S), most, ceil(limit.per_minute / WINDOW_S))
         used = self._used if now >= self._unknown_until else None
         self._asked_at, self._entered, self._used = now, 0, 0
         want = max(0, expected - self.left)
-        return RateAsk(owner, limit.per_minute, self.capacity, most, used, self.left, need, want)
+        fit = min(cost, limit.burst)
+        return RateAsk(owner, limit.per_minute, self.capacity, most, used, self.left, need, want, cost, fit)
 
-    def told(self, told: RateTold, need: int, now: float) -> None:
-        """The answer to the last question, which was for so many."""
+    def told(self, told: RateTold, need: int, now: float, cost: int = 1) -> None:
+        """The answer to the last question, which was for so many calls that count as `cost`."""
         if not told.is_kept:
             self.left = self._used = 0  # all of it was taken from the bucket already
         self.left += told.leased
         self._ends_at = self._asked_at + LEASE_S
         self._unknown_until = 0.0
-        self._full_at, self._used_since = now + told.ahead_s, 0
-        self._entered += told.granted
-        if told.granted < need:
+        self._full_from, self._full_at, self._used_since = self._asked_at + told.ahead_s, now + told.ahead_s, 0
+        self._entered += told.granted * cost
+        if told.granted < need and cost == 1:
             # From when it was sent: rather ask once too often.
             over_s = told.ahead_s - (self.capacity - 1) * self._interval_s
             self.over_until = self._asked_at + min(over_s, self.longest_over_s)
@@ -161,10 +189,15 @@ class Lease:
         limit, missing_s = self.limit, self._missing_s(now)
         return limit_lines(limit.per_minute, limit.burst - int(missing_s / self._interval_s + 0.999), missing_s)
 
-    def refusal(self, now: float) -> RateLimited:
+    def refusal(self, now: float, cost: int = 1) -> RateLimited:
         """For one that did not."""
-        wait_s = max(self.over_until - now, ROUNDING_S)
-        return over_limit(self.limit, wait_s, max(self._missing_s(now), wait_s))
+        wait_s = max(self.over_until - now, self._wait_s(now, cost), ROUNDING_S)
+        return over_limit(self.limit, wait_s, max(self._missing_s(now), wait_s), cost)
+
+    def _wait_s(self, now: float, cost: int) -> float:
+        """Seconds until there may be room for a call that counts as so many, as far as is known."""
+        fit = min(cost, self.limit.burst)
+        return self._full_at - now + (self._used_since + fit - self.capacity) * self._interval_s
 
     def _missing_s(self, now: float) -> float:
         """Seconds until the burst is whole again; what other gateways let in since is not known."""

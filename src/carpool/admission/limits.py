@@ -1,18 +1,21 @@
 """How often an owner may come in (GCRA), and how many requests it may have at once. Pure.
 
-An owner has a bucket of `burst` places. Each request takes one; one comes back every 60 / `per_minute` seconds. So
+An owner has a bucket of `burst` places. Each request takes one; one comes back every 60 / `per_minute` seconds. A call
+of k inputs takes k, or comes in not at all. So
 
 1. at most `burst` come in at once, and in any 60 s at most `per_minute` + `burst`;
 2. whoever keeps to that is never refused;
 3. a refusal takes nothing;
-4. what was taken under another limit counts for an empty bucket at most: whoever gets a higher limit may use it. That
+4. a call of more than `burst` comes in when the bucket is full, and leaves a debt: nobody else of its owner comes in
+   until that is paid. In rule 1 such a call stands in the place of `burst`;
+5. what was taken under another limit counts for an empty bucket at most: whoever gets a higher limit may use it. That
    is a bucket of its own, until the other one is full: who comes now with one limit, now with the other (an owner with
    two keys) has both, and a limit that is soon full again does not fill the other.
 
 A bucket is one number: the time at which it will be full again. One that is full need not be remembered.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import ceil
 
@@ -38,7 +41,7 @@ class Buckets:
         # When each will be full again.
         self._full_at: dict[str, float] = {}
         self._tidy_above = min(TIDY_FROM, owners_max)
-        # The same of those that are apart from these (rule 4): owner, time for a place, places.
+        # The same of those that are apart from these (rule 5), or in debt (rule 4): owner, time for a place, places.
         self._apart: dict[tuple[str, float, int], float] = {}
         self._tidy_apart_above = TIDY_FROM
 
@@ -51,12 +54,9 @@ class Buckets:
         A place comes back every `interval_s`.
         """
         full_at, all_s = self._full_at.get(owner, 0.0), capacity * interval_s
-        if self._apart or full_at - now > all_s + ROUNDING_S:
-            bucket = (owner, interval_s, capacity)
-            if full_at <= now:
-                full_at = self._apart.pop(bucket, 0.0)
-            elif bucket in self._apart or full_at - now > all_s + ROUNDING_S:
-                return self._take_apart(bucket, now)
+        is_apart = self._apart and (owner, interval_s, capacity) in self._apart
+        if is_apart or full_at - now > all_s + ROUNDING_S:
+            return self.take_many(owner, now, interval_s, capacity, 1)
         ahead = (full_at - now if full_at > now else 0.0) + interval_s
         missing = ahead - all_s
         if missing > ROUNDING_S:
@@ -66,23 +66,41 @@ class Buckets:
             self._tidy(now)
         return ahead
 
-    def _take_apart(self, bucket: tuple[str, float, int], now: float) -> float:
-        _, interval_s, capacity = bucket
-        if bucket not in self._apart:
-            if len(self._apart) >= self._tidy_apart_above:
-                self._tidy_apart(now)
-            self._apart[bucket] = now + capacity * interval_s  # it fills from here on
-        ahead = max(self._apart[bucket] - now, 0.0) + interval_s
-        missing = ahead - capacity * interval_s
+    def take_many(self, owner: str, now: float, interval_s: float, capacity: int, cost: int) -> float:
+        """The same for a call that takes so many places, or none."""
+        bucket, all_s, cost_s = (owner, interval_s, capacity), capacity * interval_s, cost * interval_s
+        full_at, apart = self._full_at.get(owner, 0.0), self._apart.get(bucket)
+        if apart is None and full_at - now > all_s + ROUNDING_S:
+            apart = self._set_apart(bucket, now + all_s, now)  # it fills from here on
+        elif apart is not None and full_at <= now and apart - now <= all_s + ROUNDING_S:
+            del self._apart[bucket]  # no debt any more, and nothing to be apart from
+            full_at, apart = apart, None
+            self._full_at[owner] = full_at
+        ahead = max((full_at if apart is None else apart) - now, 0.0) + cost_s
+        missing = ahead - max(all_s, cost_s)
         if missing > ROUNDING_S:
             return -missing
-        self._apart[bucket] = now + ahead
+        if apart is not None or ahead > all_s + ROUNDING_S:
+            self._set_apart(bucket, now + ahead, now)
+        else:
+            self._full_at[owner] = now + ahead
+        if len(self._full_at) > self._tidy_above:
+            self._tidy(now)
         return ahead
 
+    def _set_apart(self, bucket: tuple[str, float, int], full_at: float, now: float) -> float:
+        if bucket not in self._apart and len(self._apart) >= self._tidy_apart_above:
+            self._tidy_apart(now)
+        self._apart[bucket] = full_at
+        return full_at
+
     def _tidy_apart(self, now: float) -> None:
-        """Forget those whose owner's other bucket is full."""
-        full_at = self._full_at
-        kept = {bucket: at for bucket, at in self._apart.items() if full_at.get(bucket[0], 0.0) > now}
+        """Forget those without a debt whose owner's other bucket is full."""
+        kept = {
+            (owner, interval_s, capacity): at
+            for (owner, interval_s, capacity), at in self._apart.items()
+            if self._full_at.get(owner, 0.0) > now or at - now > capacity * interval_s
+        }
         self._apart = kept if len(kept) <= self._owners_max else {}
         self._tidy_apart_above = max(TIDY_FROM, 2 * len(self._apart))
 
@@ -111,15 +129,30 @@ class LocalLimits:
             return b""
         interval_s, capacity = WINDOW_S / limit.per_minute, limit.burst
         if self._sharers is not None:
-            sharers = max(1, self._sharers())
-            interval_s, capacity = interval_s * sharers, max(1, capacity // sharers)
+            interval_s, capacity = self._part_of(limit)
         ahead = self._buckets.take(caller.owner, self._clock(), interval_s, capacity)
         if ahead < 0:
             return over_limit(limit, -ahead, (capacity - 1) * interval_s - ahead)
         left = capacity - int(ahead / interval_s + 0.999)
         return _lines(limit.per_minute, left if left > 0 else 0, ceil(ahead))  # `limit_lines`, a call less
 
-    def when_known(self, caller: Caller, known: Callable[[Entry], None]) -> None:
+    def enter_many(self, caller: Caller, cost: int) -> Entry:
+        """A call that counts as so many, all of them or none."""
+        limit = caller.limit
+        if limit is None or not limit.per_minute:
+            return b""
+        interval_s, capacity = self._part_of(limit)
+        ahead = self._buckets.take_many(caller.owner, self._clock(), interval_s, capacity, cost)
+        if ahead < 0:
+            return over_limit(limit, -ahead, max(capacity - cost, 0) * interval_s - ahead, cost)
+        return limit_lines(limit.per_minute, capacity - int(ahead / interval_s + 0.999), ahead)
+
+    def _part_of(self, limit: RateLimit) -> tuple[float, int]:
+        """In which time a place comes back here, and how many there are."""
+        sharers = 1 if self._sharers is None else max(1, self._sharers())
+        return WINDOW_S / limit.per_minute * sharers, max(1, limit.burst // sharers)
+
+    def when_known(self, caller: Caller, known: Callable[[Entry], None], cost: int = 1) -> None:
         """Nobody has to wait here."""
         raise AssertionError("enter always knows")
 
@@ -136,17 +169,18 @@ def _lines(per_minute: int, left: int, full_s: int) -> bytes:
     return policy + b'RateLimit: "default";r=%d;t=%d\r\n' % (left, full_s)
 
 
-def over_limit(limit: RateLimit, wait_s: float, full_s: float) -> RateLimited:
-    """What a caller is told who may come in again after `wait_s`."""
+def over_limit(limit: RateLimit, wait_s: float, full_s: float, cost: int = 1) -> RateLimited:
+    """What a caller is told who may come in again, with a call that counts as `cost`, after `wait_s`."""
     retry_after_s = ceil(wait_s - ROUNDING_S)
-    return _over_limit(limit.per_minute, retry_after_s if retry_after_s > 1 else 1, ceil(full_s))
+    return _over_limit(limit.per_minute, retry_after_s if retry_after_s > 1 else 1, ceil(full_s), cost)
 
 
 @lru_cache(LINES_KEPT)
-def _over_limit(per_minute: int, retry_after_s: int, full_s: int) -> RateLimited:
+def _over_limit(per_minute: int, retry_after_s: int, full_s: int, cost: int) -> RateLimited:
     """One for all who are told the same, so that its answer is written once. It is returned, never raised."""
+    counted = "" if cost == 1 else f", and this call counts as {cost}"
     return RateLimited(
-        f"over the limit of {per_minute} requests a minute; try again when Retry-After is over",
+        f"over the limit of {per_minute} requests a minute{counted}; try again when Retry-After is over",
         retry_after_s=retry_after_s,
         header_lines=_lines(per_minute, 0, full_s),
     )
@@ -163,19 +197,39 @@ class Permits:
     def __len__(self) -> int:
         return len(self._by_owner)
 
+    def give_all(self, requests: Sequence[Request], concurrent: int) -> CarpoolError | None:
+        """Count those of one call, all or none. A call of more than an owner may have is let in where it has none."""
+        owner = requests[0].owner
+        permit = self._by_owner.get(owner)
+        if permit is None:
+            permit = self._by_owner[owner] = OwnerPermit(owner, self._by_owner)
+        elif permit.held + len(requests) > self._most(concurrent):
+            return too_many_at_once(concurrent)
+        permit.held += len(requests)
+        for request in requests:
+            request.permit = permit
+        return None
+
+    def _most(self, concurrent: int) -> int:
+        return max(1, concurrent // max(1, self._sharers()))
+
     def give(self, request: Request, concurrent: int) -> CarpoolError | None:
         """Count a request that `settle` will end, or say why not."""
         permit = self._by_owner.get(request.owner)
         if permit is None:
             permit = self._by_owner[request.owner] = OwnerPermit(request.owner, self._by_owner)
-        elif permit.held >= max(1, concurrent // max(1, self._sharers())):
-            return RateLimited(
-                f"at most {concurrent} requests of yours may wait or run at once; wait for an answer first",
-                retry_after_s=1,
-            )
+        elif permit.held >= self._most(concurrent):
+            return too_many_at_once(concurrent)
         permit.held += 1
         request.permit = permit
         return None
+
+
+def too_many_at_once(concurrent: int) -> RateLimited:
+    """What an owner is told that has as many as it may."""
+    return RateLimited(
+        f"at most {concurrent} requests of yours may wait or run at once; wait for an answer first", retry_after_s=1
+    )
 
 
 class OwnerPermit:

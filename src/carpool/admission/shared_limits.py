@@ -19,6 +19,8 @@ TIDY_FROM = 1024
 OWNERS_MAX = 100_000
 
 Known = Callable[[Entry], None]
+# Who waits, for what, and as how many it counts.
+Waiting = tuple[Caller, Known, int]
 
 
 class Account:
@@ -28,9 +30,10 @@ class Account:
 
     def __init__(self, limit: RateLimit) -> None:
         self.lease = Lease(limit)
-        # Those who wait for the answer to the question that is out (None: there is none), and for the next one.
-        self.asking: list[tuple[Caller, Known]] | None = None
-        self.waiting: list[tuple[Caller, Known]] = []
+        # Those who wait for the answer to the question that is out (None: there is none), who count the same; and for
+        # the next ones.
+        self.asking: list[Waiting] | None = None
+        self.waiting: list[Waiting] = []
 
     def is_quiet(self) -> bool:
         """Whether nobody waits, and nothing is leased."""
@@ -104,11 +107,28 @@ class SharedLimits:
         # More than these do not come in, whatever the answer is: so what waits is bounded.
         return None if len(account.waiting) < lease.capacity else lease.refusal(now)
 
-    def when_known(self, caller: Caller, known: Known) -> None:
+    def enter_many(self, caller: Caller, cost: int) -> Entry | None:
+        """The same for a call that counts as so many: all of it comes in, or nothing."""
+        limit = caller.limit
+        if limit is None or not limit.per_minute:
+            return b""
+        now = self._clock()
+        account = self._accounts.get(caller.account) or self._open(caller.account, limit, now)
+        lease = account.lease
+        lines = lease.enter_many(now, cost)
+        if lines is not None:
+            return lines
+        if lease.is_over(now, cost):
+            return lease.refusal(now, cost)
+        if not self._is_reachable():
+            return self._alone.enter_many(caller, cost)
+        return None if len(account.waiting) < lease.capacity else lease.refusal(now, cost)
+
+    def when_known(self, caller: Caller, known: Known, cost: int = 1) -> None:
         """Have `known` called with the budget's answer."""
         owner = caller.account
         account = self._accounts[owner]
-        account.waiting.append((caller, known))
+        account.waiting.append((caller, known, cost))
         if account.asking is None:
             self._due[owner] = None
             self._flush.ring()
@@ -150,8 +170,10 @@ class SharedLimits:
         for owner in self._due:
             account = self._accounts[owner]
             if account.asking is None:
-                account.asking, account.waiting = account.waiting, []
-                asks.append(account.lease.ask(owner, len(account.asking), now))
+                cost = account.waiting[0][2] if account.waiting else 1
+                account.asking = [each for each in account.waiting if each[2] == cost]
+                account.waiting = [each for each in account.waiting if each[2] != cost]
+                asks.append(account.lease.ask(owner, len(account.asking), now, cost))
         self._due.clear()
         if asks:
             self.asks += len(asks)
@@ -165,23 +187,24 @@ class SharedLimits:
         if told is None:
             self.failures += 1
             lease.failed(now)
-            for caller, known in asked:
-                known(self._alone.enter(caller))
+            for caller, known, cost in asked:
+                known(self._alone.enter_many(caller, cost))
         else:
-            lease.told(told, len(asked), now)
+            cost = asked[0][2] if asked else 1
+            lease.told(told, len(asked), now, cost)
             if lease.is_open():
                 self._leased[owner] = None
-            for number, (_, known) in enumerate(asked):
-                known(lease.lines(now) if number < told.granted else lease.refusal(now))
+            for number, (_, known, _) in enumerate(asked):
+                known(lease.lines(now) if number < told.granted else lease.refusal(now, cost))
         self._go_on(account)
 
     def _go_on(self, account: Account) -> None:
         """See to those who came while the question was out."""
         waiting, account.waiting = account.waiting, []
-        for caller, known in waiting:
+        for caller, known, cost in waiting:
             # As if it came now: who is told goes on at once, and others who come by that may have this one forgotten.
-            entry = self.enter(caller)
+            entry = self.enter(caller) if cost == 1 else self.enter_many(caller, cost)
             if entry is None:
-                self.when_known(caller, known)
+                self.when_known(caller, known, cost)
             else:
                 known(entry)

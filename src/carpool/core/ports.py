@@ -391,8 +391,12 @@ class RateLimits(Protocol):
         """One more request of this caller. None: that is not known yet; then `when_known` must be called at once."""
         ...
 
-    def when_known(self, caller: Caller, known: Callable[[Entry], None]) -> None:
-        """Have `known` called, later and once, with what `enter` could not tell."""
+    def enter_many(self, caller: Caller, cost: int) -> Entry | None:
+        """The same for a call that counts as `cost` requests: all of it comes in, or nothing."""
+        ...
+
+    def when_known(self, caller: Caller, known: Callable[[Entry], None], cost: int = 1) -> None:
+        """Have `known` called, later and once, with what `enter`, or `enter_many`, could not tell."""
         ...
 
 
@@ -407,9 +411,12 @@ class RateAsk(NamedTuple):
     # Of this gateway's lease: how many were used and not told before (None: nobody knows), and how many it keeps.
     used: int | None
     kept: int
-    # Requests that wait for an answer; how many more to lease for those that are expected.
+    # Calls that wait for an answer; how many more to lease for those that are expected.
     need: int
     want: int
+    # Places that each of these calls takes, and how many of them must be there: the rest is a debt.
+    cost: int = 1
+    fit: int = 1
 
 
 class RateTold(NamedTuple):
@@ -470,6 +477,10 @@ class Admission(RateLimits, Protocol):
 
     def hold(self, request: Request, concurrent: int) -> CarpoolError | None:
         """Count a synchronous request among the `concurrent` that its owner may have at once, or say why not."""
+        ...
+
+    def hold_all(self, requests: Sequence[Request], concurrent: int) -> CarpoolError | None:
+        """The same for those of one call: all of them, or none."""
         ...
 
     def admit(self, request: Request) -> CarpoolError | None:

@@ -79,7 +79,7 @@ class Intake:
         # Whether a synchronous request is refused, whatever is in its body; None where that cannot be known.
         self.early = gate.early
         # The next step, for callers with a limit; see core.ports.RateLimits.
-        self.enter = gate.enter
+        self.enter, self.enter_many = gate.enter, gate.enter_many
         self.when_known = gate.when_known
         self._queue = queue
         self._tasks = tasks

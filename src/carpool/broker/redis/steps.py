@@ -516,6 +516,7 @@ class Steps:
             interval = -(-TICKS_A_MINUTE // ask.per_minute)
             used = -1 if ask.used is None else ask.used
             arguments += (interval, ask.capacity, ask.leased_max, used, ask.kept, ask.need, ask.want)
+            arguments += (ask.cost, ask.fit)
         keys = [shard.rate(ask.owner) for ask in asks]
         self.nodes.run(scripts.RATES, shard.slot, keys, arguments, reading(read_rates, done))
 
