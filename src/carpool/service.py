@@ -61,6 +61,7 @@ class ModelFace:
         self.name = model.name
         self.body_bytes_max = model.body_bytes_max
         self._input = model.input
+        self._protocol = upstream.protocol
         self.codec = make_codec(
             upstream.protocol,
             inputs_field=upstream.inputs_field,
@@ -91,7 +92,7 @@ class ModelFace:
             # At the door alone: what was let in once is not refused later because the rules have changed.
             policy = InputPolicy(limits.input_bytes_max, limits.deny_patterns)
             prepare = checked_first(policy, prepare)
-        return ServedModel(self.name, self.body_bytes_max, self.codec.binary_input, prepare, sharing)
+        return ServedModel(self.name, self.body_bytes_max, self.codec.binary_input, prepare, sharing, self._protocol)
 
 
 def checked_first(policy: InputPolicy, prepare: Prepare | None) -> Prepare:

@@ -242,6 +242,17 @@ class BrokerContract(ABC):
         assert self.broker.submit(self.request("6")) is None
         assert self.held() == (2, 6)
 
+    def test_a_call_of_several_has_room_for_all_or_none(self) -> None:
+        self.broker = self.ready(waiting_max=4, bytes_max=100)
+        calls = [[self.request(f"{size}.{number}", value=b"1" * 10) for number in range(size)] for size in (3, 2, 1)]
+        three, two, one = calls
+        assert self.broker.refusal_of_all(three) is None
+        for request in three:
+            assert self.broker.submit(request) is None
+        assert isinstance(self.broker.refusal_of_all(two), QueueFull)
+        assert self.broker.refusal_of_all(one) is None
+        assert isinstance(self.broker.refusal_of_all([self.request("large", value=b"1" * 71)]), QueueFull)
+
     def test_full_by_bytes(self) -> None:
         self.broker = self.ready(bytes_max=10)
         assert self.broker.submit(self.request("1", value=b"12345678")) is None

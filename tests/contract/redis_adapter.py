@@ -256,6 +256,9 @@ class RedisBroker:
     def when_work_arrives(self, model: str, arrived: Callable[[LaneQueue], None]) -> None:
         self._arrived[model] = arrived
 
+    def refusal_of_all(self, requests: Sequence[Request]) -> CarpoolError | None:
+        return self.queue.refusal_of_all(requests)
+
     def submit(self, request: Request) -> CarpoolError | None:
         refusal = self.queue.submit(request)
         if refusal is not None:

@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -18,6 +18,7 @@ from carpool.core.errors import (
     CarpoolError,
     Forbidden,
     InputRefused,
+    InternalError,
     Malformed,
     QueueFull,
     QueueTimeout,
@@ -25,12 +26,14 @@ from carpool.core.errors import (
     UnknownModel,
 )
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import Caller, Wishes
+from carpool.core.ports import NO_WISHES, Caller, Wishes
 from carpool.core.request import DONE, Request
 from carpool.core.story import state_of
-from carpool.face.intake import RECENT_KEPT, Intake, IntakeSettings, ServedModel
+from carpool.face.intake import PREPARED_A_TURN, RECENT_KEPT, Intake, IntakeSettings, ServedModel
 from carpool.testing import ANYBODY, FakeClock, FakeUpstream, Witness, make_output, make_request
 from carpool.upstream.pool import Pool
+from support.processes import until
+from support.rates import limited
 from support.tasks import open_journal
 
 
@@ -67,7 +70,11 @@ class House:
         queue = self.seats if is_cached else self.broker
         self.intake = Intake(gate, queue, tasks, {"m": self.model}, settings, self.clock)
         self.witness = Witness()
+        self.came: Callable[[int, Output], object] | None = None
+        self.fails_to_answer = False
         self.told: list[Sequence[Outcome]] = []
+        # The numbers that were told with them.
+        self.numbers: list[int | None] = []
 
     def ask(self, value: bytes = b'"x"', name: str = "r1") -> Request:
         return self.intake.ask(
@@ -80,10 +87,23 @@ class House:
             client_id="c1",
         )
 
-    def ask_all(self, *values: bytes) -> None:
+    def ask_all(self, *values: bytes, caller: Caller = ANYBODY, wishes: Wishes = NO_WISHES) -> None:
         self.group = self.intake.ask_all(
-            caller=ANYBODY, model=self.model, parameters=b"", values=values, request_id="r", answer=self.told.append
+            caller=caller,
+            model=self.model,
+            parameters=b"",
+            values=values,
+            request_id="r",
+            answer=self.answer,
+            came=self.came,
+            wishes=wishes,
         )
+
+    def answer(self, outcomes: Sequence[Outcome], number: int | None) -> None:
+        if self.fails_to_answer and len(outcomes) > 1:
+            raise ZeroDivisionError
+        self.told.append(outcomes)
+        self.numbers.append(number)
 
     def take(self) -> list[Request]:
         return [request for lane in self.broker.lanes("m") for request in self.broker.take(lane, 64, self.clock())]
@@ -219,10 +239,108 @@ async def test_a_group_comes_in_whole_or_not_at_all(house: House) -> None:
 
 
 async def test_a_group_with_an_input_that_cannot_be_carried_does_not_come_in(house: House) -> None:
-    with pytest.raises(Malformed):
-        house.ask_all(b'"x"', b'"odd"')
+    house.ask_all(b'"x"', b'"odd"', b'"x"')
+    ((error,),) = house.told
+    assert isinstance(error, Malformed)
+    assert house.numbers == [1]
     assert house.broker.held == 0
-    assert house.told == []
+
+
+async def test_a_refusal_is_that_of_the_whole_group(house: House) -> None:
+    house.ask_all(*[b'"x"'] * 5)
+    assert house.numbers == [None]
+    assert found(house, "r.4").phase == DONE
+
+
+@pytest.mark.parametrize("size", [PREPARED_A_TURN - 1, PREPARED_A_TURN, 4 * PREPARED_A_TURN + 1])
+async def test_a_long_group_comes_in_over_some_turns(house: House, size: int) -> None:
+    house.broker.waiting_max, house.broker.bytes_max = 5000, 10**6
+    house.ask_all(*[b"%d" % number for number in range(size)])
+    assert (house.broker.held == 0) == (size > PREPARED_A_TURN)  # all at once, in the end
+    await until(lambda: house.broker.held == size)
+    taken: list[Request] = []
+    while some := house.take():
+        taken += some
+    for request in taken:
+        house.broker.settle(request, make_output(request.input))
+    (outcomes,) = house.told
+    assert [int(each.value) for each in outcomes if isinstance(each, Output)] == list(range(size))
+
+
+@pytest.mark.parametrize("end", ["left", "odd", "full"])
+async def test_a_long_group_that_does_not_come_in_keeps_nothing(house: House, end: str) -> None:
+    house.broker.bytes_max = 10**6
+    house.broker.waiting_max = 100 if end == "full" else 5000
+    values = [b'"a long text %d"' % number for number in range(1000)]
+    if end == "odd":
+        values[700] = b'"odd"'
+    house.ask_all(*values, caller=limited(0, concurrent=5000))
+    if end == "left":
+        house.group.leave()
+        await asyncio.sleep(0.01)
+        assert house.told == []
+    else:
+        await until(lambda: bool(house.told))
+        assert house.numbers == [700 if end == "odd" else None]
+    assert house.broker.held == 0 and house.take() == []
+    house.ask_all(b'"x"', b'"y"', caller=limited(0, concurrent=2))  # no permit is left behind
+    assert house.broker.held == 2
+    assert all("a long text" not in repr(request) for request in gc.get_objects() if type(request) is Request)
+
+
+async def test_permits_are_for_all_or_none(house: House) -> None:
+    caller = limited(0, concurrent=3)
+    house.ask_all(b'"a"', b'"b"', caller=caller)
+    house.ask_all(b'"c"', b'"d"', caller=caller)
+    ((refusal,),) = house.told
+    assert refusal.code == "rate-limited" and house.broker.held == 2  # type: ignore[union-attr]
+    for request in house.take():
+        house.broker.settle(request, make_output(b"1"))
+    house.ask_all(*[b'"x"'] * 4, caller=caller)
+    assert house.broker.held == 4
+
+
+async def test_a_group_is_judged_as_a_whole_at_the_door(house: House) -> None:
+    """One a second is served, and two seconds is how long a request may wait: three may come, and no more."""
+    house.door.learn([1.0], [1.0], [house.broker.standing("m", 0)])
+    house.ask_all(*[b'"x"'] * 4)
+    ((refusal,),) = house.told
+    assert isinstance(refusal, Shed) and "send 2 inputs at most" in refusal.detail
+    assert house.broker.held == 0 and house.take() == []
+    house.ask_all(*[b'"x"'] * 3)
+    assert house.broker.held == 3
+    house.ask_all(b'"y"', wishes=Wishes(timeout_s=1.0))
+    assert isinstance(house.told[1][0], Shed)
+
+
+async def test_what_comes_is_made_something_of_at_once(house: House) -> None:
+    house.came = lambda number, output: (number, output.value)
+    house.ask_all(b'"a"', b'"b"')
+    for request in reversed(house.take()):
+        house.broker.settle(request, make_output(b"1"))
+    (made,) = house.told
+    assert list(map(str, made)) == ["(0, b'1')", "(1, b'1')"]
+
+
+@pytest.mark.parametrize("failing", ["came", "answer", "prepare"])
+async def test_a_defect_is_told(house: House, failing: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever waits must not wait for ever."""
+
+    def raises(*_: object) -> None:
+        raise ZeroDivisionError
+
+    house.fails_to_answer = failing == "answer"
+    if failing == "came":
+        house.came = raises
+    elif failing == "prepare":
+        house.model = ServedModel("m", 1000, lambda data: data, raises)
+    house.ask_all(b'"a"', b'"b"')
+    for request in house.take():
+        house.broker.settle(request, make_output(b"1"))
+    ((error,),) = house.told
+    assert isinstance(error, InternalError)
+    assert house.broker.held == 0
+    assert "ZeroDivisionError" in caplog.text
 
 
 async def test_the_first_error_ends_a_group(house: House) -> None:
@@ -250,14 +368,23 @@ async def test_of_a_group_that_is_over_nothing_is_kept_with_its_requests(house: 
         """What a face keeps for a call."""
 
     told = Told()
+
+    def answer(outcomes: Sequence[Outcome], number: int | None, told: Told = told) -> None:
+        told.append(outcomes)
+
     house.intake.ask_all(
-        caller=ANYBODY, model=house.model, parameters=b"", values=[b'"a"'] * 2, request_id="r", answer=told.append
+        caller=ANYBODY,
+        model=house.model,
+        parameters=b"",
+        values=[b'"a"'] * 2,
+        request_id="r",
+        answer=answer,
     )
     for request in house.take():
         house.broker.settle(request, outcome)
     assert len(told) == 1
     kept = weakref.ref(told)
-    del told, request
+    del told, request, answer
     gc.collect()
     assert house.intake.find_recent("r.0") is not None
     assert kept() is None
@@ -283,6 +410,37 @@ async def test_a_group_that_expires_takes_nobody_elses_deadline_along(cached_hou
     ((error,),) = house.told
     assert isinstance(error, QueueTimeout)
     assert isinstance(house.witness.outcome(other), QueueTimeout)
+    assert (house.seats.held, house.seats.queued, house.broker.held) == (0, 0, 0)
+
+
+async def test_a_group_with_inputs_twice_takes_a_seat_for_each_once(cached_house: House) -> None:
+    house = cached_house
+    house.ask_all(b'"known"')
+    house.broker.settle(house.take()[0], make_output(b"0"))
+    house.ask_all(b'"known"', *[b'"a"', b'"b"'] * 2)
+    seats = house.take()
+    assert [seat.input for seat in seats] == [b'"a"', b'"b"']
+    for seat in seats:
+        house.broker.settle(seat, make_output(seat.input))
+    outcomes = house.told[1]
+    values = [each.value for each in outcomes if isinstance(each, Output)]
+    assert values == [b"0", b'"a"', b'"b"', b'"a"', b'"b"']
+    assert (house.seats.held, house.seats.queued, house.broker.held) == (0, 0, 0)
+    house.door.learn([0.0], [1.0], [house.broker.standing("m", 0)])  # nothing is served any more
+    house.ask_all(*[b'"b"'] * 4)
+    assert len(house.told[2]) == 4  # what is kept is never refused for load
+
+
+async def test_a_group_with_inputs_twice_that_leaves_frees_all(cached_house: House) -> None:
+    house = cached_house
+    house.ask_all(b'"a"', b'"b"', b'"a"')
+    other = house.ask(b'"b"')
+    house.group.leave()
+    assert house.told == []
+    (seat,) = house.take()
+    assert seat.input == b'"b"'
+    house.broker.settle(seat, make_output(b"1"))
+    assert isinstance(house.witness.outcome(other), Output)
     assert (house.seats.held, house.seats.queued, house.broker.held) == (0, 0, 0)
 
 

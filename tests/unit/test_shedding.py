@@ -261,6 +261,51 @@ def test_who_would_be_late_takes_no_place_from_others() -> None:
     assert scene.door.predicted_wait_s(FREE) == pytest.approx(0.02)
 
 
+class TestCallsOfMany:
+    def ask(self, scene: Scene, count: int, seconds: float = 2.0, tier: int = FREE, owner: str = "o") -> Shed | None:
+        scene.now += RECOUNT_QUIET_S
+        return scene.door.refusal_of_all(tier, owner, scene.now, count, seconds)
+
+    def test_the_last_must_be_served_in_time(self) -> None:
+        scene = Scene()
+        refusal = self.ask(scene, 2002)
+        assert refusal is not None and refusal.detail.endswith("send 2000 inputs at most in a call")
+        assert scene.door.shed[FREE] == 2002
+        assert self.ask(scene, 2001) is None
+
+    def test_what_waits_counts_in_turns(self) -> None:
+        scene = Scene()
+        scene.stands[FREE].set(other=200)
+        assert self.ask(scene, 1800) is None
+        assert self.ask(scene, 1802) is not None
+        scene.stands[FREE].set(other=10_000)
+        assert self.ask(scene, 2) is None  # owners are served in turn
+        assert self.ask(scene, 1001) is not None
+
+    def test_the_first_must_come_in_as_one_alone_would(self) -> None:
+        scene = Scene()
+        scene.stands[FREE].set(o=250)
+        assert scene.ask(FREE, "o") is not None
+        assert self.ask(scene, 2) is not None
+
+    def test_all_of_them_take_places(self) -> None:
+        scene = Scene()
+        assert self.ask(scene, 300, tier=PAID) is None
+        assert scene.door.refusal(FREE, "b", scene.now) is None  # rule 3
+        assert scene.door.rooms[FREE] < 0 < scene.door.rooms[ENTERPRISE]
+
+    def test_nobody_is_refused_before_the_capacity_is_known(self) -> None:
+        assert Door(TIERS, [Stands() for _ in TIERS]).refusal_of_all(FREE, "a", 1.0, 2048, 0.1) is None
+
+    def test_thresholds(self) -> None:
+        scene = Scene(thresholds=Thresholds(depth_highest_only=20, depth_not_lowest=10))
+        assert self.ask(scene, 100) is None  # nobody waits
+        scene.stands[FREE].set(o=1)
+        assert self.ask(scene, 100) is not None
+        assert self.ask(scene, 9) is None
+        assert self.ask(scene, 100, tier=ENTERPRISE) is None
+
+
 def test_a_gateway_to_which_nothing_came_so_far_lets_the_first_in() -> None:
     """The others have more than all of the capacity, at any tier."""
     scene = Scene()

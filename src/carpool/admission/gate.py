@@ -101,12 +101,26 @@ class Gate:
         if upstream.is_down or (upstream.is_shut_to_some and upstream.is_shut_to(request.owner)):
             return upstream_down(upstream)
         door = self._doors.get(request.model)
-        if door is None:
+        if door is None or request.is_judged:
             return self._broker.submit(request)
         now, refusal = request.arrived, None
         if request.own_timeout_s:
             refusal = door.refusal_if_late(request.tier, request.owner, request.deadline - now)
         return refusal or door.refusal(request.tier, request.owner, now) or self._broker.submit(request)
+
+    def judge_all(self, requests: Sequence[Request]) -> CarpoolError | None:
+        """Why those of one call are not let in, all of them; if they are, each still has to be, with `admit`."""
+        first = requests[0]
+        if (refusal := self._broker.refusal_of_all(requests)) is not None:
+            return refusal
+        if (door := self._doors.get(first.model)) is not None:
+            seconds = min(first.queue_timeout_s, first.deadline - first.arrived)
+            refusal = door.refusal_of_all(first.tier, first.owner, first.arrived, len(requests), seconds)
+            if refusal is not None:
+                return refusal
+        for request in requests:
+            request.is_judged = True
+        return None
 
     def admit_task(self, request: Request, accepted: Callable[[CarpoolError | None], None]) -> None:
         """Let a task in: `accepted(None)` once it is safe, or `accepted(error)`."""

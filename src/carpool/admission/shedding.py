@@ -16,6 +16,8 @@
 8. Over Redis a gateway does not see who of its requests still waits and who is being served. As many as the slots can
    have at once are; of each tier in proportion to what was served of it lately.
 9. One batch may always wait, however slow the model is: a slot that becomes free must find a full one.
+10. A call of many comes in whole or not at all: where its first would come in, and its last would get a slot before its
+    time in the queue is over. By thresholds: where there is room for all of them, or nobody waits.
 """
 
 from collections import deque
@@ -144,7 +146,19 @@ class Door:
                 rooms[behind] -= 1
         return None
 
-    def refusal_if_full(self, tier: int, owner: str, now: float) -> Shed | None:
+    def refusal_of_all(self, tier: int, owner: str, now: float, count: int, seconds: float) -> Shed | None:
+        """Let so many of one call in, the last of which has so many seconds to wait, or say why not (rule 10)."""
+        refusal = self.refusal_if_full(tier, owner, now, count) or self.refusal_if_late(tier, owner, seconds, count)
+        is_short = self._thresholds is not None and self._is_known and self.rooms[tier] < count
+        if refusal is None and is_short and any(map(self._waiting, range(len(self._tiers)))):
+            refusal = self._refuse(tier, count, self.predicted_wait_s(tier))
+        if refusal is None:
+            self._admitted[tier] += count
+            for behind in range(tier, len(self.rooms)):
+                self.rooms[behind] -= count
+        return refusal
+
+    def refusal_if_full(self, tier: int, owner: str, now: float, count: int = 1) -> Shed | None:
         """Why a request would be refused; None leaves the decision for later: then it is asked for again."""
         if now >= self._recount_at or (self.rooms[tier] <= 0 and now >= self._counted_at + RECOUNT_S):
             self._recount(now)
@@ -155,30 +169,34 @@ class Door:
             allowed = self._allowed[tier]
             if self._standings[tier].owners + 1 < allowed and self._turns(tier, owner) < allowed:
                 return None
-        self._refused[tier] += 1
-        self.shed[tier] += 1
+        self._refused[tier] += count
+        self.shed[tier] += count
         refusal = self._refusals[tier]
         if refusal is None:
             refusal = self._refusals[tier] = too_long(self.predicted_wait_s(tier))
         return refusal
 
-    def refusal_if_late(self, tier: int, owner: str, seconds: float) -> Shed | None:
+    def refusal_if_late(self, tier: int, owner: str, seconds: float, count: int = 1) -> Shed | None:
         """Why a request that has so many seconds until its deadline is not let in; it would not be served by then.
 
-        To be asked before it is let in: it takes no place.
+        To be asked before it is let in: it takes no place. Of a call of so many, the last.
         """
         if self._thresholds is not None or not self._is_known:
             return None
         capacity, waiting = self.capacity[tier] * self.trust[tier], self._waiting(tier)
-        ahead = self._ahead(tier) - waiting + min(waiting, self._turns(tier, owner))
+        ahead = self._ahead(tier) - waiting + min(waiting + count - 1, self._turns(tier, owner, count))
         if not ahead:
             return None  # nobody overtakes one that does not wait
         wait_s = (ahead + self._overtakers(tier, seconds)) / capacity if capacity > 0.0 else inf
         if wait_s <= seconds:
             return None
-        self._refused[tier] += 1
-        self.shed[tier] += 1
-        return too_long(wait_s)
+        fewer = int(capacity * seconds)
+        return self._refuse(tier, count, wait_s, f"; send {fewer} inputs at most in a call" if fewer < count else "")
+
+    def _refuse(self, tier: int, count: int, wait_s: float, advice: str = "") -> Shed:
+        self._refused[tier] += count
+        self.shed[tier] += count
+        return too_long(wait_s, advice)
 
     def predicted_wait_s(self, tier: int) -> float:
         """How long a request of this tier would wait for a slot, by all that waits now."""
@@ -306,11 +324,11 @@ class Door:
                     ahead += self._waiting(lower) * (1.0 - head_start_s / wait_s)
         return ahead
 
-    def _turns(self, tier: int, owner: str) -> int:
-        """Rule 3: what is served of a tier until it is the turn of one more request of this owner."""
+    def _turns(self, tier: int, owner: str, count: int = 1) -> int:
+        """Rule 3: what is served of a tier until it is the turn of one more request of this owner, or of so many."""
         standing = self._standings[tier]
         own = standing.of(owner)
-        return (own + 1) * (standing.owners + (own == 0))
+        return (own + count) * (standing.owners + (own == 0))
 
     def _overtaking(self, tier: int) -> float:
         """What comes later, within the longest wait of this tier, and is served before."""
@@ -325,7 +343,7 @@ class Door:
         )
 
 
-def too_long(wait_s: float) -> Shed:
+def too_long(wait_s: float, advice: str = "") -> Shed:
     """What is told to whoever would wait so long."""
     if wait_s == inf:
         wait_ms, retry_after_s = None, RETRY_AFTER_S_MAX
@@ -334,7 +352,7 @@ def too_long(wait_s: float) -> Shed:
         wait_ms = round(wait_s * 1000)
         retry_after_s = min(RETRY_AFTER_S_MAX, max(1, ceil(wait_ms / 1000)))
     return Shed(
-        "more comes in than can be served in time; try again after the time in Retry-After, or submit a task",
+        "more comes in than can be served in time; try again after the time in Retry-After, or submit a task" + advice,
         retry_after_s=retry_after_s,
         predicted_wait_ms=wait_ms,
     )

@@ -158,6 +158,14 @@ class MemoryBroker:
         self.enqueue(request)
         return None
 
+    def refusal_of_all(self, requests: Sequence[Request]) -> CarpoolError | None:
+        """Why there is no room for all of them; None if there is."""
+        size = sum(request.size for request in requests)
+        if self.held + len(requests) > self.waiting_max or self.held_bytes + size > self.bytes_max:
+            return QueueFull("the queue has no room for all inputs of this call; try again soon", retry_after_s=1)
+        lanes = {request.lane_key: request for request in requests}
+        return next((refusal for each in lanes.values() if (refusal := self._refusal(each)) is not None), None)
+
     def reserve(self, request: Request) -> CarpoolError | None:
         """Count the request against the bounds; it must be enqueued or settled later."""
         refusal = self._refusal(request)

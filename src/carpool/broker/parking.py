@@ -80,6 +80,13 @@ class Parking:
             self._events.admitted(request)
         return None
 
+    def refusal_of_all(self, requests: Sequence[Request]) -> CarpoolError | None:
+        """Why not all of them could be parked; None if they can."""
+        size = sum(request.size for request in requests)
+        if self.held + len(requests) > self._waiting_max or self.held_bytes + size > self._bytes_max:
+            return QueueFull("the queue has no room for all inputs of this call; try again soon", retry_after_s=1)
+        return None
+
     def standing(self, model: str, tier: int) -> Standing:
         """Who has synchronous requests of one model and tier parked here. It stays the same object."""
         return self._shares[model, tier]

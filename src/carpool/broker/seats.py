@@ -16,7 +16,7 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from copy import copy
 from functools import partial
 from math import inf
@@ -140,6 +140,19 @@ class Seats:
         request.result_key, request.result, request.waiter = key, request.waiter, self
         self._open[key] = request
         return self._admit(request)
+
+    def needing(self, requests: Sequence[Request], wishes: Wishes) -> Sequence[Request]:
+        """Those of one call that would take a seat: none for which there is a result, or another of them."""
+        if wishes.no_store or wishes.no_cache:
+            return requests
+        needing: dict[SameKey, Request] = {}
+        for request in requests:
+            key = self._key_of(request)
+            if key not in self._open and (
+                hash(key) not in self._kept or self._results.find(key, request.arrived) is None
+            ):
+                needing.setdefault(key, request)
+        return list(needing.values())
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request that was alone to its end has its outcome."""

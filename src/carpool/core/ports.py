@@ -92,6 +92,10 @@ class RequestQueue(Cancels, Protocol):
         """Queue the request, or say why not. Its outcome comes through `request.settle`."""
         ...
 
+    def refusal_of_all(self, requests: Sequence[Request]) -> CarpoolError | None:
+        """Why there is no room for those of one call, all of them; None if there is, as far as this process knows."""
+        ...
+
 
 class Returns(Outcomes, Protocol):
     """Where outcomes go, and requests that are to be sent again in other company."""
@@ -349,6 +353,10 @@ class Sharing(Protocol):
         """Let a synchronous request in, or say why not. It may have its outcome when this returns."""
         ...
 
+    def needing(self, requests: Sequence[Request], wishes: "Wishes") -> Sequence[Request]:
+        """Those of one call that must be let in, since neither a result nor another request serves them."""
+        ...
+
     def submit(self, request: Request, wishes: "Wishes", accepted: Callable[[CarpoolError | None], None]) -> None:
         """Let a task in: `accepted(None)` once it is safe, or `accepted(error)`."""
         ...
@@ -485,6 +493,10 @@ class Admission(RateLimits, Protocol):
 
     def admit(self, request: Request) -> CarpoolError | None:
         """Let a synchronous request in, or say why not."""
+        ...
+
+    def judge_all(self, requests: Sequence[Request]) -> CarpoolError | None:
+        """Why those of one call are not let in, all of them; if they are, each still has to be, at once, by `admit`."""
         ...
 
     def admit_task(self, request: Request, accepted: Callable[[CarpoolError | None], None]) -> None:

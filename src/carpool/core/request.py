@@ -79,6 +79,8 @@ class Request(msgspec.Struct, eq=False):
     is_task: bool = False
     # It stands for several clients' requests, which are counted in its place.
     is_seat: bool = False
+    # The call that it is part of was let in as a whole: nobody refuses it for load.
+    is_judged: bool = False
     # For models whose results are kept: the key of its result; the result that was found for a task, or who waits for
     # another one.
     result_key: Any = None

@@ -10,21 +10,33 @@ A face translates: bytes of its protocol to the arguments here, outcomes back to
 5. `cancel` whoever has left.
 """
 
+import asyncio
+import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from typing import Any
 
 import msgspec
 
 from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import CarpoolError, ClientLeft, Forbidden, UnknownModel
-from carpool.core.outcome import Outcome
+from carpool.core.errors import CarpoolError, ClientLeft, Forbidden, InternalError, UnknownModel
+from carpool.core.names import ProtocolName
+from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_WISHES, Admission, Caller, Cancels, Peer, Sharing, TaskBoard, Wishes
 from carpool.core.request import Request, Waiter
 from carpool.core.task import StoredTask
+from carpool.core.trace import Trace
 
+logger = logging.getLogger("carpool.face")
+
+# So many requests of a call are made in a turn of the event loop: each takes some microseconds.
+PREPARED_A_TURN = 256
+# Told all outcomes of a call, or one error and the number of the input that it is of.
+Answer = Callable[[Sequence[Any], int | None], None]
+# Makes of an output, as it comes, what is kept of it.
+Came = Callable[[int, Output], Any]
 # How many of the last requests can be asked for at /internal/requests/{id}.
 RECENT_KEPT = 8192
 # A prefix of this process and a number: unique, and cheaper than drawing randomness for each request.
@@ -48,6 +60,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     prepare: Callable[[Request], None] | None = None
     # For models whose results are kept: it stands before admission.
     sharing: Sharing | None = None
+    # What its upstream speaks, and so what inputs and outputs are.
+    protocol: ProtocolName = "json"
 
 
 class IntakeSettings(msgspec.Struct, frozen=True):
@@ -96,6 +110,10 @@ class Intake:
         if model is None:
             raise UnknownModel(f"this gateway serves {', '.join(self._models)}; name one of these, or none")
         return model
+
+    def models(self) -> Collection[ServedModel]:
+        """All of them."""
+        return self._models.values()
 
     def ask(
         self,
@@ -154,37 +172,108 @@ class Intake:
         parameters: bytes,
         values: Sequence[bytes],
         request_id: str,
-        answer: Callable[[Sequence[Outcome]], None],
+        answer: "Answer",
+        came: "Came | None" = None,
         wishes: Wishes = NO_WISHES,
+        begin_trace: Callable[[], Trace | None] | None = None,
     ) -> "Group":
-        """Let several inputs of one call in, or none of them; `answer` is told all outcomes, in their order.
+        """Let the inputs of one call in, all or none; `answer` is told all outcomes in their order, or one error.
 
-        The first that is refused, or fails, ends the others: `answer` is then told that error alone.
+        The first that is refused, or fails, ends the others; its number is told with its error, which is None where
+        it is the whole call's. What `came` makes of an output, as it comes, is kept in its place. A long call comes in
+        over some turns of the event loop. Raises Forbidden if the caller may not ask for the model.
         """
-        group = Group(self, answer, len(values))
-        if not values:
-            group.is_over = True
-            answer([])
-        for number, value in enumerate(values):
-            try:
-                request = self.ask(
-                    caller=caller,
-                    model=model,
-                    parameters=parameters,
-                    value=value,
-                    request_id=f"{request_id}.{number}",
-                    waiter=group,
-                    ticket=number,
-                    wishes=wishes,
-                )
-            except CarpoolError:
-                group.leave()
-                raise
-            group.requests.append(request)
-            if group.is_over:
-                group.leave()  # this one too, if it came in after all
-                break
+        if caller.models is not None:
+            check_model(caller.models, model.name)
+        group = Group(self, answer, came, len(values))
+        if values:
+            coming = _Coming(group, caller, model, parameters, values, request_id, wishes, begin_trace)
+            self._prepare_some(coming)
+        else:
+            group.tell([])
         return group
+
+    def _prepare_some(self, coming: "_Coming") -> None:
+        """Make the next requests of a call; with the last of them, let all in."""
+        group, values, requests = coming.group, coming.values, coming.requests
+        if group.is_over:
+            self._end_all(requests, ClientLeft("the client left"))
+            return
+        try:
+            for number in range(len(requests), min(len(requests) + PREPARED_A_TURN, len(values))):
+                requests.append(self._make(coming, number))
+            if len(requests) < len(values):
+                asyncio.get_running_loop().call_soon(self._prepare_some, coming)
+                return
+        except Exception as failure:
+            error, number = as_error(failure), len(requests)
+            self._end_all(requests, error)
+            group.fail(error, number)
+            return
+        try:
+            self._let_in(coming)
+        except Exception as failure:
+            rest = requests[len(group.requests) :]
+            group.fail(as_error(failure))
+            self._end_all(rest, ClientLeft("the client left"))
+
+    def _make(self, coming: "_Coming", number: int) -> Request:
+        """One request of a call, which has yet to come in."""
+        caller, model, value, settings = coming.caller, coming.model, coming.values[number], self._settings
+        request = Request(
+            coming.request_id if len(coming.values) == 1 else f"{coming.request_id}.{number}",
+            model.name,
+            coming.parameters,
+            value,
+            len(value) + len(coming.parameters),
+            caller.tier,
+            0.0,
+            0.0,
+            settings.queue_timeout_s,
+            0.0,
+            coming.group,
+            number,
+            caller.owner,
+        )
+        if model.prepare is not None:
+            model.prepare(request)
+        return request
+
+    def _let_in(self, coming: "_Coming") -> None:
+        group, requests, wishes, settings = coming.group, coming.requests, coming.wishes, self._settings
+        gate, limit, sharing, now = self._gate, coming.caller.limit, coming.model.sharing, self._clock()
+        place, deadline = now + settings.tier_target_s[coming.caller.tier], now + settings.total_timeout_s
+        for request in requests:
+            request.arrived, request.place, request.deadline = now, place, deadline
+            if wishes is not NO_WISHES:
+                apply(wishes, request)
+            if coming.begin_trace is not None:
+                request.trace = coming.begin_trace()
+        refusal = gate.hold_all(requests, limit.concurrent) if limit is not None and limit.concurrent else None
+        if refusal is None and len(requests) > 1:
+            needing = requests if sharing is None else sharing.needing(requests, wishes)
+            refusal = gate.judge_all(needing) if needing else None
+        self._recent.extend(requests)
+        if refusal is not None:
+            self._end_all(requests, refusal)
+            group.fail(refusal)
+            return
+        for number, request in enumerate(requests):
+            if group.is_over:  # what came before has failed: nobody waits for the rest
+                self._end_all(requests[number:], ClientLeft("the client left"))
+                return
+            group.requests.append(request)
+            refusal = gate.admit(request) if sharing is None else sharing.ask(request, wishes)
+            if refusal is not None:
+                group.requests.pop()
+                request.settle(refusal, now)
+
+    def _end_all(self, requests: Sequence[Request], error: CarpoolError) -> None:
+        """Those that did not come in: what they hold is not needed any more."""
+        now = self._clock()
+        for request in requests:
+            request.waiter = NOBODY
+            request.settle(error, now)
 
     def submit(
         self,
@@ -290,11 +379,13 @@ def shorten(request: Request, timeout_s: float) -> None:
 class Group:
     """Requests of one call: it waits for all of their outcomes, or for the first error."""
 
-    def __init__(self, intake: Intake, answer: Callable[[Sequence[Outcome]], None], size: int) -> None:
+    def __init__(self, intake: Intake, answer: Answer, came: Came | None, size: int) -> None:
         self._intake = intake
         self._answer = answer
-        self._outcomes: list[Outcome | None] = [None] * size
+        self._came = came
+        self._outcomes: list[Any] = [None] * size
         self._missing = size
+        # Those that came in.
         self.requests: list[Request] = []
         # Answered, or left.
         self.is_over = False
@@ -303,17 +394,34 @@ class Group:
         """Take the outcome of one of them."""
         if self.is_over:
             return
-        answer, outcomes = self._answer, self._outcomes
-        if isinstance(outcome, CarpoolError):
+        number: int = request.ticket
+        if isinstance(outcome, ClientLeft):
             self.leave()
-            if not isinstance(outcome, ClientLeft):
-                answer([outcome])
             return
-        outcomes[request.ticket] = outcome
+        if isinstance(outcome, CarpoolError):
+            self.fail(outcome, number)
+            return
+        try:
+            self._outcomes[number] = outcome if self._came is None else self._came(number, outcome)
+        except Exception as failure:
+            self.fail(as_error(failure), number)
+            return
         self._missing -= 1
         if not self._missing:
-            self._end()
-            answer([each for each in outcomes if each is not None])
+            self.tell(self._outcomes)
+
+    def fail(self, error: CarpoolError, number: int | None = None) -> None:
+        """Tell an error, of one of them or of all, in place of everything."""
+        if not self.is_over:
+            answer = self._answer
+            self.leave()
+            _tell(answer, [error], number)
+
+    def tell(self, outcomes: Sequence[Any]) -> None:
+        """All are there."""
+        answer = self._answer
+        self._end()
+        _tell(answer, outcomes, None)
 
     def leave(self) -> None:
         """Nobody waits for any of them any more."""
@@ -325,11 +433,44 @@ class Group:
     def _end(self) -> None:
         # The requests are kept for a while, and so is their waiter: what it was told, and whom it tells, must not be.
         self.is_over = True
-        self._outcomes, self.requests, self._answer = [], [], _tell_nobody
+        self._outcomes, self.requests, self._answer, self._came = [], [], _tell_nobody, None
 
 
-def _tell_nobody(outcomes: Sequence[Outcome]) -> None:
+class _Coming(msgspec.Struct, eq=False):
+    """A call that is about to come in."""
+
+    group: Group
+    caller: Caller
+    model: ServedModel
+    parameters: bytes
+    values: Sequence[bytes]
+    request_id: str
+    wishes: Wishes
+    begin_trace: Callable[[], Trace | None] | None
+    requests: list[Request] = []
+
+
+def _tell(answer: Answer, outcomes: Sequence[Any], number: int | None) -> None:
+    """Whatever goes wrong where an answer is written, its client is told that."""
+    try:
+        answer(outcomes, number)
+    except Exception as failure:
+        try:
+            answer([as_error(failure)], None)
+        except Exception:
+            logger.exception("a call could not be told that it failed")
+
+
+def _tell_nobody(outcomes: Sequence[Any], number: int | None) -> None:
     """Whoever waited was told, or left."""
+
+
+def as_error(failure: Exception) -> CarpoolError:
+    """What is told of an exception; if it is a defect of ours, the log has it all."""
+    if isinstance(failure, CarpoolError):
+        return failure
+    logger.error("a call failed", exc_info=failure)
+    return InternalError("the gateway failed on this request")
 
 
 class _Nobody:

@@ -1,6 +1,7 @@
 """A toy broker between a gateway and a batcher: a list that both can see."""
 
 from collections import deque
+from collections.abc import Sequence
 
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.parking import Parking
@@ -25,6 +26,9 @@ class ToyQueue:
         if refusal is None:
             self.wire.append((request.number, request.model, request.parameters, request.input, request.deadline))
         return refusal
+
+    def refusal_of_all(self, requests: Sequence[Request]) -> CarpoolError | None:
+        return self.parking.refusal_of_all(requests)
 
     def cancel(self, request: Request) -> None:
         if request in self.parking:

@@ -13,7 +13,7 @@
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -173,11 +173,17 @@ class RedisQueue:
             self.parking.arrivals[request.model] += refusal is None
             return refusal
         if self._is_memory_full():
-            return BrokerMemoryFull("the memory of Redis is nearly full; try again soon", retry_after_s=1)
+            return memory_full()
         refusal = self.parking.park(request)
         if refusal is None:
             self._queue(request)
         return refusal
+
+    def refusal_of_all(self, requests: Sequence[Request]) -> CarpoolError | None:
+        """Why those of one call cannot be queued, all of them, as far as this gateway knows."""
+        if self.mode != "redis":
+            return out_of_reach() if self._local is None else self._local.refusal_of_all(requests)
+        return memory_full() if self._is_memory_full() else self.parking.refusal_of_all(requests)
 
     def cancel(self, request: Request) -> None:
         """The client left: never send it if it has not been sent yet, discard its result otherwise."""
@@ -507,6 +513,11 @@ def piles_of(parts: Iterable[tuple[Group, list[Request]]]) -> Iterable[Pile]:
         entries += len(requests)
     if pile:
         yield pile
+
+
+def memory_full() -> BrokerMemoryFull:
+    """What is told while Redis has hardly any memory left."""
+    return BrokerMemoryFull("the memory of Redis is nearly full; try again soon", retry_after_s=1)
 
 
 def entry_of(request: Request) -> bytes | None:
