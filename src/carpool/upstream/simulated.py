@@ -1,7 +1,8 @@
 """A simulated GPU: the fixed API to develop against, in this process (`sim:`) or behind HTTP (`carpool sim-gpu`).
 
 1. A call holds a slot for `latency_ms` + `per_item_ms` an input; a call that finds every slot busy waits its turn.
-2. A string is answered reversed, anything else as `{"echo": input}`: a checker can tell whose answer it got.
+2. A string is answered reversed, anything else as `{"echo": input}`: a checker can tell whose answer it got. With
+   `dimensions` any input is answered by a vector of so many numbers, of which the first tells the same.
 3. A call is answered once, or its connection is reset, or its client leaves; each of them frees its place.
 4. Faults come at the end of the latency, when the work has been done: the harder case for whoever retries.
 5. A batch with an input that is to be refused gets 400, one with poison 500, both whole: the API does not say which
@@ -13,10 +14,12 @@ The usual batch, ASCII strings without escapes, is reversed without being decode
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from math import isfinite
 from random import Random
 from typing import Annotated, Any, NamedTuple, Protocol
 from urllib.parse import parse_qsl
+from zlib import crc32
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -43,6 +46,8 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     per_item_ms: Milliseconds = 0.0
     slots: Annotated[int, Meta(ge=1, le=65536)] = 1
     max_batch: Annotated[int, Meta(ge=1, le=65536)] = 64
+    # Above 0 it is a model that embeds.
+    dimensions: Annotated[int, Meta(ge=0, le=65536)] = 0
     # 500; no answer at all; connection reset; one output too few; 200 with bytes that are no JSON.
     error_rate: Rate = 0.0
     hang_rate: Rate = 0.0
@@ -135,6 +140,23 @@ def read_call(body: bytes) -> SimulatedBatch:
     if not inputs:
         raise CallRefusedError("the batch is empty")
     return SimulatedBatch(inputs, field, is_ascii and b"\\" not in body)
+
+
+def first_of_vector(value: bytes) -> float:
+    """What the vector of an input begins with: as a 32-bit float it is the same."""
+    return (crc32(value) & 0xFFFFFF) / 2**24
+
+
+@lru_cache(16)
+def _rest_of_vector(dimensions: int) -> bytes:
+    return b"".join(b",%.8f" % ((number * 7919 % 2000 - 1000) / 9999) for number in range(1, dimensions)) + b"]"
+
+
+def vectors_json(batch: SimulatedBatch, count: int, dimensions: int) -> bytes:
+    """The same of a model that embeds."""
+    rest = _rest_of_vector(dimensions)
+    vectors = [b"[%r%b" % (first_of_vector(bytes(raw)), rest) for raw in batch.inputs[:count]]
+    return b'{"%b":[%b]}' % (batch.field, b",".join(vectors))
 
 
 def outputs_json(batch: SimulatedBatch, count: int) -> bytes:
@@ -329,7 +351,10 @@ class SimulatedGpu:
             return error_answer(500, "the model failed on this batch"), seconds
         if fault == "garbage":
             return Answer(200, _GARBAGE), seconds
-        return Answer(200, outputs_json(batch, count - 1 if fault == "short" else count)), seconds
+        answered = count - 1 if fault == "short" else count
+        if settings.dimensions:
+            return Answer(200, vectors_json(batch, answered, settings.dimensions)), seconds
+        return Answer(200, outputs_json(batch, answered)), seconds
 
     def _draw_fault(self) -> str:
         if self._faultless:
