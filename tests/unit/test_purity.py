@@ -51,6 +51,7 @@ PURE = [
     "upstream/retry.py",
     "upstream/same.py",
     "face/http/admin_guard.py",
+    "face/http/guess_pace.py",
     "face/http/known_heads.py",
     "face/http/strict_json.py",
     "telemetry/otlp.py",

@@ -115,6 +115,7 @@ class Process(ABC):
                 hosts=gateway.admin_hosts,
                 is_loopback=is_loopback(gateway.admin_host),
                 wall=time.time,
+                clock=self.ground.clock,
             ),
             snapshot=self.snapshot,
             ready=self.check_ready,

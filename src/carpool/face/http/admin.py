@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from carpool.core.errors import CarpoolError, NotFound, Unauthorized
+from carpool.core.errors import CarpoolError, NotFound
 from carpool.core.ports import DeadLetterDesk
 from carpool.core.snapshot import Snapshot
 from carpool.core.story import RequestState
@@ -66,7 +66,7 @@ class AdminRoutes:
     def __call__(self, exchange: Exchange) -> None:
         """Serve one exchange of an operator."""
         is_open = split_target(exchange.target)[0] in self._open
-        refusal = self._guard.refusal(exchange.method, exchange.headers, is_open=is_open)
+        refusal = self._guard.refusal(exchange.method, exchange.headers, exchange.sink.peer.address, is_open=is_open)
         if refusal is not None:
             respond_problem(exchange, refusal)
         else:
@@ -74,9 +74,9 @@ class AdminRoutes:
 
     def login(self, exchange: Exchange, _: str) -> None:
         """`POST /internal/login`: a cookie for a token, which is the whole body."""
-        cookie = self._guard.login(exchange.body.strip())
-        if cookie is None:
-            respond_problem(exchange, Unauthorized("this is not a service token"))
+        cookie = self._guard.login(exchange.body.strip(), exchange.sink.peer.address)
+        if isinstance(cookie, CarpoolError):
+            respond_problem(exchange, cookie)
         else:
             exchange.respond(204, b"", b"", b"Set-Cookie: %b\r\n" % cookie)
 

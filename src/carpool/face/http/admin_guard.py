@@ -10,14 +10,17 @@
    shows a cookie instead, which was given for a token (`login`): its end, and a MAC of that by the token. It ends with
    its time, or with the token. Browsers send it with what a page of another port of this host asks for too: so with a
    cookie nothing is told to a page of another origin.
+4. Tokens, and cookies, which can be made of guessed ones, are guessed slowly (guess_pace.py): beyond that, 429.
 """
 
 import hmac
 import re
 from collections.abc import Callable, Iterable
 from ipaddress import ip_address
+from math import ceil
 
-from carpool.core.errors import CarpoolError, Forbidden, Unauthorized
+from carpool.core.errors import CarpoolError, Forbidden, RateLimited, Unauthorized
+from carpool.face.http.guess_pace import GuessPace
 
 _AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:]*))(?::[0-9]*)?").fullmatch
 _SAFE = frozenset((b"GET", b"HEAD", b"OPTIONS"))
@@ -38,16 +41,22 @@ class AdminGuard:
         is_loopback: bool = True,
         # Unix time, for cookies.
         wall: Callable[[], float] = lambda: 0.0,
+        # For the pace of guesses.
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         # Empty where none is needed: the port is then bound to loopback.
         self._tokens = [token.encode() for token in tokens]
         self._credentials = [b"Bearer " + token for token in self._tokens]
         self._wall = wall
+        self._clock = clock
+        self._guesses = GuessPace()
         self._hosts = frozenset(name.lower().removesuffix(".") for name in hosts)
         self._is_loopback = is_loopback
 
-    def refusal(self, method: bytes, headers: dict[bytes, bytes], *, is_open: bool = False) -> CarpoolError | None:
-        """Why this request is refused; None if it is not. `is_open`: it needs no token."""
+    def refusal(
+        self, method: bytes, headers: dict[bytes, bytes], address: str = "", *, is_open: bool = False
+    ) -> CarpoolError | None:
+        """Why this request from an address is refused; None if it is not. `is_open`: it needs no token."""
         host = headers.get(b"host")
         if host is not None and not self._is_ours(name_in(host)):
             return Forbidden("the admin port is not known by this Host; add the name to gateway.admin_hosts")
@@ -57,28 +66,49 @@ class AdminGuard:
         is_own_site = headers.get(b"sec-fetch-site", b"none") in _OWN_SITE
         if origin is None and method not in _SAFE and not is_own_site:
             return Forbidden("a page of another site may not do this")
-        if is_open or not self._credentials or self._is_credential(headers.get(b"authorization", b"")):
+        if is_open or not self._credentials:
             return None
-        if is_own_site and self._is_cookie(cookie_in(headers.get(b"cookie", b""))):
-            return None
-        return Unauthorized("the admin port needs the header `Authorization: Bearer <service token>`")
+        cookie = cookie_in(headers.get(b"cookie", b"")) if is_own_site else b""
+        given = headers.get(b"authorization", b"")
+        if (is_right := self._is_credential(given)) or not cookie:
+            return self._look_at(given, is_right, address)
+        end, is_proven = self._read_cookie(cookie)
+        return self._look_at(cookie, is_proven, address) or (None if self._wall() < end else self._wanted())
 
-    def login(self, token: bytes) -> bytes | None:
-        """A cookie for whoever has this token, as `Set-Cookie` wants it; None if it is no token."""
-        if not self._is_credential(b"Bearer " + token):
-            return None
+    def login(self, token: bytes, address: str = "") -> bytes | CarpoolError:
+        """A cookie for whoever has this token, as `Set-Cookie` wants it; or why there is none."""
+        refusal = self._look_at(token, self._is_credential(b"Bearer " + token), address)
+        if refusal is not None:
+            return refusal if isinstance(refusal, RateLimited) else Unauthorized("this is not a service token")
         end = b"%d" % (self._wall() + LOGIN_S)
         attributes = b"Path=/; Max-Age=%d; HttpOnly; SameSite=Strict" % LOGIN_S
         return b"%b=%b.%b; %b" % (COOKIE, end, mac(token, end), attributes)
+
+    def _look_at(self, given: bytes, is_right: bool, address: str) -> CarpoolError | None:
+        """Why somebody who shows this is refused: it is not right, or too many others were not (rule 4)."""
+        now = self._clock()
+        if not self._credentials or not given:
+            return None if is_right else self._wanted()
+        if (wait_s := self._guesses.wait_s(address, now)) > 0.0:
+            return RateLimited("too many wrong tokens came; try again later", retry_after_s=ceil(wait_s))
+        if is_right:
+            self._guesses.was_right(address, now)
+            return None
+        self._guesses.was_wrong(address, now)
+        return self._wanted()
+
+    def _wanted(self) -> Unauthorized:
+        return Unauthorized("the admin port needs the header `Authorization: Bearer <service token>`")
 
     def _is_credential(self, given: bytes) -> bool:
         # All of them each time: how long it takes tells nothing.
         return sum(hmac.compare_digest(given, each) for each in self._credentials) > 0
 
-    def _is_cookie(self, given: bytes) -> bool:
+    def _read_cookie(self, given: bytes) -> tuple[int, bool]:
+        """When it ends, and whether it was given for a token."""
         end, _, proof = given.partition(b".")
         is_proven = sum(hmac.compare_digest(proof, mac(token, end)) for token in self._tokens) > 0
-        return is_proven and self._wall() < int(end)
+        return int(end) if is_proven else 0, is_proven
 
     def _is_ours(self, name: str) -> bool:
         if name == "localhost" or name in self._hosts:

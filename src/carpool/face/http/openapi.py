@@ -173,7 +173,7 @@ def dead_letter_paths() -> Json:
         "required": True,
         "schema": {"type": "integer", "minimum": 1, "maximum": LETTER_ID_MAX},
     }
-    shared = problems(400, 401, 431, 500, 503)
+    shared = problems(400, 401, 429, 431, 500, 503)
     of_one = {**shared, **problems(404)}
     operations_of_one = ("dead_letter", "drop_dead_letter", "replay_dead_letter")
     first: Json = {"id": "$response.body#/dead_letters/0/id"}
@@ -252,7 +252,7 @@ def document(title: str, paths: Json, schemas: Json) -> bytes:
 
 def get(operation: str, summary: str, responses: Json) -> Json:
     """A path with one GET."""
-    shared = problems(400, 401, 431, 500)
+    shared = problems(400, 401, 429, 431, 500)
     return {"get": {"operationId": operation, "summary": summary, "responses": {**responses, **shared}}}
 
 

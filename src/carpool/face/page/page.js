@@ -180,10 +180,21 @@ function tables(event) {
   if (event.dead_letters !== lettersSeen) { lettersSeen = event.dead_letters; letters(); }
 }
 
+// All that is known of one request.
+function story(id) {
+  const link = document.createElement("a");
+  link.href = "/internal/requests/" + encodeURIComponent(id);
+  link.target = "_blank";
+  link.rel = "noopener";
+  link.textContent = id;
+  return link;
+}
+
 function slowRequests(event) {
   slow.push(...event.slow.map((each) => ({ ...each, at: event.at })));
   slow = slow.filter((each) => event.at - each.at < SLOW_KEPT_S).sort((a, b) => b.total_ms - a.total_ms).slice(0, SLOW_SHOWN);
   const longest = Math.max(1, ...slow.map((each) => each.total_ms));
+  const isBatcher = event.processes[0]?.role === "batcher"; // only gateways can be asked for a request
   rows("slow", slow.map((each) => {
     const bar = document.createElement("div");
     bar.className = "bar";
@@ -196,7 +207,7 @@ function slowRequests(event) {
       bar.append(piece);
     }
     const tier = last.tiers[each.tier];
-    return [cell(each.id, "id"), cell(dotted(tier?.name ?? "", "--tier-" + (each.tier % 5))), cell(number(each.total_ms)), cell(bar),
+    return [cell(isBatcher ? each.id : story(each.id), "id"), cell(dotted(tier?.name ?? "", "--tier-" + (each.tier % 5))), cell(number(each.total_ms)), cell(bar),
       cell(each.batch_size ? `${each.batch_size} together` : "–"), cell(each.endpoint ? shortName(each.endpoint) + (each.attempts > 1 ? `, attempt ${each.attempts}` : "") : "–", "id"),
       cell(pill(each.result, each.result === "ok" ? "good" : "bad"))];
   }), "none yet");
@@ -271,7 +282,8 @@ $("login-form").addEventListener("submit", async (submitted) => {
     $("logout").hidden = false;
     connect();
   } else {
-    put("login-problem", answer.status === 401 ? "This is not a service token." : `It did not work: ${answer.status}`);
+    put("login-problem", answer.status === 401 ? "This is not a service token."
+      : answer.status === 429 ? `Too many wrong tokens came. Try again in ${answer.headers.get("Retry-After")} s.` : `It did not work: ${answer.status}`);
   }
 });
 $("login").addEventListener("cancel", (cancelled) => cancelled.preventDefault());

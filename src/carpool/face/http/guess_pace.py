@@ -1,0 +1,68 @@
+"""How fast service tokens may be guessed. Pure: `now` is an argument, seconds on any clock that does not go back.
+
+1. A wrong token costs its address a place, and all addresses together one. Places come back one by one.
+2. While there is none, what an address shows is not looked at, right or wrong: who guesses on learns nothing, and takes
+   nothing. Others are let in as ever.
+3. Who has shown a right token lately is not held up by what other addresses guess; only by its own.
+4. An IPv6 address stands for its network of 64 bits: whoever has one address there has them all.
+"""
+
+from ipaddress import IPv6Address, ip_address
+
+# Of one address, and of all together: so many at once, and one more each so many seconds.
+OWN_MAX, OWN_S = 10, 6.0
+ALL_MAX, ALL_S = 100, 1.0
+# Addresses that are remembered: of wrong tokens, and of right ones, for so long.
+ADDRESSES_MAX = 1024
+TRUSTED_S = 86400.0
+
+
+class GuessPace:
+    """Counts wrong tokens."""
+
+    def __init__(self) -> None:
+        # When all places are there again: of each address that lacks one, and of all together.
+        self._own: dict[str, float] = {}
+        self._all = 0.0
+        # When an address last showed a right token, the oldest first.
+        self._right: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._own) + len(self._right)
+
+    def wait_s(self, address: str, now: float) -> float:
+        """How long an address must wait before what it shows is looked at; 0.0: it need not."""
+        address = network_of(address)
+        own_s = self._own.get(address, 0.0) - now - (OWN_MAX - 1) * OWN_S
+        is_trusted = now - self._right.get(address, now - TRUSTED_S) < TRUSTED_S
+        all_s = 0.0 if is_trusted else self._all - now - (ALL_MAX - 1) * ALL_S
+        return max(0.0, own_s, all_s)
+
+    def was_wrong(self, address: str, now: float) -> None:
+        """An address that did not have to wait has shown a wrong token."""
+        address = network_of(address)
+        self._all = max(self._all, now) + ALL_S
+        self._own[address] = max(self._own.pop(address, now), now) + OWN_S
+        if len(self._own) > ADDRESSES_MAX:
+            self._own = {each: full_at for each, full_at in self._own.items() if full_at > now}
+            while len(self._own) > ADDRESSES_MAX // 2:
+                del self._own[next(iter(self._own))]
+
+    def was_right(self, address: str, now: float) -> None:
+        """It was a right one."""
+        address = network_of(address)
+        self._right.pop(address, None)
+        self._right[address] = now
+        if len(self._right) > ADDRESSES_MAX:
+            del self._right[next(iter(self._right))]
+
+
+def network_of(address: str) -> str:
+    """Rule 4; what is no address stands for itself."""
+    try:
+        parsed = ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped is None:
+        return str(IPv6Address(int(parsed) >> 64 << 64))
+    return address
