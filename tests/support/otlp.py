@@ -134,6 +134,7 @@ class Receiver:
         self.calls = 0
         # What it answers; and what it waits for before.
         self.status = 200
+        self.answer = b""
         self.gate: asyncio.Event | None = None
         self.url = ""
 
@@ -146,7 +147,7 @@ class Receiver:
             await self.gate.wait()
         if self.status == 200:
             self.spans += spans_in(body)
-        return web.Response(status=self.status, body=b"")
+        return web.Response(status=self.status, body=self.answer)
 
     def named(self, name: str) -> list[SeenSpan]:
         """Those of one name."""

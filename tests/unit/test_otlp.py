@@ -16,6 +16,7 @@ from carpool.telemetry.otlp import (
     attribute,
     attributes,
     named,
+    rejected_spans,
     span,
     trace_state,
     varint,
@@ -91,3 +92,27 @@ def test_many_spans_in_one_export(count: int) -> None:
 
 def test_attributes_without_a_value_are_left_out() -> None:
     assert one(attributes([("a", None), ("b", 0), ("c", ""), ("d", False)])).attributes == {"b": 0, "c": "", "d": False}
+
+
+@pytest.mark.parametrize(
+    ("body", "rejected"),
+    [
+        (b"", 0),
+        (b"\x0a\x00", 0),
+        (b"\x0a\x02\x08\x07", 7),
+        (b"\x0a\x06\x12\x01x\x08\x81\x01", 129),  # the message first
+        (b"\x10\x05\x0a\x02\x08\x07", 7),  # behind a field that nobody knows
+        (b"\x0a\x0b\x08" + b"\xff" * 9 + b"\x01", 0),  # less than nothing
+        (b"\x0a\x7f\x08\x07", 0),
+        (b"\x0a", 0),
+        (b"\xff" * 30, 0),
+        (b'{"partialSuccess":{"rejectedSpans":"7"}}', 0),
+    ],
+)
+def test_what_a_receiver_says_it_rejected(body: bytes, rejected: int) -> None:
+    assert rejected_spans(body) == rejected
+
+
+@given(st.binary(max_size=200))
+def test_any_answer_can_be_looked_at(body: bytes) -> None:
+    assert rejected_spans(body) >= 0

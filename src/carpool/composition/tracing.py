@@ -38,7 +38,11 @@ class Tracing(NamedTuple):
         """What `/metrics` shows of it."""
         return TraceNumbers(
             traces_kept=self.tracer.kept,
-            trace_spans={"sent": self.exporter.sent, "dropped": self.exporter.dropped + self.tracer.dropped},
+            trace_spans={
+                "sent": self.exporter.sent,
+                "dropped": self.exporter.dropped + self.tracer.dropped,
+                "rejected": self.exporter.rejected,
+            },
             trace_export_failures=self.exporter.failures,
         )
 

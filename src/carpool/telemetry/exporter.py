@@ -3,7 +3,8 @@
 1. Spans leave once a second, or as soon as there are many; one call at a time.
 2. A receiver that is away, or asks for patience (429, 502, 503, 504), gets the same spans again, a few times, later and
    later. Then, or if it refuses them, they are dropped. So are those for which there is no room meanwhile.
-3. Drops are counted. Of a receiver that fails, and that works again, one line is logged each.
+3. A receiver may take a call and reject some of its spans (`partial_success`): these are not sent again, as OTLP wants.
+4. Drops are counted. Of a receiver that fails, and that works again, one line is logged each.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 
 import aiohttp
 
-from carpool.telemetry.otlp import Envelope
+from carpool.telemetry.otlp import Envelope, rejected_spans
 
 logger = logging.getLogger("carpool.traces")
 
@@ -35,7 +36,12 @@ class Exporter:
         self, url: str, headers: Mapping[str, str], envelope: Envelope, *, bytes_max: int, timeout_s: float
     ) -> None:
         self._url = url
-        self._headers = {**headers, "Content-Type": "application/x-protobuf", "User-Agent": "carpool"}
+        self._headers = {
+            **headers,
+            "Content-Type": "application/x-protobuf",
+            "Accept-Encoding": "identity",
+            "User-Agent": "carpool",
+        }
         self._envelope = envelope
         self._bytes_max = bytes_max
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -45,11 +51,13 @@ class Exporter:
         self._due = asyncio.Event()
         self._closing = asyncio.Event()
         self._is_failing = False
+        self._is_rejecting = False
         self._session: aiohttp.ClientSession | None = None
         self._task: asyncio.Task[None] | None = None
         # For metrics: spans, and calls that brought nothing.
         self.sent = 0
         self.dropped = 0
+        self.rejected = 0
         self.failures = 0
 
     def __repr__(self) -> str:
@@ -100,26 +108,31 @@ class Exporter:
             size += len(packed)
             spans += number
         try:
-            is_taken = await self._send(self._envelope.wrap(parts))
+            rejected = await self._send(self._envelope.wrap(parts))
         except Exception:
             logger.exception("traces could not be sent")
-            is_taken = False
+            rejected = None
         self.held_bytes -= size
-        if is_taken:
-            self.sent += spans
-        else:
+        if rejected is None:
             self.dropped += spans
+        else:
+            rejected = min(rejected, spans)
+            self.rejected += rejected
+            self.sent += spans - rejected
+            if rejected and not self._is_rejecting:
+                logger.warning("the receiver of traces rejected %d of %d spans", rejected, spans)
+            self._is_rejecting = rejected > 0
 
-    async def _send(self, body: bytes) -> bool:
-        """Whether the receiver took it."""
+    async def _send(self, body: bytes) -> int | None:
+        """How many spans the receiver rejected of what it took; None: it took nothing."""
         pause_s = PAUSE_S
         for number in range(1, TRIES_MAX + 1):
-            failure, may_try_again = await self._post(body)
+            failure, may_try_again, rejected = await self._post(body)
             if not failure:
                 if self._is_failing:
                     self._is_failing = False
                     logger.info("the receiver of traces works again")
-                return True
+                return rejected
             self.failures += 1
             if not self._is_failing:
                 self._is_failing = True
@@ -128,21 +141,23 @@ class Exporter:
                 break
             await wait(self._closing, pause_s * (0.5 + random.random() / 2))
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
-        return False
+        return None
 
-    async def _post(self, body: bytes) -> tuple[str, bool]:
-        """What went wrong, or ""; and whether trying again may help."""
+    async def _post(self, body: bytes) -> tuple[str, bool, int]:
+        """What went wrong, or ""; whether trying again may help; and how many spans were rejected."""
         assert self._session is not None
         try:
             async with self._session.post(
                 self._url, data=body, headers=self._headers, allow_redirects=False
             ) as response:
-                await response.content.read(ANSWER_BYTES_MAX)
+                answer = bytearray()
+                while len(answer) < ANSWER_BYTES_MAX and (part := await response.content.read(ANSWER_BYTES_MAX)):
+                    answer += part
                 if response.status < 300:
-                    return "", False
-                return f"status {response.status}", response.status in RETRY_STATUS
+                    return "", False, rejected_spans(bytes(answer))
+                return f"status {response.status}", response.status in RETRY_STATUS, 0
         except (aiohttp.ClientError, TimeoutError, OSError) as failure:
-            return type(failure).__name__, True
+            return type(failure).__name__, True, 0
 
 
 async def wait(event: asyncio.Event, seconds: float) -> None:

@@ -4,7 +4,7 @@ The numbers are those of `opentelemetry/proto/trace/v1/trace.proto`, which may g
 many spans have in common (a name, a set of attributes) is packed once and used as bytes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from struct import Struct
 
 INTERNAL, SERVER, CLIENT, CONSUMER = 1, 2, 3, 5
@@ -205,3 +205,49 @@ class Envelope:
     def wrap(self, spans: Sequence[bytes]) -> bytes:
         """The body of one export (`ExportTraceServiceRequest`)."""
         return field(1, self._resource + field(2, self._scope + b"".join(spans)))
+
+
+def rejected_spans(body: bytes) -> int:
+    """How many spans a receiver says that it did not take (`ExportTraceServiceResponse`), though it answered 200.
+
+    What cannot be read says nothing.
+    """
+    try:
+        for number, value in fields_of(body):
+            if number == 1 and isinstance(value, bytes):  # partial_success
+                for inner, count in fields_of(value):
+                    if inner == 1 and isinstance(count, int):
+                        return count if count < 1 << 63 else 0  # it may be negative, by mistake
+    except (IndexError, ValueError):
+        pass
+    return 0
+
+
+def fields_of(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a message, by number: numbers, and what has a length. Raises IndexError or ValueError."""
+    at = 0
+
+    def number() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+            if shift > 63:
+                raise ValueError("a number without an end")
+
+    while at < len(message):
+        tag = number()
+        kind = tag & 7
+        if kind == 0:
+            yield tag >> 3, number()
+            continue
+        size = {1: 8, 5: 4}.get(kind) or (number() if kind == 2 else 0)
+        if kind not in (1, 2, 5) or at + size > len(message):
+            raise ValueError("this is no message")
+        yield tag >> 3, message[at : at + size]
+        at += size

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from carpool.core.batch import Batch
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import CallFacts
-from carpool.core.request import Request
+from carpool.core.request import Request, facts_of_failure
 from carpool.core.trace import SAMPLED, BatchTrace, CallTrace, Trace, trace_of_batch
 from carpool.telemetry.otlp import (
     CLIENT,
@@ -70,10 +70,12 @@ class Spans:
         route = "" if is_task else getattr(request.waiter, "route", "")
         key = (route, request.model, request.tier, request.owner, request.result_code, why, is_task)
         common = self._common.get(key) or self._remember(key, self._request_part(request, route, why, error))
-        if call is not None:
-            of_call = self._call_part if call is self._call else self._remember_call(call)
+        if call is None:
+            call = facts_of_failure(request)  # over Redis another process told it
+        if call is None:
+            of_call = b""
         else:
-            of_call = b"" if request.batch is None else self._batch_part(request.batch)
+            of_call = self._call_part if call is self._call else self._remember_call(call, request.batch)
         place = _HERE
         if parent_id:
             place = flags_and_parent(_OF_ELSEWHERE, parent_id) + trace_state(trace.state)
@@ -158,7 +160,7 @@ class Spans:
         # A client's own fault is none of the server's, by convention.
         return part + ERROR if status >= 500 else part
 
-    def _remember_call(self, call: CallFacts) -> bytes:
+    def _remember_call(self, call: CallFacts, batch: Batch | None) -> bytes:
         part = attributes(
             [
                 ("carpool.cached", True if call.cached else None),
@@ -166,26 +168,16 @@ class Spans:
                 ("carpool.batch.size", None if call.cached else call.batch_size),
                 ("carpool.endpoint", call.endpoint or None),
                 ("carpool.attempts", None if call.cached else call.attempts),
-                ("carpool.upstream.seconds", None if call.cached else call.upstream_s),
+                ("carpool.upstream.seconds", call.upstream_s or None),
+                ("carpool.search.seconds", call.search_s + call.searched_s or None),
                 ("carpool.model_version", call.model_version),
             ]
         )
-        if call.batch_id:
+        # Of a batch of another process it is not known here how slow its requests were: its span may not be kept.
+        if call.batch_id and (call.is_traced or batch is not None):
             part += link_to_batch(call.batch_id)
         self._call, self._call_part = call, part
         return part
-
-    def _batch_part(self, batch: Batch) -> bytes:
-        """Of a request that failed: the last batch that it was in."""
-        part = attributes(
-            [
-                ("carpool.batch.id", batch.id),
-                ("carpool.batch.size", batch.size),
-                ("carpool.endpoint", batch.endpoint or None),
-                ("carpool.attempts", batch.attempts),
-            ]
-        )
-        return part + link_to_batch(batch.id)
 
     def _remember(self, key: tuple[object, ...], part: bytes) -> bytes:
         if len(self._common) >= COMMON_KEPT_MAX:
