@@ -4,7 +4,7 @@ import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from math import nan
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,9 @@ from carpool.core.request import Request
 from carpool.testing import Witness, make_request
 from carpool.tracking.questions import RequestQuestion, UsageQuestion
 from carpool.tracking.recorder import Recorder
-from carpool.tracking.records import BatchRow, RequestRow
+from carpool.tracking.records import BatchRow, Entry, RequestRow
 from carpool.tracking.sqlite import MIGRATIONS, Rows, SqliteStore
-from carpool.tracking.stores import BadRowsError, StoreUnusableError
+from carpool.tracking.stores import BadRowsError, StoreAwayError, StoreUnusableError
 from support.processes import PATIENCE_S, until
 
 TIERS = ("gold", "free")
@@ -147,12 +147,72 @@ async def test_the_rest_is_written_at_the_end(tmp_path: Path) -> None:
     assert len(await rows_in(tmp_path / "t.db")) == 1234
 
 
-async def test_rows_that_cannot_be_written_do_not_hold_up_others(tmp_path: Path) -> None:
-    async with recording(tmp_path / "t.db") as recorder:
-        settle(recorder, "odd", Output(b"1", CallFacts(1, 0.1, gpu_s=nan)))
-        await until(lambda: recorder.dropped["request"] == 1)
+ODD_CALLS = [
+    CallFacts(1, 0.1, gpu_s=nan),
+    CallFacts(2**40, inf, attempts=2**70),
+    CallFacts(1, 0.1, endpoint="http://\ud800/\0", batch_id="b\0"),
+]
+
+
+@pytest.mark.parametrize("call", ODD_CALLS)
+@pytest.mark.parametrize("tokens", [None, 2**80])
+async def test_an_odd_row_is_cleaned_and_costs_no_other(tmp_path: Path, call: CallFacts, tokens: int | None) -> None:
+    async with recording(tmp_path / "t.db", buffer_max=5000) as recorder:
+        settle_many(recorder, 700)
+        settle(recorder, "odd \ud800", Output(b"1", call, tokens))
         settle(recorder, "plain", Output(b"1", CALL))
-    assert await rows_in(tmp_path / "t.db") == ["plain"]
+        await until(lambda: recorder.waiting == 0)
+        assert (recorder.dropped, recorder.written["request"]) == ({"request": 0, "batch": 0}, 702)
+    assert sorted(await rows_in(tmp_path / "t.db")) == sorted([*(f"r{each}" for each in range(700)), "odd ?", "plain"])
+
+
+async def test_a_row_that_cannot_be_written_is_lost_alone(tmp_path: Path) -> None:
+    class Picky(SqliteStore):
+        """Refuses some requests whatever they look like, and a batch that can't even be packed."""
+
+        def pack(
+            self, requests: Sequence[Entry], batches: Sequence[Batch], offset_s: float, tiers: Sequence[str]
+        ) -> Rows:
+            assert all(batch.id != "bad" for batch in batches)
+            return super().pack(requests, batches, offset_s, tiers)
+
+        async def write(self, packed: Sequence[Rows]) -> None:
+            if any(row.id in ("r3", "r699") for requests, _ in packed for row in requests):
+                raise BadRowsError("no")
+            await super().write(packed)
+
+    recorder = Recorder(Picky(tmp_path / "t.db", retention_days=30, bytes_max=2**30), TIERS, buffer_max=1000)
+    await recorder.start()
+    settle_many(recorder, 700)
+    for batch_id in ("good", "bad", "fine"):
+        recorder.ended(Batch(batch_id, "m", 1, "full", 1.0), [])
+    await until(lambda: recorder.waiting == 0)
+    assert (recorder.dropped, recorder.written) == ({"request": 2, "batch": 1}, {"request": 698, "batch": 2})
+    await recorder.close()
+    assert sorted(await rows_in(tmp_path / "t.db")) == sorted({f"r{each}" for each in range(700)} - {"r3", "r699"})
+
+
+async def test_a_store_that_goes_away_in_the_middle_of_that_gets_the_rest_later(tmp_path: Path) -> None:
+    class Leaving(SqliteStore):
+        is_away = True
+
+        async def write(self, packed: Sequence[Rows]) -> None:
+            size = sum(len(requests) for requests, _ in packed)
+            if size > 10:
+                raise BadRowsError("too many")
+            if self.is_away and size < 10:
+                raise StoreAwayError("gone")
+            await super().write(packed)
+
+    store = Leaving(tmp_path / "t.db", retention_days=30, bytes_max=2**30)
+    recorder = Recorder(store, TIERS, buffer_max=1000)
+    await recorder.start()
+    settle_many(recorder, 45)
+    await until(lambda: recorder.failures > 0)
+    store.is_away = False
+    await until(lambda: recorder.waiting == 0)
+    await recorder.close()
+    assert sorted(await rows_in(tmp_path / "t.db")) == sorted(f"r{each}" for each in range(45))
 
 
 async def test_what_is_being_written_at_the_end_is_written_once(tmp_path: Path) -> None:

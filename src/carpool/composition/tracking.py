@@ -13,7 +13,7 @@ from carpool.core.snapshot import TrackingNumbers
 from carpool.core.story import RequestState
 from carpool.settings import ConfigError, Settings, read_password
 from carpool.tracking.recorder import Recorder
-from carpool.tracking.stores import Store, StoreAwayError, StoreUnusableError
+from carpool.tracking.stores import Store, StoreUnusableError
 from carpool.tracking.told import state_of_record
 
 logger = logging.getLogger("carpool.tracking")
@@ -82,8 +82,8 @@ async def look_up_ended(
         try:
             async with asyncio.timeout(LOOK_S_MAX):
                 record = await store.find(request_id)
-        except (StoreAwayError, StoreUnusableError, TimeoutError) as failure:
-            logger.warning("a request could not be looked up: %s", failure or type(failure).__name__)
+        except Exception as failure:  # whatever it is, somebody waits for the answer
+            logger.warning("a request could not be looked up: %s", str(failure) or type(failure).__name__)
             record = None
         if record is not None:
             found = state_of_record(record, found if isinstance(found, RequestState) else None)

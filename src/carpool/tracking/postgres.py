@@ -173,8 +173,13 @@ class PostgresStore:
             except StoreUnusableError:
                 await self.close()
                 raise
-            except asyncpg.DataError as error:
-                raise BadRowsError(str(error)) from None
+            except (
+                asyncpg.DataError,
+                asyncpg.ProgramLimitExceededError,  # a text that is too long for an index
+                asyncpg.IntegrityConstraintViolationError,  # a value is missing, or the day of a row
+            ) as error:
+                self._days.clear()
+                raise BadRowsError(type(error).__name__) from None
             except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError) as error:
                 await self.close()
                 raise StoreAwayError(str(error) or type(error).__name__) from None

@@ -4,7 +4,9 @@
 2. The list is bounded: a store that is slow or dead costs rows, which are counted, never a request.
 3. Rows are made and written some at a time, so that the event loop is never kept for long; what the store did not take
    is tried again, after a pause.
-4. At the end the rest is written within a bound. What is left then is counted as dropped.
+4. Where one of them cannot be written, all are cleaned and tried again, and then in halves, and halves of these: one
+   that cannot be written at all is lost alone, and counted.
+5. At the end the rest is written within a bound. What is left then is counted as dropped.
 """
 
 import asyncio
@@ -16,9 +18,9 @@ from carpool.core.batch import Batch
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError
 from carpool.core.events import Subscriber
-from carpool.core.outcome import CallFacts, Outcome, Output
+from carpool.core.outcome import NO_CALL, CallFacts, Outcome, Output
 from carpool.core.request import Request, facts_of_failure
-from carpool.tracking.records import NO_CALL, OK, Entry
+from carpool.tracking.records import OK, Entry, clean_batch, clean_entry
 from carpool.tracking.stores import BadRowsError, Packed, Store, StoreAwayError, StoreUnusableError
 
 logger = logging.getLogger("carpool.tracking")
@@ -173,8 +175,9 @@ class Recorder(Subscriber):
                 pause_s = min(2 * pause_s, RETRY_S_MAX)
             except Exception:  # a defect must not end it: nothing would be written any more
                 logger.exception("tracking failed; it goes on")
-                self._drop(min(CHUNK * CHUNKS_A_WRITE, len(self._requests)), min(CHUNK, len(self._batches)))
+                self._next = None
                 await self._rest(pause_s)
+                pause_s = min(2 * pause_s, RETRY_S_MAX)
 
     async def _rest(self, seconds: float) -> None:
         """Pause, but not when it is time to leave."""
@@ -187,33 +190,63 @@ class Recorder(Subscriber):
     async def _write_all(self) -> None:
         """Write what waits now, in parts."""
         while self.waiting:
-            self._next = self._next or await self._make_next()
-            packed, requests, batches = self._next
+            requests, batches = min(len(self._requests), CHUNK * CHUNKS_A_WRITE), min(len(self._batches), CHUNK)
             try:
+                self._next = self._next or (await self._make_next(requests, batches), requests, batches)
+                packed, requests, batches = self._next
                 await self.store.write(packed)
             except BadRowsError as fault:
-                logger.error("rows that cannot be written were dropped: %s", fault)
-                self._drop(requests, batches)
-                continue
-            self._forget(requests, batches)
-            self.written["request"] += requests
-            self.written["batch"] += batches
+                await self._write_apart(requests, batches, fault)
+            else:
+                self._forget(requests, batches)
+                self.written["request"] += requests
+                self.written["batch"] += batches
             if self._is_failing:
                 self._is_failing = False
                 logger.warning("tracking goes on; rows dropped so far: %d", sum(self.dropped.values()))
             if requests < CHUNK * CHUNKS_A_WRITE and batches < CHUNK:
                 return
 
-    async def _make_next(self) -> tuple[list[Packed], int, int]:
+    async def _make_next(self, requests: int, batches: int) -> list[Packed]:
+        """Rows of so many of the oldest; raises BadRowsError."""
         offset_s = self._wall() - self._clock()
-        requests = min(len(self._requests), CHUNK * CHUNKS_A_WRITE)
-        batches = min(len(self._batches), CHUNK)
-        packed = [self.store.pack([], self._batches[:batches], offset_s, self._tiers)] if batches else []
+        packed = [self._pack([], self._batches[:batches], offset_s)] if batches else []
         for first in range(0, requests, CHUNK):
             await asyncio.sleep(0)  # others first
-            some = self._requests[first : min(first + CHUNK, requests)]
-            packed.append(self.store.pack(some, [], offset_s, self._tiers))
-        return packed, requests, batches
+            packed.append(self._pack(self._requests[first : min(first + CHUNK, requests)], [], offset_s))
+        return packed
+
+    def _pack(self, requests: Sequence[Entry], batches: Sequence[Batch], offset_s: float) -> Packed:
+        try:
+            return self.store.pack(requests, batches, offset_s, self._tiers)
+        except Exception as fault:  # whatever is wrong with one of them
+            raise BadRowsError(f"{type(fault).__name__} while rows were made") from None
+
+    async def _write_apart(self, requests: int, batches: int, fault: BadRowsError) -> None:
+        """Rule 4, for so many of the oldest."""
+        self._next = None
+        dropped = sum(self.dropped.values())
+        self._requests[:requests] = map(clean_entry, self._requests[:requests])
+        self._batches[:batches] = map(clean_batch, self._batches[:batches])
+        for row, left in (("request", requests), ("batch", batches)):
+            size = left
+            while left:
+                size = min(size, left)
+                some = (size, 0) if row == "request" else (0, size)
+                try:
+                    await self.store.write(await self._make_next(*some))
+                    self.written[row] += size
+                    self._forget(*some)
+                except BadRowsError as again:
+                    if size > 1:
+                        size //= 2
+                        continue
+                    fault = again
+                    self._drop(*some)
+                left -= size
+                size *= 2
+        dropped = sum(self.dropped.values()) - dropped
+        logger.error("rows could not be written as they were (%s); so many were dropped: %d", fault, dropped)
 
     def _forget(self, requests: int, batches: int) -> None:
         """So many of the oldest wait no more."""

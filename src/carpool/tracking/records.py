@@ -5,19 +5,24 @@
 2. GPU seconds are the seconds of the call that answered, shared by all whom it answered. A call that failed, and a
    result that was kept, count for nobody. So the sum over requests is that over the calls that were answered.
 3. Times are kept in microseconds of Unix time. Monotonic times become such ones here, when they are written.
+4. What no database takes (a NUL, half of a character, a number that is too large) can be cleaned. That costs more than
+   the row itself: so it is done only where a write has failed.
 """
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import asdict
 
 from carpool.core.batch import Batch
 from carpool.core.outcome import CallFacts
 
 OK = "ok"
-# For requests of whose call nothing is known.
-NO_CALL = CallFacts(0, 0.0, attempts=0)
+# Rule 4: an index of PostgreSQL takes no text of more than some 2,700 bytes.
+TEXT_CHARS_MAX = 512
+NUMBER_MAX, SMALL_NUMBER_MAX = 2**63 - 1, 2**31 - 1
 
 
 class RequestEntry(NamedTuple):
@@ -167,6 +172,34 @@ def batch_rows(batches: Sequence[Batch], offset_s: float) -> list[BatchRow]:
         )
         for batch in batches
     ]
+
+
+def clean_entry(entry: Entry) -> Entry:
+    """A request that can be written (rule 4), else the same."""
+    id_, owner, tier, model, code, arrived, taken, ended, is_task, call, tokens = map(cleaned, entry)
+    call = CallFacts(**{name: small(cleaned(value)) for name, value in asdict(call).items()})
+    return id_, owner, max(0, tier), model, code, arrived, taken, ended, is_task, call, tokens
+
+
+def clean_batch(batch: Batch) -> Batch:
+    """A batch that can be written (rule 4), else the same."""
+    return Batch(**{name: small(cleaned(value)) for name, value in asdict(batch).items()})
+
+
+def cleaned(value: Any) -> Any:
+    """A value that databases take."""
+    if isinstance(value, str):
+        return value[:TEXT_CHARS_MAX].replace("\0", "\ufffd").encode(errors="replace").decode()
+    if isinstance(value, float):
+        return value if isfinite(value) else 0.0
+    if isinstance(value, int) and not isinstance(value, bool):
+        return min(max(value, 0), NUMBER_MAX)
+    return value
+
+
+def small(value: Any) -> Any:
+    """The same for a column of smaller numbers."""
+    return min(value, SMALL_NUMBER_MAX) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def record_of(row: Sequence[Any]) -> RequestRecord:

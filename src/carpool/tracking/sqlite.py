@@ -226,3 +226,5 @@ def translated(work: Callable[[], T]) -> T:
         if type(error) is sqlite3.DatabaseError:  # not a database, or a broken one
             raise StoreUnusableError(f"the tracking file cannot be used: {error}") from None
         raise BadRowsError(str(error)) from None
+    except (ValueError, OverflowError) as error:  # of values that SQLite has no room for
+        raise BadRowsError(type(error).__name__) from None
