@@ -4,20 +4,27 @@ import asyncio
 import gzip
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis.asyncio
 
+from carpool.app import make_process
 from carpool.broker.redis.keys import Keys
+from carpool.composition.process import Process
+from carpool.core.names import Role
+from carpool.face.http.guess_pace import OWN_MAX, OWN_S
 from carpool.face.http.live import VIEWERS_MAX
 from carpool.face.http.page import NAMES
+from carpool.settings import load_settings
 from support.client import Response, ask_once, inference_body
 from support.gateway import Peer, ask, eventually, serving
 from support.live import viewing
-from support.processes import GatewayProcess, carpool, until
+from support.processes import PATIENCE_S, GatewayProcess, carpool, until
 from support.redis_fleet import fleet_over
 from support.redis_servers import RedisServer
 
@@ -220,12 +227,88 @@ def test_a_login_is_a_cookie(guarded: GatewayProcess) -> None:
     assert ask(port, "DELETE", "/internal/login").headers["set-cookie"].startswith("carpool_admin=;")
 
 
+def test_tokens_are_guessed_slowly(guarded: GatewayProcess) -> None:
+    """From another address than the other tests have."""
+
+    def from_elsewhere(method: str, path: str, body: bytes, **headers: str) -> tuple[int, str | None]:
+        connection = HTTPConnection("127.0.0.1", guarded.admin_port, PATIENCE_S, ("127.0.0.9", 0))
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        answer.read()
+        connection.close()
+        return answer.status, answer.headers["Retry-After"]
+
+    def guess(number: int) -> tuple[int, str | None]:
+        if number % 2:
+            return from_elsewhere("POST", "/internal/login", b"guess %d" % number)
+        return from_elsewhere("GET", "/metrics", b"", Authorization=f"Bearer guess {number}")
+
+    answers = [guess(number) for number in range(100)]
+    statuses = [status for status, _ in answers]
+    assert statuses[:OWN_MAX] == [401] * OWN_MAX and set(statuses[OWN_MAX:]) <= {401, 429}
+    assert statuses.count(401) < 50, "places come back, but slowly"
+    assert all(wait is not None and 1 <= int(wait) <= OWN_S for status, wait in answers if status == 429)
+    assert from_elsewhere("GET", "/", b"")[0] == 200, "the page itself is for everybody"
+    assert ask(guarded.admin_port, "GET", "/metrics", b"", f"Authorization: Bearer {TOKEN}").status == 200
+
+
 def test_a_login_from_another_origin_is_refused(guarded: GatewayProcess) -> None:
     answer = ask(guarded.admin_port, "POST", "/internal/login", TOKEN.encode(), "Origin: http://evil.example")
     assert answer.status == 403
 
 
 # Over Redis
+
+
+@asynccontextmanager
+async def process_of(role: Role, **more: Any) -> AsyncIterator[Process]:
+    """A process as a command starts it, in this one; its settings by their names with `__` for the dot."""
+    flags = {"gateway.port": 0, "gateway.admin_port": 0, "gateway.drain_grace_s": 0, "tasks.journal": False}
+    flags |= {name.replace("__", "."): value for name, value in more.items()}
+    process = make_process(load_settings(flags, environ={}, file=None), role)
+    try:
+        await process.start()
+        yield process
+        await process.drain()
+    finally:
+        await process.close()
+
+
+@pytest.mark.parametrize("broker", ["memory", "redis"])
+async def test_a_slow_request_that_is_shown_can_be_asked_for(
+    tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, broker: str
+) -> None:
+    """At any gateway, though many have come since: on a page it stands for a minute."""
+    monkeypatch.setattr("carpool.face.intake.RECENT_KEPT", 2)
+    sim = {"upstream__endpoints": ["sim:?latency_ms=5&slots=4"]}
+    async with AsyncExitStack() as running:
+        if broker == "memory":
+            here = there = await running.enter_async_context(process_of("serve", **sim))
+        else:
+            shared = {"broker__url": redis_server.url, "broker__namespace": tmp_path.name}
+            await running.enter_async_context(process_of("batcher", **shared, **sim))
+            here, there = [await running.enter_async_context(process_of("gateway", **shared)) for _ in range(2)]
+
+        async def is_ready() -> bool:
+            return (await ask_once(here.admin_port, "GET", "/internal/ready")).status == 200
+
+        await until(is_ready)
+        with ExitStack() as looking:  # in a thread: the other side is in this one
+            viewer = await asyncio.to_thread(looking.enter_context, viewing(there.admin_port))
+            number = 1 if broker == "memory" else 3
+            await asyncio.to_thread(viewer.until, lambda event: len(event["processes"]) == number)
+            named = "X-Request-Id: the-slow-one\r\n"
+            await ask_once(here.port, "POST", "/v1/inference", inference_body("slow"), named)
+
+            def is_shown(event: dict[str, Any]) -> bool:
+                return any(slow["id"] == "the-slow-one" for slow in event["slow"])
+
+            await asyncio.to_thread(viewer.until, is_shown)
+            for _ in range(5):
+                await ask_once(here.port, "POST", "/v1/inference", inference_body("another"))
+            told = await ask_once(there.admin_port, "GET", "/internal/requests/the-slow-one")
+            assert told.status == 200
+            assert (told.json["status"], told.json["batch"]["size"]) == ("completed", 1)
 
 
 async def test_any_process_shows_the_whole_fleet(tmp_path: Path, redis_server: RedisServer) -> None:

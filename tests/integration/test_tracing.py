@@ -191,6 +191,29 @@ async def test_a_request_that_fails_is_kept_with_its_batch_and_every_attempt(
     assert links_of(batch) == {itself(request)}
 
 
+async def test_over_redis_a_link_leads_to_a_batch_that_is_kept(
+    upstream: ScriptedUpstream, taking: Receiver, redis_server: RedisServer
+) -> None:
+    """An error is kept with its batch. Of a request that was only slow for its gateway the batcher knows nothing."""
+    broker = {"broker__url": redis_server.url, "broker__namespace": f"traces-{secrets.token_hex(4)}"}
+    both = {**broker, "tracing__sample_ratio": 0, "upstream__attempts": 1}
+    async with (
+        running("batcher", upstream, taking, **both),
+        running("gateway", upstream, taking, **both, tracing__slow_share=1) as gateway,
+    ):
+        assert (await ask(gateway, "slow")).status == 200
+        await until(lambda: metric(gateway, "traces_kept")["slow"] == 1)
+        upstream.behaviour = "status 503"
+        assert (await ask(gateway, "fails")).status == 502
+        await until(lambda: metric(gateway, "traces_kept")["error"] == 1)
+    batch = one(taking.named("batch"))
+    slow, failed = sorted(taking.named(REQUEST), key=lambda span: span.is_error)
+    assert links_of(failed) == {itself(batch)}
+    assert failed.attributes["carpool.batch.id"] == batch.attributes["carpool.batch.id"]
+    assert failed.attributes["carpool.endpoint"] == batch.attributes["carpool.endpoint"]
+    assert links_of(slow) == set() and slow.attributes["carpool.batch.id"]
+
+
 async def test_the_steps_of_a_search_belong_to_the_batch_that_was_refused(
     upstream: ScriptedUpstream, taking: Receiver
 ) -> None:
@@ -306,8 +329,19 @@ async def test_a_receiver_that_comes_back_gets_what_comes_then(upstream: Scripte
         await until(lambda: taking.calls >= 1)
         taking.status = 200
         await until(lambda: len(taking.spans) >= 4)
-        assert metric(process, "trace_spans") == {"sent": 4, "dropped": 0}
+        assert metric(process, "trace_spans") == {"sent": 4, "dropped": 0, "rejected": 0}
         assert metric(process, "trace_export_failures") >= 1
+
+
+async def test_spans_that_a_receiver_rejects_were_not_sent(upstream: ScriptedUpstream, taking: Receiver) -> None:
+    """It takes the call, and says in its answer that it did not want three of the spans."""
+    taking.answer = b"\x0a\x0c\x08\x03\x12\x08too many"
+    async with running("serve", upstream, taking, tracing__sample_ratio=1) as process:
+        await ask(process)
+        await until(lambda: sum(metric(process, "trace_spans").values()) == 4)
+        counts = metric(process, "trace_spans")
+        assert counts["rejected"] >= 3 and counts["dropped"] == 0, "of each call three at most, or all"
+        assert (len(taking.spans), metric(process, "trace_export_failures")) == (4, 0)
 
 
 async def test_where_it_is_off_nobody_listens_and_nothing_is_sent(upstream: ScriptedUpstream) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from carpool.core.batch import Batch
 from carpool.core.errors import UpstreamFailed
-from carpool.core.live import BATCHES_MAX, LaneWaiting, LivePart
+from carpool.core.live import BATCHES_MAX, SLOW_KEPT_S, LaneWaiting, LivePart
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.ports import Peer
 from carpool.core.request import Request
@@ -62,6 +62,7 @@ def cut(collector: Collector, now: float, name: str = "one", **numbers: int) -> 
 
 def settle(request: Request, seconds: float, code: str = "ok") -> Request:
     request.ended, request.result_code = request.arrived + seconds, code
+    request.taken = request.arrived + min(0.001, seconds)
     return request
 
 
@@ -160,6 +161,30 @@ def test_the_slowest_are_told_one_of_each_batch() -> None:
     found = sorted(cut(collector, 1.0).slow, key=lambda slow: -slow.total_ms)
     assert [slow.batch for slow in found] == [f"batch {n}" for n in (19, 18, 17, 16, 15)]
     assert (found[0].total_ms, found[0].retry_ms, found[0].call_ms, found[0].batch_size) == (1900.0, 10.0, 200.0, 2)
+
+
+def test_the_slowest_are_remembered_as_long_as_they_are_shown() -> None:
+    collector = Collector(TIERS, 0.0)
+    for second in range(2 * SLOW_KEPT_S):
+        for number in range(20):
+            collector.settled(settle(request_of(f"{second}-{number}"), number / 10), output(f"{second} {number}"))
+        assert collector.find_slow(f"{second}-19") is not None
+        cut(collector, second + 1.0)
+    last = 2 * SLOW_KEPT_S - 1
+    for second in (last, last - SLOW_KEPT_S + 1):
+        found = collector.find_slow(f"{second}-19")
+        assert found is not None and found.id == f"{second}-19"
+    assert collector.find_slow(f"{last}-1") is None, "it was not slow"
+    assert collector.find_slow(f"{last - SLOW_KEPT_S - 1}-19") is None
+
+
+def test_an_error_over_redis_tells_of_the_batch_that_another_process_sent() -> None:
+    collector = Collector(TIERS, 0.0)
+    request = settle(request_of("r"), 0.5, "upstream-failed")
+    request.call, request.taken = CallFacts(7, 0.0, endpoint="gpu", attempts=3, started_s=0.2, batch_id="b"), 0.1
+    collector.settled(request, UpstreamFailed("x"))
+    [slow] = cut(collector, 1.0).slow
+    assert (slow.batch, slow.batch_size, slow.endpoint, slow.attempts) == ("b", 7, "gpu", 3)
 
 
 def test_tasks_have_no_latency_here() -> None:

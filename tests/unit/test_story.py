@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 
 from carpool.core.batch import Batch
-from carpool.core.errors import QueueTimeout, UpstreamFailed
+from carpool.core.errors import InputRefused, QueueTimeout, UpstreamFailed
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.request import QUEUED, RUNNING, Request, facts_of_failure
 from carpool.core.story import BatchShown, RequestState, Wait, parts_of, state_of
@@ -77,6 +77,33 @@ def test_one_that_failed_tells_of_its_last_call() -> None:
     far.call = facts_of_failure(request)
     far.settle(UpstreamFailed("it failed"), 10.6)
     assert state_of(far, 11.0) == state
+
+
+def test_a_search_is_told_from_the_models_work() -> None:
+    """Taken at 10.1 s, refused at 10.3 s, looked into until 10.9 s: it was the one at fault."""
+    batch = Batch("b1", "m", 8, "full", 10.1, 10.1, "e", 1, ended=10.3, result="upstream-failed")
+    request = request_at(RUNNING, 10.1, batch)
+    assert in_parts(state_of(request, 10.5)) == {"company": 100.0, "retry": 200.0, "search": 200.0}
+    request.settle(InputRefused("no"), 10.9)
+    state = state_of(request, 11.0)
+    assert in_parts(state) == {"company": 100.0, "retry": 200.0, "search": 600.0}
+    far = request_at(RUNNING, 10.1)
+    far.call = facts_of_failure(request)
+    far.settle(InputRefused("no"), 10.9)
+    assert state_of(far, 11.0) == state
+
+
+def test_one_that_a_search_answered_or_cleared_says_so() -> None:
+    request = request_at(RUNNING, 10.1)
+    call = CallFacts(4, 0.2, endpoint="e", started_s=0.5, batch_id="b1", reason="full", search_s=0.3)
+    request.settle(Output(b"1", call), 10.82)
+    assert in_parts(state_of(request, 11.0)) == {
+        "company": 100.0, "retry": 200.0, "search": 300.0, "model": 200.0, "rest": 20.0,
+    }  # fmt: skip
+    cleared = request_at(RUNNING, 10.7)
+    call = CallFacts(4, 0.2, endpoint="e", batch_id="b2", reason="full", searched_s=0.55)
+    cleared.settle(Output(b"1", call), 10.92)
+    assert in_parts(state_of(cleared, 11.0)) == {"slot": 150.0, "search": 550.0, "model": 200.0, "rest": 20.0}
 
 
 def test_one_that_failed_in_the_queue_was_in_no_batch() -> None:

@@ -243,7 +243,7 @@ class MemoryBroker:
         self.outcomes["ok"] += counted
         if seconds:
             since_taken_s = now - batch[0].taken
-            self.seconds.answered(seconds, since_taken_s, outputs[0].call, self._clock() - now)
+            self.seconds.answered(seconds, since_taken_s, outputs[0].call)
             for ordered in seconds.values():
                 self.waited.observe_ordered(ordered, since_taken_s)
         if is_heard and len(others) < len(batch):
@@ -257,9 +257,11 @@ class MemoryBroker:
     def put_back(self, requests: Sequence[Request]) -> None:
         """Let requests that were taken wait again, before those who came after them."""
         lanes: dict[int, Lane] = {}
+        now = self._clock()
         for request in requests:
             if request.phase == RUNNING:
                 model = request.model
+                request.searched_s += now - request.taken
                 request.is_apart = bool(self._offenders) and (model, request.owner) in self._offenders
                 key = request.lane_key
                 lane = self._active[model].get(key) or self._activate(model, key, request.owner)
@@ -373,6 +375,8 @@ class MemoryBroker:
         if request.phase == QUEUED:
             if request.is_task:
                 self._task_places.remove(request)
+            if request.searched_s:
+                request.batch = None  # it was put back, and waits for another one
             lane = self._active[request.model][request.lane_key]
             lane.forget(request)
             if not lane.waiting:

@@ -181,8 +181,7 @@ class Parking:
         if settled:
             self.outcomes["ok"] += settled
             self.waited.observe_all(waits)
-            writing_s = self._clock() - now
             for answered in zip(seconds, since_taken_s, calls, strict=True):
-                self.seconds.answered(*answered, writing_s)
+                self.seconds.answered(*answered)
             if self.sampled is not None and request is not None:
                 self.sampled(request)

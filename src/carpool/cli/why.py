@@ -26,6 +26,7 @@ WAITED_FOR = {
     "company": "waited for company: others who would share its batch",
     "slot": "waited for a slot: all endpoints were busy",
     "retry": "lost to calls that failed, and to the pause before the next",
+    "search": "its batch was refused: a search for the input at fault",
     "model": "the call: the model at work",
     "rest": "on its way in and back",
 }

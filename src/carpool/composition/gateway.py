@@ -205,8 +205,8 @@ class GatewayHalf:
             self.seats.expire(now)
 
     def find_recent(self, request_id: str) -> Request | None:
-        """A live or recent request of this gateway."""
-        return self.intake.find_recent(request_id)
+        """A live or recent request of this gateway, or a slow one that somebody was shown."""
+        return self.intake.find_recent(request_id) or self._ground.find_slow(request_id)
 
     def describe(self, held: int, held_bytes: int) -> DoorNumbers:
         """What `/metrics` shows of it; the broker knows what is held."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from carpool.composition.tracing import start_tracing
 from carpool.core.clock import Clock, monotonic
 from carpool.core.events import Events
+from carpool.core.request import Request
 from carpool.core.snapshot import Numbers, Status
 from carpool.core.story import COMPANY_S_MAX
 from carpool.core.tally import RequestSeconds
@@ -36,6 +37,8 @@ class Ground:
         # Where their time went.
         self.seconds = RequestSeconds()
         self.tracing = start_tracing(settings, self.events, self.seconds, clock)
+        # Finds one of the slow requests that somebody was shown, by its id.
+        self.find_slow: Callable[[str], Request | None] = lambda request_id: None
         # Owners whose inputs keep being refused.
         self.offenders = Offenders()
         self._session: aiohttp.ClientSession | None = None

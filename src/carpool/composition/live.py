@@ -15,6 +15,7 @@ from carpool.broker.memory import MemoryBroker
 from carpool.composition.ground import Ground
 from carpool.core.live import BATCHES_MAX, LaneWaiting, LivePart
 from carpool.core.names import Role
+from carpool.core.request import Request
 from carpool.core.snapshot import Snapshot
 from carpool.core.timers import Every
 from carpool.face.http.live import Viewers
@@ -79,12 +80,17 @@ class Watch:
         self.viewers = Viewers()
         self.viewers.changed = self._look
         self.viewers.first = self._first
+        ground.find_slow = self.find_slow
         ground.opened.callback(self._stop)
 
     @property
     def is_looked_at(self) -> bool:
         """Whether somebody looks at this process."""
         return len(self.viewers) > 0
+
+    def find_slow(self, request_id: str) -> Request | None:
+        """One of the slow requests that somebody was shown."""
+        return None if self._collector is None else self._collector.find_slow(request_id)
 
     def want(self, is_wanted: bool) -> None:
         """Whether somebody looks at another process of the fleet."""

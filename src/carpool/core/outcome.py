@@ -30,6 +30,16 @@ class CallFacts(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True
     gpu_s: float = 0.0
     # Why its batch left (batching/policy.py).
     reason: str = ""
+    # Its batch was refused, and it was looked for the input at fault: how long that took, of `started_s`. And of the
+    # time in the queue, where it was in such a batch before, was cleared, and waited again.
+    search_s: float = 0.0
+    searched_s: float = 0.0
+    # The span of its batch is kept: whoever tells of a request may refer to it.
+    is_traced: bool = False
+
+
+# For requests of whose call nothing is known.
+NO_CALL = CallFacts(0, 0.0, attempts=0)
 
 
 class Output(msgspec.Struct, frozen=True, gc=False):

@@ -95,6 +95,8 @@ class Request(msgspec.Struct, eq=False):
     batch: Batch | None = None
     # How often it was sent to an upstream without success.
     sends: int = 0
+    # Of its time in the queue: how long it was in batches that were refused, and in the searches after that.
+    searched_s: float = 0.0
     # How long its client wants to wait, where that is less than everybody may; 0.0 if it does not say.
     own_timeout_s: float = 0.0
     # The end, for /internal/requests/{id}: when it was settled, and the error's code if it was with one.
@@ -150,15 +152,25 @@ def facts_of_failure(request: Request) -> CallFacts | None:
     batch = request.batch
     if request.call is not None or batch is None:
         return request.call
+    search_s = searched_since(request, request.ended)
     return CallFacts(
         batch.size,
         0.0,
         endpoint=batch.endpoint,
         attempts=request.sends or batch.attempts,
-        started_s=max(0.0, batch.sent - request.taken),
+        started_s=request.ended - request.taken if search_s else max(0.0, batch.sent - request.taken),
         batch_id=batch.id,
         reason=batch.reason,
+        search_s=search_s,
+        searched_s=request.searched_s,
+        is_traced=batch.trace is not None,  # those that fail are kept
     )
+
+
+def searched_since(request: Request, now: float) -> float:
+    """For how long it has been searched for bad inputs in its batch: that is over, and this request is not."""
+    batch = request.batch
+    return now - batch.ended if batch is not None and request.taken <= batch.ended < now and batch.ended else 0.0
 
 
 class _Nobody:

@@ -175,8 +175,9 @@ class OutcomeNumbers(Numbers, frozen=True, kw_only=True):
         histogram(
             "The same requests by stage: `queue` until it was taken into a batch, `dispatch` until the call began that "
             "brought its output (earlier attempts are in it), `upstream` that call, `reply` until its batch was "
-            "answered; over Redis with the ways there and back. `receive`, from the first to the last read of a "
-            "request, and `admit`, until it is queued, are samples of all that come over HTTP.",
+            "answered; over Redis with the ways there and back. These four sum up to `carpool_request_seconds`. "
+            "`receive`, from the first to the last read of a request, and `admit`, until it is queued, are samples of "
+            "all that come over HTTP.",
             "stage",
         ),
     ]
@@ -395,7 +396,10 @@ class TraceNumbers(Numbers, frozen=True, kw_only=True):
             "why",
         ),
     ]
-    trace_spans: Annotated[Counts, counter("Spans that the receiver took (`sent`), or that were `dropped`.", "result")]
+    trace_spans: Annotated[
+        Counts,
+        counter("Spans that the receiver took (`sent`), or `rejected`, or that were `dropped` on the way.", "result"),
+    ]
     trace_export_failures: Annotated[int, counter("Calls to the receiver of traces that brought nothing.")]
 
 

@@ -12,7 +12,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from carpool.core.batch import Batch
 from carpool.core.outcome import CallFacts
-from carpool.core.request import DONE, RUNNING, Request
+from carpool.core.request import DONE, RUNNING, Request, searched_since
+from carpool.core.tally import split_seconds
 
 # The longest wait for company that can be configured: whoever waited longer did so for a slot.
 COMPANY_S_MAX = 0.1
@@ -20,8 +21,8 @@ COMPANY_S_MAX = 0.1
 LATE_S = 0.005
 
 # company: others who would share its batch; slot: an endpoint that is free; retry: a call that failed, and what came
-# before the next; model: the call; rest: its way in and back.
-WaitedFor = Literal["company", "slot", "retry", "model", "rest"]
+# before the next; search: for the input that made its batch fail; model: the call; rest: its way in and back.
+WaitedFor = Literal["company", "slot", "retry", "search", "model", "rest"]
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -31,7 +32,7 @@ class Wait(msgspec.Struct, frozen=True):
         WaitedFor,
         Meta(
             description="others who share its batch, a slot that is free, a call that failed and what came before the "
-            "next one, the call, its way in and back"
+            "next one, a search for the input that made its batch fail, the call, its way in and back"
         ),
     ]
     ms: float
@@ -84,7 +85,8 @@ def state_of(request: Request, now: float, company_s_max: float = COMPANY_S_MAX)
         status = "processing" if request.phase == RUNNING else "queued"
     else:
         status = "completed" if request.result_code == "ok" else "failed"
-    call, batch = request.call, request.batch
+    call = request.call
+    batch = None if status == "queued" else request.batch  # one that was put back was in one
     return RequestState(
         status,
         milliseconds(until - request.arrived),
@@ -124,16 +126,35 @@ def waits_of(
     request: Request, batch: Batch | None, call: CallFacts | None, until: float, company_s_max: float
 ) -> list[Wait] | UnsetType:
     """What the time of a request went to so far."""
-    total_s = until - request.arrived
+    total_s, queue_s = until - request.arrived, request.taken - request.arrived
     if call is not None and call.batch_id and request.taken:
         call_s = call.upstream_s if request.result_code == "ok" else None
         return parts_of(
-            total_s, request.taken - request.arrived, call.started_s, call_s, call.reason, call.attempts, company_s_max
+            total_s,
+            queue_s,
+            call.started_s,
+            call_s,
+            call.reason,
+            call.attempts,
+            company_s_max,
+            search_s=call.search_s,
+            searched_s=call.searched_s,
         )
     if batch is not None and request.taken:
         before_call_s = batch.sent - request.taken if batch.sent >= request.taken else None
-        queue_s = request.taken - request.arrived
-        return parts_of(total_s, queue_s, before_call_s, None, batch.reason, batch.attempts, company_s_max)
+        if search_s := searched_since(request, until):
+            before_call_s = until - request.taken
+        return parts_of(
+            total_s,
+            queue_s,
+            before_call_s,
+            None,
+            batch.reason,
+            batch.attempts,
+            company_s_max,
+            search_s=search_s,
+            searched_s=request.searched_s,
+        )
     return UNSET
 
 
@@ -146,18 +167,24 @@ def parts_of(
     reason: str,
     attempts: int,
     company_s_max: float = COMPANY_S_MAX,
+    *,
+    # Of `before_call_s`, and of `queue_s`, what a search took.
+    search_s: float = 0.0,
+    searched_s: float = 0.0,
 ) -> list[Wait]:
     """The time of a request that was taken into a batch, in parts that sum up to all of it."""
-    parts: list[tuple[WaitedFor, float]] = [(waited_for(queue_s, reason, company_s_max), queue_s)]
-    left_s = total_s - queue_s
-    if before_call_s is not None:
-        if attempts > 1:
-            parts.append(("retry", before_call_s))
-            left_s -= before_call_s
-        model_s = left_s if call_s is None else min(call_s, left_s)
-        parts.append(("model", model_s))
-        left_s -= model_s
-    parts.append(("rest", left_s))
+    # Before a first call there are only moments.
+    is_later = before_call_s is not None and (attempts > 1 or search_s > 0.0)
+    split = split_seconds(total_s, queue_s, before_call_s or 0.0 if is_later else 0.0, call_s)
+    searched_s, search_s = min(searched_s, split.queue), min(search_s, split.dispatch)
+    waited_s = split.queue - searched_s
+    parts: list[tuple[WaitedFor, float]] = [
+        (waited_for(waited_s, reason, company_s_max), waited_s),
+        ("retry", split.dispatch - search_s),
+        ("search", searched_s + search_s),
+        ("model", 0.0 if before_call_s is None else split.upstream),
+        ("rest", split.reply + (split.upstream if before_call_s is None else 0.0)),
+    ]
     return [Wait(what, milliseconds(seconds)) for what, seconds in parts if milliseconds(seconds) > 0]
 
 

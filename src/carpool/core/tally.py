@@ -91,8 +91,9 @@ class RequestSeconds:
     1. `receive`: from the first to the last read of a request. `admit`: until it is queued: credential, rate limit, the
        door. Both take microseconds as a rule: they are samples, for measuring each would cost more than they do.
     2. `queue`: from its arrival until it is taken into a batch; over Redis with the way there. `dispatch`: until the
-       call begins that brings its output; earlier attempts are in it. `upstream`: that call. `reply`: until its batch
-       is answered; over Redis with the way back.
+       call begins that brings its output; earlier attempts, and searches, are in it. `upstream`: that call. `reply`:
+       until it is settled; over Redis with the way back. These four are all of its time: they sum up to it exactly,
+       whatever another process says of its own part.
     3. From `taken` on, all of a batch have the same times: a batch costs a few steps, a request one entry of a list.
     """
 
@@ -108,23 +109,25 @@ class RequestSeconds:
         self.upstream = _seconds()
         self.reply = _seconds()
 
-    def answered(
-        self, by_tier: Mapping[int, list[float]], since_taken_s: float, call: CallFacts, writing_s: float
-    ) -> None:
+    def answered(self, by_tier: Mapping[int, list[float]], since_taken_s: float, call: CallFacts) -> None:
         """Requests of one batch have their outputs so long after their arrival, and after they were taken.
 
-        The last was told `writing_s` later. Sorts the lists.
+        Sorts the lists.
         """
-        count = 0
-        for tier, seconds in by_tier.items():
+        count, since_taken_s = 0, max(0.0, since_taken_s)
+        for seconds in by_tier.values():
             seconds.sort()
+            count += len(seconds)
+            if seconds[0] < since_taken_s:  # nobody was taken before it came
+                since_taken_s = seconds[0]
+        for tier, seconds in by_tier.items():
             self.by_tier[tier].observe_ordered(seconds)
             self.queue.observe_ordered(seconds, since_taken_s)
-            count += len(seconds)
         if count:
-            self.dispatch.observe_alike(max(call.started_s, 0.0), count)
-            self.upstream.observe_alike(call.upstream_s, count)
-            self.reply.observe_alike(max(since_taken_s + writing_s - call.started_s - call.upstream_s, 0.0), count)
+            split = split_seconds(since_taken_s, 0.0, call.started_s, call.upstream_s)
+            self.dispatch.observe_alike(split.dispatch, count)
+            self.upstream.observe_alike(split.upstream, count)
+            self.reply.observe_alike(split.reply, count)
 
     def stages(self) -> dict[str, Histogram]:
         """By the name of the stage, in the order in which a request meets them."""
@@ -136,6 +139,29 @@ class RequestSeconds:
             "upstream": self.upstream,
             "reply": self.reply,
         }
+
+
+class Split(NamedTuple):
+    """The time of a request by stage."""
+
+    queue: float
+    dispatch: float
+    upstream: float
+    reply: float
+
+
+def split_seconds(total_s: float, queue_s: float, before_call_s: float, call_s: float | None) -> Split:
+    """A time by stage, none of them below zero, all together the time itself; a call without an end takes all of it.
+
+    What is told may be more than there was: another process's clock, or a call that had begun when a request came that
+    shares its result. The call counts before what was before it.
+    """
+    queue_s = max(0.0, min(queue_s, total_s))
+    left_s = total_s - queue_s
+    before_call_s = max(0.0, min(before_call_s, left_s))
+    call_s = left_s - before_call_s if call_s is None else max(0.0, min(call_s, left_s))
+    dispatch_s = min(before_call_s, left_s - call_s)
+    return Split(queue_s, dispatch_s, call_s, left_s - call_s - dispatch_s)
 
 
 def _seconds() -> Histogram:

@@ -2,7 +2,8 @@
 
 1. `Collector` is told of requests and batches (core/events.py) and cuts a `LivePart` each second. What it keeps is
    bounded: counts, the slowest few requests, the batches under way, and BATCHES_MAX of those that ended. Where more
-   ended, every second of them is kept, then every fourth, and so on.
+   ended, every second of them is kept, then every fourth, and so on. Those of its slow requests that were shown are
+   remembered for as long as a page shows them: others of the same time are forgotten sooner.
 2. A call that failed and was made again is shown as a batch of its own that ended with an error.
 3. `Merger` adds up the parts of a fleet. What happened in a part counts once, whenever it comes; rates and totals are
    those of the last part of each process.
@@ -21,6 +22,7 @@ from carpool.core.events import Subscriber
 from carpool.core.live import (
     BATCHES_MAX,
     LANES_MAX,
+    SLOW_KEPT_S,
     SLOW_MAX,
     STEPS_A_DOUBLING,
     LaneWaiting,
@@ -32,9 +34,10 @@ from carpool.core.live import (
     LiveTier,
     SlowRequest,
 )
-from carpool.core.outcome import Outcome, Output
-from carpool.core.request import Request
+from carpool.core.outcome import NO_CALL, Outcome, Output
+from carpool.core.request import Request, facts_of_failure
 from carpool.core.snapshot import DoorNumbers, FleetState, OutcomeNumbers, Snapshot
+from carpool.core.tally import split_seconds
 
 Item = TypeVar("Item")
 Key = TypeVar("Key")
@@ -57,6 +60,7 @@ class Collector(Subscriber):
         self._shed: Mapping[tuple[str, str], float] | None = None
         # By id: batches whose call is under way.
         self._running: dict[str, LiveBatch] = {}
+        self._shown: deque[Request] = deque(maxlen=SLOW_MAX * SLOW_KEPT_S)
         self._begin()
 
     def _begin(self) -> None:
@@ -71,7 +75,7 @@ class Collector(Subscriber):
         # Every how many-th batch is kept.
         self._stride = 1
         # A heap of the slowest, the least slow first; `number` keeps requests from being compared.
-        self._slow: list[tuple[float, int, SlowRequest]] = []
+        self._slow: list[tuple[float, int, SlowRequest, Request]] = []
         # Those of which one was among them; and what is slow enough, when there are enough.
         self._slow_batches: set[str] = set()
         self._slow_seen = 0
@@ -122,13 +126,13 @@ class Collector(Subscriber):
 
     def _keep_slow(self, seconds: float, request: Request, outcome: Outcome) -> None:
         """One of each batch: its neighbours tell the same story."""
-        batch_id = outcome.call.batch_id if isinstance(outcome, Output) else request.batch.id if request.batch else ""
+        batch_id = outcome.call.batch_id if isinstance(outcome, Output) else batch_id_of_failure(request)
         kept = self._slow
         if batch_id and batch_id in self._slow_batches:
             return
         self._slow_batches.add(batch_id)
         self._slow_seen += 1
-        entry = (seconds, self._slow_seen, slow_request(request, outcome))
+        entry = (seconds, self._slow_seen, slow_request(request, outcome), request)
         if len(kept) < SLOW_MAX:
             heappush(kept, entry)
         else:
@@ -175,14 +179,20 @@ class Collector(Subscriber):
             latencies=tuple(self._latencies),
             batches=tuple(thinned(batches, batches_max)),
             batches_ended=self._batches_ended,
-            slow=tuple(slow for _, _, slow in self._slow),
+            slow=tuple(slow for _, _, slow, _ in self._slow),
             lanes=tuple(lanes)[:LANES_MAX],
             requests=_whole(outcomes.requests) if isinstance(outcomes, OutcomeNumbers) else {},
             problems=_whole(door.problems) if isinstance(door, DoorNumbers) else {},
         )
         self._cut_at = now
+        self._shown.extend(request for *_, request in self._slow)
         self._begin()
         return part
+
+    def find_slow(self, request_id: str) -> Request | None:
+        """One of the slow requests that were shown, or are about to be."""
+        slow = (*self._shown, *(request for *_, request in self._slow))
+        return next((request for request in slow if request.id == request_id), None)
 
     def _newly_shed(self, door: DoorNumbers) -> list[int]:
         before, self._shed = self._shed, door.shed
@@ -316,32 +326,30 @@ def _ended(call: LiveBatch, now: float, result: str) -> LiveBatch:
 def slow_request(request: Request, outcome: Outcome) -> SlowRequest:
     """Where the time of a request went."""
     total_s = request.ended - request.arrived
+    call = outcome.call if isinstance(outcome, Output) else facts_of_failure(request) or NO_CALL
     queue_s = request.taken - request.arrived if request.taken else total_s
-    known = SlowRequest(
+    split = split_seconds(total_s, queue_s, call.started_s, call.upstream_s)
+    return SlowRequest(
         id=request.id,
         model=request.model,
         tier=request.tier,
         result=request.result_code,
         total_ms=round(total_s * 1000, 1),
-        queue_ms=round(queue_s * 1000, 1),
+        queue_ms=round(split.queue * 1000, 1),
+        retry_ms=round(split.dispatch * 1000, 1),
+        call_ms=round(split.upstream * 1000, 1),
+        endpoint=call.endpoint,
+        attempts=call.attempts,
+        batch=call.batch_id,
+        batch_size=call.batch_size,
     )
-    if isinstance(outcome, Output):
-        call = outcome.call
-        return msgspec.structs.replace(
-            known,
-            retry_ms=round(call.started_s * 1000, 1),
-            call_ms=round(call.upstream_s * 1000, 1),
-            endpoint=call.endpoint,
-            attempts=call.attempts,
-            batch=call.batch_id,
-            batch_size=call.batch_size,
-        )
-    batch = request.batch
-    if batch is None:
-        return known
-    return msgspec.structs.replace(
-        known, endpoint=batch.endpoint, attempts=batch.attempts, batch=batch.id, batch_size=batch.size
-    )
+
+
+def batch_id_of_failure(request: Request) -> str:
+    """The last batch that a request was in which failed; "" for none. Over Redis another process tells."""
+    if request.call is not None:
+        return request.call.batch_id
+    return "" if request.batch is None else request.batch.id
 
 
 def _added(counts: Iterable[Mapping[Key, int]]) -> dict[Key, int]:

@@ -21,12 +21,13 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from carpool.core.batch import Batch
 from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
 from carpool.core.errors import CarpoolError, DeadlineExceeded, UpstreamFailed, UpstreamProtocolFault, UpstreamRefused
 from carpool.core.events import Events
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.ports import CallTraces, Outcomes
-from carpool.core.request import DONE, Request
+from carpool.core.request import DONE, Request, searched_since
 from carpool.core.tally import SECONDS_BOUNDS, Histogram
 from carpool.core.trace import CallTrace
 from carpool.upstream.call_ids import CallIds
@@ -120,6 +121,8 @@ class Attempts:
         # When the calls under way began, the oldest first.
         self._began: dict[int, float] = {}
         self._call_number = 0
+        # Requests were cleared by a search: some that are sent now may have been in it.
+        self.has_cleared = False
         # For metrics: seconds of the calls that were answered, calls by result.
         self.call_seconds = Histogram(SECONDS_BOUNDS)
         self.calls: dict[str, int] = {"ok": 0, "failed": 0, "refused": 0, "protocol-fault": 0}
@@ -172,7 +175,7 @@ class Attempts:
             limit_s = latest - self._clock()
             within_s = min(self.timeout_s, limit_s)
             if self._traces is None:
-                outcome = await self._call(members, member, attempt, within_s, ended)
+                outcome = await self._call(members, member, attempt, within_s, ended, is_search)
             else:
                 outcome = await self._traced_call(self._traces, members, member, attempt, within_s, ended, is_search)
             if outcome is None:
@@ -231,10 +234,10 @@ class Attempts:
         """`_call`, and how it ended is written down."""
         traced = traces.call_begins(members, member.name, attempt, self._clock(), is_search=is_search)
         if traced is None:
-            return await self._call(members, member, attempt, timeout_s, ended)
+            return await self._call(members, member, attempt, timeout_s, ended, is_search)
         traced.error = "cancelled"
         try:
-            failure = await self._call(members, member, attempt, timeout_s, ended, traced)
+            failure = await self._call(members, member, attempt, timeout_s, ended, is_search, traced)
             traced.error = "" if failure is None else failure.error.code
             return failure
         finally:
@@ -248,6 +251,7 @@ class Attempts:
         attempt: int,
         timeout_s: float,
         ended: BatchEnded,
+        is_search: bool,
         traced: CallTrace | None = None,
     ) -> Failure | None:
         """One call: settles the members and returns None, or returns what went wrong.
@@ -259,7 +263,7 @@ class Attempts:
         number = self._call_number = self._call_number + 1
         self._began[number] = started
         batch = members[0].batch
-        if batch is not None:
+        if batch is not None and not (is_search and batch.sent):  # a search comes after the batch is over
             batch.sent, batch.endpoint, batch.attempts = started, member.name, attempt
         if self._events.subscribers:
             self._events.sent(members, member.name, attempt, started)
@@ -322,9 +326,12 @@ class Attempts:
             batch_id="" if batch is None else batch.id,
             gpu_s=seconds / len(members),
             reason="" if batch is None else batch.reason,
+            search_s=searched_since(members[0], started) if is_search else 0.0,
+            is_traced=traced is not None and is_kept(batch),
         )
         outputs = [Output(part.value, facts, part.tokens_used) for part in parts]
-        self._outcomes.settle_batch(members, outputs if places is None else [outputs[place] for place in places])
+        outputs = outputs if places is None else [outputs[place] for place in places]
+        self._outcomes.settle_batch(members, told_of_searches(members, outputs) if self.has_cleared else outputs)
         return None
 
     def _call_failed(self, members: list[Request], member: Member, timeout_s: float, started: float) -> None:
@@ -381,6 +388,19 @@ class Attempts:
         """Seconds until nobody of them waits any more."""
         latest = max((request.deadline for request in members if request.phase != DONE), default=0.0)
         return latest - self._clock()
+
+
+def is_kept(batch: Batch | None) -> bool:
+    """Whether it is known already that the span of a batch is kept."""
+    return batch is not None and batch.trace is not None and bool(batch.trace.links)
+
+
+def told_of_searches(members: Sequence[Request], outputs: Sequence[Output]) -> list[Output]:
+    """The outputs of these; those who were cleared by a search before are told so."""
+    return [
+        replace(output, call=replace(output.call, searched_s=request.searched_s)) if request.searched_s else output
+        for request, output in zip(members, outputs, strict=True)
+    ]
 
 
 def names_of(members: Sequence[Request]) -> dict[str, str]:

@@ -152,7 +152,7 @@ class Isolation:
             return  # nobody knows whether the endpoint was right
         if not live[0].is_apart and self._has_offender(live):
             # Found out while the call was under way, and reason enough for the refusal.
-            self._broker.put_back(live)
+            self._put_back(live)
             return
         live, cut_at = self._in_order(live)
         whole = Group(0, len(live))
@@ -447,7 +447,7 @@ class Isolation:
         clears = self._is_alive(case) and may_clear(share, self._max_batch())
         cleared = case.search.refused(group, clears=clears)
         if cleared is not None:
-            self._broker.put_back(case.batch[cleared.first : cleared.end])
+            self._put_back(case.batch[cleared.first : cleared.end])
         members = case.batch[group.first : group.end]
         owner = members[0].owner
         if group.size > 1 and owner not in case.counted and all(each.owner == owner for each in members):
@@ -537,7 +537,11 @@ class Isolation:
             waiting = [case.batch[index] for index in case.search.waiting()]
             if case.failure is not None and not case.batch[0].is_apart and self._has_offender(waiting):
                 case.search.give_up()
-                self._broker.put_back(waiting)
+                self._put_back(waiting)
+
+    def _put_back(self, requests: list[Request]) -> None:
+        self._attempts.has_cleared = True
+        self._broker.put_back(requests)
 
     def _has_offender(self, requests: Iterable[Request]) -> bool:
         offenders, model = self._offenders, self._model
