@@ -888,6 +888,40 @@ class TestTracing:
         assert f"tracing.{key}" in str(caught.value)
         assert "canary" not in str(caught.value)
 
+    def test_where_it_says_nothing_opentelemetrys_variables_count(self) -> None:
+        env = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318",
+            "OTEL_EXPORTER_OTLP_HEADERS": "x-key=a%20b, other=c%3Dd",
+            "OTEL_SERVICE_NAME": "mine",
+            "OTEL_RESOURCE_ATTRIBUTES": "service.name=theirs,deployment.environment.name=prod",
+        }
+        said = load(env=env).tracing
+        assert (said.otlp_endpoint, said.service_name) == ("http://collector:4318", "mine")
+        assert (said.headers, said.resource_attributes) == (
+            ["x-key=a b", "other=c=d"],
+            ["deployment.environment.name=prod"],
+        )
+        del env["OTEL_SERVICE_NAME"]
+        assert load(env=env).tracing.service_name == "theirs"
+        own = load(env=env, toml='[tracing]\notlp_endpoint = ""\nheaders = ["a=b"]\nservice_name = "own"\n').tracing
+        assert (own.otlp_endpoint, own.headers, own.service_name) == ("", ["a=b"], "own")
+        assert load(env=env | {"CARPOOL_TRACING_SERVICE_NAME": "ours"}).tracing.service_name == "ours"
+
+    @pytest.mark.parametrize(
+        ("variable", "value"),
+        [("SDK_DISABLED", "TRUE"), ("TRACES_EXPORTER", "none"), ("EXPORTER_OTLP_PROTOCOL", "grpc")],
+    )
+    def test_what_leaves_the_endpoint_of_opentelemetry_aside(self, variable: str, value: str) -> None:
+        env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317", f"OTEL_{variable}": value}
+        assert load(env=env).tracing.otlp_endpoint == ""
+        assert load(env=env, flags={"tracing.otlp_endpoint": "http://a:1"}).tracing.otlp_endpoint == "http://a:1"
+
+    def test_a_fault_in_one_of_them_is_said_without_secrets(self) -> None:
+        env = {"OTEL_EXPORTER_OTLP_HEADERS": "canary"}
+        assert "tracing.headers (environment OTEL_EXPORTER_OTLP_HEADERS)" in refusal(env=env)
+        assert "canary" not in refusal(env=env)
+        assert "OTEL_EXPORTER_OTLP_ENDPOINT" in refusal(env={"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"})
+
     def test_headers_are_secret(self) -> None:
         settings = load(flags={"tracing.headers": ["x-key=canary"]})
         assert settings.tracing.headers == ["x-key=canary"]

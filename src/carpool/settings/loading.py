@@ -1,4 +1,4 @@
-"""Loading the settings: flags over environment over `carpool.toml` over defaults.
+"""Loading the settings: flags over environment over `carpool.toml` over OpenTelemetry's variables over defaults.
 
 1. Every fault is a `ConfigError` of one line: the key, where its value came from, and what is allowed.
 2. What is not known is refused, with the nearest known name: a typing error must not pass for a default.
@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
+from urllib.parse import unquote
 
 import msgspec
 from msgspec import NODEFAULT
@@ -45,7 +46,8 @@ def load_settings(flags: Mapping[str, Any], *, environ: Mapping[str, str], file:
     tables, file_name = _read_file(environ, file)
     tiers, models, api_keys = tables.pop("tiers", None), tables.pop("models", {}), tables.pop("keys", {})
     given: dict[str, _Given] = {}
-    for layer in (_from_file(tables, file_name), _from_environment(environ), _from_flags(flags)):
+    own = (_from_file(tables, file_name), _from_environment(environ), _from_flags(flags))
+    for layer in (_from_opentelemetry(environ), *own):
         given.update(layer)
 
     values = {path: _convert(KEYS[path], value) for path, value in given.items()}
@@ -125,6 +127,35 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
             continue  # whoever forgot to fill it in did not mean that nothing is asked for
         given[key.path] = _Given(value, f"environment {variable}", True)
     return given
+
+
+def _from_opentelemetry(environ: Mapping[str, str]) -> dict[str, _Given]:
+    """What the variables say that all programs with OpenTelemetry have in common (docs/tracing.md)."""
+
+    def read(name: str) -> str:
+        return environ.get(f"OTEL_{name}", "").strip()
+
+    def pairs(name: str) -> list[str]:
+        return [unquote(each.strip()) for each in read(name).split(",") if each.strip()]
+
+    attributes = pairs("RESOURCE_ATTRIBUTES")
+    names = [each.partition("=")[2] for each in attributes if each.partition("=")[0].strip() == "service.name"]
+    said: dict[str, tuple[str, str | list[str]]] = {
+        "headers": ("EXPORTER_OTLP_HEADERS", pairs("EXPORTER_OTLP_HEADERS")),
+        "service_name": ("SERVICE_NAME", read("SERVICE_NAME") or "".join(names[-1:])),
+        "resource_attributes": (
+            "RESOURCE_ATTRIBUTES",
+            [each for each in attributes if each.partition("=")[0].strip() != "service.name"],
+        ),
+    }
+    is_off = read("SDK_DISABLED").lower() == "true" or read("TRACES_EXPORTER").lower() == "none"
+    if not is_off and read("EXPORTER_OTLP_PROTOCOL") in ("", "http/protobuf"):  # of gRPC the port is another one
+        said["otlp_endpoint"] = ("EXPORTER_OTLP_ENDPOINT", read("EXPORTER_OTLP_ENDPOINT"))
+    return {
+        f"tracing.{key}": _Given(value, f"environment OTEL_{name}", True)
+        for key, (name, value) in said.items()
+        if value
+    }
 
 
 def _from_flags(flags: Mapping[str, Any]) -> dict[str, _Given]:
