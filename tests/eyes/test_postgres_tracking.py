@@ -12,10 +12,10 @@ import asyncpg
 import pytest
 
 from carpool.core.batch import Batch
-from carpool.core.outcome import CallFacts
+from carpool.core.outcome import NO_CALL, CallFacts
 from carpool.tracking.postgres import MIGRATIONS, VERSION_TABLE, PostgresStore
 from carpool.tracking.questions import RequestQuestion, UsageQuestion
-from carpool.tracking.records import NO_CALL, RequestEntry
+from carpool.tracking.records import RequestEntry
 from carpool.tracking.stores import BadRowsError, StoreAwayError, StoreUnusableError
 from support.client import Connection, inference_body
 from support.postgres import PostgresServer, running_postgres

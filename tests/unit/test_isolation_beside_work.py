@@ -363,7 +363,7 @@ class ServiceStand:
         self.offenders = Offenders()
         self.broker = MemoryBroker(waiting_max=99, bytes_max=9999, lanes_max=9, tiers=1, offenders=self.offenders)
         [model] = models_of(settings).values()
-        self.service = ModelService(model, session, self.broker, NoLetters(), self.offenders)
+        self.service = ModelService(model, lambda: session, self.broker, NoLetters(), self.offenders)
         self.pool = self.service.pool
         self._serial = 0
 
