@@ -270,8 +270,13 @@ def test_completions_go_by_index_which_is_not_passed_on() -> None:
     batch = members(COMPLETIONS, [b'"aa"', b'"bb"'])
     parts = [json.loads(part) for part in decoded(COMPLETIONS, body, batch)]
     assert parts == [
-        {"text": "x", "finish_reason": "length"},
-        {"text": "long text", "finish_reason": "stop", "logprobs": None},
+        {"text": "x", "finish_reason": "length", "usage": {"prompt_tokens": 4, "completion_tokens": 3}},
+        {
+            "text": "long text",
+            "finish_reason": "stop",
+            "logprobs": None,
+            "usage": {"prompt_tokens": 4, "completion_tokens": 11},
+        },
     ]
     assert [part.tokens_used for part in COMPLETIONS.decode(Answer(200, body), batch)] == [4 + 3, 4 + 11]
 

@@ -19,6 +19,8 @@ from carpool.core.ports import Availability, FarResults, RateLimit, RateLimits, 
 from carpool.core.request import Request
 from carpool.core.snapshot import CacheNumbers, DoorNumbers
 from carpool.face.http.gateway import GatewayRoutes, HttpFaceSettings
+from carpool.face.http.list_routes import add_list_faces
+from carpool.face.http.lists import Answers
 from carpool.face.http.openapi import gateway_openapi
 from carpool.face.http.sampling import SAMPLE_S, Sampler
 from carpool.face.http.server import HttpServer
@@ -131,6 +133,13 @@ class GatewayHalf:
             self.intake,
             face_settings(settings),
             gateway_openapi(list(ground.models), settings.model, settings.tasks.wait_ms_max),
+            ground.tracer,
+        )
+        add_list_faces(
+            routes.router,
+            self.intake,
+            Answers(settings.gateway.unread_bytes_max),
+            lambda model: availability[model].is_down,
             ground.tracer,
         )
         self.http = HttpServer(routes.router.serve, http_limits(settings, models), ground.clock)

@@ -13,7 +13,12 @@ _ID = b'"request_id":"'
 
 def problem_headers(error: CarpoolError) -> bytes:
     """The header lines that belong to an error."""
-    lines = error.header_lines
+    return error.header_lines + advice_lines(error)
+
+
+def advice_lines(error: CarpoolError) -> bytes:
+    """Of these, those that say what to do."""
+    lines = b""
     if error.retry_after_s is not None:
         lines += b"Retry-After: %d\r\n" % error.retry_after_s
     if error.allow is not None:

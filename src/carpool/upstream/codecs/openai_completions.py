@@ -1,7 +1,8 @@
 """OpenAI's `POST /v1/completions` with a list of prompts, also of vLLM and others: → `{"choices":[…]}`.
 
 `input` is the prompt: a text or an array of token ids. The output is its choice without `index`: `text`,
-`finish_reason` and whatever else the server says. Parameters are fields of the call: `max_tokens`, `temperature`, ….
+`finish_reason` and whatever else the server says; with `usage`, its share of the tokens, where the server tells them.
+Parameters are fields of the call: `max_tokens`, `temperature`, ….
 One completion a prompt: with more, servers disagree on what an index means. No streaming.
 Lane key: model, parameters, and whether the prompt is a text or token ids.
 """
@@ -82,18 +83,16 @@ class OpenAiCompletionsCodec(TextCodec):
         check_text(answer.body)
         # The number was the place in a batch that is none of the client's business.
         ordered = [choices[place] for place in places]
-        tokens = self._tokens(parsed.usage, batch, ordered)
-        return [Decoded(msgspec.json.encode(choice), used) for choice, used in zip(ordered, tokens, strict=True)]
-
-    def _tokens(
-        self, usage: _Usage | None, batch: Sequence[Request], choices: Sequence[dict[str, msgspec.Raw]]
-    ) -> Sequence[int | None]:
-        """The tokens of the call shared out: those of prompts by their length, the others by that of the texts."""
+        usage = parsed.usage
         if usage is None or usage.prompt_tokens is None:
-            return [None] * len(batch)
+            return [Decoded(msgspec.json.encode(choice)) for choice in ordered]
+        # Shared out: the tokens of prompts by their length, the others by that of the texts.
         read = apportion(usage.prompt_tokens, input_lengths(batch))
-        written = apportion(usage.completion_tokens or 0, [len(bytes(choice["text"])) for choice in choices])
-        return [prompt + completion for prompt, completion in zip(read, written, strict=True)]
+        written = apportion(usage.completion_tokens or 0, [len(bytes(choice["text"])) for choice in ordered])
+        return [
+            Decoded(msgspec.json.encode({**choice, "usage": _Usage(prompt, completion)}), prompt + completion)
+            for choice, prompt, completion in zip(ordered, read, written, strict=True)
+        ]
 
     def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
         """By the status, and the words of several servers for too large a batch."""

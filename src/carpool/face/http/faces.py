@@ -1,0 +1,35 @@
+"""Which models have which faces: those whose upstream takes the same kind of input, whatever protocol it speaks.
+
+`json` and `kserve_v1` carry any JSON value: what their model makes of a text, nobody knows before it answers.
+"""
+
+from carpool.core.errors import UnknownModel
+from carpool.core.names import ProtocolName
+from carpool.face.intake import Intake, ServedModel
+
+EMBEDDINGS, COMPLETIONS, EMBED, PREDICT = "/v1/embeddings", "/v1/completions", "/embed", "/v1/models/NAME:predict"
+
+_ANY_VALUE: tuple[ProtocolName, ...] = ("json", "kserve_v1")
+# By path, the protocols of upstreams that can serve it; `/v1/inference` and `/v1/predict` serve all.
+FACES: dict[str, tuple[ProtocolName, ...]] = {
+    EMBEDDINGS: (*_ANY_VALUE, "openai_embeddings", "tei_embed"),
+    COMPLETIONS: (*_ANY_VALUE, "openai_completions"),
+    EMBED: (*_ANY_VALUE, "openai_embeddings", "tei_embed"),
+    PREDICT: (*_ANY_VALUE, "openai_embeddings", "openai_completions", "tei_embed"),
+}
+
+
+def has_face(model: ServedModel, path: str) -> bool:
+    """Whether a model can be asked at this path."""
+    return model.protocol in FACES[path]
+
+
+def model_with_face(intake: Intake, name: str, path: str) -> ServedModel:
+    """The model with this name; raises UnknownModel if it cannot be asked at this path."""
+    model = intake.model(name)
+    if not has_face(model, path):
+        has = ", ".join(each for each in FACES if has_face(model, each))
+        raise UnknownModel(
+            f"this model cannot be asked at {path}; it can at /v1/inference, /v1/predict{has and ', ' + has}"
+        )
+    return model

@@ -1,0 +1,432 @@
+"""What the faces that take lists share: how a call comes in, and how its answer is put together.
+
+1. A call of k inputs counts as k for its owner's rate limit, or as one if it cannot be read; all of it comes in or
+   nothing. It is read first for that: so no body may hold more than INPUTS_MAX.
+2. Outputs are turned into pieces of the answer as they come, so much in a turn of the event loop and the rest in the
+   next ones. A piece is a copy, and what it was made from is dropped: an answer is held once.
+3. What all calls hold of answers is bounded: beyond `bytes_max` a call ends with a 503.
+4. A long answer leaves in parts, as its client reads it.
+5. Whatever fails, any exception, ends its own call with an error in the face's own form.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Raw
+
+from carpool.core.errors import CarpoolError, ClientLeft, Malformed, QueueFull, UpstreamProtocolFault
+from carpool.core.outcome import Output
+from carpool.core.ports import Caller, Entry, RequestTraces
+from carpool.core.timers import OncePerTurn
+from carpool.face.http.exchange import JSON, Exchange
+from carpool.face.http.gateway import (
+    check_encoding,
+    check_media,
+    headers_for_answer,
+    preferences,
+    too_large_for,
+    wishes_in,
+)
+from carpool.face.http.ids import request_id
+from carpool.face.http.problem import advice_lines
+from carpool.face.http.strict_json import QUOTE
+from carpool.face.http.wire import body_fault, canonical_parameters, checked_input
+from carpool.face.intake import Group, Intake, ServedModel, as_error
+
+logger = logging.getLogger("carpool.http")
+
+# OpenAI's own limit.
+INPUTS_MAX = 2048
+# So many bytes of outputs are made into pieces of answers in a turn: some 2 ms of work.
+TURN_BYTES = 512 * 1024
+# A longer answer leaves in parts of this size, so many in a turn.
+PART_BYTES = 64 * 1024
+PARTS_A_TURN = 16
+
+_decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
+_decode_list = msgspec.json.Decoder(list[Raw]).decode
+_decode_tokens = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0)]]).decode
+# A text, or a list and how its first element begins.
+_BEGINNING = re.compile(rb'\s*(?:(")|\[\s*(["\[0-9-]))')
+_NUMBERS = re.compile(rb"\s*\[[-+0-9.eE,\s]*\]\s*\Z").match
+
+
+class ListCall(msgspec.Struct, eq=False):
+    """A call that was read."""
+
+    model: ServedModel
+    parameters: bytes
+    values: Sequence[bytes]
+    # What the face itself must remember of it.
+    how: Any = None
+    # Tokens that it was given as ids; and those of which its upstream told.
+    given_tokens: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Answers:
+    """What all calls have together: the bytes that are held, and the work of this turn."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.held = 0
+        self._left = TURN_BYTES
+        # Made when there is an event loop.
+        self._turn: OncePerTurn | None = None
+
+    def may_work(self, size: int) -> bool:
+        """Whether so many bytes may be worked on in this turn; one piece always may."""
+        if self._turn is None:
+            self._turn = OncePerTurn(self._next_turn)
+        self._turn.ring()
+        is_now = self._left > 0
+        self._left -= size if is_now else 0
+        return is_now
+
+    def _next_turn(self) -> None:
+        self._left = TURN_BYTES
+
+
+class ListFace:
+    """Serves the calls of one path. What differs between faces is in the methods that raise NotImplementedError."""
+
+    # What an input is called in errors.
+    field = "inputs"
+
+    def __init__(self, intake: Intake, answers: Answers, traces: RequestTraces | None = None) -> None:
+        self.intake = intake
+        self.answers = answers
+        self._begin_trace = None if traces is None else traces.begin
+
+    def read(self, exchange: Exchange, rest: str) -> ListCall:
+        """The call in a body; raises an error of the tree."""
+        raise NotImplementedError
+
+    def piece(self, call: ListCall, number: int, output: Output) -> bytes:
+        """An input's part of the answer; raises UpstreamProtocolFault."""
+        raise NotImplementedError
+
+    def ends(self, call: ListCall, own_id: str) -> tuple[bytes, bytes, bytes]:
+        """The content type, and what comes before the pieces and after them; between them are commas."""
+        raise NotImplementedError
+
+    def error_body(self, error: CarpoolError, detail: str) -> bytes:
+        """An error, in the face's own form. `detail` names the input, where it is that of one."""
+        raise NotImplementedError
+
+    def limit_lines(self, lines: bytes) -> bytes:
+        """The header lines that tell of the rate limit, from those that `/v1/inference` has."""
+        return lines
+
+    def advice(self, error: CarpoolError) -> bytes:
+        """The header lines that say what to do about an error."""
+        return advice_lines(error)
+
+    def serve(self, exchange: Exchange, rest: str) -> None:
+        """One call, from its bytes to its answer."""
+        own_id = request_id(exchange.headers)
+        try:
+            caller = exchange.sink.peer.caller or self.intake.identify(exchange.headers, exchange.sink.peer)
+            try:
+                check_media(exchange.headers.get(b"content-type", JSON))
+                check_encoding(exchange.headers)
+                call: ListCall | CarpoolError = self.read(exchange, rest)
+            except CarpoolError as fault:
+                call = fault
+            exchange.body = b""
+            self._enter(exchange, caller, call, own_id)
+        except Exception as failure:
+            self.refuse(exchange, as_error(failure), own_id)
+
+    def _enter(self, exchange: Exchange, caller: Caller, call: ListCall | CarpoolError, own_id: str) -> None:
+        if caller.limit is None:
+            self._ask(exchange, caller, call, own_id)
+            return
+        cost = len(call.values) if isinstance(call, ListCall) else 1
+        entry = self.intake.enter(caller) if cost == 1 else self.intake.enter_many(caller, cost)
+        if entry is not None:
+            self._entered(exchange, caller, call, own_id, entry)
+            return
+        exchange.when_client_leaves = _left_at_the_door
+        self.intake.when_known(caller, partial(self._known, exchange, caller, call, own_id), cost)
+
+    def _known(
+        self, exchange: Exchange, caller: Caller, call: ListCall | CarpoolError, own_id: str, entry: Entry
+    ) -> None:
+        """The budget that all gateways share has answered."""
+        if exchange.context is ClientLeft:
+            return
+        exchange.when_client_leaves = None
+        try:
+            self._entered(exchange, caller, call, own_id, entry)
+        except Exception as failure:
+            self.refuse(exchange, as_error(failure), own_id)
+
+    def _entered(
+        self, exchange: Exchange, caller: Caller, call: ListCall | CarpoolError, own_id: str, entry: Entry
+    ) -> None:
+        if isinstance(entry, CarpoolError):
+            self.refuse(exchange, entry, own_id)
+            return
+        exchange.limit_lines = entry
+        self._ask(exchange, caller, call, own_id)
+
+    def _ask(self, exchange: Exchange, caller: Caller, call: ListCall | CarpoolError, own_id: str) -> None:
+        if isinstance(call, CarpoolError):
+            raise call
+        headers = exchange.headers
+        wishes = wishes_in(headers, preferences(headers.get(b"prefer", b"")))
+        begin = None if self._begin_trace is None else partial(self._begin_trace, headers)
+        exchange.headers = headers_for_answer(headers)
+        work = Work(self, exchange, call, own_id)
+        work.group = self.intake.ask_all(
+            caller=caller,
+            model=call.model,
+            parameters=call.parameters,
+            values=call.values,
+            request_id=own_id,
+            answer=work.answer,
+            came=work.came,
+            wishes=wishes,
+            begin_trace=begin,
+        )
+        call.values = ()  # the requests have them
+        if not work.group.is_over:
+            exchange.context = work.group
+
+    def refuse(self, exchange: Exchange, error: CarpoolError, own_id: str, number: int | None = None) -> None:
+        """Answer with an error; `number` is that of the input which it is of."""
+        if exchange.is_unfinished:
+            exchange.break_off()
+            return
+        exchange.sink.note_problem(exchange, error)
+        detail = error.detail if number is None else f"`{self.field}[{number}]`: {error.detail}"
+        # One set of them: those of a refusal are of a call that did not come in.
+        lines = id_line(own_id) + self.limit_lines(error.header_lines or exchange.limit_lines) + self.advice(error)
+        exchange.respond(error.status, self.error_body(error, detail), JSON, lines)
+
+
+class Work:
+    """One call that came in: its outputs become pieces, and these an answer."""
+
+    def __init__(self, face: ListFace, exchange: Exchange, call: ListCall, own_id: str) -> None:
+        self._face = face
+        self._exchange = exchange
+        self._call = call
+        self._own_id = own_id
+        self._is_list = len(call.values) > 1
+        # Of the answer; written from the front.
+        self._parts: list[Any] = []
+        self._written = 0
+        # Numbers of those that are outputs still, and the bytes that are held.
+        self._unmade: list[int] = []
+        self._held = 0
+        self._is_over = False
+        self.group: Group | None = None
+        exchange.when_client_leaves = self._left
+
+    def came(self, number: int, output: Output) -> bytes | Output:
+        """Make an output a piece, or keep it for a later turn."""
+        answers = self._face.answers
+        if answers.may_work(len(output.value)):
+            piece = self._face.piece(self._call, number, output)
+            self._hold(len(piece))
+            return piece
+        self._unmade.append(number)
+        self._hold(len(output.value))
+        return output
+
+    def answer(self, outcomes: Sequence[Any], number: int | None) -> None:
+        """All pieces are there, or an error."""
+        if self._is_over:
+            return
+        if len(outcomes) == 1 and isinstance(outcomes[0], CarpoolError):
+            self._fail(outcomes[0], number)
+            return
+        self._parts = list(outcomes)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Make the pieces that are left, as many as this turn has room for; then answer."""
+        if self._is_over:
+            return
+        answers, unmade = self._face.answers, self._unmade
+        number = None
+        try:
+            while unmade:
+                number = unmade[-1]
+                output = self._parts[number]
+                if not answers.may_work(len(output.value)):
+                    asyncio.get_running_loop().call_soon(self._go_on)
+                    return
+                piece = self._parts[number] = self._face.piece(self._call, number, output)
+                self._hold(len(piece) - len(output.value))
+                unmade.pop()
+            self._respond()
+        except Exception as failure:
+            self._fail(as_error(failure), number)
+
+    def _fail(self, error: CarpoolError, number: int | None) -> None:
+        self._end()
+        self._face.refuse(self._exchange, error, self._own_id, number if self._is_list else None)
+
+    def _respond(self) -> None:
+        exchange = self._exchange
+        content_type, before, after = self._face.ends(self._call, self._own_id)
+        lines = id_line(self._own_id) + self._face.limit_lines(exchange.limit_lines)
+        if self._held <= PART_BYTES:
+            parts = self._parts
+            self._end()
+            exchange.respond(200, before + b",".join(parts) + after, content_type, lines)
+            return
+        self._parts[0] = before + self._parts[0]
+        self._parts[-1] += after
+        exchange.when_writable = self._write_on
+        exchange.begin(200, content_type, lines)
+        self._write_on(exchange)
+
+    def _write_on(self, exchange: Exchange) -> None:
+        """Write as much as its client reads, or as a turn may have."""
+        parts = self._parts
+        try:
+            for _ in range(PARTS_A_TURN):
+                if self._is_over:
+                    return
+                some, size = [], 0
+                while self._written < len(parts) and size < PART_BYTES:
+                    some.append(parts[self._written])
+                    size += len(some[-1])
+                    parts[self._written] = b""
+                    self._written += 1
+                is_last = self._written == len(parts)
+                self._hold(-min(size, self._held))
+                has_room = exchange.write(b",".join(some) + (b"" if is_last else b","))
+                if is_last:
+                    self._end()
+                    exchange.end()
+                    return
+                if not has_room:
+                    return
+            asyncio.get_running_loop().call_soon(self._write_on, exchange)
+        except Exception:
+            logger.exception("an answer could not be written to its end")
+            self._end()
+            exchange.break_off()
+
+    def _hold(self, size: int) -> None:
+        answers = self._face.answers
+        self._held += size
+        answers.held += size
+        if size > 0 and answers.held > answers.bytes_max:
+            raise QueueFull("too many large answers are on their way; ask for fewer at a time", retry_after_s=1)
+
+    def _left(self, _: Exchange) -> None:
+        self._end()
+        if self.group is not None:
+            self.group.leave()
+
+    def _end(self) -> None:
+        """Nothing is held any more."""
+        self._is_over = True
+        self._face.answers.held -= self._held
+        self._held, self._parts, self._unmade = 0, [], []
+
+
+def _left_at_the_door(exchange: Exchange) -> None:
+    exchange.context = ClientLeft
+
+
+def id_line(own_id: str) -> bytes:
+    """The header line with the id of a call."""
+    return b"X-Request-Id: %b\r\n" % own_id.encode()
+
+
+# How bodies are read.
+
+
+def fields_of(body: bytes) -> dict[str, Raw]:
+    """The fields of a body that is an object, without those that are null; raises Malformed."""
+    try:
+        fields = _decode_fields(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as failure:
+        raise Malformed(body_fault(failure)) from None
+    return {name: value for name, value in fields.items() if len(value) != 4 or bytes(value) != b"null"}
+
+
+def text_of(fields: dict[str, Raw], name: str) -> str | None:
+    """A field that is a text, taken out; None if there is none."""
+    value = fields.pop(name, None)
+    if value is None:
+        return None
+    try:
+        return msgspec.json.decode(value, type=str)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise Malformed(f"`{name}` must be a text") from None
+
+
+def values_of(value: Raw | None, field: str) -> list[bytes]:
+    """The elements of a list of inputs, each safe between others; raises Malformed."""
+    try:
+        elements = _decode_list(value or b"")
+    except (msgspec.DecodeError, RecursionError):
+        raise Malformed(f"`{field}` must be a list") from None
+    if not elements:
+        raise Malformed(f"`{field}` is empty; it must have an input at least")
+    if len(elements) > INPUTS_MAX:
+        raise Malformed(
+            f"Invalid '{field}': array too long. Expected an array with maximum length {INPUTS_MAX}, "
+            f"but got an array with length {len(elements)} instead."
+        )
+    return [checked_input(element, f"{field}[{number}]") for number, element in enumerate(elements)]
+
+
+def texts_of(value: Raw | None, field: str) -> list[bytes]:
+    """The texts in a field, or the token ids in place of them: one, or a list of them; raises Malformed."""
+    begins = None if value is None else _BEGINNING.match(value)
+    if value is None or begins is None:
+        raise Malformed(f"`{field}` must be a text, a list of token ids, or a list of those; it must not be empty")
+    if begins[2] is None or begins[2].isdigit():  # a text, or one list of numbers
+        return [checked_text(checked_input(value, field), field)]
+    values = values_of(value, field)
+    return [checked_text(each, f"{field}[{number}]") for number, each in enumerate(values)]
+
+
+def checked_text(value: bytes, field: str) -> bytes:
+    """A text, or the ids of its tokens; raises Malformed."""
+    if value[0] != QUOTE:
+        try:
+            is_empty = not _decode_tokens(value)
+        except (msgspec.DecodeError, RecursionError):
+            is_empty = True
+        if is_empty:
+            raise Malformed(f"`{field}` must be a text, or the ids of its tokens as a list of whole numbers")
+    return value
+
+
+def parameters_of(fields: dict[str, Raw]) -> bytes:
+    """Fields that are passed on, as canonical parameters; raises Malformed."""
+    return canonical_parameters(Raw(msgspec.json.encode(fields))) if fields else b""
+
+
+def check_size(exchange: Exchange, model: ServedModel) -> None:
+    """Raise TooLarge for a body that is longer than the model's may be."""
+    if len(exchange.body) > model.body_bytes_max:
+        raise too_large_for(model)
+
+
+def vector(value: bytes) -> bytes:
+    """An output that is a list of numbers; raises UpstreamProtocolFault for any other."""
+    if _NUMBERS(value) is None:
+        raise not_a_vector()
+    return bytes(value)
+
+
+def not_a_vector() -> UpstreamProtocolFault:
+    """What is told where a model does not embed."""
+    return UpstreamProtocolFault("the model's output is no list of numbers; ask it at /v1/inference")

@@ -1,0 +1,299 @@
+"""OpenAI: `/v1/embeddings`, `/v1/completions`, `/v1/models`; and what is said at `/v1/chat/completions`.
+
+1. What a model does not see is not in its lane either: `user`, `encoding_format`, `stream` and the like stay here, so
+   that everybody rides together. All other fields are parameters.
+2. Embeddings as base64, which SDKs ask for, are made here of the numbers that came: 32-bit floats, little-endian.
+3. A completion with `stream` comes as one event when it is finished.
+4. `usage` is what the upstream told; the ids of tokens are counted; 0 where nobody knows.
+"""
+
+import re
+import time
+from array import array
+from base64 import b64encode
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from carpool.core.errors import CarpoolError, Malformed, NotFound, UpstreamProtocolFault
+from carpool.core.outcome import Output
+from carpool.face.http.exchange import JSON, Exchange
+from carpool.face.http.faces import COMPLETIONS, EMBEDDINGS, model_with_face
+from carpool.face.http.ids import request_id
+from carpool.face.http.lists import (
+    ListCall,
+    ListFace,
+    check_size,
+    fields_of,
+    id_line,
+    not_a_vector,
+    parameters_of,
+    text_of,
+    texts_of,
+    vector,
+)
+from carpool.face.http.problem import advice_lines
+from carpool.face.http.strict_json import QUOTE
+from carpool.face.intake import Intake, ServedModel, as_error
+
+EVENTS = b"text/event-stream"
+# Header lines that are written once.
+LINES_KEPT = 4096
+
+_quoted = msgspec.json.Encoder().encode
+_decode_numbers = msgspec.json.Decoder(list[float]).decode
+_decode_choice = msgspec.json.Decoder(dict[str, Raw]).decode
+_RATE = re.compile(rb"q=(\d+);w=60\r\nRateLimit: \"default\";r=(\d+);t=(\d+)")
+# What OpenAI calls errors, by their status; and some by our code for them.
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+_CODES = {"rate-limited": "rate_limit_exceeded", "unknown-model": "model_not_found", "unauthorized": "invalid_api_key"}
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+_decode_usage = msgspec.json.Decoder(_Usage).decode
+
+
+class OpenAiFace(ListFace):
+    """What both paths have in common."""
+
+    def error_body(self, error: CarpoolError, detail: str) -> bytes:
+        """With OpenAI's own codes, where it has one."""
+        return error_json(error, detail)
+
+    def limit_lines(self, lines: bytes) -> bytes:
+        """Ours, and the same as OpenAI tells it."""
+        return lines and openai_limit_lines(lines)
+
+    def advice(self, error: CarpoolError) -> bytes:
+        """SDKs try again by the status alone, unless they are told."""
+        return error_lines(error)
+
+
+class EmbeddingsFace(OpenAiFace):
+    """`POST /v1/embeddings`."""
+
+    field = "input"
+
+    def read(self, exchange: Exchange, rest: str) -> ListCall:
+        """Texts, or token ids; `how` is whether base64 is wanted."""
+        fields = fields_of(exchange.body)
+        model = named_model(self.intake, fields, EMBEDDINGS)
+        check_size(exchange, model)
+        values = texts_of(fields.pop("input", None), "input")
+        encoding = text_of(fields, "encoding_format") or "float"
+        if encoding not in ("float", "base64"):
+            raise Malformed('`encoding_format` must be "float" or "base64"')
+        fields.pop("user", None)
+        return ListCall(model, parameters_of(fields), values, encoding == "base64", count_tokens(values))
+
+    def piece(self, call: ListCall, number: int, output: Output) -> bytes:
+        """One embedding."""
+        call.prompt_tokens += output.tokens_used or 0
+        embedding = as_base64(output.value) if call.how else vector(output.value)
+        return b'{"object":"embedding","index":%d,"embedding":%b}' % (number, embedding)
+
+    def ends(self, call: ListCall, own_id: str) -> tuple[bytes, bytes, bytes]:
+        """The list around them."""
+        tokens = call.prompt_tokens or call.given_tokens
+        model = _quoted(call.model.name)
+        after = b'],"model":%b,"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (model, tokens, tokens)
+        return JSON, b'{"object":"list","data":[', after
+
+
+class CompletionsFace(OpenAiFace):
+    """`POST /v1/completions`."""
+
+    field = "prompt"
+
+    def read(self, exchange: Exchange, rest: str) -> ListCall:
+        """Prompts; `how` is whether events are wanted, and with them one of the usage."""
+        fields = fields_of(exchange.body)
+        model = named_model(self.intake, fields, COMPLETIONS)
+        check_size(exchange, model)
+        values = texts_of(fields.pop("prompt", None), "prompt")
+        is_stream = flag_of(fields, "stream")
+        options = fields.pop("stream_options", None)
+        wants_usage = options is not None and read_as(_StreamOptions, options, "stream_options").include_usage
+        for name in ("n", "best_of"):
+            if bytes(fields.pop(name, b"1")) != b"1":
+                raise Malformed(f"`{name}` must be 1: there is one completion for each prompt")
+        fields.pop("user", None)
+        return ListCall(model, parameters_of(fields), values, (is_stream, wants_usage), count_tokens(values))
+
+    def piece(self, call: ListCall, number: int, output: Output) -> bytes:
+        """One choice."""
+        value = bytes(output.value)
+        if value[0] == QUOTE:
+            call.prompt_tokens += output.tokens_used or 0
+            return b'{"text":%b,"index":%d,"logprobs":null,"finish_reason":"stop"}' % (value, number)
+        try:
+            choice = _decode_choice(value)
+            usage = _decode_usage(choice.pop("usage", b"{}"))
+        except (msgspec.DecodeError, RecursionError):
+            raise not_a_text() from None
+        if "text" not in choice:
+            raise not_a_text()
+        call.prompt_tokens += usage.prompt_tokens
+        call.completion_tokens += usage.completion_tokens
+        return _quoted({"index": number, "logprobs": None, "finish_reason": "stop", **choice})
+
+    def ends(self, call: ListCall, own_id: str) -> tuple[bytes, bytes, bytes]:
+        """The object around them; as an event, there is one more that says that it was all."""
+        is_stream, wants_usage = call.how
+        prompt, completion = call.prompt_tokens or call.given_tokens, call.completion_tokens
+        usage = b',"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}' % (
+            prompt,
+            completion,
+            prompt + completion,
+        )
+        begin = b'{"id":"cmpl-%b","object":"text_completion","created":%d,"model":%b,"choices":[' % (
+            own_id.encode(),
+            time.time(),
+            _quoted(call.model.name),
+        )
+        if not is_stream:
+            return JSON, begin, b"]" + usage
+        last = b"data: " + begin + b"]" + usage + b"\n\n" if wants_usage else b""
+        return EVENTS, b"data: " + begin, b"]}\n\n" + last + b"data: [DONE]\n\n"
+
+
+class ModelRoutes:
+    """`/v1/models`: for OpenAI a list of them; each by itself also as KServe V1 and TF Serving tell of it."""
+
+    def __init__(self, intake: Intake, is_down: Callable[[str], bool]) -> None:
+        self._intake = intake
+        self._is_down = is_down
+        self._created = int(time.time())
+
+    def all(self, exchange: Exchange, _: str) -> None:
+        """`GET /v1/models`: those that the caller may ask for."""
+
+        def tell() -> None:
+            caller = self._intake.identify(exchange.headers, exchange.sink.peer)
+            models = [
+                self._tell(model)
+                for model in self._intake.models()
+                if caller.models is None or model.name in caller.models
+            ]
+            exchange.respond(200, _quoted({"object": "list", "data": models}))
+
+        told(exchange, tell)
+
+    def one(self, exchange: Exchange, name: str) -> None:
+        """`GET /v1/models/NAME`: 503 while no endpoint of its may be called."""
+
+        def tell() -> None:
+            self._intake.identify(exchange.headers, exchange.sink.peer)
+            model = self._intake.model(name)
+            is_ready = not self._is_down(model.name)
+            state = {"version": "1", "state": "AVAILABLE" if is_ready else "UNAVAILABLE"}
+            status = {**state, "status": {"error_code": "OK" if is_ready else "UNAVAILABLE", "error_message": ""}}
+            body = {**self._tell(model), "name": model.name, "ready": is_ready, "model_version_status": [status]}
+            exchange.respond(200 if is_ready else 503, _quoted(body))
+
+        told(exchange, tell)
+
+    def chat(self, exchange: Exchange, _: str) -> None:
+        """`POST /v1/chat/completions`: what to use instead."""
+
+        def tell() -> None:
+            self._intake.identify(exchange.headers, exchange.sink.peer)
+            raise NotFound(
+                "chat is not served here: put the messages into one text with the model's own template, and send "
+                "that as `prompt` to /v1/completions"
+            )
+
+        told(exchange, tell)
+
+    def _tell(self, model: ServedModel) -> dict[str, object]:
+        return {"id": model.name, "object": "model", "created": self._created, "owned_by": "carpool"}
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+def told(exchange: Exchange, tell: Callable[[], None]) -> None:
+    """Answer with what `tell` says, or with the error that it raises."""
+    try:
+        tell()
+    except Exception as failure:
+        error = as_error(failure)
+        exchange.sink.note_problem(exchange, error)
+        lines = id_line(request_id(exchange.headers)) + error_lines(error)
+        exchange.respond(error.status, error_json(error, error.detail), JSON, lines)
+
+
+def named_model(intake: Intake, fields: dict[str, Raw], path: str) -> ServedModel:
+    """The model of a body, taken out of its fields; the default one where it names none."""
+    return model_with_face(intake, text_of(fields, "model") or intake.default_model.name, path)
+
+
+Read = TypeVar("Read")
+
+
+def read_as(kind: type[Read], value: Raw, name: str) -> Read:
+    """A field of a body; raises Malformed."""
+    try:
+        return msgspec.json.decode(value, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        raise Malformed(f"`{name}` is not what it should be") from None
+
+
+def flag_of(fields: dict[str, Raw], name: str) -> bool:
+    """A field that is true or false, taken out."""
+    value = fields.pop(name, None)
+    return value is not None and read_as(bool, value, name)
+
+
+def count_tokens(values: Sequence[bytes]) -> int:
+    """Of those that are token ids, how many."""
+    return sum(value.count(b",") + 1 for value in values if value[0] != QUOTE)
+
+
+def as_base64(value: bytes) -> bytes:
+    """A list of numbers as 32-bit floats in base64, quoted; raises UpstreamProtocolFault for anything else."""
+    try:
+        numbers = _decode_numbers(value)
+    except (msgspec.DecodeError, RecursionError):
+        raise not_a_vector() from None
+    return b'"%b"' % b64encode(array("f", numbers).tobytes())
+
+
+def not_a_text() -> UpstreamProtocolFault:
+    """What is told where a model does not complete."""
+    return UpstreamProtocolFault("the model's output is no text; ask it at /v1/inference")
+
+
+def error_json(error: CarpoolError, detail: str) -> bytes:
+    """An error as OpenAI writes it."""
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    code = _CODES.get(error.code, error.code.replace("-", "_"))
+    return _quoted({"error": {"message": detail, "type": kind, "param": None, "code": code}})
+
+
+def error_lines(error: CarpoolError) -> bytes:
+    """The header lines that say what to do about an error."""
+    return advice_lines(error) + (b"X-Should-Retry: true\r\n" if error.retryable else b"X-Should-Retry: false\r\n")
+
+
+@lru_cache(LINES_KEPT)
+def openai_limit_lines(lines: bytes) -> bytes:
+    """What is told of a rate limit, and the same in OpenAI's words."""
+    found = _RATE.search(lines)
+    if found is None:
+        return lines
+    names = (b"Limit-Requests: %b", b"Remaining-Requests: %b", b"Reset-Requests: %bs")
+    return lines + b"".join([b"X-RateLimit-%b\r\n" % name for name in names]) % found.groups()
