@@ -284,7 +284,6 @@ class TestModels:
             ("/v1/completions", {"model": "ada", "prompt": "x"}, "/v1/embeddings, /embed, /v1/models/NAME:predict"),
             ("/v1/models/tensors:predict", {"instances": [1]}, "/v1/inference, /v1/predict"),
             ("/v1/models/none:predict", {"instances": [1]}, "this gateway serves vectors"),
-            ("/v1/models/words:explain", {"instances": [1]}, ":predict"),
         ],
     )
     def test_a_model_without_this_face_names_those_it_has(

@@ -26,10 +26,13 @@ from carpool.face.http.answers import (
 from carpool.face.http.dead_letters import LettersDropped, LetterShown, LettersListed
 from carpool.face.http.openapi import admin_openapi, gateway_openapi
 from support.client import Response
+from support.embedder import Embedder
 from support.gateway import ask, serving
 from support.processes import PATIENCE_S, GatewayProcess
 
 POISON = "arsenic"
+# Where it matters what a model makes of a text.
+TEXT_PATHS = ("/v1/embeddings", "/embed", "/v1/completions")
 # Half a minute on a machine that has nothing else to do.
 SCHEMATHESIS_S_MAX = 300
 # Not: missing_test_data. Whether there is a dead letter with an id drawn by chance says nothing of the document.
@@ -44,6 +47,21 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess
     upstream = f"sim:?latency_ms=2&slots=64&poison={POISON}"
     with serving(tmp_path_factory.mktemp("gateway"), upstream, settings=patient) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def of_texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    """One model embeds, and one completes."""
+    directory = tmp_path_factory.mktemp("of texts")
+    with Embedder().running() as embedder:
+        protocols = {"ada": "openai_embeddings", "gpt": "openai_completions"}
+        models = [
+            f"[models.{name}]\nendpoints = ['{embedder.url}']\nprotocol = '{protocol}'\nslots = 8\n"
+            for name, protocol in protocols.items()
+        ]
+        (directory / "carpool.toml").write_text("".join(models))
+        with serving(directory, "") as running:
+            yield running
 
 
 @contextmanager
@@ -71,8 +89,31 @@ def dead_letters_coming(gateway: GatewayProcess) -> Iterator[None]:
 @pytest.mark.parametrize("side", ["gateway", "admin"])
 def test_schemathesis_finds_nothing(gateway: GatewayProcess, side: str, tmp_path: Path) -> None:
     port = gateway.port if side == "gateway" else gateway.admin_port
-    command = [sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{port}/openapi.json"]
-    command += [
+    command = schemathesis(port)
+    for path in TEXT_PATHS:
+        command += ["--exclude-path", path]
+    with dead_letters_coming(gateway):
+        check_finds_nothing(command, tmp_path, 50)
+    assert gateway.log_messages("error") == []
+
+
+@pytest.mark.timeout(2 * SCHEMATHESIS_S_MAX)
+def test_schemathesis_finds_nothing_in_faces_of_texts(of_texts: GatewayProcess, tmp_path: Path) -> None:
+    command = [*schemathesis(of_texts.port), "--phases", "examples,coverage,fuzzing"]  # no links are among them
+    for path in TEXT_PATHS:
+        command += ["--include-path", path]
+    check_finds_nothing(command, tmp_path, 20)
+    assert of_texts.log_messages("error") == []
+
+
+def schemathesis(port: int) -> list[str]:
+    """The command that tries what the document of a port says."""
+    return [
+        sys.executable,
+        "-m",
+        "schemathesis.cli",
+        "run",
+        f"http://127.0.0.1:{port}/openapi.json",
         "--warnings",
         DOCUMENT_WARNINGS,
         "--checks",
@@ -84,15 +125,17 @@ def test_schemathesis_finds_nothing(gateway: GatewayProcess, side: str, tmp_path
         "--request-timeout",
         str(PATIENCE_S),
     ]
-    with dead_letters_coming(gateway):
-        done = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=SCHEMATHESIS_S_MAX, check=False
-        )
+
+
+def check_finds_nothing(command: list[str], directory: Path, cases_min: int) -> None:
+    """Run it; nothing is wrong, and enough was tried."""
+    done = subprocess.run(
+        command, cwd=directory, capture_output=True, text=True, timeout=SCHEMATHESIS_S_MAX, check=False
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     found = re.search(r"(\d+) generated, \1 passed", done.stdout)
-    assert found is not None and int(found[1]) > 50, done.stdout[-3000:]
+    assert found is not None and int(found[1]) > cases_min, done.stdout[-3000:]
     assert "No issues found" in done.stdout, done.stdout[-3000:]
-    assert gateway.log_messages("error") == []
 
 
 def test_answers_say_no_more_and_no_less_than_their_types(gateway: GatewayProcess) -> None:
@@ -125,7 +168,19 @@ def test_every_operation_and_reference_is_there() -> None:
     for text, paths in (
         (
             gateway_openapi(["a", "b"], "a", 30_000),
-            {"/v1/inference", "/v1/predict", "/v1/result/{task_id}", "/openapi.json"},
+            {
+                "/v1/inference",
+                "/v1/predict",
+                "/v1/result/{task_id}",
+                "/v1/embeddings",
+                "/v1/completions",
+                "/v1/chat/completions",
+                "/v1/models",
+                "/v1/models/{name}",
+                "/v1/models/{name}:predict",
+                "/embed",
+                "/openapi.json",
+            },
         ),
         (
             admin_openapi(),

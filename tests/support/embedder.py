@@ -41,7 +41,7 @@ class Embedder:
             return {"data": data[::-1], "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
         if path == "/v1/completions":
             choices = [
-                {"text": text[::-1], "index": n, "finish_reason": "length", "logprobs": None}
+                {"text": str(text)[::-1], "index": n, "finish_reason": "length", "logprobs": None}
                 for n, text in enumerate(inputs)
             ]
             return {

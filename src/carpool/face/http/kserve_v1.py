@@ -3,11 +3,11 @@
 import msgspec
 from msgspec import Raw
 
-from carpool.core.errors import CarpoolError, Malformed, NotFound
+from carpool.core.errors import CarpoolError, Malformed
 from carpool.core.outcome import Output
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.faces import PREDICT, model_with_face
-from carpool.face.http.lists import ListCall, ListFace, check_size, fields_of, parameters_of, values_of
+from carpool.face.http.lists import ListCall, ListFace, check_size, fields_of, parameters_of, text_of, values_of
 
 _decode_object = msgspec.json.Decoder(dict[str, Raw]).decode
 
@@ -19,10 +19,7 @@ class KServeV1Face(ListFace):
 
     def read(self, exchange: Exchange, rest: str) -> ListCall:
         """The instances of a body; `signature_name` is one of the parameters, as towards an upstream."""
-        name, _, verb = rest.rpartition(":")
-        if verb != "predict":
-            raise NotFound("a model is asked at /v1/models/NAME:predict")
-        model = model_with_face(self.intake, name, PREDICT)
+        model = model_with_face(self.intake, rest, PREDICT)
         check_size(exchange, model)
         fields = fields_of(exchange.body)
         instances = fields.pop("instances", None)
@@ -34,8 +31,8 @@ class KServeV1Face(ListFace):
                 parameters = _decode_object(given)
             except (msgspec.DecodeError, RecursionError):
                 raise Malformed("`parameters` must be an object") from None
-        if (signature := fields.pop("signature_name", None)) is not None:
-            parameters["signature_name"] = signature
+        if (signature := text_of(fields, "signature_name")) is not None:
+            parameters["signature_name"] = Raw(msgspec.json.encode(signature))
         if fields:
             raise Malformed("beside `instances` only `signature_name` and `parameters` are taken")
         return ListCall(model, parameters_of(parameters), values_of(instances, "instances"))

@@ -24,7 +24,7 @@ def add_list_faces(
     router.add(b"POST", EMBEDDINGS.encode(), EmbeddingsFace(intake, answers, traces).serve)
     router.add(b"POST", COMPLETIONS.encode(), CompletionsFace(intake, answers, traces).serve)
     router.add(b"POST", EMBED.encode(), TeiFace(intake, answers, traces).serve)
-    router.add(b"POST", b"/v1/models/", KServeV1Face(intake, answers, traces).serve)
+    router.add(b"POST", b"/v1/models/*:predict", KServeV1Face(intake, answers, traces).serve)
     router.add(b"POST", b"/v1/chat/completions", models.chat)
     router.add(b"GET", b"/v1/models", models.all)
     router.add(b"GET", b"/v1/models/", models.one)

@@ -14,7 +14,7 @@ import logging
 import re
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from msgspec import Raw
@@ -42,6 +42,7 @@ logger = logging.getLogger("carpool.http")
 
 # OpenAI's own limit.
 INPUTS_MAX = 2048
+TOKEN_ID_MAX = 2**31
 # So many bytes of outputs are made into pieces of answers in a turn: some 2 ms of work.
 TURN_BYTES = 512 * 1024
 # A longer answer leaves in parts of this size, so many in a turn.
@@ -50,7 +51,8 @@ PARTS_A_TURN = 16
 
 _decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_list = msgspec.json.Decoder(list[Raw]).decode
-_decode_tokens = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0)]]).decode
+_decode_tokens = msgspec.json.Decoder(list[int]).decode
+_decode_numbers = msgspec.json.Decoder(list[float]).decode
 # A text, or a list and how its first element begins.
 _BEGINNING = re.compile(rb'\s*(?:(")|\[\s*(["\[0-9-]))')
 _NUMBERS = re.compile(rb"\s*\[[-+0-9.eE,\s]*\]\s*\Z").match
@@ -399,14 +401,16 @@ def texts_of(value: Raw | None, field: str) -> list[bytes]:
 
 def checked_text(value: bytes, field: str) -> bytes:
     """A text, or the ids of its tokens; raises Malformed."""
-    if value[0] != QUOTE:
+    if value[0] == QUOTE:
+        return value
+    for decode in (_decode_tokens, _decode_numbers):
         try:
-            is_empty = not _decode_tokens(value)
+            ids = decode(value)
         except (msgspec.DecodeError, RecursionError):
-            is_empty = True
-        if is_empty:
-            raise Malformed(f"`{field}` must be a text, or the ids of its tokens as a list of whole numbers")
-    return value
+            continue
+        if ids and all(0 <= each <= TOKEN_ID_MAX and each == int(each) for each in ids):  # 7.0 is a whole number too
+            return value if decode is _decode_tokens else msgspec.json.encode(list(map(int, ids)))
+    raise Malformed(f"`{field}` must be a text, or the ids of its tokens as a list of whole numbers")
 
 
 def parameters_of(fields: dict[str, Raw]) -> bytes:

@@ -95,7 +95,7 @@ class EmbeddingsFace(OpenAiFace):
         encoding = text_of(fields, "encoding_format") or "float"
         if encoding not in ("float", "base64"):
             raise Malformed('`encoding_format` must be "float" or "base64"')
-        fields.pop("user", None)
+        text_of(fields, "user")
         return ListCall(model, parameters_of(fields), values, encoding == "base64", count_tokens(values))
 
     def piece(self, call: ListCall, number: int, output: Output) -> bytes:
@@ -129,7 +129,7 @@ class CompletionsFace(OpenAiFace):
         for name in ("n", "best_of"):
             if bytes(fields.pop(name, b"1")) != b"1":
                 raise Malformed(f"`{name}` must be 1: there is one completion for each prompt")
-        fields.pop("user", None)
+        text_of(fields, "user")
         return ListCall(model, parameters_of(fields), values, (is_stream, wants_usage), count_tokens(values))
 
     def piece(self, call: ListCall, number: int, output: Output) -> bytes:

@@ -27,6 +27,7 @@ from carpool.face.http.dead_letters import (
     LetterShown,
     LettersListed,
 )
+from carpool.face.http.list_openapi import list_paths
 from carpool.face.http.wire import InferenceCall, PredictCall
 
 Json = dict[str, Any]
@@ -123,6 +124,7 @@ def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> 
                 "responses": {"204": {"description": "Done"}, **problems(400, 401, 404, 431, 500, 503)},
             },
         },
+        **list_paths(models, default_model),
         "/openapi.json": DESCRIBED_BY_ITSELF,
     }
     schemas = schemas_of(InferenceCall, PredictCall, InferenceAnswer, PredictAnswer, TaskAccepted, TaskState)

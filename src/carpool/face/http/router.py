@@ -12,7 +12,10 @@ QUERY_FIELDS_MAX = 16
 
 
 class Router:
-    """Routes by exact path, or by one of which the last or last but one segment is handed to the route."""
+    """Routes by exact path, or by one of which the last or last but one segment is handed to the route.
+
+    Of the last one it may be what is before a colon and a verb.
+    """
 
     def __init__(self) -> None:
         # By path, then method: whole paths, and those with a `*` in place of the segment that may be any.
@@ -20,7 +23,10 @@ class Router:
         self._patterns: dict[bytes, dict[bytes, Route]] = {}
 
     def add(self, method: bytes, path: bytes, route: Route) -> None:
-        """Serve a method of a path. A slash at its end takes one more segment, as does a `*` before the last."""
+        """Serve a method of a path. A slash at its end takes one more segment, as does a `*` before the last.
+
+        So does one before a colon and a verb: `/v1/models/*:predict`.
+        """
         pattern = path + b"*" if path.endswith(b"/") and path != b"/" else path
         routes = self._patterns if b"*" in pattern else self._routes
         routes.setdefault(pattern, {})[method] = route
@@ -43,7 +49,12 @@ class Router:
         routes = self._routes.get(path)
         if routes is None:
             head, _, rest = path.rpartition(b"/")
-            routes = self._patterns.get(head + b"/*") if rest else None
+            name, _, verb = rest.rpartition(b":")
+            routes = self._patterns.get(b"%b/*:%b" % (head, verb)) if name else None
+            if routes is not None:
+                rest = name
+            elif rest:
+                routes = self._patterns.get(head + b"/*")
             if routes is None:
                 last = rest
                 head, _, rest = head.rpartition(b"/")
