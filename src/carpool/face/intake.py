@@ -176,6 +176,7 @@ class Intake:
         came: "Came | None" = None,
         wishes: Wishes = NO_WISHES,
         begin_trace: Callable[[], Trace | None] | None = None,
+        route: str = "",
     ) -> "Group":
         """Let the inputs of one call in, all or none; `answer` is told all outcomes in their order, or one error.
 
@@ -185,7 +186,7 @@ class Intake:
         """
         if caller.models is not None:
             check_model(caller.models, model.name)
-        group = Group(self, answer, came, len(values))
+        group = Group(self, answer, came, len(values), route)
         if values:
             coming = _Coming(group, caller, model, parameters, values, request_id, wishes, begin_trace)
             self._prepare_some(coming)
@@ -379,10 +380,12 @@ def shorten(request: Request, timeout_s: float) -> None:
 class Group:
     """Requests of one call: it waits for all of their outcomes, or for the first error."""
 
-    def __init__(self, intake: Intake, answer: Answer, came: Came | None, size: int) -> None:
+    def __init__(self, intake: Intake, answer: Answer, came: Came | None, size: int, route: str = "") -> None:
         self._intake = intake
         self._answer = answer
         self._came = came
+        # For traces.
+        self.route = route
         self._outcomes: list[Any] = [None] * size
         self._missing = size
         # Those that came in.

@@ -45,7 +45,8 @@ WINDOW_S = 1.0
 # Spans that are lost with a request, or a batch, that is dropped.
 SPANS_OF_ONE = 2
 # Targets whose name is a route; others may hold anything.
-ROUTES = {b"/v1/inference": "/v1/inference", b"/v1/predict": "/v1/predict"}
+PATHS = ("/v1/inference", "/v1/predict", "/v1/embeddings", "/v1/completions", "/embed")
+ROUTES = {path.encode(): path for path in PATHS}
 METHODS = {b"GET": "GET", b"HEAD": "HEAD", b"POST": "POST", b"PUT": "PUT", b"DELETE": "DELETE", b"OPTIONS": "OPTIONS"}
 
 

@@ -15,7 +15,7 @@ _decode_object = msgspec.json.Decoder(dict[str, Raw]).decode
 class KServeV1Face(ListFace):
     """The rows of a call are its inputs."""
 
-    field = "instances"
+    field, route = "instances", PREDICT
 
     def read(self, exchange: Exchange, rest: str) -> ListCall:
         """The instances of a body; `signature_name` is one of the parameters, as towards an upstream."""

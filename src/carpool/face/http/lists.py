@@ -98,8 +98,9 @@ class Answers:
 class ListFace:
     """Serves the calls of one path. What differs between faces is in the methods that raise NotImplementedError."""
 
-    # What an input is called in errors.
+    # What an input is called in errors, and the path in traces.
     field = "inputs"
+    route = ""
 
     def __init__(self, intake: Intake, answers: Answers, traces: RequestTraces | None = None) -> None:
         self.intake = intake
@@ -197,6 +198,7 @@ class ListFace:
             came=work.came,
             wishes=wishes,
             begin_trace=begin,
+            route=self.route,
         )
         call.values = ()  # the requests have them
         if not work.group.is_over:

@@ -84,7 +84,7 @@ class OpenAiFace(ListFace):
 class EmbeddingsFace(OpenAiFace):
     """`POST /v1/embeddings`."""
 
-    field = "input"
+    field, route = "input", EMBEDDINGS
 
     def read(self, exchange: Exchange, rest: str) -> ListCall:
         """Texts, or token ids; `how` is whether base64 is wanted."""
@@ -115,7 +115,7 @@ class EmbeddingsFace(OpenAiFace):
 class CompletionsFace(OpenAiFace):
     """`POST /v1/completions`."""
 
-    field = "prompt"
+    field, route = "prompt", COMPLETIONS
 
     def read(self, exchange: Exchange, rest: str) -> ListCall:
         """Prompts; `how` is whether events are wanted, and with them one of the usage."""

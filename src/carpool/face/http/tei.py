@@ -19,6 +19,8 @@ _KINDS: tuple[tuple[type[CarpoolError], str], ...] = (
 class TeiFace(ListFace):
     """`POST /embed`. The protocol names no model: it is the default one, or the only one that embeds."""
 
+    route = EMBED
+
     def read(self, exchange: Exchange, rest: str) -> ListCall:
         """The inputs of a body; its other fields are parameters."""
         model = self._model()
