@@ -947,7 +947,7 @@ def test_an_http_1_0_client_is_known_as_one_each_time() -> None:
     face = Face()
     for _ in range(2):
         face.feed(b"GET /a HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
-    assert [exchange.is_http_1_0 for exchange in face.seen] == [True, True]
+    assert [exchange.is_unframed for exchange in face.seen] == [True, True]
 
 
 def test_a_head_request_gets_no_parts() -> None:

@@ -271,6 +271,12 @@ class Wire:
     def handle(self, exchange: Exchange) -> None:
         raise NotImplementedError
 
+    def pause_reading(self) -> None:
+        raise NotImplementedError
+
+    def pump(self) -> None:
+        raise NotImplementedError
+
     def is_gone(self) -> bool:
         return False
 

@@ -18,13 +18,19 @@ from carpool.composition.ground import Ground
 from carpool.core.ports import Availability, FarResults, RateLimit, RateLimits, RequestQueue, TaskBoard
 from carpool.core.request import Request
 from carpool.core.snapshot import CacheNumbers, DoorNumbers
+from carpool.face.http.cors import Cors
 from carpool.face.http.gateway import GatewayRoutes, HttpFaceSettings
 from carpool.face.http.list_routes import add_list_faces
 from carpool.face.http.lists import Answers
 from carpool.face.http.openapi import gateway_openapi
+from carpool.face.http.places import Places
 from carpool.face.http.sampling import SAMPLE_S, Sampler
 from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
+from carpool.face.http.stream import PATH as STREAM
+from carpool.face.http.stream import StreamLimits, Streams
+from carpool.face.http.task_events import TaskEvents
+from carpool.face.http.tickets import Tickets
 from carpool.face.intake import Intake, IntakeSettings
 from carpool.service import ModelFace
 from carpool.settings import Settings
@@ -142,8 +148,17 @@ class GatewayHalf:
             lambda model: availability[model].is_down,
             ground.tracer,
         )
-        self.http = HttpServer(routes.router.serve, http_limits(settings, models), ground.clock)
+        cors = Cors(settings.gateway.cors_origins, routes.router.serve)
+        serve = cors if settings.gateway.cors_origins else routes.router.serve
+        self.http = HttpServer(serve, http_limits(settings, models), ground.clock)
         self.http.state.traces = ground.tracer
+        if settings.gateway.cors_origins:
+            self.http.state.extra_lines = cors.lines
+        self.streams, self.events = self._make_streams(cors)
+        self.http.state.upgrades[STREAM, b"websocket"] = self.streams.open
+        routes.router.add(b"GET", STREAM, self.streams.no_upgrade)
+        routes.router.add(b"POST", STREAM + b"/tickets", self.streams.ticket)
+        routes.router.add(b"GET", b"/v1/result/*/events", self.events.listen)
         self.servers: list[Server] = [self.http]
         self.port = 0
 
@@ -169,6 +184,21 @@ class GatewayHalf:
             events=self._ground.events,
             clock=self._ground.clock,
         )
+
+    def _make_streams(self, cors: Cors) -> tuple[Streams, TaskEvents]:
+        ground, settings = self._ground, self._ground.settings.stream
+        streams = Streams(
+            self.intake,
+            self.http.state,
+            Tickets(ground.settings.service.token),
+            Places("streams", settings.streams_max, settings.per_owner_max),
+            StreamLimits(settings.requests_max, settings.message_bytes_max, settings.idle_timeout_s),
+            allows=cors.allows,
+            traces=ground.tracer,
+            clock=ground.clock,
+        )
+        places = Places("event streams", settings.listeners_max, settings.per_owner_max)
+        return streams, TaskEvents(self.intake, places, forget_after_read=ground.settings.tasks.forget_after_read)
 
     async def start(self, listening: socket.socket | None) -> None:
         """Serve clients, on a socket that other processes share if one is given."""
@@ -198,6 +228,8 @@ class GatewayHalf:
         await asyncio.sleep(self._ground.settings.gateway.drain_grace_s)
         for server in self.servers:
             server.stop_listening()
+        self.streams.drain()
+        self.events.drain()
         self._tasks.drain()
 
     async def drain(self) -> None:
@@ -224,6 +256,8 @@ class GatewayHalf:
         return DoorNumbers(
             problems=self.http.state.problems,
             connections=sum(server.connected() for server in self.servers),
+            streams=len(self.streams),
+            event_listeners=len(self.events),
             held_requests=held,
             held_bytes=held_bytes,
             pressure={model: self.pressure(model) for model in self.doors},

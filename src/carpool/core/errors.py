@@ -160,6 +160,15 @@ class InputDenied(ClientError):
     title = "This input is not allowed"
 
 
+class UpgradeRequired(ClientError):
+    """This path is for another protocol than plain HTTP."""
+
+    code = "upgrade-required"
+    status = 426
+    grpc_code = "FAILED_PRECONDITION"
+    title = "Upgrade required"
+
+
 class HeadersTooLarge(ClientError):
     """The request line and headers are over their limits."""
 

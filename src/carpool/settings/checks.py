@@ -38,6 +38,7 @@ _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 _RECEIVER = re.compile(r"https?://[^\s/?#@]+(?:/[^\s?#]*)?")
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+=[\x20-\x7e]*[\x21-\x7e]")
+_ORIGIN = re.compile(r"\*|https?://[a-z0-9.-]+(?::[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](?::[0-9]{1,5})?")
 _METRICS_PAGE = re.compile(r"(?:https?://[^\s/?#@]+|:[0-9]{1,5})?/[^\s#]*")
 
 
@@ -169,6 +170,10 @@ def _check_gateway(gateway: GatewaySettings, where: Where) -> None:
     if admin_port(gateway) > 65535:
         raise ConfigError(f"{where('gateway.port')} leaves no port after it: give gateway.admin_port too")
     _check_proxies(gateway.trusted_proxies, where("gateway.trusted_proxies"))
+    for origin in gateway.cors_origins:
+        if not _ORIGIN.fullmatch(origin):
+            like = "must have origins like https://app.example.com, without a path, or *"
+            raise ConfigError(f"{where('gateway.cors_origins')} {like}, not {shown(origin)}")
     files = TlsFiles("", gateway.tls_cert, gateway.tls_key)
     _check_files(files, lambda key: where(f"gateway.{key}"))
     _check_context(files, lambda key: where(f"gateway.{key}"))

@@ -95,6 +95,13 @@ class GatewaySettings(Section, frozen=True):
     ] = 10.0
     pipeline_max: Annotated[Count, doc("requests in flight on one connection before reading pauses")] = 32
     connections_max: Annotated[int, doc("open client connections; 0: what the file limit allows", ge=0)] = 0
+    cors_origins: Annotated[
+        list[str],
+        doc(
+            "origins whose pages may ask from a browser (CORS), like `https://app.example.com`, and may open streams; "
+            "`*`: any; empty: none"
+        ),
+    ] = []
     drain_grace_s: Annotated[float, doc("after SIGTERM, how long connections are still accepted", ge=0, le=3600)] = 1.0
     processes: Annotated[
         int,
@@ -105,6 +112,19 @@ class GatewaySettings(Section, frozen=True):
             le=64,
         ),
     ] = 1
+
+
+class StreamSettings(Section, frozen=True):
+    """What stays open: WebSockets (`/v1/stream`), and server-sent events of tasks."""
+
+    streams_max: Annotated[Count, doc("WebSockets of one process (503)")] = 1024
+    listeners_max: Annotated[Count, doc("clients that listen to events of tasks, at one process (503)")] = 1024
+    per_owner_max: Annotated[Count, doc("WebSockets, and listeners, of one owner at one process (429)")] = 64
+    requests_max: Annotated[Count, doc("requests in flight on one WebSocket (a 429 each)")] = 256
+    message_bytes_max: Annotated[
+        BodyBytes, doc("one message of a WebSocket, with all requests in it (close code 1009)")
+    ] = MIB
+    idle_timeout_s: Annotated[Seconds, doc("a WebSocket on which nothing is asked for this long is closed")] = 300.0
 
 
 class BatchingSettings(Section, frozen=True):
@@ -580,6 +600,7 @@ class Settings(Section, frozen=True):
         ),
     ] = "default"
     gateway: GatewaySettings = GatewaySettings()
+    stream: StreamSettings = StreamSettings()
     auth: AuthSettings = AuthSettings()
     service: ServiceSettings = ServiceSettings()
     limits: LimitSettings = LimitSettings()

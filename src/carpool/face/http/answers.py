@@ -68,6 +68,13 @@ class TaskState(Struct):
     queue: Annotated[QueueState, Meta(description="with PENDING, where it is known")] | UnsetType = UNSET
 
 
+class StreamTicket(Struct):
+    """What opens a stream in place of a credential."""
+
+    ticket: Annotated[str, Meta(description="for `/v1/stream?ticket=…`")]
+    expires_in_s: int
+
+
 # To operators
 
 

@@ -14,7 +14,9 @@ Rules, each with a test:
    unread bytes would reset the connection and destroy the answer on its way.
 5. End of file is a hang-up: whoever works on an exchange of this connection is told at once, also if what was
    answered before is still on its way.
-6. An `Upgrade` is ignored, as HTTP allows: the request is answered as the HTTP/1.1 request it also is.
+6. A path with an upgrade handler (`state.upgrades`) takes the connection over: it gets what comes from then on, and its
+   answer is one that comes in parts (rule 10), so all that is said here of clients that do not read, or leave, holds.
+   Any other `Upgrade` is ignored, as HTTP allows: the request is answered as the HTTP/1.1 request it also is.
 7. While the server drains, the last response of a connection says `Connection: close`; one that a further request
    follows, received whole or in part, does not. So a read is parsed to its end before its requests are handled.
 8. Nothing is written after the last response, and what a client sends after its last request is thrown away.
@@ -113,6 +115,7 @@ class Connection(asyncio.Protocol):
         "target",
         "transport",
         "unfinished_reads",
+        "upgraded",
         "writing_paused",
     )
 
@@ -155,6 +158,8 @@ class Connection(asyncio.Protocol):
         self.pumping = False
         # No more input is parsed: a request was refused, or the last request of this connection has come.
         self.input_ended = False
+        # The exchange that has taken the connection over (rule 6).
+        self.upgraded: Exchange | None = None
         # When what is left of a connection that ends is given up; 0.0 while it does not end.
         self.linger_until = 0.0
         self.continue_owed = False
@@ -184,6 +189,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Feed the parser; it calls the on_… methods below."""
         if self.input_ended:
+            self.received_behind(data)
             return
         if not self.receiving_since:
             known = self.known_head
@@ -214,10 +220,10 @@ class Connection(asyncio.Protocol):
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:
-                if self.parser.get_method() == b"CONNECT":
-                    self.refuse(Malformed("CONNECT is not supported; this is not a proxy"))
+                data = data[upgrade.args[0] :]
+                if self.take_over(data):
                     return
-                data = self.without_upgrade(data[upgrade.args[0] :])
+                data = self.without_upgrade(data)
                 continue
             except httptools.HttpParserError as failure:
                 self.refuse_because(failure)
@@ -243,6 +249,7 @@ class Connection(asyncio.Protocol):
     def abandon(self) -> None:
         """Take no more requests, and tell everyone who works for this client that its answer will not leave."""
         self.input_ended = True
+        self.upgraded = None
         self.receiving_since = 0.0
         self.continue_owed = False
         self.drop_body()
@@ -348,7 +355,7 @@ class Connection(asyncio.Protocol):
             self.state.receiving_bytes -= len(self.body)
             self.body_buffer = None
         exchange = Exchange(self, parser.get_method(), self.target, self.headers, self.body, self.keep_alive)
-        exchange.is_http_1_0 = self.is_http_1_0
+        exchange.is_unframed = self.is_http_1_0
         if self.unfinished_reads:
             exchange.received_s = self.state.clock() - self.began
         self.body = b""
@@ -409,6 +416,36 @@ class Connection(asyncio.Protocol):
         else:
             self.pump()
 
+    def received_behind(self, data: bytes) -> None:
+        """What comes behind the last request is for whoever took the connection over, or for nobody (rules 6 and 8)."""
+        if self.upgraded is not None and self.upgraded.when_received is not None:
+            self.upgraded.when_received(data)
+
+    def take_over(self, rest: bytes) -> bool:
+        """Give the connection to the handler of the upgrade that is asked for (rule 6); false if there is none."""
+        headers, method = self.headers, self.parser.get_method()
+        if method == b"CONNECT":
+            self.refuse(Malformed("CONNECT is not supported; this is not a proxy"))
+            return True
+        handler = self.state.upgrades.get((self.target.partition(b"?")[0], headers[b"upgrade"].lower()))
+        is_bare = b"content-length" not in headers and b"transfer-encoding" not in headers and not self.is_http_1_0
+        # One that comes behind others would have to wait for them.
+        if handler is None or not is_bare or self.pending or self.backlog or method != b"GET":
+            return False
+        exchange = Exchange(self, b"GET", self.target, headers, b"", False)
+        exchange.is_unframed = True
+        self.input_ended = True
+        self.receiving_since = 0.0
+        self.pending.append(exchange)
+        self.upgraded = exchange
+        try:
+            handler(exchange)
+        except Exception:
+            self.handler_failed(exchange)
+        if rest:
+            self.received_behind(rest)
+        return True
+
     def without_upgrade(self, rest: bytes) -> bytes:
         """The request that the parser stopped at, without its Upgrade header (rule 6), and what came after it."""
         parser = self.parser
@@ -438,6 +475,8 @@ class Connection(asyncio.Protocol):
         self.continue_owed = False
         self.drop_body()
         refused = Exchange(self, b"", b"", {}, b"", False)
+        if self.state.extra_lines is not None and self.headers_done:
+            refused.extra_lines = self.state.extra_lines(self.headers)
         if self.backlog:
             self.state.receiving_bytes += BACKLOG_ENTRY_BYTES
             self.backlog.append(refused)
@@ -527,6 +566,7 @@ class Connection(asyncio.Protocol):
         state = self.state
         if state.draining or not exchange.keep_alive or b"connection" in exchange.headers:
             headers += self.connection_line(exchange)
+        headers += exchange.extra_lines
         if status == 204:
             return b"%b%b\r\n" % (state.head(204, b""), headers)
         sent = b"" if exchange.method == b"HEAD" else body
@@ -536,12 +576,13 @@ class Connection(asyncio.Protocol):
         """Take the head of a response that comes in parts; to HTTP/1.0 the end of the connection is its end."""
         if self.transport is None:
             return
-        if exchange.is_http_1_0:
+        if exchange.is_unframed:
             exchange.keep_alive = False
             self.input_ended = True
         else:
             headers += b"Transfer-Encoding: chunked\r\n"
-        headers += self.connection_line(exchange)
+        if status != 101:  # which says itself what becomes of the connection
+            headers += self.connection_line(exchange) + exchange.extra_lines
         exchange.response = b"%b%b\r\n" % (self.state.head(status, content_type), headers)
         exchange.is_unfinished = True
         self.flush()
@@ -552,7 +593,7 @@ class Connection(asyncio.Protocol):
         if self.transport is None:
             return False
         if part and exchange.method != b"HEAD":  # an empty chunk would be the end
-            chunk = part if exchange.is_http_1_0 else b"%x\r\n%b\r\n" % (len(part), part)
+            chunk = part if exchange.is_unframed else b"%x\r\n%b\r\n" % (len(part), part)
             exchange.response = (exchange.response or b"") + chunk
             self.flush()
         exchange.is_told_to_wait = self.writing_paused or len(exchange.response or b"") >= UNSENT_PARTS_MAX
@@ -562,7 +603,7 @@ class Connection(asyncio.Protocol):
         """That was the last part."""
         if self.transport is None:
             return
-        last = b"" if exchange.is_http_1_0 or exchange.method == b"HEAD" else b"0\r\n\r\n"
+        last = b"" if exchange.is_unframed or exchange.method == b"HEAD" else b"0\r\n\r\n"
         exchange.response = (exchange.response or b"") + last
         exchange.is_unfinished = False
         self.flush()
@@ -657,7 +698,7 @@ class Connection(asyncio.Protocol):
         self.pumping = False
         if self.transport is None or self.backlog or self.writing_paused:
             return
-        if self.reading_paused and len(self.pending) < self.limits.pipeline_max:
+        if self.reading_paused and (len(self.pending) < self.limits.pipeline_max or self.upgraded is not None):
             self.resume_reading(self.transport)
 
     def next_in_backlog(self) -> Exchange:

@@ -11,6 +11,7 @@ from carpool.core.ports import Peer
 JSON = b"application/json"
 
 REASONS = {
+    101: b"Switching Protocols",
     200: b"OK",
     202: b"Accepted",
     204: b"No Content",
@@ -24,6 +25,7 @@ REASONS = {
     415: b"Unsupported Media Type",
     417: b"Expectation Failed",
     422: b"Unprocessable Content",
+    426: b"Upgrade Required",
     429: b"Too Many Requests",
     431: b"Request Header Fields Too Large",
     500: b"Internal Server Error",
@@ -72,6 +74,14 @@ class Sink(Protocol):
         """Give it to the routes once more: what one of them waited for is there."""
         ...
 
+    def pause_reading(self) -> None:
+        """Take no more from the client."""
+        ...
+
+    def pump(self) -> None:
+        """Go on reading, unless the client does not."""
+        ...
+
     def is_gone(self) -> bool:
         """Whether nobody is there to read any more."""
         ...
@@ -111,8 +121,12 @@ class Exchange(msgspec.Struct, eq=False):
     when_writable: Callable[["Exchange"], None] | None = None
     # How long it took to come, where it came in more than one read.
     received_s: float = 0.0
-    # The client knows no chunks: the end of a response in parts is the end of the connection.
-    is_http_1_0: bool = False
+    # A response in parts has no chunks (HTTP/1.0, or an upgrade): its end is the end of the connection.
+    is_unframed: bool = False
+    # Of an upgrade: whom to tell what comes.
+    when_received: Callable[[bytes], None] | None = None
+    # Header lines of whatever is answered; one with some is not plain.
+    extra_lines: bytes = b""
 
     def respond(self, status: int, body: bytes, content_type: bytes = JSON, headers: bytes = b"") -> None:
         """Answer at once; `headers` are extra header lines, each with its line end."""

@@ -10,14 +10,12 @@ from collections.abc import Callable
 from carpool.core.errors import QueueFull
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.problem import respond_problem
+from carpool.face.http.server_sent import EVENT_STREAM, HEADERS, event_of, retry_after
 
 VIEWERS_MAX = 64
 # Events that one may miss in a row because it does not read.
 MISSED_MAX = 5
-EVENT_STREAM = b"text/event-stream"
-HEADERS = b"Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\nX-Accel-Buffering: no\r\n"
-# What a browser waits before it connects again.
-RETRY = b"retry: 1000\n\n"
+RETRY = retry_after(1)
 
 
 class Viewers:
@@ -63,8 +61,3 @@ class Viewers:
     def _left(self, exchange: Exchange) -> None:
         self._missed.pop(exchange, None)
         self.changed()
-
-
-def event_of(data: bytes) -> bytes:
-    """An event with this data; nothing for nothing."""
-    return b"data: %b\n\n" % data if data else b""

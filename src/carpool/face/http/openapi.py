@@ -16,6 +16,7 @@ from carpool.face.http.answers import (
     InferenceAnswer,
     PredictAnswer,
     Ready,
+    StreamTicket,
     TaskAccepted,
     TaskState,
 )
@@ -85,7 +86,8 @@ def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> 
                         **answer("The task is stored", TaskAccepted),
                         "headers": {"Location": {"schema": {"type": "string"}}},
                         "links": {
-                            name: {"operationId": name, "parameters": OF_THE_TASK} for name in ("result", "delete")
+                            name: {"operationId": name, "parameters": OF_THE_TASK}
+                            for name in ("result", "events", "delete")
                         },
                     },
                     **problems(400, 401, 403, 404, 408, 413, 415, 422, 429, 431, 500, 502, 503, 504),
@@ -125,13 +127,63 @@ def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> 
             },
         },
         **list_paths(models, default_model),
+        **open_paths(),
         "/openapi.json": DESCRIBED_BY_ITSELF,
     }
-    schemas = schemas_of(InferenceCall, PredictCall, InferenceAnswer, PredictAnswer, TaskAccepted, TaskState)
+    answers = (InferenceAnswer, PredictAnswer, TaskAccepted, TaskState, StreamTicket)
+    schemas = schemas_of(InferenceCall, PredictCall, *answers)
     # The types know nothing of the models that are served.
     schemas["InferenceCall"]["properties"]["model"] = {"enum": [*models, None], "default": default_model}
     schemas["PredictCall"]["properties"]["model_id"] = model_name
     return document("Carpool", paths, schemas)
+
+
+def open_paths() -> Json:
+    """The paths of what stays open: events of tasks, and streams."""
+    last: Json = {
+        "name": "Last-Event-ID",
+        "in": "header",
+        "schema": {"type": "string"},
+        "description": "the last event that was heard: it is not told again",
+    }
+    ticket: Json = {"name": "ticket", "in": "query", "schema": {"type": "string"}, "description": "for a browser"}
+    events: Json = {"description": "Server-sent events", "content": {"text/event-stream": {}}}
+    return {
+        "/v1/result/{task_id}/events": {
+            "parameters": [TASK_ID],
+            "get": {
+                "operationId": "events",
+                "summary": "What becomes of a task, as it happens: `queued`, `processing`, then `done` or `failed`",
+                "parameters": [last],
+                "responses": {
+                    "200": events,
+                    "204": {"description": "The last event was the last"},
+                    **problems(400, 401, 404, 429, 431, 500, 503),
+                },
+            },
+        },
+        "/v1/stream": {
+            "get": {
+                "operationId": "stream",
+                "summary": "A WebSocket with many requests in flight (docs/stream.md)",
+                "parameters": [ticket],
+                "responses": {
+                    "101": {"description": "A WebSocket from now on"},
+                    **problems(400, 401, 403, 426, 429, 431, 500, 503),
+                },
+            }
+        },
+        "/v1/stream/tickets": {
+            "post": {
+                "operationId": "ticket",
+                "summary": "What opens a stream in place of a credential, for a minute",
+                "responses": {
+                    "200": answer("A ticket", StreamTicket),
+                    **problems(400, 401, 408, 413, 431, 500, 503),
+                },
+            }
+        },
+    }
 
 
 def admin_openapi() -> bytes:

@@ -1,0 +1,36 @@
+"""How many may stay open at once: in this process, and of each owner. Pure."""
+
+from collections import Counter
+
+from carpool.core.errors import CarpoolError, QueueFull, RateLimited
+
+
+class Places:
+    """Counts those who stay. An owner who has none is not remembered."""
+
+    def __init__(self, what: str, most: int, owner_most: int) -> None:
+        # What there are places for, in a text for clients: "streams".
+        self._what = what
+        self._most = most
+        self._owner_most = owner_most
+        self.taken = 0
+        self._by_owner: Counter[str] = Counter()
+
+    def refusal(self, owner: str) -> CarpoolError | None:
+        """Take a place for this owner, or say why there is none."""
+        if self._by_owner[owner] >= self._owner_most:
+            return RateLimited(f"at most {self._owner_most} {self._what} of yours may be open at once", retry_after_s=5)
+        if self.taken >= self._most:
+            if not self._by_owner[owner]:
+                del self._by_owner[owner]
+            return QueueFull(f"too many {self._what} are open; try again soon", retry_after_s=5)
+        self.taken += 1
+        self._by_owner[owner] += 1
+        return None
+
+    def give_back(self, owner: str) -> None:
+        """One of this owner's is over."""
+        self.taken -= 1
+        self._by_owner[owner] -= 1
+        if not self._by_owner[owner]:
+            del self._by_owner[owner]

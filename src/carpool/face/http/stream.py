@@ -1,0 +1,529 @@
+"""A WebSocket at `/v1/stream`: many requests in flight on one connection.
+
+Rules, each with a test:
+
+1. A message has one request or several (`stream_messages.py`). They may be answered in any order; what has its outcome
+   in one turn of the event loop leaves in one message, of MESSAGE_BYTES bytes about.
+2. Whatever happens to one request is told to it alone, a defect too: its `error` is a problem object.
+3. The credential is shown once, with the upgrade or by a ticket. It counts for each request, and is looked at once a
+   second: when it is revoked or over the stream ends (3000), and so do the requests that it has in flight.
+4. Rate limits, permits and shedding are those of `/v1/inference`, for each request.
+5. A client that leaves takes all its requests with it.
+6. A client that does not read gets no new work done: nothing is read from it, and the connection's own rules cut it
+   off. So much work is done for one stream in a turn of the event loop; the rest of what it sent waits for the next.
+7. Limits: bytes of a message (1009) and its fragments (1008), the time that it may take to come (3008), requests in
+   flight (a 429 each), streams of this process (503) and of an owner (429). Compression is not offered.
+8. Pings are answered. Who is silent is sent one, and is cut off if it stays so; who asks for nothing for
+   `idle_timeout_s` is sent away (3008).
+9. A page of another origin is refused (403) unless `gateway.cors_origins` has it. Whoever sends no `Origin` is no
+   browser.
+10. At a drain nothing new is begun; when its last answer has left, the stream ends (1012) and says when to come back.
+"""
+
+import logging
+import re
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import msgspec
+from msgspec import UNSET
+from websockets.frames import Frame, Opcode
+from websockets.protocol import OPEN, SERVER, Protocol
+from websockets.utils import accept_key
+
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import (
+    CarpoolError,
+    ClientLeft,
+    Draining,
+    Forbidden,
+    InternalError,
+    Malformed,
+    RateLimited,
+    Unauthorized,
+    UpgradeRequired,
+)
+from carpool.core.outcome import Outcome, Output
+from carpool.core.ports import NO_WISHES, Caller, Entry, RequestTraces, Wishes
+from carpool.core.request import DONE, Request
+from carpool.core.timers import Every, OncePerTurn
+from carpool.face.http.exchange import Exchange
+from carpool.face.http.gateway import too_large_for, with_trace
+from carpool.face.http.places import Places
+from carpool.face.http.problem import respond_problem
+from carpool.face.http.router import query_of
+from carpool.face.http.state import HttpState
+from carpool.face.http.stream_messages import BadCall, StreamCall, decode_message, error_pieces, output_pieces
+from carpool.face.http.tickets import CREDENTIALS, TICKET_S, Tickets
+from carpool.face.http.wire import InferenceAnswers, Pieces, canonical_parameters, checked_input
+from carpool.face.intake import Intake, new_request_id
+
+logger = logging.getLogger("carpool.http")
+
+PATH = b"/v1/stream"
+LOOK_S = 1.0
+# Who is silent for so long is sent a ping; and is gone if it stays silent.
+PING_S = 20.0
+SILENT_S = 60.0
+# When to come back after a drain.
+COME_BACK_S = 1
+# Work for one stream in a turn of the event loop: requests and frames; bytes of frames that are looked at together.
+STEPS_A_TURN = 64
+SLICE_BYTES = 8 * 1024
+# A message with answers is not made longer than this, unless it has one alone.
+MESSAGE_BYTES = 256 * 1024
+FRAGMENTS_MAX = 1024
+# Why a stream ends: RFC 6455, and IANA's registry.
+INVALID_TEXT, POLICY, TOO_BIG, DEFECT, RESTART, TRY_LATER, UNAUTHORIZED, TIMEOUT = (
+    1007, 1008, 1009, 1011, 1012, 1013, 3000, 3008,
+)  # fmt: skip
+
+_key = re.compile(rb"[A-Za-z0-9+/]{22}==\Z").match
+_ACCEPTED = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: %b\r\n"
+_NO_HEADERS: dict[bytes, bytes] = {}
+# What the frames hold is nobody's business: the library writes them to its log at debug level.
+_silent = logging.getLogger("carpool.frames")
+_silent.disabled = True
+
+
+class StreamLimits(msgspec.Struct, frozen=True):
+    """What a stream may do; see StreamSettings."""
+
+    requests_max: int = 256
+    message_bytes_max: int = 1024 * 1024
+    idle_timeout_s: float = 300.0
+
+
+class Streams:
+    """Those that are open; opens them, looks after them, and gives outcomes to the right one."""
+
+    def __init__(
+        self,
+        intake: Intake,
+        state: HttpState,
+        tickets: Tickets,
+        places: Places,
+        limits: StreamLimits,
+        *,
+        # Whether pages of another origin may come.
+        allows: Callable[[bytes], bool] = lambda origin: False,
+        traces: RequestTraces | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.intake = intake
+        self.state = state
+        self.limits = limits
+        self.clock = clock
+        self.begin_trace = None if traces is None else traces.begin
+        self._tickets = tickets
+        self._places = places
+        self._allows = allows
+        self._open: set[Stream] = set()
+        self._pieces = InferenceAnswers().pieces
+        self._looks = Every(LOOK_S, self.look)
+        self.is_draining = False
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def ticket(self, exchange: Exchange, _: str) -> None:
+        """`POST /v1/stream/tickets`."""
+        self.intake.identify(exchange.headers, exchange.sink.peer)
+        body = b'{"ticket":"%b","expires_in_s":%d}' % (self._tickets.give(exchange.headers).encode(), TICKET_S)
+        exchange.respond(200, body, headers=b"Cache-Control: no-store\r\n")
+
+    def no_upgrade(self, exchange: Exchange, _: str) -> None:
+        """`GET /v1/stream` by whoever does not ask for a WebSocket, or not as one should."""
+        alone = "this path is a WebSocket: ask for an upgrade, with no other request before it on its connection"
+        raise UpgradeRequired(alone, header_lines=b"Upgrade: websocket\r\n")
+
+    def open(self, exchange: Exchange) -> None:
+        """The upgrade: open a stream, or say why not."""
+        try:
+            accept = self._check(exchange)
+            shown = self._shown(exchange)
+            caller = self.intake.identify(shown, exchange.sink.peer)
+            if (refusal := self._places.refusal(caller.owner)) is not None:
+                raise refusal
+        except CarpoolError as error:
+            respond_problem(exchange, error)
+            return
+        exchange.begin(101, b"", _ACCEPTED % accept)
+        stream = Stream(self, exchange, caller.owner, shown)
+        self._open.add(stream)
+        self._looks.start()
+
+    def closed(self, stream: "Stream") -> None:
+        """One of them is over."""
+        if stream in self._open:
+            self._open.remove(stream)
+            self._places.give_back(stream.owner)
+        if not self._open:
+            self._looks.stop()
+
+    def look(self) -> None:
+        """A timer does this: see who is still there, and may be."""
+        now = self.clock()
+        for stream in list(self._open):
+            stream.look(now)
+
+    def drain(self) -> None:
+        """Begin nothing new, and end each of them when it has its answers (rule 10)."""
+        self.is_draining = True
+        for stream in list(self._open):
+            stream.end_if_drained()
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """Give an outcome to the stream that it belongs to (core.request.Waiter)."""
+        stream, own_id = request.ticket
+        try:
+            if isinstance(outcome, Output):
+                stream.answer(own_id, output_pieces(own_id, self._pieces(request, outcome)))
+            elif isinstance(outcome, ClientLeft):
+                stream.forget(own_id)
+            else:
+                stream.refuse(own_id, outcome, request.id)
+        except Exception:
+            logger.exception("an answer could not be written")
+            stream.refuse(own_id, InternalError("the gateway failed on this request"), request.id)
+
+    def _check(self, exchange: Exchange) -> bytes:
+        """What shows that the upgrade is understood; raises why it is not taken."""
+        headers = exchange.headers
+        if self.state.draining:
+            raise Draining("this gateway is shutting down; connect again to reach another", retry_after_s=COME_BACK_S)
+        origin = headers.get(b"origin")
+        if origin is not None and not self._allows(origin):
+            authority = origin.partition(b"://")[2].lower()
+            if not authority or authority != headers.get(b"host", b"").lower():
+                raise Forbidden("pages of this origin may not open streams; gateway.cors_origins has those that may")
+        if headers.get(b"sec-websocket-version") != b"13":
+            version = b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+            raise UpgradeRequired("this gateway speaks version 13 of WebSocket", header_lines=version)
+        key = headers.get(b"sec-websocket-key", b"")
+        if not _key(key):
+            raise Malformed("`Sec-WebSocket-Key` must be 16 bytes in base64")
+        return accept_key(key.decode()).encode()
+
+    def _shown(self, exchange: Exchange) -> dict[bytes, bytes]:
+        """The headers that say who asks, as they will be looked at again and again."""
+        ticket = query_of(exchange).get("ticket")
+        headers = exchange.headers
+        kept = {name: headers[name] for name in (*CREDENTIALS, b"x-forwarded-for") if name in headers}
+        return kept if ticket is None else kept | self._tickets.open(ticket)
+
+
+class Stream:
+    """One of them."""
+
+    __slots__ = (
+        "_asked",
+        "_calls",
+        "_exchange",
+        "_flush_soon",
+        "_fragments",
+        "_heard",
+        "_is_behind",
+        "_is_over",
+        "_message",
+        "_out",
+        "_partial_bytes",
+        "_partial_since",
+        "_pinged",
+        "_protocol",
+        "_shown",
+        "_streams",
+        "_unparsed",
+        "_used",
+        "_work_soon",
+        "owner",
+    )
+
+    def __init__(self, streams: Streams, exchange: Exchange, owner: str, shown: dict[bytes, bytes]) -> None:
+        self._streams = streams
+        self._exchange = exchange
+        self.owner = owner
+        self._shown = shown
+        self._protocol = Protocol(SERVER, state=OPEN, max_size=streams.limits.message_bytes_max, logger=_silent)
+        # Requests without an answer, by the client's id; None for one that waits at the door.
+        self._asked: dict[str | int, Request | None] = {}
+        # What came and waits for its turn: bytes, and requests of the message that is being worked on.
+        self._unparsed: deque[bytes] = deque()
+        self._calls: deque[StreamCall | BadCall] = deque()
+        # The fragments of a message so far, how many there were, and what came since the last whole one.
+        self._message = bytearray()
+        self._fragments = 0
+        self._partial_bytes = 0
+        self._partial_since = 0.0
+        # Answers that leave with this turn, each with its bytes.
+        self._out: list[tuple[int, Pieces]] = []
+        self._flush_soon = OncePerTurn(self._flush)
+        self._work_soon = OncePerTurn(self._work)
+        self._is_behind = False
+        self._is_over = False
+        self._heard = self._used = self._pinged = streams.clock()
+        exchange.context = self
+        exchange.when_received = self._received
+        exchange.when_writable = self._writable
+        exchange.when_client_leaves = self._left
+
+    # What comes.
+
+    def _received(self, data: bytes) -> None:
+        self._heard = self._streams.clock()
+        self._unparsed.append(data)
+        if not self._work_soon.is_due and not self._is_behind:
+            self._work()
+
+    def _work(self) -> None:
+        """Do some of what there is to do (rule 6), and the rest in the next turn."""
+        try:
+            steps = STEPS_A_TURN
+            while steps > 0 and not self._is_over and not self._is_behind:
+                if self._calls:
+                    steps -= 1
+                    self._begin(self._calls.popleft())
+                elif self._unparsed:
+                    steps -= self._parse(self._unparsed.popleft())
+                else:
+                    self._exchange.sink.pump()
+                    return
+        except Exception:
+            logger.exception("a stream failed on what its client sent")
+            self.close(DEFECT, "the gateway failed")
+        if not self._is_over:
+            self._exchange.sink.pause_reading()
+            if not self._is_behind:
+                self._work_soon.ring()
+
+    def _parse(self, data: bytes) -> int:
+        """Take frames out of some bytes; returns how many."""
+        if len(data) > SLICE_BYTES:
+            self._unparsed.appendleft(data[SLICE_BYTES:])
+            data = data[:SLICE_BYTES]
+        protocol = self._protocol
+        protocol.receive_data(data)
+        frames = cast(list[Frame], protocol.events_received())  # there is no handshake in it
+        for frame in frames:
+            if frame.opcode < Opcode.CLOSE:
+                self._take(bytes(frame.data), frame.fin)
+        self._count_partial(any(frame.fin and frame.opcode < Opcode.CLOSE for frame in frames))
+        self._send()
+        return 1 + len(frames)
+
+    def _take(self, data: bytes, is_last: bool) -> None:
+        """One fragment of a message, which is mostly the whole."""
+        if is_last and not self._message:
+            message = data
+        else:
+            self._message += data
+            self._fragments += 1
+            if self._fragments > FRAGMENTS_MAX:
+                self.close(POLICY, "too many fragments")
+            if not is_last:
+                return
+            message = bytes(self._message)
+        self._message = bytearray()
+        self._fragments = 0
+        if not message.isascii():
+            try:
+                message.decode()
+            except UnicodeDecodeError:
+                self.close(INVALID_TEXT, "not UTF-8")
+                return
+        self._calls.extend(decode_message(message))
+
+    def _count_partial(self, is_one_whole: bool) -> None:
+        """What came of a message that is not whole counts among the bodies that are partly received."""
+        state = self._streams.state
+        held = 0 if self._is_over else len(self._protocol.reader.buffer) + len(self._message)
+        state.receiving_bytes += held - self._partial_bytes
+        self._partial_bytes = held
+        if not held:
+            self._partial_since = 0.0
+        elif is_one_whole or not self._partial_since:
+            self._partial_since = self._heard
+        if held and state.receiving_bytes > state.limits.receiving_bytes_max:
+            self.close(TRY_LATER, "too many large messages are being received")
+
+    # What is asked.
+
+    def _begin(self, call: StreamCall | BadCall) -> None:
+        """One request: let it in, or say why not."""
+        if isinstance(call, BadCall):
+            self.refuse(call.id, call.error)
+            return
+        own_id, streams = call.id, self._streams
+        self._used = self._heard
+        if own_id in self._asked:
+            # The first of them will be answered by that id: this one cannot be.
+            self.refuse(None, Malformed("the `id` of a request is that of another one in flight; choose a new one"))
+            return
+        most = streams.limits.requests_max
+        if streams.is_draining:
+            self.refuse(own_id, Draining("this gateway is shutting down; ask another", retry_after_s=COME_BACK_S))
+        elif len(self._asked) >= most:
+            too_many = f"at most {most} requests may be in flight on one stream; wait for an answer first"
+            self.refuse(own_id, RateLimited(too_many, retry_after_s=1))
+        elif (caller := self._identify()) is not None:
+            entry: Entry | None = b"" if caller.limit is None else streams.intake.enter(caller)
+            if entry is None:
+                self._asked[own_id] = None
+                streams.intake.when_known(caller, partial(self._go_on, call, caller))
+            else:
+                self._go_on(call, caller, entry)
+
+    def _identify(self) -> Caller | None:
+        """Who asks; None if nobody may any more, and the stream is over (rule 3)."""
+        try:
+            return self._streams.intake.identify(self._shown, self._exchange.sink.peer)
+        except Unauthorized:
+            self.close(UNAUTHORIZED, "the credential is not valid any more")
+            return None
+
+    def _go_on(self, call: StreamCall, caller: Caller, entry: Entry) -> None:
+        """It is known whether the client is within its limit."""
+        if self._is_over:
+            return
+        own_id = call.id
+        try:
+            if isinstance(entry, CarpoolError):
+                raise entry
+            request = self._ask(call, caller)
+        except CarpoolError as error:
+            self.refuse(own_id, error)
+        except Exception:
+            logger.exception("a stream failed on a request")
+            self.refuse(own_id, InternalError("the gateway failed on this request"))
+        else:
+            if request.phase != DONE:
+                self._asked[own_id] = request
+
+    def _ask(self, call: StreamCall, caller: Caller) -> Request:
+        streams = self._streams
+        intake = streams.intake
+        model = intake.default_model if call.model is None else intake.model(call.model)
+        parameters = b"" if call.parameters is UNSET else canonical_parameters(call.parameters)
+        value = checked_input(call.input, "input")
+        if len(value) + len(parameters) > model.body_bytes_max:
+            raise too_large_for(model)
+        wishes = NO_WISHES if call.timeout_ms is None else Wishes(call.timeout_ms / 1000)
+        if streams.begin_trace is not None and (trace := streams.begin_trace(_NO_HEADERS)) is not None:
+            wishes = with_trace(wishes, trace)
+        own_id, client_id = new_request_id(), call.client_id or ""
+        return intake.ask(caller, model, parameters, value, own_id, streams, (self, call.id), client_id, wishes)
+
+    # What is answered.
+
+    def answer(self, own_id: str | int | None, pieces: Pieces) -> None:
+        """Let an answer leave with this turn."""
+        if self._is_over:
+            return
+        # Here, where a defect is that of one answer, and not where they are put together.
+        size = len(pieces[0]) + memoryview(pieces[1]).nbytes + len(pieces[2])
+        self.forget(own_id)
+        self._out.append((size, pieces))
+        self._flush_soon.ring()
+
+    def refuse(self, own_id: str | int | None, error: CarpoolError, request_id: str = "") -> None:
+        """Let an error leave with this turn."""
+        self._exchange.sink.note_problem(self._exchange, error)
+        self.answer(own_id, error_pieces(own_id, error, request_id or new_request_id()))
+
+    def forget(self, own_id: str | int | None) -> None:
+        """Nobody waits for the request with this id any more."""
+        if own_id is not None:
+            self._asked.pop(own_id, None)
+
+    def _flush(self) -> None:
+        """Send the answers of a turn (rule 1)."""
+        self._used = self._streams.clock()
+        answers, self._out = self._out, []
+        parts: list[bytes] = []
+        held = 0
+        for size, pieces in answers:
+            if parts and held + size > MESSAGE_BYTES:
+                self._say(parts)
+                parts, held = [], 0
+            parts += (b"," if parts else b"[", *pieces)
+            held += size
+        if parts:
+            self._say(parts)
+        self.end_if_drained()
+
+    def _say(self, parts: list[bytes]) -> None:
+        if not self._is_over:
+            parts.append(b"]")
+            self._protocol.send_text(b"".join(parts))
+            self._send()
+
+    def _send(self) -> None:
+        """Write what the protocol has to say: answers, pongs, its last word."""
+        if self._is_over:
+            return
+        data = b"".join(self._protocol.data_to_send())
+        if data and not self._exchange.write(data):
+            self._is_behind = True
+        if self._protocol.state is not OPEN:
+            self._end()
+            self._exchange.end()
+
+    def _writable(self, _: Exchange) -> None:
+        """The client has read on."""
+        self._is_behind = False
+        self._work_soon.ring()
+
+    # The end.
+
+    def look(self, now: float) -> None:
+        """See whether its client is still there, and may be (rules 3, 7, 8)."""
+        limits, streams = self._streams.limits, self._streams
+        try:
+            self._identify()
+        except CarpoolError:
+            pass  # nobody can say right now
+        if self._is_over or self._is_behind:
+            return  # it is we who do not read
+        silent_s = now - self._heard
+        if self._partial_since and now - self._partial_since >= streams.state.limits.receive_timeout_s:
+            self.close(TIMEOUT, "a message did not arrive in time")
+        elif not self._asked and now - self._used >= limits.idle_timeout_s:
+            self.close(TIMEOUT, "nothing was asked for")
+        elif silent_s >= SILENT_S:
+            self._exchange.break_off()
+        elif silent_s >= PING_S and now - self._pinged >= PING_S:
+            self._pinged = now
+            self._protocol.send_ping(b"")
+            self._send()
+
+    def end_if_drained(self) -> None:
+        """End it if this process leaves and it has all its answers (rule 10)."""
+        if self._streams.is_draining and not (self._asked or self._out or self._calls or self._unparsed):
+            self.close(RESTART, f"retry_after_s={COME_BACK_S}")
+
+    def close(self, code: int, reason: str) -> None:
+        """End it, and say why."""
+        if not self._is_over and self._protocol.state is OPEN:
+            self._protocol.send_close(code, reason)
+            self._send()
+
+    def _left(self, _: Exchange) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        """Nobody waits for anything any more (rule 5)."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._count_partial(is_one_whole=True)
+        asked, self._asked = self._asked, {}
+        self._unparsed.clear()
+        self._calls.clear()
+        self._message.clear()
+        self._out = []
+        self._streams.closed(self)
+        for request in asked.values():
+            if request is not None:
+                self._streams.intake.cancel(request)

@@ -1,0 +1,182 @@
+"""`GET /v1/result/{task_id}/events`: what becomes of a task, as server-sent events.
+
+1. `queued` tells its place and the estimated wait, `processing` that it is being worked on, `done` and `failed` are the
+   end. The data is what `GET /v1/result/{task_id}` would say.
+2. An event's id is the state that it tells. To a client that comes again with `Last-Event-ID` the same is not told
+   twice; one that has heard the end gets a 204, upon which browsers stop to ask.
+3. An outcome is told as soon as it is known, a place every LOOK_S seconds if it is another. Whoever does not read
+   misses places, never the outcome; the connection ends it by its own rules.
+4. The number of listeners is bounded, over all and for each owner.
+5. At a drain everybody is told when to come back, and the stream ends.
+"""
+
+import asyncio
+
+from carpool.core.errors import CarpoolError
+from carpool.core.ports import Caller
+from carpool.core.task import StoredTask
+from carpool.core.timers import Every
+from carpool.face.http.exchange import Exchange
+from carpool.face.http.gateway import possible_task_id, task_json
+from carpool.face.http.places import Places
+from carpool.face.http.problem import respond_problem
+from carpool.face.http.server_sent import EVENT_STREAM, HEADERS, HEARTBEAT, event_of, retry_after
+from carpool.face.intake import Intake
+
+LOOK_S = 2.0
+HEARTBEAT_S = 15.0
+COME_BACK_S = 1.0
+END = b"end"
+
+
+class TaskEvents:
+    """Serves the route, and knows who listens."""
+
+    def __init__(self, intake: Intake, places: Places, *, forget_after_read: bool) -> None:
+        self._intake = intake
+        self._places = places
+        self._forget_after_read = forget_after_read
+        self._listeners: dict[Exchange, Listener] = {}
+        self._heartbeats = Every(HEARTBEAT_S, self.beat)
+        self.is_draining = False
+
+    def __len__(self) -> int:
+        return len(self._listeners)
+
+    def listen(self, exchange: Exchange, task_id: str) -> None:
+        """`GET /v1/result/{task_id}/events`."""
+        caller = self._intake.identify(exchange.headers, exchange.sink.peer)
+        if (refusal := self._places.refusal(caller.owner)) is not None:
+            respond_problem(exchange, refusal)
+            return
+        listener = self._listeners[exchange] = Listener(self, exchange, caller, possible_task_id(task_id))
+        exchange.when_client_leaves = self.drop
+        if len(self._listeners) == 1:
+            self._heartbeats.start()
+        listener.look(self._intake, 0.0, forget=self._forget_after_read and exchange.method == b"GET")
+
+    def beat(self) -> None:
+        """Let everybody see that the stream lives."""
+        for exchange, listener in self._listeners.items():
+            if listener.is_begun and not exchange.is_told_to_wait:
+                exchange.write(HEARTBEAT)
+
+    def drain(self) -> None:
+        """Tell everybody when to come back (rule 5)."""
+        self.is_draining = True
+        for listener in list(self._listeners.values()):
+            if listener.is_begun:  # else it is about to be told what there is, and ends with that
+                self.end(listener, retry_after(COME_BACK_S))
+
+    def look_again(self, listener: "Listener") -> None:
+        """Wait for the outcome of a task that has none yet."""
+        listener.look(self._intake, LOOK_S, forget=self._forget_after_read)
+
+    def end(self, listener: "Listener", last: bytes = b"") -> None:
+        """That was all for one of them."""
+        exchange = listener.exchange
+        self.drop(exchange)
+        if last:
+            exchange.write(last)
+        exchange.end()
+
+    def refuse(self, listener: "Listener", error: CarpoolError) -> None:
+        """There is nothing to tell to one of them."""
+        self.drop(listener.exchange)
+        respond_problem(listener.exchange, error)
+
+    def drop(self, exchange: Exchange) -> None:
+        """One of them listens no more."""
+        listener = self._listeners.pop(exchange, None)
+        if listener is not None:
+            self._places.give_back(listener.caller.owner)
+            listener.leave(self._intake)
+        if not self._listeners:
+            self._heartbeats.stop()
+
+
+class Listener:
+    """One client that hears of one task."""
+
+    __slots__ = ("_events", "_last_id", "_looked", "_poll", "_task_id", "_timer", "caller", "exchange", "is_begun")
+
+    def __init__(self, events: TaskEvents, exchange: Exchange, caller: Caller, task_id: str) -> None:
+        self._events = events
+        self.exchange = exchange
+        self.caller = caller
+        self._task_id = task_id
+        self._last_id = exchange.headers.get(b"last-event-id", b"")
+        # What is asked now, since when; and the timer until the next time.
+        self._poll: object = None
+        self._looked = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        # The head of the answer is out.
+        self.is_begun = False
+
+    def look(self, intake: Intake, wait_s: float, *, forget: bool) -> None:
+        """Ask how the task is: now, or when it has an outcome but not later than this."""
+        self._looked = asyncio.get_running_loop().time() if wait_s else 0.0
+        self._poll = intake.look(
+            caller=self.caller, task_id=self._task_id, wait_s=wait_s, forget=forget, answer=self._told
+        )
+
+    def leave(self, intake: Intake) -> None:
+        """Nobody listens any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._poll is not None:
+            intake.leave(self._poll)
+
+    def _told(self, task: StoredTask | CarpoolError) -> bool:
+        """Write what is new; whether somebody was there to read it."""
+        exchange, events = self.exchange, self._events
+        if isinstance(task, CarpoolError):
+            self._fail(task)
+            return False
+        name, event_id = name_and_id(task)
+        if event_id == END and self._last_id == END:
+            events.drop(exchange)
+            exchange.respond(204, b"", b"")
+            return True
+        if not self.is_begun:
+            self.is_begun = True
+            exchange.begin(200, EVENT_STREAM, HEADERS)
+            if exchange.method == b"HEAD":
+                events.end(self)
+                return False
+        is_over = event_id == END
+        if event_id != self._last_id and (is_over or not exchange.is_told_to_wait):
+            self._last_id = event_id
+            exchange.write(event_of(task_json(task), name, event_id))
+        if is_over:
+            was_read = not exchange.sink.is_gone()
+            events.end(self)
+            return was_read
+        if events.is_draining:
+            events.end(self, retry_after(COME_BACK_S))
+        else:
+            self._go_on()
+        return True
+
+    def _fail(self, error: CarpoolError) -> None:
+        if not self.is_begun:
+            self._events.refuse(self, error)
+        elif error.retryable:
+            self._go_on()  # the broker is away for a moment
+        else:
+            self._events.end(self)  # the task was deleted: it is not there for whoever comes again
+
+    def _go_on(self) -> None:
+        """Look again: at once after the first look, and after one that waited; one that failed at once is no reason."""
+        loop = asyncio.get_running_loop()
+        pause_s = max(0.0, self._looked + LOOK_S - loop.time()) if self._looked else 0.0
+        self._timer = loop.call_later(pause_s, self._events.look_again, self)
+
+
+def name_and_id(task: StoredTask) -> tuple[bytes, bytes]:
+    """The name of the event that tells of a task in this state, and its id."""
+    if task.status != "PENDING":
+        return b"done" if task.status == "SUCCESS" else b"failed", END
+    if task.queue is None:
+        return b"queued", b"q"
+    return (b"processing", b"p") if task.queue.place == 0 else (b"queued", b"q%d" % task.queue.place)
