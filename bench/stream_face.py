@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 
-from websockets.frames import Opcode
+from websockets.frames import Frame
 from websockets.protocol import CLIENT, OPEN, SERVER, Protocol
 
 from measuring import CARPOOL, cpu_seconds, free_port, process
@@ -59,7 +59,8 @@ async def over_stream(port: int, until: float, in_flight: int, together: int) ->
         writer.write(b"".join(protocol.data_to_send()))
         protocol.receive_data(await reader.read(1 << 18))
         for frame in protocol.events_received():
-            answers = json.loads(frame.data)
+            assert isinstance(frame, Frame)
+            answers = json.loads(bytes(frame.data))
             assert all("output" in answer for answer in answers), answers
             free, answered = free + len(answers), answered + len(answers)
     writer.close()
@@ -99,7 +100,7 @@ def libraries() -> None:
         for _ in range(number):
             server.receive_data(frame)
             for each in server.events_received():
-                assert each.opcode is Opcode.TEXT
+                assert isinstance(each, Frame)
                 server.send_text(each.data)
             b"".join(server.data_to_send())
 
@@ -118,22 +119,24 @@ def libraries() -> None:
         print(f"{name:12} {(time.process_time() - began) / number * 1e6:6.1f} us for a message in and one out")
 
 
+def streams(together: int) -> Callable[[int, float], list[Awaitable[int]]]:
+    """All of them, with so many requests in a message."""
+    return lambda port, end: [over_stream(port, end, IN_FLIGHT // STREAMS, together) for _ in range(STREAMS)]
+
+
+def main(seconds: float) -> None:
+    http = measure(
+        f"/v1/inference, {IN_FLIGHT} connections",
+        seconds,
+        lambda port, end: [over_http(port, end) for _ in range(IN_FLIGHT)],
+    )
+    for together in (1, TOGETHER):
+        rate = measure(f"/v1/stream, {STREAMS} streams, {together} to a message", seconds, streams(together))
+        print(f"{'':45} {rate / http:10.2f} x /v1/inference")
+
+
 if __name__ == "__main__":
     if "--libraries" in sys.argv:
         libraries()
     else:
-        seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 5.0
-        http = measure(
-            "/v1/inference, 512 connections",
-            seconds,
-            lambda port, end: [over_http(port, end) for _ in range(IN_FLIGHT)],
-        )
-        for together in (1, TOGETHER):
-            rate = measure(
-                f"/v1/stream, {STREAMS} streams, {together} to a message",
-                seconds,
-                lambda port, end, together=together: [
-                    over_stream(port, end, IN_FLIGHT // STREAMS, together) for _ in range(STREAMS)
-                ],
-            )
-            print(f"{'':45} {rate / http:10.2f} x /v1/inference")
+        main(float(sys.argv[1]) if len(sys.argv) > 1 else 5.0)

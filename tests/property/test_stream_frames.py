@@ -73,7 +73,7 @@ async def test_malformed_frames(caplog: pytest.LogCaptureFixture) -> None:
             client.leave()
     stand.work()
     assert set(await neighbour.answers()) == set(range(0, FRAMES, 50))
-    assert neighbour.closed is None
+    assert neighbour.why_closed() is None
     for client in (*clients, neighbour):
         client.leave()
     assert ended > FRAMES / 20

@@ -175,9 +175,13 @@ class StreamClient:
         frames = [frame for frame in self.protocol.events_received() if isinstance(frame, Frame)]
         return [json.loads(bytes(frame.data)) for frame in frames if frame.opcode is Opcode.TEXT]
 
-    @property
-    def closed(self) -> tuple[int, str] | None:
+    def why_closed(self) -> tuple[int, str] | None:
         """Why the stream was ended; None if it was not."""
         self._parse()
         end = self.protocol.close_rcvd
         return None if end is None else (end.code, end.reason)
+
+    def close_code(self) -> int | None:
+        """The same in a number."""
+        why = self.why_closed()
+        return None if why is None else why[0]

@@ -153,7 +153,7 @@ async def test_a_credential_that_is_revoked_ends_the_stream(stand: StreamStand) 
     client = await in_flight(stand, 3)
     stand.intake.identify = revoked
     stand.pass_time(1.0)
-    assert client.closed is not None and client.closed[0] == 3000
+    assert client.close_code() == 3000
     assert stand.is_clean
 
 
@@ -161,7 +161,7 @@ async def test_a_credential_counts_for_each_request(stand: StreamStand) -> None:
     client = await in_flight(stand, 1)
     stand.intake.identify = revoked
     client.send(call("late"))
-    assert client.closed is not None and client.closed[0] == 3000
+    assert client.close_code() == 3000
     assert stand.is_clean
 
 
@@ -226,7 +226,7 @@ async def test_a_close_is_answered_and_takes_requests_with_it(stand: StreamStand
     client = await in_flight(stand, 5)
     client.protocol.send_close(1000, "enough")
     client.feed(b"".join(client.protocol.data_to_send()))
-    assert client.closed == (1000, "enough")
+    assert client.why_closed() == (1000, "enough")
     assert client.transport.is_over
     assert stand.is_clean
 
@@ -288,7 +288,7 @@ async def test_a_message_too_long(stand: StreamStand) -> None:
     client = await in_flight(stand, 1)
     client.send(as_bytes=b"x" * 100_001)
     await client.messages()
-    assert client.closed is not None and client.closed[0] == 1009
+    assert client.close_code() == 1009
     assert stand.is_clean
 
 
@@ -319,7 +319,7 @@ async def test_too_many_or_too_long_fragments(stand: StreamStand, number: int, s
     client = stand.connect()
     fragments(client, number, size)
     await client.messages()
-    assert client.closed is not None and client.closed[0] == code
+    assert client.close_code() == code
     assert stand.is_clean
 
 
@@ -330,8 +330,8 @@ async def test_a_message_must_come_in_time_but_not_a_pong(stand: StreamStand) ->
     fragments(client, 3, 5)
     assert stand.server.state.receiving_bytes == 15
     stand.pass_time(HttpLimits().receive_timeout_s)
-    assert client.closed is not None and client.closed[0] == 3008
-    assert other.closed is None
+    assert client.close_code() == 3008
+    assert other.why_closed() is None
     assert stand.server.state.receiving_bytes == 0
 
 
@@ -341,7 +341,7 @@ async def test_messages_that_are_not_whole_count_together() -> None:
     fragments(first, 3, 10_000)
     fragments(second, 3, 10_000)
     await second.messages()
-    assert (first.closed, second.closed and second.closed[0]) == (None, 1013)
+    assert (first.close_code(), second.close_code()) == (None, 1013)
     assert stand.server.state.receiving_bytes == 30_000
     await stand.journal.close()
 
@@ -374,7 +374,7 @@ async def test_frames_as_they_must_not_be(stand: StreamStand, frame: bytes, code
     client = await in_flight(stand, 2)
     client.feed(frame)
     await client.messages()
-    assert client.closed is not None and client.closed[0] == code
+    assert client.close_code() == code
     assert client.transport.is_over
     assert stand.is_clean
 
@@ -402,13 +402,13 @@ async def test_who_asks_for_nothing_is_sent_away(stand: StreamStand) -> None:
             stand.pass_time(10)
 
     wait(1000)
-    assert client.closed is None  # it waits for an answer
+    assert client.why_closed() is None  # it waits for an answer
     stand.work()
     await client.messages()
     wait(990)
-    assert client.closed is None
+    assert client.why_closed() is None
     wait(10)
-    assert client.closed is not None and client.closed[0] == 3008
+    assert client.close_code() == 3008
 
 
 # Rule 9, and the upgrade itself
@@ -488,13 +488,13 @@ async def test_frames_may_come_with_the_upgrade(stand: StreamStand) -> None:
 async def test_at_a_drain_answers_come_first(stand: StreamStand) -> None:
     busy, idle = await in_flight(stand, 2), stand.connect()
     stand.streams.drain()
-    assert idle.closed == (1012, "retry_after_s=1")
+    assert idle.why_closed() == (1012, "retry_after_s=1")
     busy.send(call("late"))
     assert (await busy.answers())["late"]["error"]["type"] == "urn:carpool:error:draining"
-    assert busy.closed is None
+    assert busy.why_closed() is None
     stand.work()
     assert set(await busy.answers()) == {0, 1}
-    assert busy.closed == (1012, "retry_after_s=1")
+    assert busy.why_closed() == (1012, "retry_after_s=1")
     stand.server.drain()
     assert stand.connect().status == 503
     assert stand.is_clean

@@ -165,7 +165,7 @@ class UpgradeRequired(ClientError):
 
     code = "upgrade-required"
     status = 426
-    grpc_code = "FAILED_PRECONDITION"
+    grpc_code = "UNIMPLEMENTED"
     title = "Upgrade required"
 
 
