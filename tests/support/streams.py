@@ -17,7 +17,7 @@ from carpool.face.http.places import Places
 from carpool.face.http.router import Router
 from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
-from carpool.face.http.stream import PATH, StreamLimits, Streams
+from carpool.face.http.stream import LOOK_PARTS, PATH, StreamLimits, Streams
 from carpool.face.http.tickets import Tickets
 from carpool.face.intake import Intake, IntakeSettings, ServedModel
 from carpool.testing import FakeClock, FakeUpstream, make_output
@@ -30,6 +30,11 @@ UPGRADE = (
     "Sec-WebSocket-Version: 13",
     "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
 )
+
+
+def upgrade_request(*headers: str, target: str = "/v1/stream") -> bytes:
+    """What a client sends first."""
+    return "\r\n".join((f"GET {target} HTTP/1.1", "Host: test", *UPGRADE, *headers)).encode() + b"\r\n\r\n"
 
 
 class NotingTransport(asyncio.Transport):
@@ -105,8 +110,7 @@ class StreamStand:
     def connect(self, *headers: str, target: str = "/v1/stream") -> "StreamClient":
         """A stream, or what comes in place of one."""
         client = StreamClient(self)
-        lines = [f"GET {target} HTTP/1.1", "Host: test", *UPGRADE, *headers]
-        client.connection.data_received("\r\n".join(lines).encode() + b"\r\n\r\n")
+        client.feed(upgrade_request(*headers, target=target))
         return client
 
     def work(self, outcome: CarpoolError | None = None) -> list[Request]:
@@ -119,7 +123,8 @@ class StreamStand:
     def pass_time(self, seconds: float) -> None:
         """Let time pass, and the streams be looked at."""
         self.clock.advance(seconds)
-        self.streams.look()
+        for _ in range(LOOK_PARTS):
+            self.streams.look()
 
     @property
     def is_clean(self) -> bool:

@@ -16,7 +16,7 @@ from carpool.face.http.places import Places
 from carpool.face.http.state import HttpLimits
 from carpool.face.http.stream import FRAGMENTS_MAX, MESSAGE_BYTES, PING_S, SILENT_S, STEPS_A_TURN, StreamLimits
 from carpool.testing import make_output
-from support.streams import StreamClient, StreamStand
+from support.streams import StreamClient, StreamStand, upgrade_request
 
 
 @pytest_asyncio.fixture
@@ -470,13 +470,13 @@ async def test_an_upgrade_behind_another_request_is_ignored(stand: StreamStand) 
     assert len(stand.streams) == 0
 
 
-async def test_frames_may_come_with_the_upgrade(stand: StreamStand) -> None:
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+async def test_frames_may_come_with_the_upgrade(stand: StreamStand, size: int) -> None:
     client = StreamClient(stand)
     client.protocol.send_text(json.dumps(call("at once")).encode())
-    frame = b"".join(client.protocol.data_to_send())
-    head = "GET /v1/stream HTTP/1.1\r\nHost: test\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-    key = "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-    client.feed((head + key).encode() + frame)
+    data = upgrade_request("Connection: keep-alive") + b"".join(client.protocol.data_to_send())
+    for start in range(0, len(data), size):
+        client.feed(data[start : start + size])
     await client.messages()
     stand.work()
     assert set(await client.answers()) == {"at once"}

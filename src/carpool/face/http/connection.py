@@ -29,6 +29,7 @@ Rules, each with a test:
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import cast
 
 import httptools
@@ -158,8 +159,8 @@ class Connection(asyncio.Protocol):
         self.pumping = False
         # No more input is parsed: a request was refused, or the last request of this connection has come.
         self.input_ended = False
-        # The exchange that has taken the connection over (rule 6).
-        self.upgraded: Exchange | None = None
+        # Whoever has taken the connection over is told here what comes (rule 6).
+        self.upgraded: Callable[[bytes], None] | None = None
         # When what is left of a connection that ends is given up; 0.0 while it does not end.
         self.linger_until = 0.0
         self.continue_owed = False
@@ -418,8 +419,8 @@ class Connection(asyncio.Protocol):
 
     def received_behind(self, data: bytes) -> None:
         """What comes behind the last request is for whoever took the connection over, or for nobody (rules 6 and 8)."""
-        if self.upgraded is not None and self.upgraded.when_received is not None:
-            self.upgraded.when_received(data)
+        if self.upgraded is not None:
+            self.upgraded(data)
 
     def take_over(self, rest: bytes) -> bool:
         """Give the connection to the handler of the upgrade that is asked for (rule 6); false if there is none."""
@@ -427,7 +428,7 @@ class Connection(asyncio.Protocol):
         if method == b"CONNECT":
             self.refuse(Malformed("CONNECT is not supported; this is not a proxy"))
             return True
-        handler = self.state.upgrades.get((self.target.partition(b"?")[0], headers[b"upgrade"].lower()))
+        handler = self.state.upgrades.get((self.target.partition(b"?")[0], headers.get(b"upgrade", b"").lower()))
         is_bare = b"content-length" not in headers and b"transfer-encoding" not in headers and not self.is_http_1_0
         # One that comes behind others would have to wait for them.
         if handler is None or not is_bare or self.pending or self.backlog or method != b"GET":
@@ -437,9 +438,8 @@ class Connection(asyncio.Protocol):
         self.input_ended = True
         self.receiving_since = 0.0
         self.pending.append(exchange)
-        self.upgraded = exchange
         try:
-            handler(exchange)
+            self.upgraded = handler(exchange)
         except Exception:
             self.handler_failed(exchange)
         if rest:

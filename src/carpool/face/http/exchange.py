@@ -123,8 +123,6 @@ class Exchange(msgspec.Struct, eq=False):
     received_s: float = 0.0
     # A response in parts has no chunks (HTTP/1.0, or an upgrade): its end is the end of the connection.
     is_unframed: bool = False
-    # Of an upgrade: whom to tell what comes.
-    when_received: Callable[[bytes], None] | None = None
     # Header lines of whatever is answered; one with some is not plain.
     extra_lines: bytes = b""
 

@@ -21,8 +21,6 @@ class Places:
         if self._by_owner[owner] >= self._owner_most:
             return RateLimited(f"at most {self._owner_most} {self._what} of yours may be open at once", retry_after_s=5)
         if self.taken >= self._most:
-            if not self._by_owner[owner]:
-                del self._by_owner[owner]
             return QueueFull(f"too many {self._what} are open; try again soon", retry_after_s=5)
         self.taken += 1
         self._by_owner[owner] += 1

@@ -60,8 +60,8 @@ class HttpState:
         self.unread_bytes = 0
         # Answers that were errors, by code, for metrics.
         self.problems: dict[str, int] = {}
-        # Who takes a connection over, by path and `Upgrade`, in lower case.
-        self.upgrades: dict[tuple[bytes, bytes], Callable[[Exchange], None]] = {}
+        # Who takes a connection over, by path and `Upgrade` in lower case: it answers, and says who is told what comes.
+        self.upgrades: dict[tuple[bytes, bytes], Callable[[Exchange], Callable[[bytes], None] | None]] = {}
         # Header lines for whoever sent these headers, also with what is refused before it comes to the handler.
         self.extra_lines: Callable[[dict[bytes, bytes]], bytes] | None = None
         # Is told of refusals; None where nothing is traced.

@@ -64,6 +64,7 @@ logger = logging.getLogger("carpool.http")
 
 PATH = b"/v1/stream"
 LOOK_S = 1.0
+LOOK_PARTS = 10
 # Who is silent for so long is sent a ping; and is gone if it stays silent.
 PING_S = 20.0
 SILENT_S = 60.0
@@ -122,7 +123,8 @@ class Streams:
         self._allows = allows
         self._open: set[Stream] = set()
         self._pieces = InferenceAnswers().pieces
-        self._looks = Every(LOOK_S, self.look)
+        self._to_look_at: list[Stream] = []
+        self._looks = Every(LOOK_S / LOOK_PARTS, self.look)
         self.is_draining = False
 
     def __len__(self) -> int:
@@ -139,8 +141,8 @@ class Streams:
         alone = "this path is a WebSocket: ask for an upgrade, with no other request before it on its connection"
         raise UpgradeRequired(alone, header_lines=b"Upgrade: websocket\r\n")
 
-    def open(self, exchange: Exchange) -> None:
-        """The upgrade: open a stream, or say why not."""
+    def open(self, exchange: Exchange) -> Callable[[bytes], None] | None:
+        """The upgrade: open a stream, or say why not. Returns who is told what comes."""
         try:
             accept = self._check(exchange)
             shown = self._shown(exchange)
@@ -149,11 +151,12 @@ class Streams:
                 raise refusal
         except CarpoolError as error:
             respond_problem(exchange, error)
-            return
+            return None
         exchange.begin(101, b"", _ACCEPTED % accept)
         stream = Stream(self, exchange, caller.owner, shown)
         self._open.add(stream)
         self._looks.start()
+        return stream.received
 
     def closed(self, stream: "Stream") -> None:
         """One of them is over."""
@@ -164,9 +167,13 @@ class Streams:
             self._looks.stop()
 
     def look(self) -> None:
-        """A timer does this: see who is still there, and may be."""
+        """A timer does this: see who is still there, and may be; a part of them each time, all of them in LOOK_S."""
+        if not self._to_look_at:
+            self._to_look_at = list(self._open)
+        number = len(self._open) // LOOK_PARTS + 1
+        part, self._to_look_at = self._to_look_at[:number], self._to_look_at[number:]
         now = self.clock()
-        for stream in list(self._open):
+        for stream in part:
             stream.look(now)
 
     def drain(self) -> None:
@@ -265,13 +272,13 @@ class Stream:
         self._is_over = False
         self._heard = self._used = self._pinged = streams.clock()
         exchange.context = self
-        exchange.when_received = self._received
         exchange.when_writable = self._writable
         exchange.when_client_leaves = self._left
 
     # What comes.
 
-    def _received(self, data: bytes) -> None:
+    def received(self, data: bytes) -> None:
+        """Something came."""
         self._heard = self._streams.clock()
         self._unparsed.append(data)
         if not self._work_soon.is_due and not self._is_behind:
@@ -480,6 +487,8 @@ class Stream:
     def look(self, now: float) -> None:
         """See whether its client is still there, and may be (rules 3, 7, 8)."""
         limits, streams = self._streams.limits, self._streams
+        if self._is_over:
+            return
         try:
             self._identify()
         except CarpoolError:

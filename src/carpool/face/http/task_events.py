@@ -11,8 +11,9 @@
 """
 
 import asyncio
+import logging
 
-from carpool.core.errors import CarpoolError
+from carpool.core.errors import CarpoolError, InternalError
 from carpool.core.ports import Caller
 from carpool.core.task import StoredTask
 from carpool.core.timers import Every
@@ -22,6 +23,8 @@ from carpool.face.http.places import Places
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.server_sent import EVENT_STREAM, HEADERS, HEARTBEAT, event_of, retry_after
 from carpool.face.intake import Intake
+
+logger = logging.getLogger("carpool.http")
 
 LOOK_S = 2.0
 HEARTBEAT_S = 15.0
@@ -128,11 +131,18 @@ class Listener:
             intake.leave(self._poll)
 
     def _told(self, task: StoredTask | CarpoolError) -> bool:
-        """Write what is new; whether somebody was there to read it."""
-        exchange, events = self.exchange, self._events
-        if isinstance(task, CarpoolError):
+        """There is something to tell; whether somebody was there to read it. A defect harms this client alone."""
+        try:
+            if isinstance(task, StoredTask):
+                return self._tell(task)
             self._fail(task)
-            return False
+        except Exception:
+            logger.exception("a listener could not be told how its task is")
+            self._events.refuse(self, InternalError("the gateway failed on this request"))
+        return False
+
+    def _tell(self, task: StoredTask) -> bool:
+        exchange, events = self.exchange, self._events
         name, event_id = name_and_id(task)
         if event_id == END and self._last_id == END:
             events.drop(exchange)
