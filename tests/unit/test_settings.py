@@ -104,6 +104,20 @@ class TestTrustedProxies:
         assert "nobody is a client" in refusal(toml=f'[gateway]\ntrusted_proxies = ["{text}"]')
 
 
+class TestOrigins:
+    def test_pages_of_these_may_ask(self) -> None:
+        named = ["https://app.example.com", "http://localhost:3000", "http://[::1]:80", "*"]
+        assert load().gateway.cors_origins == []
+        assert load(env={"CARPOOL_GATEWAY_CORS_ORIGINS": ",".join(named)}).gateway.cors_origins == named
+
+    @pytest.mark.parametrize(
+        "text", ["app.example.com", "https://a/", "https://a/b", "null", "", "https://*.a", "ftp://a"]
+    )
+    def test_anything_else_is_refused(self, text: str) -> None:
+        told = refusal(toml=f'[gateway]\ncors_origins = ["{text}"]')
+        assert told.startswith("gateway.cors_origins (carpool.toml) must have origins like https://app.example.com")
+
+
 class TestPrecedence:
     def test_nothing_given_gives_the_defaults(self) -> None:
         assert load() == Settings()
