@@ -176,11 +176,21 @@ async def test_limits_count_requests(stand: StreamStand) -> None:
     assert stand.broker.held == 2
 
 
-async def test_who_waits_at_the_door_counts_and_may_leave(stand: StreamStand) -> None:
+def hold_at_the_door(stand: StreamStand) -> list[Callable[[Entry], None]]:
+    """Nobody knows whether a request is within its limit, until the test says so."""
     waiting: list[Callable[[Entry], None]] = []
+
+    def when_known(caller: Caller, known: Callable[[Entry], None], cost: int = 1) -> None:
+        waiting.append(known)
+
     stand.intake.identify = lambda headers, peer: Caller("someone", 0, limit=RateLimit(60, 2))
-    stand.intake.enter = lambda caller: None
-    stand.intake.when_known = lambda caller, known: waiting.append(known)
+    stand.intake.enter = lambda *_: None
+    stand.intake.when_known = when_known
+    return waiting
+
+
+async def test_who_waits_at_the_door_counts_and_may_leave(stand: StreamStand) -> None:
+    waiting = hold_at_the_door(stand)
     client = stand.connect()
     client.send(call(1), call(1), call(2), call(3))
     assert set(await client.answers()) == {None}
@@ -195,10 +205,7 @@ async def test_who_waits_at_the_door_counts_and_may_leave(stand: StreamStand) ->
 
 
 async def test_a_refusal_that_comes_late_is_told(stand: StreamStand) -> None:
-    waiting: list[Callable[[Entry], None]] = []
-    stand.intake.identify = lambda headers, peer: Caller("someone", 0, limit=RateLimit(60, 2))
-    stand.intake.enter = lambda caller: None
-    stand.intake.when_known = lambda caller, known: waiting.append(known)
+    waiting = hold_at_the_door(stand)
     client = stand.connect()
     client.send(call(1), call(2))
     await client.messages()

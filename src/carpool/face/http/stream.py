@@ -165,6 +165,7 @@ class Streams:
             self._places.give_back(stream.owner)
         if not self._open:
             self._looks.stop()
+            self._to_look_at = []
 
     def look(self) -> None:
         """A timer does this: see who is still there, and may be; a part of them each time, all of them in LOOK_S."""
