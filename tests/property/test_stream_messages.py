@@ -7,7 +7,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from carpool.core.errors import Malformed
-from carpool.face.http.stream_messages import BadCall, StreamCall, decode_message, error_pieces, output_pieces
+from carpool.face.http.stream_messages import (
+    REQUESTS_MAX,
+    BadCall,
+    StreamCall,
+    decode_message,
+    error_pieces,
+    output_pieces,
+)
 
 own_ids = st.text(min_size=1, max_size=128) | st.integers(-(2**53), 2**53)
 values = st.recursive(
@@ -40,6 +47,14 @@ def test_good_ones_among_bad_ones(mixed: list[tuple[bool, Any]]) -> None:
             assert (found.id, json.loads(bytes(found.input))) == (value["id"], value["input"])
         elif isinstance(found, BadCall) and found.id is not None:
             assert found.id == value["id"]
+
+
+def test_only_so_many_in_a_message() -> None:
+    good, bad = b'{"id":1,"input":1}', b"0"
+    for one in (good, bad):
+        assert len(decode_message(b"[%b]" % b",".join([good] * (REQUESTS_MAX - 1) + [one]))) == REQUESTS_MAX
+        (refused,) = decode_message(b"[%b]" % b",".join([good] * REQUESTS_MAX + [one]))
+        assert isinstance(refused, BadCall) and str(REQUESTS_MAX) in refused.error.detail
 
 
 @given(own_ids, st.integers(0, 1000) | st.none())

@@ -258,7 +258,7 @@ class Stream:
         # Requests without an answer, by the client's id; None for one that waits at the door.
         self._asked: dict[str | int, Request | None] = {}
         # What came and waits for its turn: bytes, and requests of the message that is being worked on.
-        self._unparsed: deque[bytes] = deque()
+        self._unparsed: deque[bytes | memoryview] = deque()
         self._calls: deque[StreamCall | BadCall] = deque()
         # The fragments of a message so far, how many there were, and what came since the last whole one.
         self._message = bytearray()
@@ -306,13 +306,14 @@ class Stream:
             if not self._is_behind:
                 self._work_soon.ring()
 
-    def _parse(self, data: bytes) -> int:
+    def _parse(self, data: bytes | memoryview) -> int:
         """Take frames out of some bytes; returns how many."""
         if len(data) > SLICE_BYTES:
+            data = memoryview(data)
             self._unparsed.appendleft(data[SLICE_BYTES:])
             data = data[:SLICE_BYTES]
         protocol = self._protocol
-        protocol.receive_data(data)
+        protocol.receive_data(bytes(data))
         frames = cast(list[Frame], protocol.events_received())  # there is no handshake in it
         for frame in frames:
             if frame.opcode < Opcode.CLOSE:
@@ -323,6 +324,8 @@ class Stream:
 
     def _take(self, data: bytes, is_last: bool) -> None:
         """One fragment of a message, which is mostly the whole."""
+        if self._is_over:
+            return
         if is_last and not self._message:
             message = data
         else:

@@ -41,8 +41,12 @@ class _Named(msgspec.Struct):
     id: OwnId | None = None
 
 
+# A list of up to so many, of which the next one is not read: a long list of zeros would take a tenth of a second.
+_Parts = msgspec.defstruct(
+    "_Parts", [(f"part_{n}", Raw, UNSET) for n in range(REQUESTS_MAX)], array_like=True, forbid_unknown_fields=True
+)
 _decode_calls = msgspec.json.Decoder(StreamCall | list[StreamCall]).decode
-_decode_parts = msgspec.json.Decoder(list[Raw]).decode
+_decode_parts = msgspec.json.Decoder(_Parts).decode
 _decode_call = msgspec.json.Decoder(StreamCall).decode
 _decode_named = msgspec.json.Decoder(_Named).decode
 _encode = msgspec.json.Encoder().encode
@@ -52,20 +56,24 @@ def decode_message(message: bytes) -> list[StreamCall | BadCall]:
     """The requests in a message; one BadCall if nothing can be made of it at all."""
     try:
         calls = _decode_calls(message)
-    except _FAULTS as failure:
-        return _one_by_one(message, failure)
+    except _FAULTS:
+        return _one_by_one(message)
     if isinstance(calls, StreamCall):
         return [calls]
-    return _too_many() if len(calls) > REQUESTS_MAX else list(calls)
+    if len(calls) > REQUESTS_MAX:
+        return [BadCall(None, Malformed(f"a message may have {REQUESTS_MAX} requests at most; send several"))]
+    return list(calls)
 
 
-def _one_by_one(message: bytes, failure: Exception) -> list[StreamCall | BadCall]:
+def _one_by_one(message: bytes) -> list[StreamCall | BadCall]:
     """The same for a message with a fault in it: whoever has none does not suffer."""
+    if message.lstrip()[:1] != b"[":
+        return [_decode_one(Raw(message))]
     try:
-        parts: list[Raw] = _decode_parts(message) if message.lstrip()[:1] == b"[" else [Raw(message)]
-    except _FAULTS:
+        parts = _decode_parts(message)
+    except _FAULTS as failure:
         return [BadCall(None, Malformed(body_fault(failure)))]
-    return _too_many() if len(parts) > REQUESTS_MAX else [_decode_one(part) for part in parts]
+    return [_decode_one(part) for part in msgspec.structs.astuple(parts) if part is not UNSET]
 
 
 def _decode_one(part: Raw) -> StreamCall | BadCall:
@@ -77,10 +85,6 @@ def _decode_one(part: Raw) -> StreamCall | BadCall:
         return BadCall(_decode_named(part).id, fault)
     except _FAULTS:
         return BadCall(None, fault)
-
-
-def _too_many() -> list[StreamCall | BadCall]:
-    return [BadCall(None, Malformed(f"a message may have {REQUESTS_MAX} requests at most; send several"))]
 
 
 def output_pieces(own_id: str | int, pieces: Pieces) -> Pieces:
