@@ -34,6 +34,8 @@ PURE = [
     "broker/redis/formats.py",
     "broker/redis/batcher/shards.py",
     "broker/redis/terms.py",
+    "client/retries.py",
+    "client/wire.py",
     "tracking/copy_format.py",
     "tracking/questions.py",
     "tracking/records.py",

@@ -1,0 +1,230 @@
+"""What is sent to a gateway, and how its answers read. Pure: both clients use it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from carpool.core.errors import (
+    CarpoolError,
+    ClientError,
+    GatewayError,
+    InternalError,
+    OverloadError,
+    UpstreamError,
+    all_errors,
+)
+from carpool.core.problem import TYPE_PREFIX
+
+T = TypeVar("T")
+_ERRORS = {kind.code: kind for kind in all_errors()}
+
+
+class Unreachable(GatewayError):
+    """No gateway could be asked, or the connection ended before its answer was here."""
+
+    # It has no code of its own: no gateway answers it.
+    retryable = True
+    title = "No answer from the gateway"
+
+
+class LostAnswer(Unreachable):
+    """The connection ended before the answer was here: the gateway may have done what it was asked for."""
+
+
+class CallOptions(TypedDict, total=False):
+    """What may be said of a call."""
+
+    model: str
+    parameters: Mapping[str, Any]
+    # How long it may take, retries and waiting for a place included.
+    timeout_s: float
+    # Sent as X-Request-Id with each attempt, and what operators find it by.
+    request_id: str
+    # What this program calls itself.
+    client_id: str
+
+
+class SubmitOptions(CallOptions, total=False):
+    """What may be said of a task."""
+
+    # How long the task may take; `timeout_s` is for the submission.
+    task_timeout_s: float
+    # Where its result is sent (docs/webhooks.md).
+    callback_url: str
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """The answer to one input."""
+
+    output: Any
+    request_id: str
+    # latency_ms, queue_ms, upstream_ms, batch_size, model, cached, and what the upstream tells.
+    metadata: dict[str, Any] = {}
+
+
+class TaskOutput(msgspec.Struct, frozen=True):
+    """What became of a task that succeeded."""
+
+    task_id: str
+    output: Any
+    # RFC 3339.
+    timestamp: str
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What became of one of many inputs: a prediction, or the error in its place."""
+
+    # The place of its input, from 0.
+    index: int
+    input: Any
+    prediction: Prediction | None
+    error: CarpoolError | None
+
+    @property
+    def output(self) -> Any:
+        """The output; raises the error."""
+        if self.prediction is None:
+            raise self.error or InternalError("there is neither an output nor an error")
+        return self.prediction.output
+
+
+class Call(NamedTuple):
+    """One request to the gateway, but for what changes with each attempt."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes = b""
+    # Whether it does no harm to send it again when nobody knows if it arrived.
+    is_repeatable: bool = True
+    # Whether the gateway is told how much time is left.
+    has_deadline: bool = False
+
+    def may_repeat(self, error: CarpoolError) -> bool:
+        """Whether it may be sent again after this error. One without a code is not the gateway's own refusal."""
+        nothing_came_of_it = error.code != CarpoolError.code or type(error) is Unreachable
+        return error.retryable and (self.is_repeatable or nothing_came_of_it)
+
+
+class _Problem(msgspec.Struct):
+    type: str = ""
+    detail: str = ""
+    request_id: str = ""
+    predicted_wait_ms: int | None = None
+
+
+class _Accepted(msgspec.Struct):
+    task_id: str
+
+
+class _Task(msgspec.Struct):
+    task_id: str
+    status: Literal["PENDING", "SUCCESS", "FAILED"]
+    timestamp: str
+    output: Any = None
+    error: _Problem = msgspec.field(default_factory=_Problem)
+
+
+_encode = msgspec.json.Encoder().encode
+_prediction = msgspec.json.Decoder(Prediction).decode
+_accepted = msgspec.json.Decoder(_Accepted).decode
+_task = msgspec.json.Decoder(_Task).decode
+_problem = msgspec.json.Decoder(_Problem).decode
+
+
+def prediction_call(value: Any, options: CallOptions, request_id: str) -> Call:
+    """A synchronous request."""
+    headers = headers_of(options, request_id)
+    return Call("POST", "/v1/inference", headers, _encode(body_of(value, options)), has_deadline=True)
+
+
+def submission(value: Any, options: SubmitOptions, request_id: str) -> Call:
+    """A task. Sent twice it would be two: when nobody knows whether it arrived, that is its submitter's to decide."""
+    body = body_of(value, options) | {"mode": "async"}
+    if "callback_url" in options:
+        body["callback_url"] = options["callback_url"]
+    headers = headers_of(options, request_id)
+    if "task_timeout_s" in options:
+        headers["X-Request-Timeout-Ms"] = str(timeout_ms(options["task_timeout_s"]))
+    return Call("POST", "/v1/inference", headers, _encode(body), is_repeatable=False)
+
+
+def poll(task_id: str, wait_ms: int) -> Call:
+    """A look at a task, which waits so long for its outcome."""
+    return Call("GET", f"/v1/result/{quote(task_id, safe='')}?wait_ms={wait_ms}", {})
+
+
+def cancellation(task_id: str) -> Call:
+    """Cancel a task, or forget its result."""
+    return Call("DELETE", f"/v1/result/{quote(task_id, safe='')}", {}, is_repeatable=False)
+
+
+def body_of(value: Any, options: CallOptions) -> dict[str, Any]:
+    """The fields that both kinds have."""
+    names: tuple[Literal["model", "parameters", "client_id"], ...] = ("model", "parameters", "client_id")
+    return {"input": value} | {name: options[name] for name in names if name in options}
+
+
+def headers_of(options: CallOptions, request_id: str) -> dict[str, str]:
+    """Those that stay the same in each attempt."""
+    return {"Content-Type": "application/json", "X-Request-Id": options.get("request_id", request_id)}
+
+
+def timeout_ms(seconds: float) -> int:
+    """A deadline as the gateway takes it."""
+    return min(max(1, int(seconds * 1000)), 999_999_999)
+
+
+def prediction_in(body: bytes) -> Prediction:
+    """The 200 of a synchronous request."""
+    return _readable(_prediction, body)
+
+
+def task_id_in(body: bytes) -> str:
+    """The 202 of a task."""
+    return _readable(_accepted, body).task_id
+
+
+def task_in(body: bytes) -> TaskOutput | CarpoolError | None:
+    """What became of a task; None while it waits."""
+    task = _readable(_task, body)
+    if task.status == "PENDING":
+        return None
+    if task.status == "FAILED":
+        return _error(task.error, 500, None)
+    return TaskOutput(task.task_id, task.output, task.timestamp)
+
+
+def error_in(status: int, body: bytes, retry_after: str | None) -> CarpoolError:
+    """The error that a response tells: the gateway's own class, or what comes next to a proxy's answer."""
+    try:
+        problem = _problem(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        problem = _Problem()
+    return _error(problem, status, int(retry_after) if retry_after and retry_after.isdigit() else None)
+
+
+def _error(problem: _Problem, status: int, retry_after_s: int | None) -> CarpoolError:
+    kind = _ERRORS.get(problem.type.removeprefix(TYPE_PREFIX)) or _kind_of(status)
+    detail = problem.detail or f"HTTP status {status}"
+    error = kind(detail, retry_after_s=retry_after_s, predicted_wait_ms=problem.predicted_wait_ms)
+    if problem.request_id:
+        error.add_note(f"request {problem.request_id}")
+    return error
+
+
+def _kind_of(status: int) -> type[CarpoolError]:
+    if status in (429, 503):
+        return OverloadError
+    if status in (502, 504):
+        return UpstreamError
+    return ClientError if 400 <= status < 500 else GatewayError
+
+
+def _readable(decode: Callable[[bytes], T], body: bytes) -> T:
+    try:
+        return decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as failure:
+        raise InternalError("the answer is not one of a gateway of Carpool; is this its address?") from failure
