@@ -16,10 +16,11 @@ from carpool.core.errors import CarpoolError, QueueFull
 from carpool.core.ports import CallTraces, DeadLetters, Sharing, Slots
 from carpool.core.request import Request
 from carpool.core.snapshot import ModelNumbers, ModelState
-from carpool.face.intake import ServedModel
+from carpool.core.tensors import is_packed
+from carpool.face.intake import ServedModel, ServedTensors
 from carpool.settings import Model
 from carpool.upstream.breaker import Breaker
-from carpool.upstream.codecs import Codec, make_codec
+from carpool.upstream.codecs import Codec, TensorCodec, make_codec
 from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.endpoint import AttemptFailedError, Endpoint
 from carpool.upstream.fleet import Address, Endpoints, Fleet, MakeEndpoint
@@ -80,7 +81,8 @@ class ModelFace:
         if self.codec.prepares:
             prepared = self.codec.prepare(request.input)
             request.prepared, request.lane = prepared.value, prepared.lane
-            request.size += len(request.input)  # the decoded tensors are held too
+            if not is_packed(request.input):
+                request.size += len(request.input)  # the decoded tensors are held too
 
     def served(self, sharing: Sharing | None = None) -> ServedModel:
         """What the face must know of this model."""
@@ -92,7 +94,17 @@ class ModelFace:
             # At the door alone: what was let in once is not refused later because the rules have changed.
             policy = InputPolicy(limits.input_bytes_max, limits.deny_patterns)
             prepare = checked_first(policy, prepare)
-        return ServedModel(self.name, self.body_bytes_max, self.codec.binary_input, prepare, sharing, self._protocol)
+        tensors = self.served_tensors()
+        return ServedModel(
+            self.name, self.body_bytes_max, self.codec.binary_input, prepare, sharing, self._protocol, tensors
+        )
+
+    def served_tensors(self) -> ServedTensors | None:
+        """What is known of its tensors; None if it takes none."""
+        if not isinstance(self.codec, TensorCodec):
+            return None
+        known = self.codec.defaults
+        return ServedTensors(self.codec.model_version, known.name, known.datatype, known.shape)
 
 
 def checked_first(policy: InputPolicy, prepare: Prepare | None) -> Prepare:

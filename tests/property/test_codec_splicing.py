@@ -311,8 +311,8 @@ def client_input(kinds: list[Described], elements: list[list[Any]], *, raw: bool
 def read_v2_call(call: Call) -> list[tuple[str, str, list[int], list[Any]]]:
     """Name, datatype, shape and elements of each input of a V2 call over HTTP."""
     headers = dict(call.headers)
-    length = int(headers.get("Inference-Header-Content-Length", len(call.body)))
-    head, tail = json.loads(call.body[:length]), call.body[length:]
+    assert int(headers.get("Inference-Header-Content-Length", len(call.body))) == len(call.body)
+    head, tail = json.loads(call.body), b"".join(call.tail)
     tensors = []
     for tensor in head["inputs"]:
         elements = tensor.get("data")

@@ -370,4 +370,4 @@ async def held_by(client: redis.asyncio.Redis, consumer: str, keys: Keys) -> set
             asked.xrange(stream, entry["message_id"], entry["message_id"])
     found = await asked.execute()
     values = [value for entries in found for _, fields in entries for value in fields.values()]
-    return {json.loads(decode_value(value)[1]) for value in values}
+    return {json.loads(bytes(decode_value(value)[1])) for value in values}

@@ -358,7 +358,7 @@ class Halves:
                     record, given = decode_value(value)
                     field = stream.removeprefix(shard.stream(b""))
                     lease = leases.get(entry_id, (b"", 0, 0))
-                    found.append(QueueEntry(shard, field, entry_id, record.request_id, given, *lease))
+                    found.append(QueueEntry(shard, field, entry_id, record.request_id, bytes(given), *lease))
         return found
 
     async def number_of_entries(self) -> int:

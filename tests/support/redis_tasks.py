@@ -121,7 +121,7 @@ class Office:
                 for entry_id, (header, value) in entries:
                     record, given = decode_value(value)
                     assert record.number == 0
-                    taken.append(Taken(shard, field, entry_id, decode_header(header), record, given))
+                    taken.append(Taken(shard, field, entry_id, decode_header(header), record, bytes(given)))
         return taken
 
     async def finish(self, taken: Taken, outcome: Output | CarpoolError, sends: int = 0) -> bool:

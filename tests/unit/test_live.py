@@ -242,7 +242,7 @@ class Wire:
         self.is_broken = False
         self.status = 0
 
-    def respond(self, exchange: Exchange, status: int, body: bytes, content_type: bytes, headers: bytes) -> None:
+    def respond(self, exchange: Exchange, status: int, body: Any, content_type: bytes, headers: bytes) -> None:
         self.status = status
 
     def answer(self, exchange: Exchange, pieces: Any, headers: bytes) -> None:

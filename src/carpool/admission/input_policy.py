@@ -1,8 +1,9 @@
 """What inputs may be: a longest length, and patterns that must not be found in their texts. Pure.
 
 1. Patterns see what the model's JSON parser would see: every string of input and parameters, names in objects too, with
-   its escapes undone. Of names that stand twice in an object, both are looked at. Numbers are no texts; binary input is
-   its base64 text, and nobody looks into that.
+   its escapes undone. Of names that stand twice in an object, both are looked at. Numbers are no texts. Binary input
+   towards JSON upstreams is its base64 text, and nobody looks into that; of packed tensors, names and the elements of
+   BYTES are looked at, whatever bytes they are.
 2. All texts of a request are one text, each on a line of its own, in their order; `^` and `$` are those of lines. One
    that is cut up into an array is found by a pattern that allows for white space.
 3. RE2 takes time in proportion to the text, whatever the pattern, and bounded memory. Its fallback for patterns that
@@ -14,8 +15,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from carpool.core.errors import InputDenied
+from carpool.core.errors import InputDenied, Malformed
 from carpool.core.request import Request
+from carpool.core.tensors import is_packed, texts_in
 
 # For one pattern, and for all of them as one.
 PATTERN_MEMORY_BYTES = 8 * 1024 * 1024
@@ -47,13 +49,21 @@ class InputPolicy:
             raise InputDenied(f"an input for this model may have {bytes_max} bytes at most; this one has {len(value)}")
         if self._finds_any is None:
             return
-        text = text_of(value)
+        text = packed_text_of(value) if is_packed(value) else text_of(value)
         if request.parameters:
             text += b"\n" + text_of(request.parameters)
         if self._finds_any(text):
             for number, find in enumerate(self._finders, 1):
                 if find(text):
                     raise InputDenied(f"pattern {number} of deny_patterns is found in it")
+
+
+def packed_text_of(value: bytes) -> bytes:
+    """The same for packed tensors; raises Malformed."""
+    try:
+        return b"\n".join(texts_in(value))
+    except (ValueError, RecursionError):
+        raise Malformed("the input's raw tensors cannot be read") from None
 
 
 def text_of(value: bytes) -> bytes:

@@ -8,6 +8,7 @@ from typing import Any
 from carpool.core.dead_letter import DeadLetterSummary, Replayed, ReplayReport, StoredDeadLetter
 from carpool.core.errors import CarpoolError, Malformed, NotFound, UnknownModel
 from carpool.core.request import Request, Waiter
+from carpool.core.tensors import as_input
 
 # How many letters are in memory at once beyond those that the broker holds: enough for a good group commit. One more
 # may be of any size.
@@ -62,12 +63,14 @@ def replay_request(
 ) -> Request:
     """The new task that a letter becomes, with an id of its own."""
     tier = min(letter.tier, len(tier_target_s) - 1)
+    # Results of tasks are JSON, so their inputs are: packed ones become what a client would send as JSON.
+    value = bytes(as_input(letter.input))
     return Request(
         id=secrets.token_hex(16),
         model=letter.summary.model,
         parameters=letter.parameters,
-        input=letter.input,
-        size=len(letter.input),
+        input=value,
+        size=len(value),
         tier=tier,
         arrived=now,
         place=now + tier_target_s[tier],

@@ -21,6 +21,8 @@ CONNECT_S_MAX, ANSWER_S_MAX = 10.0, 300.0
 # Between two events, of which there is one a second.
 SILENT_S_MAX = 10.0
 LIST_PAGE = 1000
+# Longer texts in an input are cut; `--json` shows all of it.
+SHOWN_CHARS_MAX = 400
 
 dlq = typer.Typer(
     name="dlq",
@@ -103,7 +105,7 @@ def show(letter_id: LetterId, admin: Admin = DEFAULT_ADMIN, token: Token = "", j
     table = Table(show_header=False, box=None)
     for name, value in letter.items():
         is_text = isinstance(value, str) and name not in ("input", "parameters")
-        shown = value if is_text else json_module.dumps(value, ensure_ascii=False, indent=2)
+        shown = value if is_text else json_module.dumps(shortened(value), ensure_ascii=False, indent=2)
         table.add_row(name.replace("_", " "), Text(printable(shown)))
     Console().print(table)
 
@@ -258,6 +260,17 @@ def one_or_all(command: str, letter_id: int | None, everything: bool) -> None:
     """End the command unless exactly one of an id and --all was given."""
     if (letter_id is None) != everything:
         leave(f"name one dead letter by its id, or --all; see `carpool dlq {command} --help`", EXIT_BAD_OPTION)
+
+
+def shortened(value: Any) -> Any:
+    """The value with the beginnings of its long texts: of an image, say."""
+    if isinstance(value, dict):
+        return {name: shortened(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [shortened(part) for part in value]
+    if isinstance(value, str) and len(value) > SHOWN_CHARS_MAX:
+        return f"{value[:80]}… ({len(value)} characters; --json shows all)"
+    return value
 
 
 def printable(text: str) -> str:

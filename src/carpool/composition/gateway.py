@@ -22,6 +22,7 @@ from carpool.face.http.cors import Cors
 from carpool.face.http.gateway import GatewayRoutes, HttpFaceSettings
 from carpool.face.http.list_routes import add_list_faces
 from carpool.face.http.lists import Answers
+from carpool.face.http.kserve_v2 import KServeV2Routes
 from carpool.face.http.openapi import gateway_openapi
 from carpool.face.http.places import Places
 from carpool.face.http.sampling import SAMPLE_S, Sampler
@@ -104,6 +105,7 @@ class GatewayHalf:
         self._ground = ground
         self._queue = queue
         self._tasks = tasks
+        self._availability = availability
         self.doors = doors
         self.credentials = make_credentials(settings)
         if self.credentials is not None:
@@ -148,6 +150,8 @@ class GatewayHalf:
             lambda model: availability[model].is_down,
             ground.tracer,
         )
+        v2 = KServeV2Routes(self.intake, is_up=self._is_up, traces=ground.tracer)
+        v2.add_to(routes.router)
         cors = Cors(settings.gateway.cors_origins, routes.router.serve)
         serve = cors if settings.gateway.cors_origins else routes.router.serve
         self.http = HttpServer(serve, http_limits(settings, models), ground.clock)
@@ -161,6 +165,10 @@ class GatewayHalf:
         routes.router.add(b"GET", b"/v1/result/*/events", self.events.listen)
         self.servers: list[Server] = [self.http]
         self.port = 0
+
+    def _is_up(self, model: str) -> bool:
+        """Whether requests for a model are taken, and somebody answers them."""
+        return not self._ground.draining and not self._availability[model].is_down
 
     def _make_seats(self, far: FarResults | None) -> Seats:
         settings, broker = self._ground.settings, self._ground.settings.broker

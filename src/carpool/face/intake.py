@@ -49,12 +49,23 @@ def new_request_id() -> str:
     return f"{_PREFIX}{next(_numbers)}"
 
 
+class ServedTensors(msgspec.Struct, frozen=True):
+    """What is known of the tensors of a model that takes some."""
+
+    # The one version that is served; "" where they are not told apart.
+    version: str = ""
+    # Of its only input, if that is configured; the shape with the batch dimension.
+    name: str = ""
+    datatype: str = ""
+    shape: tuple[int, ...] = ()
+
+
 class ServedModel(msgspec.Struct, frozen=True):
     """What a face must know of a model."""
 
     name: str
     body_bytes_max: int
-    # Binary input as the JSON value that the model's protocol has for it.
+    # Binary input as the model's protocol has it: a JSON value, or packed (core/tensors.py).
     binary_input: Callable[[bytes], bytes]
     # For protocols that look into inputs before they are admitted: raises Malformed.
     prepare: Callable[[Request], None] | None = None
@@ -62,6 +73,14 @@ class ServedModel(msgspec.Struct, frozen=True):
     sharing: Sharing | None = None
     # What its upstream speaks, and so what inputs and outputs are.
     protocol: ProtocolName = "json"
+    # None: its inputs are no tensors.
+    tensors: ServedTensors | None = None
+
+    @property
+    def faces(self) -> list[str]:
+        """The paths that serve it."""
+        own = ["/v1/inference", "/v1/predict"]
+        return [*own, f"/v2/models/{self.name}/infer"] if self.tensors is not None else own
 
 
 class IntakeSettings(msgspec.Struct, frozen=True):

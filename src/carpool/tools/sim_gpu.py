@@ -4,15 +4,18 @@
 |---|---|
 | `POST /infer` `{"inputs":[…]}` | `{"outputs":[…]}` |
 | `POST /v1/models/{model}:predict` `{"instances":[…]}` | `{"predictions":[…]}` |
+| `POST /v2/models/{model}/infer`, KServe V2, raw tensors too | the same tensors, texts reversed |
+| `GET /v2/health/live`, `/v2/health/ready` | 200 |
 | `GET /stats` | this GPU's counts, and under `total` those of all |
 | `GET /health` | `{"status":"ok"}` |
 
-The field decides the format, not the path. Errors are `{"error": text}`.
+But for V2, the field decides the format, not the path. Errors are `{"error": text}`.
 """
 
 import re
 import socket
 import struct
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -23,6 +26,7 @@ from carpool.face.http.connection import Connection
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
+from carpool.tools.sim_tensors import TensorAnswer, read_tensors
 from carpool.upstream.endpoint import Answer
 from carpool.upstream.simulated import (
     GpuStats,
@@ -30,6 +34,7 @@ from carpool.upstream.simulated import (
     SimulatedGpu,
     SimulationSettings,
     error_answer,
+    read_call,
 )
 
 LIMITS = HttpLimits(
@@ -42,6 +47,8 @@ LIMITS = HttpLimits(
 # Port 0 picks a free port; the ones after it may be taken, so try elsewhere.
 FREE_RANGE_TRIES = 20
 
+_TENSOR_PATH = re.compile(rb"/v2/models/([^/]+)(?:/versions/[^/]+)?/infer")
+_PAGES = frozenset((b"/stats", b"/health", b"/v2/health/live", b"/v2/health/ready"))
 _INFERENCE_PATH = re.compile(rb"/infer|/v1/models/.+:predict")
 # Linger for zero seconds: closing then sends RST in place of FIN.
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -62,28 +69,34 @@ class GpuServer:
     def handle(self, exchange: Exchange) -> None:
         """Answer one HTTP request, an inference later."""
         path = exchange.target.partition(b"?")[0]
-        if _INFERENCE_PATH.fullmatch(path):
+        tensors = _TENSOR_PATH.fullmatch(path)
+        if tensors or _INFERENCE_PATH.fullmatch(path):
             if exchange.method == b"POST":
-                self._infer(exchange)
+                self._infer(exchange, tensors and tensors[1].decode("latin-1"))
             else:
                 self._refuse(exchange, 405, "use POST", b"Allow: POST\r\n")
-        elif path in (b"/stats", b"/health"):
+        elif path in _PAGES:
             if exchange.method in (b"GET", b"HEAD"):
                 exchange.respond(200, self._stats_json() if path == b"/stats" else b'{"status":"ok"}')
             else:
                 self._refuse(exchange, 405, "use GET", b"Allow: GET, HEAD\r\n")
         else:
-            self._refuse(exchange, 404, "there are /infer, /v1/models/{model}:predict, /stats and /health")
+            paths = "/infer, /v1/models/{model}:predict, /v2/models/{model}/infer, /stats and /health"
+            self._refuse(exchange, 404, f"there are {paths}")
 
-    def _infer(self, exchange: Exchange) -> None:
+    def _infer(self, exchange: Exchange, tensor_model: str | None) -> None:
         def done(answer: Answer | None) -> None:
             exchange.when_client_leaves = None
             if answer is None:
                 _reset(exchange)
+            elif isinstance(answer, TensorAnswer) and answer.header_length is not None:
+                length = b"Inference-Header-Content-Length: %d\r\n" % answer.header_length
+                exchange.respond(answer.status, answer.body, b"application/octet-stream", length)
             else:
                 exchange.respond(answer.status, answer.body)
 
-        call = self.gpu.submit(exchange.body, done)
+        read = read_call if tensor_model is None else partial(read_tensors, tensor_model, exchange.headers)
+        call = self.gpu.submit(exchange.body, done, read)
         if not call.ended:
             exchange.body = b""  # not needed any more, and a queue of them is heavy
             exchange.when_client_leaves = lambda _: self.gpu.leave(call)

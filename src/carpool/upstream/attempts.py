@@ -36,7 +36,7 @@ from carpool.upstream.codecs.base import Refusal
 from carpool.upstream.endpoint import Answer, AttemptFailedError, ConnectionFailedError, DoubtfulAnswerError
 from carpool.upstream.pool import WELL_S, Member, Pool
 from carpool.upstream.retry import RetryBudget, pause_before
-from carpool.upstream.same import Merged
+from carpool.upstream.same import Merged, still_there
 
 logger = logging.getLogger("carpool.upstream")
 
@@ -277,7 +277,8 @@ class Attempts:
         except AttemptFailedError as failure:
             self.calls["failed"] += 1
             error = UpstreamFailed(f"the inference API could not be used: {failure}")
-            dead = failure if isinstance(failure, ConnectionFailedError) else None
+            # Without the frames that it came through: they hold the call and its answer, and nobody looks at them.
+            dead = failure.with_traceback(None) if isinstance(failure, ConnectionFailedError) else None
             is_slot_held = dead is not None
             if dead is None:
                 self._call_failed(members, member, timeout_s, started)
@@ -297,7 +298,10 @@ class Attempts:
         try:
             if not 200 <= answer.status < 300:
                 return self._refused(answer, members, member, started, call_id)
+            if places is not None:
+                sent = still_there(Merged(sent, places), members)
             parts = self._codec.decode(answer, sent, call_id)
+            del answer, call  # what was made of it may be as large
         except ProtocolFaultError as fault:
             self.calls["protocol-fault"] += 1
             self._pool.went_badly(member)

@@ -26,6 +26,7 @@ import asyncio
 import functools
 import logging
 import select
+from collections.abc import Sequence
 from contextvars import ContextVar
 from math import inf
 from typing import Any
@@ -35,6 +36,7 @@ from aiohttp.client_proto import ResponseHandler
 from aiohttp.http import RawResponseMessage
 from aiohttp.streams import StreamReader
 
+from carpool.core.tensors import Data
 from carpool.upstream.repeats import END_BYTES, Exchange, Repeats, print_of, print_of_end
 
 logger = logging.getLogger("carpool.upstream")
@@ -95,9 +97,9 @@ class Trip:
 
     __slots__ = ("connection", "is_doubtful", "is_heard", "is_reused", "is_sent", "line", "print", "unwritten_bytes")
 
-    def __init__(self, line: Line, body: bytes = b"") -> None:
+    def __init__(self, line: Line, body: bytes = b"", tail: Sequence[Data] = ()) -> None:
         self.line = line
-        self.print = print_of(body)
+        self.print = print_of(body, tail)
         self.connection: UpstreamConnection | None = None
         # The connection had been used before.
         self.is_reused = False
@@ -107,7 +109,7 @@ class Trip:
         self.is_heard = False
         # The answer is whole, but may be that of the call before.
         self.is_doubtful = False
-        self.unwritten_bytes = len(body)
+        self.unwritten_bytes = self.print.size
 
 
 # The call that the running task makes: aiohttp takes no argument as far as its connections.

@@ -4,6 +4,8 @@ from typing import Protocol
 
 import msgspec
 
+from carpool.core.tensors import Data
+
 
 class Call(msgspec.Struct, frozen=True, gc=False):
     """One batch, encoded for the fixed API."""
@@ -14,6 +16,13 @@ class Call(msgspec.Struct, frozen=True, gc=False):
     content_type: str = "application/json"
     # Further headers, for protocols that have some.
     headers: tuple[tuple[str, str], ...] = ()
+    # What follows the body, for protocols that have large inputs: those themselves, not a copy.
+    tail: tuple[Data, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """All its bytes."""
+        return len(self.body) + sum(map(len, self.tail))
 
 
 class Answer(msgspec.Struct, frozen=True, gc=False):

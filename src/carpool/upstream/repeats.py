@@ -10,8 +10,11 @@ names for answers. But it is the same as the answer before it, and two calls sel
 4. Short answers are not compared: "yes" is a common one.
 """
 
+from collections.abc import Sequence
 from math import inf
 from typing import Literal, NamedTuple
+
+from carpool.core.tensors import Data
 
 ANSWER_BYTES_MIN = 64
 BELIEVED_S = 600.0
@@ -27,9 +30,10 @@ class Print(NamedTuple):
     end: int
 
 
-def print_of(text: bytes) -> Print:
-    """The print of a call."""
-    return Print(len(text), hash(text[:END_BYTES]), hash(text[-END_BYTES:]))
+def print_of(text: bytes, tail: Sequence[Data] = ()) -> Print:
+    """The print of a call: its body, and what follows it."""
+    last = tail[-1] if tail else text
+    return Print(len(text) + sum(map(len, tail)), hash(text[:END_BYTES]), hash(bytes(last[-END_BYTES:])))
 
 
 def print_of_end(size: int, end: bytes) -> Print:

@@ -7,7 +7,7 @@ comes back, is fewer.
 
 from typing import Any, NamedTuple
 
-from carpool.core.request import Request
+from carpool.core.request import DONE, Request
 
 
 class Merged(NamedTuple):
@@ -30,3 +30,12 @@ def merge_same(members: list[Request], *, is_owned: bool) -> Merged:
             sent.append(request)
         places.append(place)
     return Merged(sent, places)
+
+
+def still_there(merged: Merged, members: list[Request]) -> list[Request]:
+    """Of each input somebody who has not left, if there is one: the output is written in the form that it wants."""
+    found = list(merged.sent)
+    for request, place in zip(members, merged.places, strict=True):
+        if found[place].phase == DONE:
+            found[place] = request
+    return found

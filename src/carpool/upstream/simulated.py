@@ -13,7 +13,7 @@ The usual batch, ASCII strings without escapes, is reversed without being decode
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import isfinite
 from random import Random
@@ -112,6 +112,19 @@ _decode_body = msgspec.json.Decoder(_Body).decode
 _decode_text = msgspec.json.Decoder(str).decode
 
 
+class Batch(Protocol):
+    """A call that was understood, in any protocol."""
+
+    @property
+    def inputs(self) -> Sequence[bytes | Raw]:
+        """One for each output."""
+        ...
+
+    def answer(self, count: int) -> Answer:
+        """The answer to the first `count` inputs."""
+        ...
+
+
 class SimulatedBatch(NamedTuple):
     """A call that was understood."""
 
@@ -120,6 +133,10 @@ class SimulatedBatch(NamedTuple):
     field: bytes
     # No input has an escape or a byte beyond ASCII.
     plain: bool
+
+    def answer(self, count: int) -> Answer:
+        """The answer to the first `count` inputs."""
+        return Answer(200, outputs_json(self, count))
 
 
 def read_call(body: bytes) -> SimulatedBatch:
@@ -187,7 +204,7 @@ def _reversed_text(value: bytearray) -> str:
         raise CallRefusedError("an input is not a valid JSON string") from None
 
 
-def _has_input_with(text: bytes, body: bytes, inputs: list[Raw]) -> bool:
+def _has_input_with(text: bytes, body: bytes, inputs: Sequence[bytes | Raw]) -> bool:
     """Whether one of the inputs contains this text; none does if it is empty."""
     # The body first: one search settles the usual case.
     return text != b"" and text in body and any(text in bytes(raw) for raw in inputs)
@@ -206,7 +223,7 @@ class SeenInputs:
         self._young: set[int] = set()
         self._old: set[int] = set()
 
-    def count_repeats(self, inputs: Iterable[Raw]) -> int:
+    def count_repeats(self, inputs: Iterable[bytes | Raw]) -> int:
         """How many of these have been seen before; they count as seen from now on."""
         repeats = 0
         for digest in map(hash, map(bytes, inputs)):
@@ -293,11 +310,13 @@ class SimulatedGpu:
             self._faults.append((fault, bound))
         self._faultless = bound == 0.0
 
-    def submit(self, body: bytes, done: Callable[[Answer | None], None]) -> SimulatedCall:
+    def submit(
+        self, body: bytes, done: Callable[[Answer | None], None], read: Callable[[bytes], Batch] = read_call
+    ) -> SimulatedCall:
         """Take a call; `done` gets its answer, or None for a reset. A bad call is refused at once, without a slot."""
         self._stats.calls += 1
         try:
-            answer, seconds = self._decide(body)
+            answer, seconds = self._decide(body, read)
         except CallRefusedError as refusal:
             answer = error_answer(400, str(refusal))
             done(answer)
@@ -328,10 +347,10 @@ class SimulatedGpu:
         self._account()
         return msgspec.structs.replace(self._stats, busy_seconds=round(self._stats.busy_seconds, 3))
 
-    def _decide(self, body: bytes) -> tuple[Answer | None, float]:
+    def _decide(self, body: bytes, read: Callable[[bytes], Batch]) -> tuple[Answer | None, float]:
         """The answer to a call and how long it takes; raises CallRefusedError."""
         settings = self.settings
-        batch = read_call(body)
+        batch = read(body)
         count = len(batch.inputs)
         self._stats.largest_batch = max(self._stats.largest_batch, count)
         if count > settings.max_batch:
@@ -352,9 +371,9 @@ class SimulatedGpu:
         if fault == "garbage":
             return Answer(200, _GARBAGE), seconds
         answered = count - 1 if fault == "short" else count
-        if settings.dimensions:
+        if settings.dimensions and isinstance(batch, SimulatedBatch):
             return Answer(200, vectors_json(batch, answered, settings.dimensions)), seconds
-        return Answer(200, outputs_json(batch, answered)), seconds
+        return batch.answer(answered), seconds
 
     def _draw_fault(self) -> str:
         if self._faultless:

@@ -17,6 +17,7 @@ import msgspec
 from carpool.core.errors import CarpoolError, DeadlineExceeded, InternalError, all_errors
 from carpool.core.outcome import CallFacts
 from carpool.core.story import RequestState
+from carpool.core.tensors import PACKED, Data
 
 # Entries of a newer format are left to newer programs.
 ENTRY_FORMAT = 3
@@ -154,7 +155,7 @@ def encode_more(client_id: str, result_key: bytes = b"", trace: str = "") -> byt
     return _encoder.encode(More(trace, client_id, result_key))
 
 
-def decode_value(data: bytes) -> tuple[EntryRecord, bytes]:
+def decode_value(data: bytes) -> tuple[EntryRecord, Data]:
     """The record, and the client's bytes. Raises UnknownFormatError."""
     try:
         version, length, number, remaining_ms, id_length, owner_length = _BEGINNING.unpack_from(data)
@@ -168,7 +169,8 @@ def decode_value(data: bytes) -> tuple[EntryRecord, bytes]:
         raise UnknownFormatError("the value of an entry is not what its header says")
     owner = names[id_length:]
     record = EntryRecord(number, names[:id_length], owner, remaining_ms, more.client_id, more.result_key, more.trace)
-    return record, data[end:]
+    # Raw tensors may be large: no second copy is made of them.
+    return record, memoryview(data)[end:] if data[end : end + 1] == PACKED else data[end:]
 
 
 def encode_reply(reply: Reply) -> bytes:

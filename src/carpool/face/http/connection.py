@@ -46,7 +46,8 @@ from carpool.core.errors import (
     TooLarge,
 )
 from carpool.core.ports import Peer
-from carpool.face.http.exchange import JSON, Exchange
+from carpool.core.tensors import Data
+from carpool.face.http.exchange import JSON, Body, Exchange
 from carpool.face.http.known_heads import NO_HEAD
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.state import HttpState
@@ -492,7 +493,7 @@ class Connection(asyncio.Protocol):
 
     # Responses (Sink)
 
-    def respond(self, exchange: Exchange, status: int, body: bytes, content_type: bytes, headers: bytes) -> None:
+    def respond(self, exchange: Exchange, status: int, body: Body, content_type: bytes, headers: bytes) -> None:
         """Take a whole response."""
         if exchange.is_unfinished:
             self.break_off()  # the head of another one is out
@@ -509,7 +510,7 @@ class Connection(asyncio.Protocol):
         self.is_held = False
         self.flush()
 
-    def answer(self, exchange: Exchange, pieces: tuple[bytes, bytes, bytes], headers: bytes) -> None:
+    def answer(self, exchange: Exchange, pieces: tuple[bytes, Data, bytes], headers: bytes) -> None:
         """Take the usual response, on the hot path: each block of memory of its size costs as much as all else here."""
         state = self.state
         if not exchange.is_plain or state.draining or exchange.is_unfinished:
@@ -559,9 +560,7 @@ class Connection(asyncio.Protocol):
         else:
             self.is_held = True
 
-    def whole_response(
-        self, exchange: Exchange, status: int, body: bytes, content_type: bytes, headers: bytes
-    ) -> bytes:
+    def whole_response(self, exchange: Exchange, status: int, body: Body, content_type: bytes, headers: bytes) -> bytes:
         """The bytes of a response, for any status, type and request."""
         state = self.state
         if state.draining or not exchange.keep_alive or b"connection" in exchange.headers:
@@ -569,8 +568,10 @@ class Connection(asyncio.Protocol):
         headers += exchange.extra_lines
         if status == 204:
             return b"%b%b\r\n" % (state.head(204, b""), headers)
-        sent = b"" if exchange.method == b"HEAD" else body
-        return state.head(status, content_type) + headers + b"Content-Length: %d\r\n\r\n" % len(body) + sent
+        parts = body if isinstance(body, tuple) else (body,)
+        length = b"Content-Length: %d\r\n\r\n" % sum(map(len, parts))
+        sent = () if exchange.method == b"HEAD" else parts
+        return b"".join((state.head(status, content_type), headers, length, *sent))
 
     def begin(self, exchange: Exchange, status: int, content_type: bytes, headers: bytes) -> None:
         """Take the head of a response that comes in parts; to HTTP/1.0 the end of the connection is its end."""

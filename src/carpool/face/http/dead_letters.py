@@ -13,6 +13,7 @@ from carpool.core.dead_letter import DeadLetterSummary, dead_letter_causes
 from carpool.core.errors import CarpoolError, InternalError, Malformed, NotFound
 from carpool.core.ports import DeadLetterDesk
 from carpool.core.snapshot import Moment, Page
+from carpool.core.tensors import as_input
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.router import Route, Router, query_of
@@ -97,7 +98,7 @@ class DeadLetterRoutes:
     async def show(self, exchange: Exchange, letter_id: str) -> Answer:
         """`GET /internal/dead-letters/{id}`: one, with its input."""
         letter = await self._desk.show(known_form(letter_id))
-        value, parameters = msgspec.Raw(letter.input), msgspec.Raw(letter.parameters or b"null")
+        value, parameters = msgspec.Raw(as_input(letter.input)), msgspec.Raw(letter.parameters or b"null")
         shown = LetterShown(**summary_of(letter.summary), owner=letter.owner, input=value, parameters=parameters)
         return 200, msgspec.json.encode(shown)
 

@@ -7,8 +7,11 @@ import msgspec
 
 from carpool.core.errors import CarpoolError
 from carpool.core.ports import Peer
+from carpool.core.tensors import Data
 
 JSON = b"application/json"
+# A body, or parts of one: whoever sends it puts them together, so that a long one is copied once.
+Body = bytes | tuple[Data, ...]
 
 REASONS = {
     101: b"Switching Protocols",
@@ -42,11 +45,11 @@ class Sink(Protocol):
     # The other end.
     peer: Peer
 
-    def respond(self, exchange: "Exchange", status: int, body: bytes, content_type: bytes, headers: bytes) -> None:
+    def respond(self, exchange: "Exchange", status: int, body: Body, content_type: bytes, headers: bytes) -> None:
         """Take a whole answer."""
         ...
 
-    def answer(self, exchange: "Exchange", pieces: tuple[bytes, bytes, bytes], headers: bytes) -> None:
+    def answer(self, exchange: "Exchange", pieces: tuple[bytes, Data, bytes], headers: bytes) -> None:
         """Take a whole 200 of JSON, in pieces: the usual answer."""
         ...
 
@@ -126,7 +129,7 @@ class Exchange(msgspec.Struct, eq=False):
     # Header lines of whatever is answered; one with some is not plain.
     extra_lines: bytes = b""
 
-    def respond(self, status: int, body: bytes, content_type: bytes = JSON, headers: bytes = b"") -> None:
+    def respond(self, status: int, body: Body, content_type: bytes = JSON, headers: bytes = b"") -> None:
         """Answer at once; `headers` are extra header lines, each with its line end."""
         self.sink.respond(self, status, body, content_type, headers)
 

@@ -4,6 +4,7 @@ The hot path is `inference` → `Intake.ask` … `ParkedReplies.settled`. For ea
 Exchange, and no task, future, timer, lock or log line.
 """
 
+import logging
 import re
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from carpool.core.clock import rfc3339
-from carpool.core.errors import CarpoolError, ClientLeft, Malformed, TooLarge, UnsupportedMedia
+from carpool.core.errors import CarpoolError, ClientLeft, InternalError, Malformed, TooLarge, UnsupportedMedia
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_WISHES, Caller, Entry, RequestTraces, Wishes
 from carpool.core.request import DONE, Request
@@ -21,6 +22,7 @@ from carpool.core.task import StoredTask
 from carpool.core.trace import Trace
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.ids import echo_line, request_id
+from carpool.face.http.octets import OCTETS, octets_in, wants_octets
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.router import Router, query_of
 from carpool.face.http.wire import (
@@ -30,9 +32,12 @@ from carpool.face.http.wire import (
     checked_input,
     decode_inference,
     decode_predict,
+    latency_ms,
     predict_pieces,
 )
 from carpool.face.intake import Intake, ServedModel, new_request_id
+
+logger = logging.getLogger("carpool.http")
 
 _encode = msgspec.json.Encoder().encode
 # How a body must say that it is a task.
@@ -59,14 +64,43 @@ class ParkedReplies:
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Turn an outcome into the response of the exchange that is parked for it."""
         exchange: Exchange = request.ticket
-        if isinstance(outcome, Output):
-            form = self._form
-            lines = exchange.limit_lines
-            if not exchange.is_plain:
-                lines += echo_line(exchange.headers)
-            exchange.sink.answer(exchange, form(request, outcome), lines)
-        elif not isinstance(outcome, ClientLeft):
-            respond_problem(exchange, outcome, request.id)
+        try:
+            if isinstance(outcome, Output):
+                form = self._form
+                lines = exchange.limit_lines
+                if not exchange.is_plain:
+                    lines += echo_line(exchange.headers)
+                exchange.sink.answer(exchange, form(request, outcome), lines)
+            elif not isinstance(outcome, ClientLeft):
+                respond_problem(exchange, outcome, request.id)
+        except Exception:
+            self.failed(exchange, request)
+
+    def failed(self, exchange: Exchange, request: Request) -> None:
+        """Whoever waits must not be left waiting."""
+        logger.exception("an answer could not be written")
+        if exchange.response is None:
+            respond_problem(exchange, InternalError("the gateway failed on this request"), request.id)
+
+
+class OctetReplies(ParkedReplies):
+    """The same for clients that would rather have bytes than JSON."""
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """Answer with the output's own bytes, if it has some."""
+        try:
+            octets = octets_in(outcome.value) if isinstance(outcome, Output) else None
+            if octets is None:
+                super().settled(request, outcome)
+                return
+            exchange: Exchange = request.ticket
+            lines = b"X-Request-Id: %b\r\nX-Latency-Ms: %d\r\n" % (request.id.encode(), latency_ms(request))
+            if octets.datatype:
+                shape = ",".join(map(str, octets.shape))
+                lines += b"X-Tensor-Datatype: %b\r\nX-Tensor-Shape: %b\r\n" % (octets.datatype.encode(), shape.encode())
+            exchange.respond(200, (octets.data,), OCTETS, lines + exchange.limit_lines)
+        except Exception:
+            self.failed(request.ticket, request)
 
 
 class GatewayRoutes:
@@ -85,6 +119,7 @@ class GatewayRoutes:
         self._openapi = openapi
         self._inference_replies = ParkedReplies(InferenceAnswers().pieces, "/v1/inference")
         self._predict_replies = ParkedReplies(predict_pieces, "/v1/predict")
+        self._octet_replies = OctetReplies(predict_pieces, "/v1/predict")
         self.router = Router()
         self.router.add(b"POST", b"/v1/inference", self.inference)
         self.router.add(b"POST", b"/v1/predict", self.predict)
@@ -149,10 +184,12 @@ class GatewayRoutes:
         media = media_type(exchange.headers.get(b"content-type", JSON))
         check_encoding(exchange.headers)
         named = query_of(exchange).get("model_id")
-        if media == b"application/octet-stream":
+        if media == OCTETS:
             model = self._intake.default_model if named is None else self._intake.model(named)
             if not exchange.body:
                 raise Malformed("the body is empty; send the input's bytes")
+            if len(exchange.body) > model.body_bytes_max:
+                raise too_large_for(model)
             value = model.binary_input(exchange.body)
         else:
             check_media(media, "application/json or application/octet-stream")
@@ -165,6 +202,8 @@ class GatewayRoutes:
             raise too_large_for(model)
         headers = exchange.headers
         own_id, replies = request_id(headers), self._predict_replies
+        if b"accept" in headers and wants_octets(headers[b"accept"]):
+            replies = self._octet_replies
         wishes = wishes_in(headers, preferences(headers.get(b"prefer", b"")))
         if self._begin_trace is not None and (trace := self._begin_trace(headers)) is not None:
             wishes = with_trace(wishes, trace)

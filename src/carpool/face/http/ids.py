@@ -14,6 +14,11 @@ def given_id(headers: dict[bytes, bytes]) -> str | None:
     return given.decode() if given is not None and _acceptable(given) else None
 
 
+def acceptable_id(text: str) -> str | None:
+    """An id that a client gave elsewhere than in a header, if it can be passed on safely."""
+    return text if _acceptable(text.encode()) else None
+
+
 def request_id(headers: dict[bytes, bytes]) -> str:
     """The id of the request with these headers."""
     given = given_id(headers) if b"x-request-id" in headers else None

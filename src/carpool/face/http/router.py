@@ -21,6 +21,12 @@ class Router:
         # By path, then method: whole paths, and those with a `*` in place of the segment that may be any.
         self._routes: dict[bytes, dict[bytes, Route]] = {}
         self._patterns: dict[bytes, dict[bytes, Route]] = {}
+        # By the first segment of a path: who serves all that begins so.
+        self._mounts: dict[bytes, Callable[[Exchange], None]] = {}
+
+    def mount(self, start: bytes, serve: Callable[[Exchange], None]) -> None:
+        """Have all paths that begin with this segment served by somebody else."""
+        self._mounts[start] = serve
 
     def add(self, method: bytes, path: bytes, route: Route) -> None:
         """Serve a method of a path. A slash at its end takes one more segment, as does a `*` before the last.
@@ -46,6 +52,10 @@ class Router:
     def _search(self, exchange: Exchange) -> None:
         path = split_target(exchange.target)[0]
         rest = b""
+        mount = self._mounts.get(path[: end if (end := path.find(b"/", 1)) > 0 else None])
+        if mount is not None:
+            mount(exchange)
+            return
         routes = self._routes.get(path)
         if routes is None:
             head, _, rest = path.rpartition(b"/")

@@ -8,6 +8,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from carpool.core.errors import Malformed
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.request import Request
+from carpool.core.tensors import Data, shown
 from carpool.face.http.strict_json import QUOTE, json_fault
 
 PARAMETERS_BYTES_MAX = 16 * 1024
@@ -50,7 +51,7 @@ _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 _canonical: dict[bytes, bytes] = {}
 # An answer: what comes before the output, the output, and the rest. Whoever sends it puts them together, so that a
 # long output is copied once.
-Pieces = tuple[bytes, bytes, bytes]
+Pieces = tuple[bytes, Data, bytes]
 
 
 def decode_inference(body: bytes) -> InferenceCall:
@@ -152,5 +153,10 @@ def call_part(model: str, call: CallFacts) -> bytes:
 
 def predict_pieces(request: Request, output: Output) -> Pieces:
     """The 200 of `POST /v1/predict`."""
-    latency_ms = round((request.ended - request.arrived) * 1000.0)
-    return b'{"request_id":"%b","output":' % request.id.encode(), output.value, b',"latency_ms":%d}' % latency_ms
+    start, end = b'{"request_id":"%b","output":' % request.id.encode(), b',"latency_ms":%d}' % latency_ms(request)
+    return start, shown(output.value), end
+
+
+def latency_ms(request: Request) -> int:
+    """How long it took."""
+    return round((request.ended - request.arrived) * 1000.0)

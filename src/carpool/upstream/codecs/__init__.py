@@ -4,7 +4,7 @@ from carpool.core.names import ProtocolName
 from carpool.upstream.codecs.base import Codec, ProtocolFaultError
 from carpool.upstream.codecs.json import JsonCodec
 from carpool.upstream.codecs.kserve_v1 import KServeV1Codec
-from carpool.upstream.codecs.kserve_v2 import KServeV2Codec
+from carpool.upstream.codecs.kserve_v2 import KServeV2Codec, TensorCodec
 from carpool.upstream.codecs.kserve_v2_grpc import KServeV2GrpcCodec
 from carpool.upstream.codecs.openai_completions import OpenAiCompletionsCodec
 from carpool.upstream.codecs.openai_embeddings import OpenAiEmbeddingsCodec
@@ -21,6 +21,7 @@ __all__ = [
     "OpenAiEmbeddingsCodec",
     "ProtocolFaultError",
     "TeiEmbedCodec",
+    "TensorCodec",
     "make_codec",
 ]
 

@@ -97,7 +97,7 @@ class Codec(Protocol):
         ...
 
     def binary_input(self, data: bytes) -> bytes:
-        """Binary input as the JSON value that this protocol has for it; raises core.errors.Malformed if it has none."""
+        """Binary input as this protocol has it, JSON or packed; raises core.errors.Malformed if it has none."""
         return msgspec.json.encode(data)
 
     def health_path(self, model: str) -> str | None:

@@ -3,7 +3,8 @@
 `input` is a tensor as the server would take it for a batch of one, `{"name","shape":[1,…],"datatype","data":[…]}`, or
 with `"b64"` (raw, little-endian) in place of `data`, or an object of several by name. The output is the array of the
 output tensors, in the form that the client sent: `data` for `data`, `b64` for `b64` (from a server that answers JSON
-even so: `data`). An octet-stream body is a raw tensor whose name, datatype and shape are configured.
+even so: `data`). An octet-stream body is a raw tensor whose name, datatype and shape are configured; that, and the raw
+tensors of V2's own clients, travel packed (core/tensors.py).
 
 The URL is the whole path, `http://host:port/v2/models/NAME/infer`; one without a path gets it from the model's name.
 Parameters are the request's `parameters`.
@@ -17,7 +18,8 @@ from typing import cast
 import msgspec
 
 from carpool.core.errors import Malformed
-from carpool.core.request import Request
+from carpool.core.request import DONE, Request
+from carpool.core.tensors import DATATYPES, Data, RawTensor, length_of, pack_tensors
 from carpool.upstream.codecs.base import (
     Codec,
     Decoded,
@@ -31,11 +33,11 @@ from carpool.upstream.codecs.base import (
 )
 from carpool.upstream.codecs.refusals import classify_status, limit_words
 from carpool.upstream.codecs.tensors import (
+    Form,
     OutputTensor,
     TensorDefaults,
     TensorInput,
     cut_outputs,
-    pack,
     prepare_tensors,
 )
 from carpool.upstream.endpoint import Answer, Call
@@ -52,8 +54,8 @@ class TensorCodec(Codec):
     prepares = True
 
     def __init__(self, defaults: TensorDefaults | None = None, model_version: str = "") -> None:
-        self._defaults = defaults or TensorDefaults()
-        self._model_version = model_version
+        self.defaults = defaults or TensorDefaults()
+        self.model_version = model_version
 
     def health_path(self, model: str) -> str | None:
         """Whether every model is ready."""
@@ -61,19 +63,20 @@ class TensorCodec(Codec):
 
     def prepare(self, value: bytes) -> Prepared:
         """Decode and check the tensors."""
-        return prepare_tensors(value, self._defaults)
+        return prepare_tensors(value, self.defaults)
 
     def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
         """By the status, and Triton's words for too large a batch. It puts the id of the call before them."""
         return classify_status(answer, size, _LIMIT, start=f"[request id: {call_id or '<id_unknown>'}] ")
 
     def binary_input(self, data: bytes) -> bytes:
-        """A raw tensor as configured; for BYTES, of one element."""
-        if not self._defaults.datatype:
+        """A raw tensor as configured, packed; for BYTES, of one element."""
+        name, datatype, shape = self.defaults.name, self.defaults.datatype, self.defaults.shape
+        if not datatype:
             raise Malformed("binary input is not set up for this model (`tensor_datatype`); send a tensor as JSON")
-        if self._defaults.datatype == "BYTES":
-            data = pack([data], "BYTES")
-        return b'{"b64":' + msgspec.json.encode(data) + b"}"
+        before = length_of(data) if datatype == "BYTES" else b""
+        count = 1 if before else len(data) // max(1, DATATYPES[datatype].size)
+        return pack_tensors([RawTensor(name, datatype, shape or (1, count), data)], before)
 
     def _inputs_of(self, batch: Sequence[Request]) -> list[TensorInput]:
         """The prepared input of each member; one that comes from elsewhere than the face is prepared now."""
@@ -81,9 +84,13 @@ class TensorCodec(Codec):
         return cast(list[TensorInput], inputs)
 
 
-def wants_b64(batch: Sequence[Request]) -> list[bool]:
-    """The form in which each member has its outputs. Whoever has left has none, and does not care."""
-    return [request.prepared is not None and request.prepared.wants_b64 for request in batch]
+def forms_of(batch: Sequence[Request]) -> list[Form | None]:
+    """The form in which each member has its outputs. Whoever has left needs none."""
+    return [None if request.phase == DONE else _form_of(request) for request in batch]
+
+
+def _form_of(request: Request) -> Form:
+    return "data" if request.prepared is None else request.prepared.form
 
 
 class _OutputParameters(msgspec.Struct):
@@ -122,10 +129,10 @@ class KServeV2Codec(TensorCodec):
         """The members' tensors, joined: JSON, or a JSON head with the raw bytes behind it."""
         inputs = self._inputs_of(batch)
         first = inputs[0]
-        version = f"/versions/{self._model_version}" if self._model_version else ""
+        version = f"/versions/{self.model_version}" if self.model_version else ""
         path = f"/v2/models/{batch[0].model}{version}/infer"
         heads: list[bytes] = []
-        tail: list[bytes] = []
+        tail: list[Data] = []
         for index, tensor in enumerate(first.tensors):
             described = {"name": tensor.name, "shape": [len(batch), *tensor.shape], "datatype": tensor.datatype}
             start = msgspec.json.encode(described)[:-1]
@@ -144,7 +151,7 @@ class KServeV2Codec(TensorCodec):
             given = parameters[:-1] + b"," if len(parameters) > 2 else b"{"
             head += b',"parameters":' + given + b'"binary_data_output":true}}'
             headers = ((HEADER_LENGTH, str(len(head))),)
-            return Call(b"".join([head, *tail]), path, "application/octet-stream", headers)
+            return Call(head, path, "application/octet-stream", headers, tuple(tail))
         if parameters:
             head += b',"parameters":' + parameters
         return Call(head + b"}", path)
@@ -157,6 +164,7 @@ class KServeV2Codec(TensorCodec):
         place = 0
         for output in parsed.outputs:
             size = output.parameters.binary_data_size if output.parameters else None
+            data: Data
             if size is not None:
                 data = tail[place : place + size]
                 place += size
@@ -165,7 +173,7 @@ class KServeV2Codec(TensorCodec):
             else:
                 raise ProtocolFaultError("an output has no data")
             outputs.append(OutputTensor(output.name, output.datatype, output.shape, data, size is not None))
-        parts = cut_outputs(outputs, wants_b64(batch))
+        parts = cut_outputs(outputs, forms_of(batch))
         version = str(parsed.model_version) if parsed.model_version is not None else None
         return [Decoded(part, model_version=version) for part in parts]
 
@@ -182,8 +190,8 @@ class KServeV2Codec(TensorCodec):
         return limit if limit and limit > 0 else None
 
 
-def _parse(body: bytes) -> tuple[_Answer, bytes]:
-    """The JSON of an answer, and the raw tensors behind it, which are as long as the JSON says."""
+def _parse(body: bytes) -> tuple[_Answer, memoryview]:
+    """The JSON of an answer, and a view of the raw tensors behind it, which are as long as the JSON says."""
     end = len(body)
     try:
         parsed = _decode_answer(body)
@@ -197,7 +205,7 @@ def _parse(body: bytes) -> tuple[_Answer, bytes]:
     if min(sizes, default=0) < 0 or end < 0 or sum(sizes) != len(body) - end:
         raise ProtocolFaultError("the raw tensors are not as long as the answer says")
     check_text(body[:end])
-    return parsed, body[end:]
+    return parsed, memoryview(body)[end:]
 
 
 def _end_of_object(body: bytes) -> int:

@@ -1,7 +1,7 @@
 """KServe V2 (Open Inference Protocol) over gRPC, `inference.GRPCInferenceService/ModelInfer`, with raw contents.
 
 Clients send what they send for `kserve_v2`, and get the form that they sent. Towards the server all tensors are
-raw, so JSON and base64 share batches. Parameters may be texts, numbers, true or false.
+raw, so all forms share batches. Parameters may be texts, numbers, true or false.
 Lane key: model, parameters, and of each tensor its name, datatype and `shape[1:]`.
 """
 
@@ -13,7 +13,7 @@ import msgspec
 from carpool.core.errors import Malformed
 from carpool.core.request import Request
 from carpool.upstream.codecs.base import Decoded, check_id
-from carpool.upstream.codecs.kserve_v2 import TensorCodec, wants_b64
+from carpool.upstream.codecs.kserve_v2 import TensorCodec, forms_of
 from carpool.upstream.codecs.tensors import TensorDefaults, cut_outputs
 from carpool.upstream.codecs.v2_messages import decode_response, encode_request
 from carpool.upstream.endpoint import Answer, Call
@@ -37,7 +37,7 @@ class KServeV2GrpcCodec(TensorCodec):
         tensors = inputs[0].tensors
         message = encode_request(
             batch[0].model,
-            self._model_version,
+            self.model_version,
             call_id,
             _parse_parameters(batch[0].parameters),
             [(tensor.name, tensor.datatype, (len(batch), *tensor.shape)) for tensor in tensors],
@@ -49,7 +49,7 @@ class KServeV2GrpcCodec(TensorCodec):
         """A ModelInferResponse, each output cut along its first dimension."""
         response = decode_response(answer.body)
         check_id(response.id, call_id)
-        parts = cut_outputs(response.outputs, wants_b64(batch))
+        parts = cut_outputs(response.outputs, forms_of(batch))
         return [Decoded(part, model_version=response.model_version) for part in parts]
 
 

@@ -2,65 +2,43 @@
 
 1. A tensor is what the server itself would take for a batch of one: the first dimension is the batch, and is 1.
 2. Tensors are joined, and outputs cut, along that dimension; what the others are must be equal (the lane key says so).
-3. On the wire a tensor is JSON text, the client's own bytes, or raw: little-endian, row-major, and for BYTES each
-   element after its length as u32.
+3. On the wire a tensor is JSON text, the client's own bytes, or raw (core/tensors.py).
 4. Whatever is sent has been checked: the datatype is known, there are as many elements as the shape says, and
    numbers fit. A tensor that fails this is its own client's fault alone.
+5. A client gets the form that it sent: `data` for `data`, `b64` for `b64`, packed for packed.
 """
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from carpool.core.errors import Malformed
+from carpool.core.tensors import (
+    BYTES_ELEMENTS_MAX,
+    DATATYPES,
+    DIMENSION_MAX,
+    DIMENSIONS_MAX,
+    Data,
+    RawTensor,
+    element_starts,
+    flat,
+    is_packed,
+    pack,
+    pack_tensors,
+    parsed,
+    row_bounds,
+    unpack,
+    unpack_tensors,
+)
 from carpool.upstream.codecs.base import Prepared, ProtocolFaultError
 
-DIMENSIONS_MAX = 32
-_NESTING = b"[]"
-_LENGTH = struct.Struct("<I")
-
-
-class Datatype(msgspec.Struct, frozen=True):
-    """One datatype of the protocol."""
-
-    # Bytes of an element; 0 for BYTES, whose elements have lengths of their own.
-    size: int
-    # Its letter in `struct`; "" where that has none.
-    letter: str
-    # Checks a flat JSON array of it; None where JSON has no form for it.
-    parse: Callable[[bytes], list[Any]] | None
-
-
-def _numbers(size: int, letter: str, element: Any) -> Datatype:
-    return Datatype(size, letter, msgspec.json.Decoder(list[element]).decode)
-
-
-def _whole(size: int, letter: str, low: int, high: int) -> Datatype:
-    # msgspec takes no bound beyond 64 bits with sign; `pack` finds what is too large for UINT64.
-    limits = Meta(ge=low, le=high) if high < 1 << 63 else Meta(ge=low)
-    return _numbers(size, letter, Annotated[int, limits])
-
-
-DATATYPES = {
-    "BOOL": _numbers(1, "?", bool),
-    **{
-        f"UINT{8 * n}": _whole(n, letter, 0, (1 << 8 * n) - 1) for n, letter in ((1, "B"), (2, "H"), (4, "I"), (8, "Q"))
-    },
-    **{
-        f"INT{8 * n}": _whole(n, letter, -(1 << 8 * n - 1), (1 << 8 * n - 1) - 1)
-        for n, letter in ((1, "b"), (2, "h"), (4, "i"), (8, "q"))
-    },
-    "FP16": Datatype(2, "e", None),
-    "BF16": Datatype(2, "", None),
-    "FP32": _numbers(4, "f", float),
-    "FP64": _numbers(8, "d", float),
-    "BYTES": Datatype(0, "", msgspec.json.Decoder(list[str]).decode),
-}
+# The form in which a client sends its tensors, and gets its outputs.
+Form = Literal["data", "b64", "packed"]
 
 
 class Tensor(msgspec.Struct, frozen=True, gc=False):
@@ -71,7 +49,7 @@ class Tensor(msgspec.Struct, frozen=True, gc=False):
     # Without the batch dimension.
     shape: tuple[int, ...]
     # As it goes into the call: the elements as JSON separated by commas, or raw.
-    data: bytes
+    data: Data
 
 
 class TensorInput(msgspec.Struct, frozen=True):
@@ -80,8 +58,7 @@ class TensorInput(msgspec.Struct, frozen=True):
     tensors: tuple[Tensor, ...]
     # Whether `data` is raw.
     is_raw: bool
-    # Whether the client sent base64, and gets it back.
-    wants_b64: bool
+    form: Form
 
 
 class TensorDefaults(msgspec.Struct, frozen=True):
@@ -100,7 +77,7 @@ class _Given(msgspec.Struct, forbid_unknown_fields=True):
 
     name: str | None = None
     datatype: str | None = None
-    shape: list[Annotated[int, Meta(ge=0, le=1 << 40)]] | None = None
+    shape: list[Annotated[int, Meta(ge=0, le=DIMENSION_MAX)]] | None = None
     data: msgspec.Raw | UnsetType = UNSET
     b64: bytes | UnsetType = UNSET
 
@@ -110,8 +87,23 @@ _decode_given = msgspec.json.Decoder(_Given).decode
 _FORM = 'a tensor: {"name", "shape": [1, …], "datatype", and "data": […] or "b64"}'
 
 
-def prepare_tensors(value: bytes, defaults: TensorDefaults) -> Prepared:
+def prepare_tensors(value: Data, defaults: TensorDefaults) -> Prepared:
     """Check a client's tensors and bring them into the form in which they are sent; raises Malformed."""
+    form: Form
+    if is_packed(value):
+        form = "packed"
+        tensors = _prepare_packed(value)
+    else:
+        given = _read(value)
+        form = "b64" if any(tensor.b64 is not UNSET for tensor in given) else "data"
+        is_raw = form == "b64" or defaults.always_raw
+        tensors = tuple([_check(tensor, defaults, is_raw) for tensor in given])
+    is_raw = form != "data" or defaults.always_raw
+    lane = [is_raw, *([tensor.name, tensor.datatype, tensor.shape] for tensor in tensors)]
+    return Prepared(TensorInput(tensors, is_raw, form), msgspec.json.encode(lane))
+
+
+def _read(value: Data) -> list[_Given]:
     try:
         fields = _decode_object(value)
         if bytes(fields.get("data", b""))[:1] == b"[" or bytes(fields.get("b64", b""))[:1] == b'"':
@@ -125,29 +117,55 @@ def prepare_tensors(value: bytes, defaults: TensorDefaults) -> Prepared:
         raise Malformed(f"`input` must be {_FORM}, or an object of these by name: {failure}") from None
     if not given:
         raise Malformed(f"`input` must be {_FORM}, or an object of these by name")
-    wants_b64 = any(tensor.b64 is not UNSET for tensor in given)
-    is_raw = wants_b64 or defaults.always_raw
-    tensors = tuple([_check(tensor, defaults, is_raw) for tensor in given])
-    lane = [is_raw, *([tensor.name, tensor.datatype, tensor.shape] for tensor in tensors)]
-    return Prepared(TensorInput(tensors, is_raw, wants_b64), msgspec.json.encode(lane))
+    return given
+
+
+def _prepare_packed(value: Data) -> tuple[Tensor, ...]:
+    """The tensors of a packed input: views of its bytes."""
+    try:
+        given = sorted(unpack_tensors(value), key=lambda tensor: tensor.name)
+    except (ValueError, RecursionError):
+        raise Malformed("the input's raw tensors cannot be read") from None
+    if not given:
+        raise Malformed("the input has no tensors")
+    return tuple(
+        [
+            _checked(_named(name), datatype, shape, data, _count_raw(_known(datatype), data))
+            for name, datatype, shape, data in given
+        ]
+    )
 
 
 def _check(given: _Given, defaults: TensorDefaults, is_raw: bool) -> Tensor:
     """One tensor, as it is sent."""
-    name = given.name or defaults.name
-    if not name:
-        raise Malformed("the tensor has no `name`")
-    datatype = given.datatype or defaults.datatype
-    if datatype not in DATATYPES:
-        raise Malformed(f"the tensor's `datatype` must be one of {', '.join(DATATYPES)}")
+    name = _named(given.name or defaults.name)
+    datatype = _known(given.datatype or defaults.datatype)
     if (given.data is UNSET) == (given.b64 is UNSET):
         raise Malformed("a tensor must have either `data` or `b64`")
+    data: Data
     if isinstance(given.b64, bytes):
-        data, count = given.b64, _count_raw(given.b64, datatype)
+        data, count = given.b64, _count_raw(datatype, given.b64)
     else:
         assert not isinstance(given.data, UnsetType)
         data, count = _from_json(bytes(given.data), datatype, is_raw)
-    shape = tuple(given.shape if given.shape is not None else defaults.shape or (1, count))
+    shape = given.shape if given.shape is not None else defaults.shape or (1, count)
+    return _checked(name, datatype, shape, data, count)
+
+
+def _named(name: str) -> str:
+    if not name:
+        raise Malformed("the tensor has no `name`")
+    return name
+
+
+def _known(datatype: str) -> str:
+    """A datatype of the protocol; raises Malformed for any other."""
+    if datatype not in DATATYPES:
+        raise Malformed(f"the tensor's `datatype` must be one of {', '.join(DATATYPES)}")
+    return datatype
+
+
+def _checked(name: str, datatype: str, shape: Sequence[int], data: Data, count: int) -> Tensor:
     if not shape or shape[0] != 1 or len(shape) > DIMENSIONS_MAX:
         raise Malformed(
             f"the tensor's `shape` must start with 1, the batch dimension: a request is one item; "
@@ -155,73 +173,38 @@ def _check(given: _Given, defaults: TensorDefaults, is_raw: bool) -> Tensor:
         )
     if prod(shape) != count:
         raise Malformed(f"the tensor's `shape` stands for {prod(shape)} elements, but {count} came")
-    return Tensor(name, datatype, shape[1:], data)
+    return Tensor(name, datatype, tuple(shape[1:]), data)
 
 
-def _count_raw(data: bytes, datatype: str) -> int:
+def _count_raw(datatype: str, data: Data) -> int:
     size = DATATYPES[datatype].size
     if size:
         if len(data) % size:
             raise Malformed(f"{len(data)} bytes are no whole number of {datatype} elements")
         return len(data) // size
     try:
-        return len(element_starts(data)) - 1
+        return len(element_starts(data, BYTES_ELEMENTS_MAX)) - 1
     except ValueError:
-        raise Malformed("each element of a BYTES tensor must follow its length, as 4 bytes, little-endian") from None
+        raise Malformed(
+            "each element of a BYTES tensor must follow its length, as 4 bytes, little-endian; "
+            f"at most {BYTES_ELEMENTS_MAX} elements"
+        ) from None
 
 
 def _from_json(text: bytes, datatype: str, is_raw: bool) -> tuple[bytes, int]:
     """The elements of a JSON array as they are sent, and how many there are. How they are nested is not looked at."""
-    kind = DATATYPES[datatype]
-    if kind.parse is None:
+    if DATATYPES[datatype].parse is None:
         raise Malformed(f"{datatype} has no form in JSON; send `b64`")
     try:
         text = flat(text, datatype)
-        elements = kind.parse(text)
+        if is_raw:
+            packed = [(len(elements), pack(elements, datatype)) for elements in parsed(text, datatype)]
+            return b"".join([part for _, part in packed]), sum(count for count, _ in packed)
+        count = sum(map(len, parsed(text, datatype)))
         # Without elements there may still be white space, which must not stand between commas.
-        return (pack(elements, datatype) if is_raw else text[1:-1] if elements else b""), len(elements)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, struct.error, OverflowError):
+        return text[1:-1] if count else b"", count
+    except (ValueError, RecursionError, struct.error, OverflowError):
         raise Malformed(f"`data` must be an array of {datatype} elements that fit") from None
-
-
-def flat(text: bytes, datatype: str) -> bytes:
-    """A JSON array of numbers or strings without inner brackets."""
-    if b"[" not in text[1:]:
-        return text
-    if datatype != "BYTES":
-        inner = text.translate(None, _NESTING)
-        # Arrays without elements leave their commas behind.
-        return b"[" + inner + b"]" if inner.strip(b", \t\r\n") else b"[]"
-    return msgspec.json.encode(list(_leaves(msgspec.json.decode(text))))
-
-
-def _leaves(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        return [value]
-    return [leaf for inner in value for leaf in _leaves(inner)]
-
-
-def pack(elements: Sequence[Any], datatype: str) -> bytes:
-    """Raw bytes of parsed elements; raises struct.error or OverflowError for a number that does not fit."""
-    if datatype == "BYTES":
-        encoded = [element.encode() if isinstance(element, str) else bytes(element) for element in elements]
-        return b"".join([part for element in encoded for part in (_LENGTH.pack(len(element)), element)])
-    return struct.pack(f"<{len(elements)}{DATATYPES[datatype].letter}", *elements)
-
-
-def element_starts(data: bytes) -> list[int]:
-    """Where each element of raw BYTES starts, and where the last one ends; raises ValueError if that is not the end."""
-    starts = [0]
-    end = len(data)
-    place = 0
-    while place < end:
-        if end - place < _LENGTH.size:
-            raise ValueError("cut off")
-        place += _LENGTH.size + _LENGTH.unpack_from(data, place)[0]
-        starts.append(place)
-    if place != end:
-        raise ValueError("cut off")
-    return starts
 
 
 class OutputTensor(msgspec.Struct, frozen=True, gc=False):
@@ -231,59 +214,78 @@ class OutputTensor(msgspec.Struct, frozen=True, gc=False):
     datatype: str
     shape: Sequence[int]
     # A JSON array, or raw.
-    data: bytes
+    data: Data
     is_raw: bool
 
 
-def cut_outputs(outputs: Sequence[OutputTensor], wants_b64: Sequence[bool]) -> list[bytes]:
-    """Each member's part of all outputs, as a JSON array of tensors; raises ProtocolFaultError.
+class _Cut(msgspec.Struct, frozen=True):
+    """One output tensor, cut."""
 
-    `wants_b64`, one for each member: raw data as base64, or as JSON.
+    name: str
+    datatype: str
+    # Of one member's part.
+    shape: Sequence[int]
+    parts: Sequence[Data]
+    is_raw: bool
+
+
+def cut_outputs(outputs: Sequence[OutputTensor], forms: Sequence[Form | None]) -> list[bytes]:
+    """Each member's part of all outputs, as a JSON array of tensors, or packed; raises ProtocolFaultError.
+
+    `forms`, one for each member: how it wants them; None: not at all.
     """
     if not outputs:
         raise ProtocolFaultError("the answer has no outputs")
-    columns = [_cut(output, wants_b64) for output in outputs]
-    return [b"[" + b",".join(parts) + b"]" for parts in zip(*columns, strict=True)]
+    cuts = [_cut(output, len(forms)) for output in outputs]
+    return [b"" if form is None else _part(cuts, number, form) for number, form in enumerate(forms)]
 
 
-def _cut(output: OutputTensor, wants_b64: Sequence[bool]) -> list[bytes]:
-    """Each member's part of one output, as a JSON object."""
-    size, shape = len(wants_b64), output.shape
+def _part(cuts: Sequence[_Cut], number: int, form: Form) -> bytes:
+    if form == "packed" and all(cut.is_raw for cut in cuts):
+        return pack_tensors([RawTensor(cut.name, cut.datatype, cut.shape, cut.parts[number]) for cut in cuts])
+    # A server may answer JSON though raw tensors were asked for.
+    return b"[" + b",".join([_json_part(cut, cut.parts[number], form) for cut in cuts]) + b"]"
+
+
+def _json_part(cut: _Cut, part: Data, form: Form) -> bytes:
+    start = msgspec.json.encode({"name": cut.name, "datatype": cut.datatype, "shape": cut.shape})[:-1]
+    if not cut.is_raw:
+        return b"".join((start, b',"data":[', part, b"]}"))
+    if form == "data":
+        try:
+            return start + b',"data":' + msgspec.json.encode(unpack(part, cut.datatype)) + b"}"
+        except UnicodeDecodeError:
+            pass  # what JSON has no form for, strings that are not UTF-8, stays base64
+    return start + b',"b64":' + msgspec.json.encode(part) + b"}"
+
+
+def _cut(output: OutputTensor, size: int) -> _Cut:
+    shape = output.shape
     if output.datatype not in DATATYPES:
         raise ProtocolFaultError("an output has a datatype that the protocol does not know")
     if not shape or shape[0] != size or min(shape) < 0:
         raise ProtocolFaultError(f"the first dimension of an output is not the batch of {size}")
     count = prod(shape[1:])
-    named = {"name": output.name, "datatype": output.datatype, "shape": [1, *shape[1:]]}
-    start = msgspec.json.encode(named)[:-1]
-    if not output.is_raw:
-        return [start + b',"data":[' + part + b"]}" for part in _cut_json(output, size, count)]
-    parts = _cut_raw(output, size, count)
-    return [start + _shown(part, output.datatype, b64) for part, b64 in zip(parts, wants_b64, strict=True)]
+    parts = (_cut_raw if output.is_raw else _cut_json)(output, size, count)
+    return _Cut(output.name, output.datatype, [1, *shape[1:]], parts, output.is_raw)
 
 
-def _cut_raw(output: OutputTensor, size: int, count: int) -> list[bytes]:
-    data, width = output.data, count * DATATYPES[output.datatype].size
-    if output.datatype == "BYTES":
-        try:
-            starts = element_starts(data)
-        except ValueError:
-            raise ProtocolFaultError("an output of BYTES is cut off") from None
-        if len(starts) - 1 != size * count:
-            raise ProtocolFaultError("an output has not as many elements as its shape says")
-        bounds = starts[::count] if count else [0] * (size + 1)
-    else:
-        if len(data) != size * width:
-            raise ProtocolFaultError("an output has not as many bytes as its shape says")
-        bounds = [index * width for index in range(size + 1)]
-    return [data[start:end] for start, end in pairwise(bounds)]
+def _cut_raw(output: OutputTensor, size: int, count: int) -> Sequence[Data]:
+    """Views of its bytes."""
+    view = memoryview(output.data)
+    try:
+        bounds = row_bounds(view, output.datatype, size, count)
+    except ValueError:
+        raise ProtocolFaultError("an output has not as many elements as its shape says, or is cut off") from None
+    return [view[start:end] for start, end in pairwise(bounds)]
 
 
-def _cut_json(output: OutputTensor, size: int, count: int) -> list[bytes]:
+def _cut_json(output: OutputTensor, size: int, count: int) -> Sequence[Data]:
     """The elements' own bytes, separated by commas."""
     elements: Sequence[bytes | msgspec.Raw]
+    data = bytes(output.data)
     try:
-        text = flat(output.data, output.datatype)
+        text = flat(data, output.datatype)
         if text[:1] != b"[":
             raise ProtocolFaultError("the data of an output is no array")
         if output.datatype == "BYTES":
@@ -291,7 +293,7 @@ def _cut_json(output: OutputTensor, size: int, count: int) -> list[bytes]:
         elif b'"' in text or b"{" in text:  # what has strings cannot be cut at commas
             raise ProtocolFaultError("an output of numbers has something else in it")
         else:
-            if text is not output.data:  # an empty array inside leaves two commas behind
+            if text is not data:  # an empty array inside leaves two commas behind
                 msgspec.json.decode(text, type=msgspec.Raw)
             elements = text[1:-1].split(b",") if text[1:-1].strip() else []
     except (msgspec.DecodeError, RecursionError):
@@ -299,24 +301,3 @@ def _cut_json(output: OutputTensor, size: int, count: int) -> list[bytes]:
     if len(elements) != size * count:
         raise ProtocolFaultError("an output has not as many elements as its shape says")
     return [b",".join(elements[index * count : (index + 1) * count]) for index in range(size)]
-
-
-def _shown(part: bytes, datatype: str, b64: bool) -> bytes:
-    """The rest of a tensor's JSON object. What JSON has no form for, strings that are not UTF-8, stays base64."""
-    if not b64:
-        try:
-            return b',"data":' + msgspec.json.encode(unpack(part, datatype)) + b"}"
-        except UnicodeDecodeError:
-            pass
-    return b',"b64":' + msgspec.json.encode(part) + b"}"
-
-
-def unpack(part: bytes, datatype: str) -> Sequence[Any]:
-    """The elements of raw bytes; raises UnicodeDecodeError."""
-    if datatype == "BYTES":
-        return [part[start + _LENGTH.size : end].decode() for start, end in pairwise(element_starts(part))]
-    if datatype == "BF16":  # the upper half of an FP32
-        halves = struct.unpack(f"<{len(part) // 2}H", part)
-        return struct.unpack(f"<{len(halves)}f", struct.pack(f"<{len(halves)}I", *[half << 16 for half in halves]))
-    kind = DATATYPES[datatype]
-    return struct.unpack(f"<{len(part) // kind.size}{kind.letter}", part)

@@ -15,8 +15,9 @@ from typing import Any
 
 import msgspec
 
+from carpool.core.tensors import Data, pack
 from carpool.upstream.codecs.base import ProtocolFaultError
-from carpool.upstream.codecs.tensors import OutputTensor, pack
+from carpool.upstream.codecs.tensors import OutputTensor
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _DOUBLE = struct.Struct("<d")
@@ -57,10 +58,10 @@ def encode_request(
     call_id: str,
     parameters: Mapping[str, bool | int | float | str],
     inputs: Sequence[tuple[str, str, Sequence[int]]],
-    raw: Sequence[Sequence[bytes]],
+    raw: Sequence[Sequence[Data]],
 ) -> bytes:
     """A ModelInferRequest: for each input its name, datatype and shape, and the parts of its raw content."""
-    parts = [_field(_MODEL_NAME, model.encode())]
+    parts: list[Data] = [_field(_MODEL_NAME, model.encode())]
     if version:
         parts.append(_field(_MODEL_VERSION, version.encode()))
     if call_id:

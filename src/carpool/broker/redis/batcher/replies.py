@@ -192,6 +192,7 @@ class ReplyWriter:
             numbers = [output[0] for output in outbox.outputs] + [error[0] for error in outbox.errors]
             sorry = InternalError.code, "the outcome could not be written", None
             reply = encode_reply(Reply(errors=[(number, *sorry) for number in numbers]))
+        outbox.outputs.clear()  # they are in the reply now, and may be large
         self._write(gateway, reply, outbox.leases, outbox.useless_at)
 
     def _write(self, gateway: bytes, reply: bytes, leases: list[Lease], useless_at: float) -> None:

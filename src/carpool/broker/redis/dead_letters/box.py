@@ -76,7 +76,7 @@ class RedisDeadLetterBox:
         self.burying += 1
         self._burying_bytes += request.size
         letter, done = encode_letter(request, error, sends), partial(self._done, request.size)
-        self._steps.bury(shard, self._bounds.arguments(), letter, request.input, done)
+        self._steps.bury(shard, self._bounds.arguments(), letter, bytes(request.input), done)
 
     def _done(self, size: int, reply: Any) -> None:
         self.burying -= 1

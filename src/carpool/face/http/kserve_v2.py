@@ -1,0 +1,295 @@
+"""KServe V2 (Open Inference Protocol) for clients: health, metadata, `infer`. Triton's clients work unchanged.
+
+A call of n rows is n requests, which share batches with everybody else's; it is answered when all of them are, and
+counts as n. Errors are `{"error": text}`, as Triton's.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+from msgspec.structs import replace
+
+from carpool.core.errors import CarpoolError, ClientLeft, InternalError, MethodNotAllowed, NotFound, UnknownModel
+from carpool.core.outcome import Outcome, Output
+from carpool.core.ports import Caller, Entry, RequestTraces, Wishes
+from carpool.face.http.exchange import JSON, Exchange
+from carpool.face.http.gateway import (
+    check_encoding,
+    headers_for_answer,
+    preferences,
+    too_large_for,
+    wishes_in,
+    with_trace,
+)
+from carpool.face.http.ids import acceptable_id, echo_line, given_id
+from carpool.face.http.octets import OCTETS
+from carpool.face.http.problem import problem_headers
+from carpool.face.http.router import Router, split_target
+from carpool.face.http.v2_wire import V2Answer, V2Call, parse_call, write_answer
+from carpool.face.intake import Group, Intake, ServedModel, new_request_id
+from carpool.face.tensor_rows import join_rows
+from carpool.version import __version__
+
+logger = logging.getLogger("carpool.http")
+
+# So long an answer is written in a turn of the event loop, about.
+TURN_S = 0.005
+
+
+class KServeV2Routes:
+    """Serves everything below `/v2`."""
+
+    def __init__(
+        self,
+        intake: Intake,
+        *,
+        is_up: Callable[[str], bool],
+        traces: RequestTraces | None = None,
+    ) -> None:
+        self._intake = intake
+        # Whether requests for a model would be taken now.
+        self._is_up = is_up
+        self._begin_trace = None if traces is None else traces.begin
+
+    def add_to(self, router: Router) -> None:
+        """Serve these paths."""
+        router.mount(b"/v2", self.serve)
+
+    def serve(self, exchange: Exchange) -> None:
+        """Serve one exchange. Whatever goes wrong is told in the protocol's form."""
+        try:
+            self._serve(exchange)
+        except CarpoolError as error:
+            respond_error(exchange, error)
+        except Exception:
+            failed(exchange)
+
+    def _serve(self, exchange: Exchange) -> None:
+        match split_target(exchange.target)[0].split(b"/")[2:]:
+            case []:
+                check_method(exchange, b"GET")
+                about = {"name": "carpool", "version": __version__, "extensions": ["binary_tensor_data"]}
+                exchange.respond(200, msgspec.json.encode(about))
+            case [b"health", b"live"]:
+                check_method(exchange, b"GET")
+                exchange.respond(200, b"{}")
+            case [b"health", b"ready"]:
+                check_method(exchange, b"GET")
+                self._tell_if(exchange, any(map(self._is_up, self._intake.names())), b"{}")
+            case [b"models", name, b"versions", version, *rest] if len(rest) <= 1:
+                self._of_model(exchange, name, version.decode("latin-1"), rest)
+            case [b"models", name, *rest] if len(rest) <= 1:
+                self._of_model(exchange, name, None, rest)
+            case _:
+                raise nothing_here()
+
+    def _of_model(self, exchange: Exchange, name: bytes, version: str | None, rest: list[bytes]) -> None:
+        match rest:
+            case []:
+                check_method(exchange, b"GET")
+                model = self._model(exchange, name, version)[1]
+                exchange.respond(200, msgspec.json.encode(metadata_of(model)))
+            case [b"ready"]:
+                check_method(exchange, b"GET")
+                model = self._model(exchange, name, version)[1]
+                about = msgspec.json.encode({"name": model.name, "ready": True})
+                self._tell_if(exchange, self._is_up(model.name), about)
+            case [b"infer"]:
+                check_method(exchange, b"POST")
+                self._infer(exchange, *self._model(exchange, name, version))
+            case _:
+                raise nothing_here()
+
+    def _tell_if(self, exchange: Exchange, is_ready: bool, about: bytes) -> None:
+        if is_ready:
+            exchange.respond(200, about)
+        else:
+            exchange.respond(503, b'{"error":"not ready"}')
+
+    def _model(self, exchange: Exchange, name: bytes, version: str | None) -> tuple[Caller, ServedModel]:
+        """Who asks, and for which model; raises why not."""
+        caller = self._intake.identify(exchange.headers, exchange.sink.peer)
+        model = self._intake.model(decoded(name))
+        if model.tensors is None:
+            raise NotFound(f"this model takes no tensors, so it has no path below /v2; it has {', '.join(model.faces)}")
+        if version is not None and version != model.tensors.version:
+            raise UnknownModel(
+                f"of this model version {model.tensors.version} is served; name it, or none"
+                if model.tensors.version
+                else "versions of this model are not told apart here; name none"
+            )
+        return caller, model
+
+    def _infer(self, exchange: Exchange, caller: Caller, model: ServedModel) -> None:
+        check_encoding(exchange.headers)
+        if len(exchange.body) > model.body_bytes_max:
+            raise too_large_for(model)
+        call = parse_call(exchange.headers, exchange.body)
+        wishes = wishes_in(exchange.headers, preferences(exchange.headers.get(b"prefer", b"")))
+        if call.timeout_s is not None and (wishes.timeout_s is None or call.timeout_s < wishes.timeout_s):
+            wishes = replace(wishes, timeout_s=call.timeout_s)
+        if self._begin_trace is not None and (trace := self._begin_trace(exchange.headers)) is not None:
+            wishes = with_trace(wishes, trace)
+        # Of a body only its rows are needed from here on.
+        exchange.body = b""
+        ask = partial(self._ask, exchange, caller, model, call, wishes)
+        if caller.limit is None:
+            ask()
+            return
+        entry = self._intake.enter(caller)
+        if entry is None:
+            exchange.when_client_leaves = left_at_the_door
+            self._intake.when_known(caller, partial(go_on, exchange, ask))
+        else:
+            go_on(exchange, ask, entry)
+
+    def _ask(self, exchange: Exchange, caller: Caller, model: ServedModel, call: V2Call, wishes: Wishes) -> None:
+        exchange.headers = headers_for_answer(exchange.headers)
+        group = self._intake.ask_all(
+            caller=caller,
+            model=model,
+            parameters=call.parameters,
+            values=call.rows,
+            request_id=given_id(exchange.headers) or acceptable_id(call.id) or new_request_id(),
+            answer=Reply(exchange, model, replace(call, rows=[])),
+            wishes=wishes,
+        )
+        if not group.is_over:
+            exchange.context = group
+            exchange.when_client_leaves = leave
+
+
+class Reply:
+    """Answers a call when its rows have their outcomes. An answer that is long is written over several turns."""
+
+    def __init__(self, exchange: Exchange, model: ServedModel, call: V2Call) -> None:
+        self._exchange = exchange
+        self._model = model
+        self._call = call
+
+    def __call__(self, outcomes: Sequence[Outcome]) -> None:
+        """Take the outputs of all rows, or the error of one."""
+        try:
+            outputs = [outcome for outcome in outcomes if isinstance(outcome, Output)]
+            errors = [outcome for outcome in outcomes if isinstance(outcome, CarpoolError)]
+            if errors:
+                respond_error(self._exchange, errors[0])
+                return
+            version = outputs[0].call.model_version or (self._model.tensors.version if self._model.tensors else "")
+            joined = join_rows([output.value for output in outputs])
+            self._write(write_answer(self._model.name, version, self._call.id, joined, self._call.wanted))
+        except CarpoolError as error:
+            respond_error(self._exchange, error)
+        except Exception:  # whatever it is, the client must not be left waiting
+            failed(self._exchange)
+
+    def _write(self, steps: Generator[None, None, V2Answer]) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + TURN_S
+        while loop.time() < until:
+            try:
+                next(steps)
+            except StopIteration as end:
+                self._send(end.value)
+                return
+        loop.call_soon(self._go_on, steps)
+
+    def _go_on(self, steps: Generator[None, None, V2Answer]) -> None:
+        if self._exchange.sink.is_gone():
+            return
+        try:
+            self._write(steps)
+        except CarpoolError as error:
+            respond_error(self._exchange, error)
+        except Exception:
+            failed(self._exchange)
+
+    def _send(self, answer: V2Answer) -> None:
+        exchange = self._exchange
+        lines = echo_line(exchange.headers) + exchange.limit_lines
+        if answer.header_length is None:
+            exchange.respond(200, answer.body, JSON, lines)
+        else:
+            lines += b"Inference-Header-Content-Length: %d\r\n" % answer.header_length
+            exchange.respond(200, answer.body, OCTETS, lines)
+
+
+def go_on(exchange: Exchange, ask: Callable[[], None], entry: Entry) -> None:
+    """It is known whether the client is within its limit."""
+    if exchange.context is ClientLeft:
+        return
+    exchange.when_client_leaves = None
+    if isinstance(entry, CarpoolError):
+        respond_error(exchange, entry)
+        return
+    exchange.limit_lines = entry
+    try:
+        ask()
+    except CarpoolError as error:
+        respond_error(exchange, error)
+    except Exception:
+        failed(exchange)
+
+
+def left_at_the_door(exchange: Exchange) -> None:
+    """The client did not wait until it was known."""
+    exchange.context = ClientLeft
+
+
+def leave(exchange: Exchange) -> None:
+    """The client of a call left: nobody waits for any of its rows."""
+    group: Group = exchange.context
+    group.leave()
+
+
+def failed(exchange: Exchange) -> None:
+    """Tell of a defect, to the log and to the client."""
+    logger.exception("a V2 call failed in the gateway")
+    if exchange.response is None:
+        respond_error(exchange, InternalError("the gateway failed on this request"))
+
+
+def respond_error(exchange: Exchange, error: CarpoolError) -> None:
+    """Answer with an error, in the protocol's form."""
+    exchange.sink.note_problem(exchange, error)
+    lines = echo_line(exchange.headers) + exchange.limit_lines + problem_headers(error)
+    exchange.respond(error.status, msgspec.json.encode({"error": error.detail}), JSON, lines)
+
+
+def check_method(exchange: Exchange, method: bytes) -> None:
+    """Refuse any other."""
+    taken = (method, b"HEAD") if method == b"GET" else (method,)
+    if exchange.method not in taken:
+        allow = b", ".join(taken).decode()
+        raise MethodNotAllowed(f"this path takes {allow}", allow=allow)
+
+
+def nothing_here() -> NotFound:
+    """What is told of other paths."""
+    return NotFound("there is nothing at this path; GET /openapi.json lists what there is")
+
+
+def decoded(segment: bytes) -> str:
+    """A segment of a path as text."""
+    return unquote(segment.decode("latin-1"))
+
+
+def metadata_of(model: ServedModel) -> dict[str, Any]:
+    """What is known of a model: its input where that is configured. Its outputs are the upstream's to tell."""
+    tensors = model.tensors
+    assert tensors is not None
+    shape = [-1, *tensors.shape[1:]] if tensors.shape else [-1, -1]
+    known = {"name": tensors.name, "datatype": tensors.datatype, "shape": shape}
+    is_known = bool(tensors.name and tensors.datatype)
+    return {
+        "name": model.name,
+        **({"versions": [tensors.version]} if tensors.version else {}),
+        "platform": "carpool",
+        "inputs": [known] if is_known else [],
+        "outputs": [],
+    }

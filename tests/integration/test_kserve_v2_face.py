@@ -1,0 +1,236 @@
+"""KServe V2 for clients, and octet-streams: real processes, real sockets, every answer checked by value."""
+
+import base64
+import json
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from carpool.tools.sim_gpu import GpuFleet
+from support.client import Response
+from support.gateway import Peer, ask, eventually, metric, request_bytes, serving
+from support.processes import GatewayProcess, carpool
+from support.tensor_gpu import CONFIGURATION, tensor_gpu
+
+pytestmark = pytest.mark.xdist_group("kserve_v2_face")
+POISON = "arsenic"
+INFER = "/v2/models/mirror/infer"
+OCTETS = "Content-Type: application/octet-stream"
+ASKS_FOR_OCTETS = "Accept: application/octet-stream"
+JSON = "Content-Type: application/json"
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[GpuFleet]:
+    with tensor_gpu(latency_ms=5, slots=2, poison=POISON) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory, gpu: GpuFleet) -> Iterator[GatewayProcess]:
+    directory = tmp_path_factory.mktemp("gateway")
+    (directory / "carpool.toml").write_text(CONFIGURATION.format(port=gpu.ports[0]))
+    with serving(directory, "") as running:
+        yield running
+
+
+def packed_texts(*texts: str) -> bytes:
+    return b"".join([struct.pack("<I", len(text.encode())) + text.encode() for text in texts])
+
+
+def infer(gateway: GatewayProcess, head: dict[str, Any], tail: bytes = b"", target: str = INFER) -> Response:
+    text = json.dumps(head).encode()
+    length = [f"Inference-Header-Content-Length: {len(text)}"] if tail else []
+    return ask(gateway.port, "POST", target, text + tail, *length)
+
+
+def split(answer: Response) -> tuple[dict[str, Any], bytes]:
+    length = int(answer.headers["inference-header-content-length"])
+    return json.loads(answer.body[:length]), answer.body[length:]
+
+
+def raw(name: str, datatype: str, shape: list[int], data: bytes) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": len(data)}}
+
+
+def test_what_there_is(gateway: GatewayProcess) -> None:
+    about = ask(gateway.port, "GET", "/v2")
+    assert about.json["name"] == "carpool" and "binary_tensor_data" in about.json["extensions"]
+    assert ask(gateway.port, "GET", "/v2/health/live").status == 200
+    assert ask(gateway.port, "GET", "/v2/health/ready").status == 200
+    assert ask(gateway.port, "GET", "/v2/models/vector/versions/3").json == {
+        "name": "vector",
+        "versions": ["3"],
+        "platform": "carpool",
+        "inputs": [{"name": "VECTOR", "datatype": "FP32", "shape": [-1, 4]}],
+        "outputs": [],
+    }
+    assert ask(gateway.port, "GET", "/v2/models/mirror").json["inputs"] == []
+    assert ask(gateway.port, "GET", "/v2/models/mirror/ready").json == {"name": "mirror", "ready": True}
+
+
+def test_rows_as_json_come_back_in_their_order(gateway: GatewayProcess) -> None:
+    inputs = [
+        {"name": "T", "datatype": "BYTES", "shape": [3, 1], "data": ["one", "zwei", "trés"]},
+        {"name": "N", "datatype": "FP32", "shape": [3, 2], "data": [[1, 2], [3, 4], [5, 6.5]]},
+    ]
+    answer = infer(gateway, {"id": "mine", "inputs": inputs})
+    assert answer.status == 200 and answer.headers["content-type"] == "application/json"
+    assert answer.json == {
+        "model_name": "mirror",
+        "model_version": "1",
+        "id": "mine",
+        "outputs": [
+            {"name": "N", "datatype": "FP32", "shape": [3, 2], "data": [1, 2, 3, 4, 5, 6.5]},
+            {"name": "T", "datatype": "BYTES", "shape": [3, 1], "data": ["eno", "iewz", "sért"]},
+        ],
+    }
+
+
+def test_raw_rows_come_back_raw_or_as_json(gateway: GatewayProcess) -> None:
+    numbers = struct.pack("<6f", *range(6))
+    head = {"inputs": [raw("N", "FP32", [3, 2], numbers)], "parameters": {"binary_data_output": True}}
+    answer, tail = split(infer(gateway, head, numbers))
+    assert answer["outputs"] == [raw("N", "FP32", [3, 2], numbers)] and tail == numbers
+    head["parameters"] = {}
+    assert infer(gateway, head, numbers).json["outputs"][0]["data"] == [0, 1, 2, 3, 4, 5]
+    # JSON in, raw out; and one of two outputs alone.
+    both = [
+        {"name": "T", "datatype": "BYTES", "shape": [2], "data": ["ab", "cd"]},
+        {"name": "N", "datatype": "INT64", "shape": [2], "data": [7, -8]},
+    ]
+    wanted = [{"name": "T", "parameters": {"binary_data": True}}]
+    answer, tail = split(infer(gateway, {"inputs": both, "outputs": wanted}))
+    assert [output["name"] for output in answer["outputs"]] == ["T"] and tail == packed_texts("ba", "dc")
+
+
+def test_a_version_that_is_served(gateway: GatewayProcess) -> None:
+    head = {"inputs": [{"name": "VECTOR", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}
+    assert infer(gateway, head, target="/v2/models/vector/versions/3/infer").status == 200
+    refused = infer(gateway, head, target="/v2/models/vector/versions/4/infer")
+    assert refused.status == 404 and "version 3" in refused.json["error"]
+
+
+def test_a_call_of_many_rows_takes_as_many_seats(gateway: GatewayProcess, gpu: GpuFleet) -> None:
+    before = gpu.total()
+    texts = [f"row {number}" for number in range(200)]
+    tail = packed_texts(*texts)
+    head = {"inputs": [raw("T", "BYTES", [200, 1], tail)], "parameters": {"binary_data_output": True}}
+    _, back = split(infer(gateway, head, tail))
+    assert back == packed_texts(*[text[::-1] for text in texts])
+    after = gpu.total()
+    assert after.inputs - before.inputs == 200 and after.calls - before.calls >= 4
+    assert after.largest_batch <= 64
+
+
+@pytest.mark.parametrize(
+    ("head", "tail", "says"),
+    [
+        ({"inputs": []}, b"", "tensors"),
+        ({"inputs": [{"name": "T", "datatype": "FP8", "shape": [1], "data": [1]}]}, b"", "FP32"),
+        ({"inputs": [{"name": "T", "datatype": "FP32", "shape": [2], "data": [1]}]}, b"", "elements"),
+        ({"inputs": [{"name": "T", "datatype": "FP32", "shape": [1], "data": ["x"]}]}, b"", "FP32"),
+        ({"inputs": [{"name": "T", "datatype": "UINT8", "shape": [1], "data": [256]}]}, b"", "UINT8"),
+        ({"inputs": [{"name": "T", "datatype": "FP32", "shape": [0, 1], "data": []}]}, b"", "rows"),
+        ({"inputs": [raw("T", "BYTES", [1], b"\xff\xff\xff\xff")]}, b"\xff\xff\xff\xff", "length"),
+        ({"inputs": [raw("T", "FP32", [1], b"1234")]}, b"12345", "binary_data_size"),
+        ({"inputs": [raw("T", "FP32", [1], b"1234")], "outputs": [{"name": "Z"}]}, b"1234", "asked for"),
+    ],
+)
+def test_bad_input_is_refused_in_the_protocols_form(
+    gateway: GatewayProcess, head: dict[str, Any], tail: bytes, says: str
+) -> None:
+    answer = infer(gateway, head, tail)
+    assert answer.status == 400 and says in answer.json["error"] and list(answer.json) == ["error"]
+
+
+def test_other_errors_have_the_form_too(gateway: GatewayProcess) -> None:
+    good = {"inputs": [{"name": "T", "datatype": "FP32", "shape": [1], "data": [1]}]}
+    for method, target, status, says in (
+        ("GET", INFER, 405, "POST"),
+        ("POST", "/v2/models/mirror", 405, "GET"),
+        ("GET", "/v2/nowhere", 404, "openapi"),
+        ("GET", "/v2/models/a/b/c", 404, "openapi"),
+        ("GET", "/v2/models/missing", 404, "mirror"),
+        ("POST", "/v2/models/words/infer", 404, "/v1/inference"),
+    ):
+        answer = ask(gateway.port, method, target, good)
+        assert (answer.status, says in answer.json["error"]) == (status, True), target
+    text = json.dumps(good).encode()
+    assert ask(gateway.port, "POST", INFER, text, "Content-Encoding: gzip").status == 415
+    too_long = infer(gateway, {"inputs": [raw("T", "UINT8", [1, 17 << 20], bytes(17 << 20))]}, bytes(17 << 20))
+    assert too_long.status == 413
+
+
+def test_one_bad_row_fails_its_call_and_nobody_elses(gateway: GatewayProcess) -> None:
+    def call(*texts: str) -> Response:
+        return infer(
+            gateway, {"inputs": [{"name": "T", "datatype": "BYTES", "shape": [len(texts)], "data": list(texts)}]}
+        )
+
+    assert call("good").status == 200
+    refused = call("a", POISON, "b")
+    assert refused.status == 422 and list(refused.json) == ["error"]
+    assert call("a", "b").json["outputs"][0]["data"] == ["a", "b"]
+
+
+def test_a_client_that_leaves_takes_all_its_rows_along(gateway: GatewayProcess) -> None:
+    texts = [f"left {number}" for number in range(300)]
+    head = json.dumps({"inputs": [{"name": "T", "datatype": "BYTES", "shape": [300], "data": texts}]}).encode()
+    before = metric(gateway, 'carpool_requests_total{outcome="client-left"}')
+    with Peer(gateway.port) as peer:
+        peer.send(request_bytes("POST", INFER, head))
+    assert eventually(lambda: metric(gateway, "carpool_held_requests") == 0)
+    assert metric(gateway, 'carpool_requests_total{outcome="client-left"}') >= before
+
+
+def test_octets_both_ways(gateway: GatewayProcess) -> None:
+    image = bytes(range(256)) * 4
+    target = "/v1/predict?model_id=image"
+    answer = ask(gateway.port, "POST", target, image, OCTETS, ASKS_FOR_OCTETS, "X-Request-Id: mine")
+    assert answer.status == 200 and answer.body == image
+    assert answer.headers["content-type"] == "application/octet-stream"
+    assert (answer.headers["x-tensor-datatype"], answer.headers["x-tensor-shape"]) == ("BYTES", "1,1")
+    assert answer.headers["x-request-id"] == "mine"
+    # The same as JSON, for whoever accepts that.
+    [tensor] = ask(gateway.port, "POST", target, image, OCTETS).json["output"]
+    assert base64.b64decode(tensor["b64"]) == struct.pack("<I", len(image)) + image
+    vector = struct.pack("<4f", 1, 2, 3, 4)
+    answer = ask(gateway.port, "POST", "/v1/predict?model_id=vector", vector, OCTETS, ASKS_FOR_OCTETS)
+    assert (answer.body, answer.headers["x-tensor-shape"]) == (vector, "1,4")
+    wrong = ask(gateway.port, "POST", "/v1/predict?model_id=vector", vector[:-1], OCTETS)
+    assert wrong.status == 400 and wrong.headers["content-type"] == "application/problem+json"
+
+
+def test_octets_of_a_model_that_speaks_json(gateway: GatewayProcess) -> None:
+    # It gives back the base64 text, reversed: that is base64 of something else, or of nothing.
+    answer = ask(gateway.port, "POST", "/v1/predict?model_id=words", b"abc", OCTETS, ASKS_FOR_OCTETS)
+    assert answer.body == base64.b64decode(base64.b64encode(b"abc")[::-1])
+    answer = ask(gateway.port, "POST", "/v1/predict?model_id=words", b"a", OCTETS, ASKS_FOR_OCTETS)
+    assert answer.headers["content-type"] == "application/json" and answer.json["output"] == "==QY"
+
+
+def test_a_dead_letter_with_raw_tensors_is_shown_and_replayed(gateway: GatewayProcess) -> None:
+    text = f"{POISON} {'x' * 1000}".encode()
+    good = ask(gateway.port, "POST", "/v1/predict?model_id=image", b"good", OCTETS)
+    assert good.status == 200
+    assert ask(gateway.port, "POST", "/v1/predict?model_id=image", text, OCTETS).status == 422
+    admin = gateway.admin_port
+    [letter] = [
+        each for each in ask(admin, "GET", "/internal/dead-letters").json["dead_letters"] if each["model"] == "image"
+    ]
+    shown = ask(admin, "GET", f"/internal/dead-letters/{letter['id']}").json["input"]
+    assert (shown["name"], shown["datatype"], shown["shape"]) == ("IMAGE", "BYTES", [1, 1])
+    assert base64.b64decode(shown["b64"]).endswith(text)
+    printed = carpool("dlq", "show", str(letter["id"]), "--admin", f"http://127.0.0.1:{admin}").stdout
+    assert "IMAGE" in printed and "characters; --json shows all" in printed
+    replayed = ask(admin, "POST", f"/internal/dead-letters/{letter['id']}/replay")
+    task_id = replayed.json["task_id"]
+    state = ask(gateway.port, "GET", f"/v1/result/{task_id}?wait_ms=30000").json
+    assert state["status"] == "FAILED"
+    # What is shown is what a client could send itself.
+    shown["b64"] = base64.b64encode(packed_texts("ab")).decode()
+    again = ask(gateway.port, "POST", "/v1/inference", {"model": "image", "input": shown}, JSON)
+    assert base64.b64decode(again.json["output"][0]["b64"]) == packed_texts("ba")
