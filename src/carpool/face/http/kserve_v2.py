@@ -15,8 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from carpool.core.errors import CarpoolError, ClientLeft, InternalError, MethodNotAllowed, NotFound, UnknownModel
-from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import Caller, Entry, RequestTraces, Wishes
+from carpool.core.ports import Caller, Entry, RequestTraces
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.gateway import (
     check_encoding,
@@ -24,7 +23,6 @@ from carpool.face.http.gateway import (
     preferences,
     too_large_for,
     wishes_in,
-    with_trace,
 )
 from carpool.face.http.ids import acceptable_id, echo_line, given_id
 from carpool.face.http.octets import OCTETS
@@ -80,7 +78,8 @@ class KServeV2Routes:
                 exchange.respond(200, b"{}")
             case [b"health", b"ready"]:
                 check_method(exchange, b"GET")
-                self._tell_if(exchange, any(map(self._is_up, self._intake.names())), b"{}")
+                is_ready = any(self._is_up(model.name) for model in self._intake.models())
+                self._tell_if(exchange, is_ready, b"{}")
             case [b"models", name, b"versions", version, *rest] if len(rest) <= 1:
                 self._of_model(exchange, name, version.decode("latin-1"), rest)
             case [b"models", name, *rest] if len(rest) <= 1:
@@ -126,38 +125,44 @@ class KServeV2Routes:
         return caller, model
 
     def _infer(self, exchange: Exchange, caller: Caller, model: ServedModel) -> None:
-        check_encoding(exchange.headers)
-        if len(exchange.body) > model.body_bytes_max:
-            raise too_large_for(model)
-        call = parse_call(exchange.headers, exchange.body)
-        wishes = wishes_in(exchange.headers, preferences(exchange.headers.get(b"prefer", b"")))
-        if call.timeout_s is not None and (wishes.timeout_s is None or call.timeout_s < wishes.timeout_s):
-            wishes = replace(wishes, timeout_s=call.timeout_s)
-        if self._begin_trace is not None and (trace := self._begin_trace(exchange.headers)) is not None:
-            wishes = with_trace(wishes, trace)
+        try:
+            call: V2Call | CarpoolError = read_call(exchange, model)
+        except CarpoolError as fault:
+            call = fault
         # Of a body only its rows are needed from here on.
         exchange.body = b""
-        ask = partial(self._ask, exchange, caller, model, call, wishes)
+        ask = partial(self._ask, exchange, caller, model, call)
         if caller.limit is None:
             ask()
             return
-        entry = self._intake.enter(caller)
+        # What cannot be read counts as one.
+        cost = len(call.rows) if isinstance(call, V2Call) else 1
+        entry = self._intake.enter_many(caller, cost)
         if entry is None:
             exchange.when_client_leaves = left_at_the_door
-            self._intake.when_known(caller, partial(go_on, exchange, ask))
+            self._intake.when_known(caller, partial(go_on, exchange, ask), cost)
         else:
             go_on(exchange, ask, entry)
 
-    def _ask(self, exchange: Exchange, caller: Caller, model: ServedModel, call: V2Call, wishes: Wishes) -> None:
-        exchange.headers = headers_for_answer(exchange.headers)
+    def _ask(self, exchange: Exchange, caller: Caller, model: ServedModel, call: V2Call | CarpoolError) -> None:
+        if isinstance(call, CarpoolError):
+            raise call
+        headers = exchange.headers
+        wishes = wishes_in(headers, preferences(headers.get(b"prefer", b"")))
+        if call.timeout_s is not None and (wishes.timeout_s is None or call.timeout_s < wishes.timeout_s):
+            wishes = replace(wishes, timeout_s=call.timeout_s)
+        begin = None if self._begin_trace is None else partial(self._begin_trace, headers)
+        exchange.headers = headers_for_answer(headers)
+        reply = Reply(exchange, model, replace(call, rows=[]), len(call.rows) > 1)
         group = self._intake.ask_all(
             caller=caller,
             model=model,
             parameters=call.parameters,
             values=call.rows,
-            request_id=given_id(exchange.headers) or acceptable_id(call.id) or new_request_id(),
-            answer=Reply(exchange, model, replace(call, rows=[])),
+            request_id=given_id(headers) or acceptable_id(call.id) or new_request_id(),
+            answer=reply.answer,
             wishes=wishes,
+            begin_trace=begin,
         )
         if not group.is_over:
             exchange.context = group
@@ -167,21 +172,21 @@ class KServeV2Routes:
 class Reply:
     """Answers a call when its rows have their outcomes. An answer that is long is written over several turns."""
 
-    def __init__(self, exchange: Exchange, model: ServedModel, call: V2Call) -> None:
+    def __init__(self, exchange: Exchange, model: ServedModel, call: V2Call, is_several: bool) -> None:
         self._exchange = exchange
         self._model = model
         self._call = call
+        self._is_several = is_several
 
-    def __call__(self, outcomes: Sequence[Outcome]) -> None:
-        """Take the outputs of all rows, or the error of one."""
+    def answer(self, outcomes: Sequence[Any], number: int | None) -> None:
+        """Take the outputs of all rows, or the error of one, or of all."""
+        first = outcomes[0]
+        if isinstance(first, CarpoolError):
+            respond_error(self._exchange, first, f"row {number}: " if number is not None and self._is_several else "")
+            return
         try:
-            outputs = [outcome for outcome in outcomes if isinstance(outcome, Output)]
-            errors = [outcome for outcome in outcomes if isinstance(outcome, CarpoolError)]
-            if errors:
-                respond_error(self._exchange, errors[0])
-                return
-            version = outputs[0].call.model_version or (self._model.tensors.version if self._model.tensors else "")
-            joined = join_rows([output.value for output in outputs])
+            version = first.call.model_version or (self._model.tensors.version if self._model.tensors else "")
+            joined = join_rows([output.value for output in outcomes])
             self._write(write_answer(self._model.name, version, self._call.id, joined, self._call.wanted))
         except CarpoolError as error:
             respond_error(self._exchange, error)
@@ -254,11 +259,21 @@ def failed(exchange: Exchange) -> None:
         respond_error(exchange, InternalError("the gateway failed on this request"))
 
 
-def respond_error(exchange: Exchange, error: CarpoolError) -> None:
+def respond_error(exchange: Exchange, error: CarpoolError, where: str = "") -> None:
     """Answer with an error, in the protocol's form."""
     exchange.sink.note_problem(exchange, error)
-    lines = echo_line(exchange.headers) + exchange.limit_lines + problem_headers(error)
-    exchange.respond(error.status, msgspec.json.encode({"error": error.detail}), JSON, lines)
+    # One set of limits: those of a refusal are of a call that did not come in.
+    limits = b"" if error.header_lines else exchange.limit_lines
+    lines = echo_line(exchange.headers) + limits + problem_headers(error)
+    exchange.respond(error.status, msgspec.json.encode({"error": where + error.detail}), JSON, lines)
+
+
+def read_call(exchange: Exchange, model: ServedModel) -> V2Call:
+    """The call in a body; raises an error of the tree."""
+    check_encoding(exchange.headers)
+    if len(exchange.body) > model.body_bytes_max:
+        raise too_large_for(model)
+    return parse_call(exchange.headers, exchange.body)
 
 
 def check_method(exchange: Exchange, method: bytes) -> None:
