@@ -1,7 +1,7 @@
 # `make` alone lists the targets. Every target does its own set-up.
 PYTHON ?= python3
 BIN := .venv/bin
-INTEROP := triton kserve infinity
+INTEROP := triton kserve infinity tritonclient
 # Most tests wait for processes and sockets: more workers than two cores. Unit and property tests compute: one for each.
 WORKERS ?= 4
 
@@ -102,7 +102,7 @@ chaos: setup redis ## kill, cut, overload; prints lost / wrong / duplicates, las
 	@.venv-eyes/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-interop: setup $(INTEROP:%=.venv-interop/%/.ready) ## real servers behind Carpool: Triton, KServe, infinity (2 GB to install)
+interop: setup $(INTEROP:%=.venv-interop/%/.ready) ## real servers behind Carpool, real clients in front: Triton, KServe, infinity, tritonclient (2 GB to install)
 	@$(BIN)/python -m pytest tests/interop -s
 
 clean: ## remove what the targets made
