@@ -20,9 +20,9 @@ from carpool.core.request import Request
 from carpool.core.snapshot import CacheNumbers, DoorNumbers
 from carpool.face.http.cors import Cors
 from carpool.face.http.gateway import GatewayRoutes, HttpFaceSettings
+from carpool.face.http.kserve_v2 import KServeV2Routes
 from carpool.face.http.list_routes import add_list_faces
 from carpool.face.http.lists import Answers
-from carpool.face.http.kserve_v2 import KServeV2Routes
 from carpool.face.http.openapi import gateway_openapi
 from carpool.face.http.places import Places
 from carpool.face.http.sampling import SAMPLE_S, Sampler
@@ -143,14 +143,15 @@ class GatewayHalf:
             gateway_openapi(list(ground.models), settings.model, settings.tasks.wait_ms_max),
             ground.tracer,
         )
+        answers = Answers(settings.gateway.unread_bytes_max)
         add_list_faces(
             routes.router,
             self.intake,
-            Answers(settings.gateway.unread_bytes_max),
+            answers,
             lambda model: availability[model].is_down,
             ground.tracer,
         )
-        v2 = KServeV2Routes(self.intake, is_up=self._is_up, traces=ground.tracer)
+        v2 = KServeV2Routes(self.intake, is_up=self._is_up, answers=answers, traces=ground.tracer)
         v2.add_to(routes.router)
         cors = Cors(settings.gateway.cors_origins, routes.router.serve)
         serve = cors if settings.gateway.cors_origins else routes.router.serve

@@ -76,12 +76,6 @@ class ServedModel(msgspec.Struct, frozen=True):
     # None: its inputs are no tensors.
     tensors: ServedTensors | None = None
 
-    @property
-    def faces(self) -> list[str]:
-        """The paths that serve it."""
-        own = ["/v1/inference", "/v1/predict"]
-        return [*own, f"/v2/models/{self.name}/infer"] if self.tensors is not None else own
-
 
 class IntakeSettings(msgspec.Struct, frozen=True):
     """What the way in must know of the configuration."""

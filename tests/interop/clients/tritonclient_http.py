@@ -56,8 +56,8 @@ def synchronous(found):
         inputs, values, texts = inputs_of(sync_http, 7, 2, True)
         check(client.async_infer("mirror", inputs).get_result(), values, texts)
         for dtype in (np.int64, np.uint8, np.bool_, np.float16, np.float64):
-            one = sync_http.InferInput("X", [2, 3], np_to_triton_dtype(dtype))
             data = np.array([[0, 1, 1], [1, 0, 1]], dtype=dtype)
+            one = sync_http.InferInput("X", [2, 3], np_to_triton_dtype(data.dtype))
             one.set_data_from_numpy(data, binary_data=True)
             assert (client.infer("mirror", [one]).as_numpy("X") == data).all()
             found["sync"] += 1

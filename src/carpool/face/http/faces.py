@@ -8,6 +8,7 @@ from carpool.core.names import ProtocolName
 from carpool.face.intake import Intake, ServedModel
 
 EMBEDDINGS, COMPLETIONS, EMBED, PREDICT = "/v1/embeddings", "/v1/completions", "/embed", "/v1/models/NAME:predict"
+INFER = "/v2/models/NAME/infer"
 
 _ANY_VALUE: tuple[ProtocolName, ...] = ("json", "kserve_v1")
 # By path, the protocols of upstreams that can serve it; `/v1/inference` and `/v1/predict` serve all.
@@ -16,6 +17,8 @@ FACES: dict[str, tuple[ProtocolName, ...]] = {
     COMPLETIONS: (*_ANY_VALUE, "openai_completions"),
     EMBED: (*_ANY_VALUE, "openai_embeddings", "tei_embed"),
     PREDICT: (*_ANY_VALUE, "openai_embeddings", "openai_completions", "tei_embed"),
+    # Tensors: those who take other things have no form for them.
+    INFER: ("kserve_v2", "kserve_v2_grpc"),
 }
 
 

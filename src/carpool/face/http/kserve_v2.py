@@ -5,7 +5,6 @@ counts as n. Errors are `{"error": text}`, as Triton's.
 """
 
 import asyncio
-import logging
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +13,8 @@ from urllib.parse import unquote
 import msgspec
 from msgspec.structs import replace
 
-from carpool.core.errors import CarpoolError, ClientLeft, InternalError, MethodNotAllowed, NotFound, UnknownModel
+from carpool.core.errors import CarpoolError, ClientLeft, MethodNotAllowed, NotFound, QueueFull, UnknownModel
+from carpool.core.outcome import Output
 from carpool.core.ports import Caller, Entry, RequestTraces
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.gateway import (
@@ -25,15 +25,14 @@ from carpool.face.http.gateway import (
     wishes_in,
 )
 from carpool.face.http.ids import acceptable_id, echo_line, given_id
+from carpool.face.http.lists import Answers
 from carpool.face.http.octets import OCTETS
 from carpool.face.http.problem import problem_headers
 from carpool.face.http.router import Router, split_target
 from carpool.face.http.v2_wire import V2Answer, V2Call, parse_call, write_answer
-from carpool.face.intake import Group, Intake, ServedModel, new_request_id
+from carpool.face.intake import Group, Intake, ServedModel, as_error, new_request_id
 from carpool.face.tensor_rows import join_rows
 from carpool.version import __version__
-
-logger = logging.getLogger("carpool.http")
 
 # So long an answer is written in a turn of the event loop, about.
 TURN_S = 0.005
@@ -47,11 +46,13 @@ class KServeV2Routes:
         intake: Intake,
         *,
         is_up: Callable[[str], bool],
+        answers: Answers,
         traces: RequestTraces | None = None,
     ) -> None:
         self._intake = intake
         # Whether requests for a model would be taken now.
         self._is_up = is_up
+        self._answers = answers
         self._begin_trace = None if traces is None else traces.begin
 
     def add_to(self, router: Router) -> None:
@@ -62,10 +63,8 @@ class KServeV2Routes:
         """Serve one exchange. Whatever goes wrong is told in the protocol's form."""
         try:
             self._serve(exchange)
-        except CarpoolError as error:
-            respond_error(exchange, error)
-        except Exception:
-            failed(exchange)
+        except Exception as failure:
+            respond_error(exchange, as_error(failure))
 
     def _serve(self, exchange: Exchange) -> None:
         match split_target(exchange.target)[0].split(b"/")[2:]:
@@ -113,13 +112,12 @@ class KServeV2Routes:
     def _model(self, exchange: Exchange, name: bytes, version: str | None) -> tuple[Caller, ServedModel]:
         """Who asks, and for which model; raises why not."""
         caller = self._intake.identify(exchange.headers, exchange.sink.peer)
-        model = self._intake.model(decoded(name))
-        if model.tensors is None:
-            raise NotFound(f"this model takes no tensors, so it has no path below /v2; it has {', '.join(model.faces)}")
-        if version is not None and version != model.tensors.version:
+        model = model_with_face(self._intake, decoded(name), INFER)
+        served = model.tensors.version if model.tensors is not None else ""
+        if version is not None and version != served:
             raise UnknownModel(
-                f"of this model version {model.tensors.version} is served; name it, or none"
-                if model.tensors.version
+                f"of this model version {served} is served; name it, or none"
+                if served
                 else "versions of this model are not told apart here; name none"
             )
         return caller, model
@@ -153,7 +151,7 @@ class KServeV2Routes:
             wishes = replace(wishes, timeout_s=call.timeout_s)
         begin = None if self._begin_trace is None else partial(self._begin_trace, headers)
         exchange.headers = headers_for_answer(headers)
-        reply = Reply(exchange, model, replace(call, rows=[]), len(call.rows) > 1)
+        reply = Reply(self._answers, exchange, model, replace(call, rows=[]), len(call.rows) > 1)
         group = self._intake.ask_all(
             caller=caller,
             model=model,
@@ -161,37 +159,80 @@ class KServeV2Routes:
             values=call.rows,
             request_id=given_id(headers) or acceptable_id(call.id) or new_request_id(),
             answer=reply.answer,
+            came=reply.came,
             wishes=wishes,
             begin_trace=begin,
         )
         if not group.is_over:
-            exchange.context = group
-            exchange.when_client_leaves = leave
+            reply.group = exchange.context = group
 
 
 class Reply:
-    """Answers a call when its rows have their outcomes. An answer that is long is written over several turns."""
+    """Answers a call when its rows have their outcomes. An answer that is long is written over several turns.
 
-    def __init__(self, exchange: Exchange, model: ServedModel, call: V2Call, is_several: bool) -> None:
+    What all calls hold of outputs is bounded (lists.py).
+    """
+
+    def __init__(
+        self, answers: Answers, exchange: Exchange, model: ServedModel, call: V2Call, is_several: bool
+    ) -> None:
+        self._answers = answers
         self._exchange = exchange
         self._model = model
         self._call = call
         self._is_several = is_several
+        self._held = 0
+        self._is_over = False
+        self.group: Group | None = None
+        exchange.when_client_leaves = self._left
+
+    def came(self, number: int, output: Output) -> Output:
+        """The output of one row."""
+        size = len(output.value)
+        self._held += size
+        self._answers.held += size
+        if self._answers.held > self._answers.bytes_max:
+            raise QueueFull("too many large answers are on their way; ask for fewer rows at a time", retry_after_s=1)
+        return output
 
     def answer(self, outcomes: Sequence[Any], number: int | None) -> None:
         """Take the outputs of all rows, or the error of one, or of all."""
         first = outcomes[0]
+        if self._is_over:
+            return
         if isinstance(first, CarpoolError):
-            respond_error(self._exchange, first, f"row {number}: " if number is not None and self._is_several else "")
+            self._fail(first, f"row {number}: " if number is not None and self._is_several else "")
             return
         try:
             version = first.call.model_version or (self._model.tensors.version if self._model.tensors else "")
             joined = join_rows([output.value for output in outcomes])
-            self._write(write_answer(self._model.name, version, self._call.id, joined, self._call.wanted))
-        except CarpoolError as error:
-            respond_error(self._exchange, error)
-        except Exception:  # whatever it is, the client must not be left waiting
-            failed(self._exchange)
+            steps = write_answer(self._model.name, version, self._call.id, joined, self._call.wanted)
+        except Exception as failure:
+            self._fail(as_error(failure))
+        else:
+            self._go_on(steps)
+
+    def _fail(self, error: CarpoolError, where: str = "") -> None:
+        self._end()
+        respond_error(self._exchange, error, where)
+
+    def _left(self, _: Exchange) -> None:
+        self._end()
+        if self.group is not None:
+            self.group.leave()
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._answers.held -= self._held
+        self._held = 0
+
+    def _go_on(self, steps: Generator[None, None, V2Answer]) -> None:
+        if self._is_over:
+            return
+        try:
+            self._write(steps)
+        except Exception as failure:  # whatever it is, the client must not be left waiting
+            self._fail(as_error(failure))
 
     def _write(self, steps: Generator[None, None, V2Answer]) -> None:
         loop = asyncio.get_running_loop()
@@ -204,18 +245,9 @@ class Reply:
                 return
         loop.call_soon(self._go_on, steps)
 
-    def _go_on(self, steps: Generator[None, None, V2Answer]) -> None:
-        if self._exchange.sink.is_gone():
-            return
-        try:
-            self._write(steps)
-        except CarpoolError as error:
-            respond_error(self._exchange, error)
-        except Exception:
-            failed(self._exchange)
-
     def _send(self, answer: V2Answer) -> None:
         exchange = self._exchange
+        self._end()
         lines = echo_line(exchange.headers) + exchange.limit_lines
         if answer.header_length is None:
             exchange.respond(200, answer.body, JSON, lines)
@@ -235,28 +267,13 @@ def go_on(exchange: Exchange, ask: Callable[[], None], entry: Entry) -> None:
     exchange.limit_lines = entry
     try:
         ask()
-    except CarpoolError as error:
-        respond_error(exchange, error)
-    except Exception:
-        failed(exchange)
+    except Exception as failure:
+        respond_error(exchange, as_error(failure))
 
 
 def left_at_the_door(exchange: Exchange) -> None:
     """The client did not wait until it was known."""
     exchange.context = ClientLeft
-
-
-def leave(exchange: Exchange) -> None:
-    """The client of a call left: nobody waits for any of its rows."""
-    group: Group = exchange.context
-    group.leave()
-
-
-def failed(exchange: Exchange) -> None:
-    """Tell of a defect, to the log and to the client."""
-    logger.exception("a V2 call failed in the gateway")
-    if exchange.response is None:
-        respond_error(exchange, InternalError("the gateway failed on this request"))
 
 
 def respond_error(exchange: Exchange, error: CarpoolError, where: str = "") -> None:
