@@ -17,6 +17,7 @@ from carpool.core.errors import CarpoolError, ClientLeft, MethodNotAllowed, NotF
 from carpool.core.outcome import Output
 from carpool.core.ports import Caller, Entry, RequestTraces
 from carpool.face.http.exchange import JSON, Exchange
+from carpool.face.http.faces import INFER, model_with_face
 from carpool.face.http.gateway import (
     check_encoding,
     headers_for_answer,
@@ -126,7 +127,7 @@ class KServeV2Routes:
         try:
             call: V2Call | CarpoolError = read_call(exchange, model)
         except CarpoolError as fault:
-            call = fault
+            call = fault.with_traceback(None)  # its frames hold the body
         # Of a body only its rows are needed from here on.
         exchange.body = b""
         ask = partial(self._ask, exchange, caller, model, call)
@@ -144,7 +145,8 @@ class KServeV2Routes:
 
     def _ask(self, exchange: Exchange, caller: Caller, model: ServedModel, call: V2Call | CarpoolError) -> None:
         if isinstance(call, CarpoolError):
-            raise call
+            respond_error(exchange, call)
+            return
         headers = exchange.headers
         wishes = wishes_in(headers, preferences(headers.get(b"prefer", b"")))
         if call.timeout_s is not None and (wishes.timeout_s is None or call.timeout_s < wishes.timeout_s):
