@@ -40,5 +40,5 @@ def pause_s(attempt: int, retry_after_s: float | None, luck: float) -> float:
     """How long to wait after the attempt with this number, the first is 0; `luck` is between 0 and 1."""
     if retry_after_s is not None:
         return retry_after_s + luck * max(PAUSE_FIRST_S, retry_after_s * JITTER_SHARE)
-    longest = min(PAUSE_LAST_S, PAUSE_FIRST_S * 2 ** min(attempt, 16))
+    longest = min(PAUSE_LAST_S, PAUSE_FIRST_S * 2.0 ** min(attempt, 16))
     return longest * (0.5 + 0.5 * luck)

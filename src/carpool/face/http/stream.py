@@ -48,6 +48,7 @@ from carpool.core.errors import (
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_WISHES, Caller, Entry, RequestTraces, Wishes
 from carpool.core.request import DONE, Request
+from carpool.core.tensors import Data
 from carpool.core.timers import Every, OncePerTurn
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.gateway import too_large_for, with_trace
@@ -452,7 +453,7 @@ class Stream:
         """Send the answers of a turn (rule 1)."""
         self._used = self._streams.clock()
         answers, self._out = self._out, []
-        parts: list[bytes] = []
+        parts: list[Data] = []
         held = 0
         for size, pieces in answers:
             if parts and held + size > MESSAGE_BYTES:
@@ -464,7 +465,7 @@ class Stream:
             self._say(parts)
         self.end_if_drained()
 
-    def _say(self, parts: list[bytes]) -> None:
+    def _say(self, parts: list[Data]) -> None:
         if not self._is_over:
             parts.append(b"]")
             self._protocol.send_text(b"".join(parts))
