@@ -34,7 +34,9 @@ WALL_CLOCK = {
     "broker/journal.py",
     "broker/redis/fleet/servers.py",
     "broker/tasks.py",
+    "face/http/openai.py",
     "face/http/state.py",
+    "face/http/tickets.py",
     "upstream/fleet.py",
 }
 
