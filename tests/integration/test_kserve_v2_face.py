@@ -3,7 +3,10 @@
 import base64
 import json
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import pytest
 from carpool.tools.sim_gpu import GpuFleet
 from support.client import Response
 from support.gateway import Peer, ask, eventually, metric, request_bytes, serving
-from support.processes import GatewayProcess, carpool
+from support.processes import PATIENCE_S, GatewayProcess, carpool
 from support.tensor_gpu import CONFIGURATION, tensor_gpu
 
 pytestmark = pytest.mark.xdist_group("kserve_v2_face")
@@ -234,3 +237,14 @@ def test_a_dead_letter_with_raw_tensors_is_shown_and_replayed(gateway: GatewayPr
     shown["b64"] = base64.b64encode(packed_texts("ab")).decode()
     again = ask(gateway.port, "POST", "/v1/inference", {"model": "image", "input": shown}, JSON)
     assert base64.b64decode(again.json["output"][0]["b64"]) == packed_texts("ba")
+
+
+def test_schemathesis_finds_nothing(gateway: GatewayProcess, tmp_path: Path) -> None:
+    # That a tensor has as many elements as its shape says, no schema can say: so what is valid by it may be refused.
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{gateway.port}/openapi.json"]
+    command += ["--include-path-regex", "^/v2", "--exclude-checks", "positive_data_acceptance"]
+    command += ["--phases", "coverage,fuzzing", "--max-examples", "8", "--seed", "1"]
+    command += ["--request-timeout", str(PATIENCE_S)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
+    assert gateway.log_messages("error") == []

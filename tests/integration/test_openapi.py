@@ -170,7 +170,7 @@ def test_answers_say_no_more_and_no_less_than_their_types(gateway: GatewayProces
 def test_every_operation_and_reference_is_there() -> None:
     for text, paths in (
         (
-            gateway_openapi(["a", "b"], "a", 30_000),
+            gateway_openapi(["a", "b"], "a", 30_000, ["b"]),
             {
                 "/v1/inference",
                 "/v1/predict",
@@ -185,6 +185,12 @@ def test_every_operation_and_reference_is_there() -> None:
                 "/v1/result/{task_id}/events",
                 "/v1/stream",
                 "/v1/stream/tickets",
+                "/v2",
+                "/v2/health/live",
+                "/v2/health/ready",
+                "/v2/models/{model}",
+                "/v2/models/{model}/ready",
+                "/v2/models/{model}/infer",
                 "/openapi.json",
             },
         ),

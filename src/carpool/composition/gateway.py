@@ -19,6 +19,7 @@ from carpool.core.ports import Availability, FarResults, RateLimit, RateLimits, 
 from carpool.core.request import Request
 from carpool.core.snapshot import CacheNumbers, DoorNumbers
 from carpool.face.http.cors import Cors
+from carpool.face.http.faces import INFER, has_face
 from carpool.face.http.gateway import GatewayRoutes, HttpFaceSettings
 from carpool.face.http.kserve_v2 import KServeV2Routes
 from carpool.face.http.list_routes import add_list_faces
@@ -140,7 +141,12 @@ class GatewayHalf:
         routes = GatewayRoutes(
             self.intake,
             face_settings(settings),
-            gateway_openapi(list(ground.models), settings.model, settings.tasks.wait_ms_max),
+            gateway_openapi(
+                list(ground.models),
+                settings.model,
+                settings.tasks.wait_ms_max,
+                [model.name for model in self.intake.models() if has_face(model, INFER)],
+            ),
             ground.tracer,
         )
         answers = Answers(settings.gateway.unread_bytes_max)

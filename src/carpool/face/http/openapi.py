@@ -3,6 +3,7 @@
 Made from the types of bodies and answers, from the error tree, and from the limits in force.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -29,6 +30,8 @@ from carpool.face.http.dead_letters import (
     LettersListed,
 )
 from carpool.face.http.list_openapi import list_paths
+from carpool.face.http.openapi_v2 import TYPES as V2_TYPES
+from carpool.face.http.openapi_v2 import v2_paths
 from carpool.face.http.wire import InferenceCall, PredictCall
 
 Json = dict[str, Any]
@@ -51,8 +54,10 @@ REQUEST_ID: Json = {
 }
 
 
-def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> bytes:
-    """The description of the port for clients."""
+def gateway_openapi(
+    models: list[str], default_model: str, wait_ms_max: int, tensor_models: Sequence[str] = ()
+) -> bytes:
+    """The description of the port for clients. `tensor_models`: those that are served at `/v2` too."""
     model_name: Json = {"type": "string", "enum": models}
     prefer: Json = {
         "name": "Prefer",
@@ -73,7 +78,14 @@ def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> 
         "schema": {**model_name, "default": default_model},
         "description": "the model, for a binary body; with JSON it must not contradict the body",
     }
+    accept: Json = {
+        "name": "Accept",
+        "in": "header",
+        "schema": {"type": "string"},
+        "description": "`application/octet-stream` for an output that is one raw tensor, or base64 in JSON",
+    }
     paths: Json = {
+        **v2_paths(tensor_models, ref, titles_of),
         "/v1/inference": {
             "post": {
                 "operationId": "inference",
@@ -98,7 +110,7 @@ def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> 
             "post": {
                 "operationId": "predict",
                 "summary": "One input, JSON or binary, and its output",
-                "parameters": [REQUEST_ID, model_id],
+                "parameters": [REQUEST_ID, model_id, accept],
                 "requestBody": {
                     "required": True,
                     "content": {
@@ -107,7 +119,13 @@ def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> 
                     },
                 },
                 "responses": {
-                    "200": answer("The model's output", PredictAnswer),
+                    "200": {
+                        "description": "The model's output; its bytes for who accepts those, if it has some",
+                        "content": {
+                            "application/json": {"schema": ref(PredictAnswer)},
+                            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+                        },
+                    },
                     **problems(400, 401, 403, 404, 408, 413, 415, 422, 429, 431, 500, 502, 503, 504),
                 },
             }
@@ -131,7 +149,7 @@ def gateway_openapi(models: list[str], default_model: str, wait_ms_max: int) -> 
         "/openapi.json": DESCRIBED_BY_ITSELF,
     }
     answers = (InferenceAnswer, PredictAnswer, TaskAccepted, TaskState, StreamTicket)
-    schemas = schemas_of(InferenceCall, PredictCall, *answers)
+    schemas = schemas_of(InferenceCall, PredictCall, *answers, *V2_TYPES)
     # The types know nothing of the models that are served.
     schemas["InferenceCall"]["properties"]["model"] = {"enum": [*models, None], "default": default_model}
     schemas["PredictCall"]["properties"]["model_id"] = model_name
@@ -317,15 +335,19 @@ def answer(description: str, kind: type) -> Json:
 
 def problems(*statuses: int) -> Json:
     """The error responses of these statuses, described by the error tree."""
-    described: Json = {}
-    errors: list[type[CarpoolError]] = all_errors()
-    for status in statuses:
-        titles = [error.title for error in errors if error.status == status]
-        described[str(status)] = {
-            "description": "; ".join(titles),
+    return {
+        str(status): {
+            "description": titles_of(status),
             "content": {"application/problem+json": {"schema": ref(Problem)}},
         }
-    return described
+        for status in statuses
+    }
+
+
+def titles_of(status: int) -> str:
+    """What errors with this status are called."""
+    errors: list[type[CarpoolError]] = all_errors()
+    return "; ".join([error.title for error in errors if error.status == status])
 
 
 DESCRIBED_BY_ITSELF: Json = get(
