@@ -207,6 +207,20 @@ def test_octets_both_ways(gateway: GatewayProcess) -> None:
     assert wrong.status == 400 and wrong.headers["content-type"] == "application/problem+json"
 
 
+def test_results_of_raw_tensors_are_kept(gateway: GatewayProcess, gpu: GpuFleet) -> None:
+    vector = struct.pack("<4f", 9, 8, 7, 6)
+    head = {"inputs": [raw("VECTOR", "FP32", [2, 4], vector * 2)], "parameters": {"binary_data_output": True}}
+
+    def call() -> bytes:
+        return split(infer(gateway, head, vector * 2, "/v2/models/vector/infer"))[1]
+
+    assert call() == vector * 2
+    before = gpu.total().inputs
+    answer = ask(gateway.port, "POST", "/v1/predict?model_id=vector", vector, OCTETS, ASKS_FOR_OCTETS)
+    assert call() == vector * 2 and answer.body == vector
+    assert gpu.total().inputs == before
+
+
 def test_octets_of_a_model_that_speaks_json(gateway: GatewayProcess) -> None:
     # It gives back the base64 text, reversed: that is base64 of something else, or of nothing.
     answer = ask(gateway.port, "POST", "/v1/predict?model_id=words", b"abc", OCTETS, ASKS_FOR_OCTETS)
@@ -237,6 +251,24 @@ def test_a_dead_letter_with_raw_tensors_is_shown_and_replayed(gateway: GatewayPr
     shown["b64"] = base64.b64encode(packed_texts("ab")).decode()
     again = ask(gateway.port, "POST", "/v1/inference", {"model": "image", "input": shown}, JSON)
     assert base64.b64decode(again.json["output"][0]["b64"]) == packed_texts("ba")
+
+
+def test_a_call_counts_as_its_rows(tmp_path: Path, gpu: GpuFleet) -> None:
+    (tmp_path / "carpool.toml").write_text(CONFIGURATION.format(port=gpu.ports[0]))
+
+    def call(gateway: GatewayProcess, rows: int) -> Response:
+        data = struct.pack(f"<{rows}f", *range(rows))
+        return infer(gateway, {"inputs": [raw("N", "FP32", [rows], data)]}, data)
+
+    with serving(tmp_path, "", settings={"limits.anonymous": 60, "limits.burst": 20}) as gateway:
+        answer = call(gateway, 15)
+        assert answer.status == 200 and "r=5;" in answer.headers["ratelimit"]
+        refused = call(gateway, 15)
+        assert refused.status == 429 and "counts as 15" in refused.json["error"]
+        assert int(refused.headers["retry-after"]) >= 1
+        # What cannot be read counts as one, and what is refused takes nothing.
+        assert infer(gateway, {"inputs": []}).status == 400
+        assert call(gateway, 3).status == 200
 
 
 def test_schemathesis_finds_nothing(gateway: GatewayProcess, tmp_path: Path) -> None:

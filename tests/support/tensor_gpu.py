@@ -41,6 +41,7 @@ tensor_name = "VECTOR"
 tensor_datatype = "FP32"
 tensor_shape = "1,4"
 model_version = "3"
+cache = true
 
 [models.words]
 protocol = "json"

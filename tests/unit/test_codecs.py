@@ -13,10 +13,10 @@ from typing import Any, get_args
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from carpool.core.errors import Malformed
+from carpool.core.errors import ClientLeft, Malformed
 from carpool.core.names import ProtocolName
 from carpool.core.request import Request
-from carpool.core.tensors import DATATYPES
+from carpool.core.tensors import DATATYPES, RawTensor, pack_tensors, unpack_tensors
 from carpool.settings import load_settings, require_upstream
 from carpool.settings.schema import DatatypeName
 from carpool.testing import Witness, make_request
@@ -424,6 +424,49 @@ def test_octet_stream_bodies() -> None:
     assert b'"shape":[2,1]' in call.body
     with pytest.raises(Malformed, match="tensor_datatype"):
         V2.binary_input(b"abc")
+
+
+def packed(data: bytes) -> bytes:
+    return pack_tensors([RawTensor("x", "FP32", (1, 1), data)])
+
+
+@pytest.mark.parametrize("codec", [V2, GRPC], ids=["http", "grpc"])
+def test_packed_inputs_ride_with_others_that_are_raw(codec: Codec) -> None:
+    floats = [struct.pack("<f", number) for number in (1, 2)]
+    call = codec.encode(members(codec, [packed(floats[0]), tensor(shape=[1, 1], b64=b64(floats[1]))]))
+    assert (call.body + b"".join(call.tail)).endswith(floats[1]) and floats[0] in call.body + b"".join(call.tail)
+
+
+def test_each_gets_its_outputs_in_the_form_that_it_sent() -> None:
+    floats = struct.pack("<2f", 1, 2)
+    batch = members(V2, [packed(floats[:4]), tensor(shape=[1, 1], b64=b64(floats[4:]))])
+    own, others = decoded(V2, raw_answer(floats, shape=[2, 1]), batch)
+    [output] = unpack_tensors(own)
+    assert (output.name, tuple(output.shape), bytes(output.data)) == ("y", (1, 1), floats[:4])
+    assert base64.b64decode(json.loads(others)[0]["b64"]) == floats[4:]
+    # From a server that answers JSON even so.
+    assert json.loads(decoded(V2, v2_answer(2, shape=[2, 1], data=[1, 2]), batch)[0])[0]["data"] == [1]
+    # Whoever left gets nothing made.
+    batch[0].settle(ClientLeft("left"), 1.0)
+    assert decoded(V2, raw_answer(floats, shape=[2, 1]), batch)[0] == b""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"\0",
+        packed(b"1234")[:-1],
+        packed(b"12345"),
+        pack_tensors([]),
+        pack_tensors([RawTensor("", "FP32", (1, 1), b"1234")]),
+        pack_tensors([RawTensor("x", "FP31", (1, 1), b"1234")]),
+        pack_tensors([RawTensor("x", "FP32", (2, 1), b"12341234")]),
+        pack_tensors([RawTensor("x", "BYTES", (1, 1), b"1234")]),
+    ],
+)
+def test_packed_inputs_that_cannot_be_sent_are_refused(value: bytes) -> None:
+    with pytest.raises(Malformed):
+        V2.prepare(value)
 
 
 def test_a_request_that_was_not_prepared_is_when_it_is_sent() -> None:

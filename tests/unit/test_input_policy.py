@@ -7,7 +7,8 @@ import time
 import pytest
 
 from carpool.admission.input_policy import BadPatternError, InputPolicy, compile_patterns, text_of
-from carpool.core.errors import InputDenied
+from carpool.core.errors import InputDenied, Malformed
+from carpool.core.tensors import RawTensor, pack, pack_tensors
 from carpool.service import ModelFace
 from carpool.settings import Settings, models_of
 from carpool.settings.schema import InputSettings
@@ -30,6 +31,15 @@ def test_the_longest_input_counts_the_bytes_of_its_json() -> None:
     assert refusal(b'"1234"', bytes_max=6, patterns=[]) == ""
     said = refusal(b'"12345"', bytes_max=6, patterns=[])
     assert said == "an input for this model may have 6 bytes at most; this one has 7"
+
+
+def test_raw_tensors_are_their_names_and_their_texts() -> None:
+    texts = pack([b"fine \xff", "this is forbidden"], "BYTES")
+    assert "pattern 1" in refusal(pack_tensors([RawTensor("T", "BYTES", (1, 2), texts)]))
+    assert "pattern 1" in refusal(pack_tensors([RawTensor("forbidden", "UINT8", (1, 1), b"1")]))
+    assert refusal(pack_tensors([RawTensor("N", "UINT8", (1, 9), b"forbidden")])) == ""
+    with pytest.raises(Malformed):
+        refusal(b"\0forbidden")
 
 
 @pytest.mark.parametrize(

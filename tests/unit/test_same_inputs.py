@@ -9,7 +9,7 @@ from carpool.core.errors import ClientLeft, InputRefused
 from carpool.core.outcome import Output
 from carpool.core.request import Request
 from carpool.testing import AttemptFailedError, FakeUpstream, Witness, make_request
-from carpool.upstream.same import merge_same
+from carpool.upstream.same import merge_same, still_there
 from support.virtual_gateway import Stand, failing
 
 
@@ -22,6 +22,15 @@ def test_of_each_input_one_is_sent(pairs: list[tuple[bytes, str]], is_owned: boo
         assert sent[place].input == request.input
         assert sent[place].owner == request.owner or not is_owned
     assert len(sent) == len({pair if is_owned else pair[0] for pair in pairs})
+
+
+def test_who_has_left_does_not_say_how_an_output_is_written() -> None:
+    members = [make_request(name, Witness(), now=0.0, value=b"1") for name in ("left", "waits")]
+    members.append(make_request("alone", Witness(), now=0.0, value=b"2"))
+    merged = merge_same(members, is_owned=False)
+    members[0].settle(ClientLeft("left"), 1.0)
+    members[2].settle(ClientLeft("left"), 1.0)
+    assert [request.id for request in still_there(merged, members)] == ["waits", "alone"]
 
 
 def values(stand: Stand, requests: list[Request]) -> list[object]:

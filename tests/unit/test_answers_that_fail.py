@@ -1,0 +1,94 @@
+"""A defect while an answer is written ends that client's call with a 500: nobody is left waiting."""
+
+from typing import Any
+
+import pytest
+
+from carpool.core.errors import QueueFull
+from carpool.core.outcome import CallFacts, Output
+from carpool.core.ports import Peer
+from carpool.core.tensors import RawTensor, pack_tensors
+from carpool.face.http.exchange import Exchange
+from carpool.face.http.gateway import OctetReplies, ParkedReplies
+from carpool.face.http.kserve_v2 import Reply
+from carpool.face.http.lists import Answers
+from carpool.face.http.v2_wire import V2Call, WantedOutputs
+from carpool.face.http.wire import predict_pieces
+from carpool.face.intake import ServedModel, ServedTensors
+from carpool.testing import make_request
+
+FACTS = CallFacts(1, 0.1)
+MODEL = ServedModel("m", 1000, lambda data: data, tensors=ServedTensors())
+CALL = V2Call("", b"", None, [], WantedOutputs(None, True))
+
+
+class Wire:
+    """Takes answers (face.http.exchange.Sink); the first of them may fail."""
+
+    def __init__(self) -> None:
+        self.peer = Peer()
+        self.statuses: list[int] = []
+        self.fails = False
+
+    def respond(self, exchange: Exchange, status: int, body: Any, content_type: bytes, headers: bytes) -> None:
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("a defect")
+        self.statuses.append(status)
+        exchange.response = b""
+
+    def answer(self, exchange: Exchange, pieces: Any, headers: bytes) -> None:
+        self.respond(exchange, 200, b"".join(pieces), b"", headers)
+
+    def note_problem(self, *_: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} is not expected")
+
+
+def parked(wire: Wire) -> Exchange:
+    return Exchange(wire, b"POST", b"/", {}, b"", True)
+
+
+@pytest.mark.parametrize("kind", [ParkedReplies, OctetReplies])
+@pytest.mark.parametrize("value", [b"[1]", pack_tensors([RawTensor("x", "UINT8", (1, 1), b"1")]), b"\0cut off", None])
+def test_predict(kind: type[ParkedReplies], value: Any) -> None:
+    is_good = value not in (None, b"\0cut off")
+    for fails in (False, True) if is_good else (False,):
+        wire = Wire()
+        wire.fails = fails
+        replies = kind(predict_pieces, "/v1/predict")
+        request = make_request("r", replies, now=0.0)
+        request.ticket = parked(wire)
+        request.settle(Output(value, FACTS), 1.0)
+        assert wire.statuses == [200 if is_good and not fails else 500]
+
+
+@pytest.mark.parametrize(
+    ("value", "status"),
+    [
+        (pack_tensors([RawTensor("x", "UINT8", (1, 1), b"1")]), 200),
+        (b'[{"name":"x","datatype":"UINT8","shape":[1,1],"data":[1]}]', 200),
+        (b'[{"name":"x","datatype":"UINT8","shape":[1,1],"data":[1000]}]', 502),
+        (b"\0cut off", 502),
+        (b'{"no":"tensor"}', 502),
+        (7, 500),
+    ],
+)
+async def test_kserve_v2(value: Any, status: int) -> None:
+    for fails in (False, True) if status == 200 else (False,):
+        wire, answers = Wire(), Answers(1000)
+        wire.fails = fails
+        reply = Reply(answers, parked(wire), MODEL, CALL, False)
+        output = Output(value, FACTS)
+        if status != 500:
+            reply.came(0, output)
+        reply.answer([output], None)
+        assert wire.statuses == [500 if fails else status] and answers.held == 0
+
+
+async def test_too_much_of_answers() -> None:
+    reply = Reply(Answers(10), parked(Wire()), MODEL, CALL, True)
+    with pytest.raises(QueueFull):
+        reply.came(0, Output(bytes(11), FACTS))
