@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from carpool.core.errors import InputRefused, RateLimited, Unauthorized
+from carpool.core.errors import BrokerDown, InputRefused, RateLimited, Unauthorized
 from carpool.core.outcome import Output
 from carpool.core.ports import Caller, Entry, Peer, RateLimit
 from carpool.core.request import Request
@@ -165,6 +165,21 @@ async def test_a_credential_counts_for_each_request(stand: StreamStand) -> None:
     assert stand.is_clean
 
 
+async def test_while_nobody_can_say_whether_a_credential_is_valid(stand: StreamStand) -> None:
+    client = await in_flight(stand, 1)
+
+    def unknown(headers: dict[bytes, bytes], peer: Peer) -> Caller:
+        raise BrokerDown("not now", retry_after_s=1)
+
+    stand.intake.identify = unknown
+    client.send(call("late"))
+    stand.pass_time(1.0)
+    assert (await client.answers())["late"]["error"]["status"] == 503
+    stand.work()
+    assert set(await client.answers()) == {0}
+    assert client.why_closed() is None
+
+
 async def test_limits_count_requests(stand: StreamStand) -> None:
     limited = Caller("someone", 0, limit=RateLimit(60, 2))
     stand.intake.identify = lambda headers, peer: limited
@@ -269,7 +284,7 @@ async def test_much_at_once_is_begun_bit_by_bit(stand: StreamStand) -> None:
 async def test_a_flood_of_pings_leaves_room_for_others(stand: StreamStand) -> None:
     client, other = stand.connect(), stand.connect()
     client.protocol.send_ping(b"")
-    client.feed(b"".join(client.protocol.data_to_send()) * 40_000)
+    client.feed(b"".join(client.protocol.data_to_send()) * 5_000)
     assert not client.transport.reading
     other.send(call(1))
     stand.work()

@@ -379,21 +379,25 @@ class Stream:
         elif len(self._asked) >= most:
             too_many = f"at most {most} requests may be in flight on one stream; wait for an answer first"
             self.refuse(own_id, RateLimited(too_many, retry_after_s=1))
-        elif (caller := self._identify()) is not None:
-            entry: Entry | None = b"" if caller.limit is None else streams.intake.enter(caller)
-            if entry is None:
-                self._asked[own_id] = None
-                streams.intake.when_known(caller, partial(self._go_on, call, caller))
-            else:
-                self._go_on(call, caller, entry)
+        else:
+            self._enter(call)
 
-    def _identify(self) -> Caller | None:
-        """Who asks; None if nobody may any more, and the stream is over (rule 3)."""
+    def _enter(self, call: StreamCall) -> None:
+        """Who asks, and how often."""
         try:
-            return self._streams.intake.identify(self._shown, self._exchange.sink.peer)
+            caller = self._streams.intake.identify(self._shown, self._exchange.sink.peer)
         except Unauthorized:
-            self.close(UNAUTHORIZED, "the credential is not valid any more")
-            return None
+            self._end_unauthorized()
+            return
+        except CarpoolError as error:  # nobody can say right now
+            self.refuse(call.id, error)
+            return
+        entry: Entry | None = b"" if caller.limit is None else self._streams.intake.enter(caller)
+        if entry is None:
+            self._asked[call.id] = None
+            self._streams.intake.when_known(caller, partial(self._go_on, call, caller))
+        else:
+            self._go_on(call, caller, entry)
 
     def _go_on(self, call: StreamCall, caller: Caller, entry: Entry) -> None:
         """It is known whether the client is within its limit."""
@@ -495,7 +499,9 @@ class Stream:
         if self._is_over:
             return
         try:
-            self._identify()
+            streams.intake.identify(self._shown, self._exchange.sink.peer)
+        except Unauthorized:
+            self._end_unauthorized()
         except CarpoolError:
             pass  # nobody can say right now
         if self._is_over or self._is_behind:
@@ -522,6 +528,9 @@ class Stream:
         if not self._is_over and self._protocol.state is OPEN:
             self._protocol.send_close(code, reason)
             self._send()
+
+    def _end_unauthorized(self) -> None:
+        self.close(UNAUTHORIZED, "the credential is not valid any more")
 
     def _left(self, _: Exchange) -> None:
         self._end()
