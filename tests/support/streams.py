@@ -17,7 +17,8 @@ from carpool.face.http.places import Places
 from carpool.face.http.router import Router
 from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
-from carpool.face.http.stream import LOOK_PARTS, PATH, StreamLimits, Streams
+from carpool.face.http.stream import StreamLimits
+from carpool.face.http.streams import LOOK_PARTS, PATH, Streams
 from carpool.face.http.tickets import Tickets
 from carpool.face.intake import Intake, IntakeSettings, ServedModel
 from carpool.testing import FakeClock, FakeUpstream, make_output

@@ -29,8 +29,9 @@ from carpool.face.http.places import Places
 from carpool.face.http.sampling import SAMPLE_S, Sampler
 from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
-from carpool.face.http.stream import PATH as STREAM
-from carpool.face.http.stream import StreamLimits, Streams
+from carpool.face.http.stream import StreamLimits
+from carpool.face.http.streams import PATH as STREAM
+from carpool.face.http.streams import Streams
 from carpool.face.http.task_events import TaskEvents
 from carpool.face.http.tickets import Tickets
 from carpool.face.intake import Intake, IntakeSettings

@@ -21,51 +21,38 @@ Rules, each with a test:
 """
 
 import logging
-import re
 from collections import deque
-from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import msgspec
 from msgspec import UNSET
 from websockets.frames import Frame, Opcode
-from websockets.protocol import OPEN, SERVER, Protocol
-from websockets.utils import accept_key
+from websockets.protocol import OPEN, SERVER
+from websockets.protocol import Protocol as Frames
 
-from carpool.core.clock import Clock, monotonic
+from carpool.core.clock import Clock
 from carpool.core.errors import (
     CarpoolError,
-    ClientLeft,
     Draining,
-    Forbidden,
     InternalError,
     Malformed,
     RateLimited,
     Unauthorized,
-    UpgradeRequired,
 )
-from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_WISHES, Caller, Entry, RequestTraces, Wishes
-from carpool.core.request import DONE, Request
+from carpool.core.request import DONE, Request, Waiter
 from carpool.core.tensors import Data
-from carpool.core.timers import Every, OncePerTurn
+from carpool.core.timers import OncePerTurn
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.gateway import too_large_for, with_trace
-from carpool.face.http.places import Places
-from carpool.face.http.problem import respond_problem
-from carpool.face.http.router import query_of
 from carpool.face.http.state import HttpState
-from carpool.face.http.stream_messages import BadCall, StreamCall, decode_message, error_pieces, output_pieces
-from carpool.face.http.tickets import CREDENTIALS, TICKET_S, Tickets
-from carpool.face.http.wire import InferenceAnswers, Pieces, canonical_parameters, checked_input
+from carpool.face.http.stream_messages import BadCall, StreamCall, decode_message, error_pieces
+from carpool.face.http.wire import Pieces, canonical_parameters, checked_input
 from carpool.face.intake import Intake, new_request_id
 
 logger = logging.getLogger("carpool.http")
 
-PATH = b"/v1/stream"
-LOOK_S = 1.0
-LOOK_PARTS = 10
 # Who is silent for so long is sent a ping; and is gone if it stays silent.
 PING_S = 20.0
 SILENT_S = 60.0
@@ -78,12 +65,8 @@ SLICE_BYTES = 8 * 1024
 MESSAGE_BYTES = 256 * 1024
 FRAGMENTS_MAX = 1024
 # Why a stream ends: RFC 6455, and IANA's registry.
-INVALID_TEXT, POLICY, TOO_BIG, DEFECT, RESTART, TRY_LATER, UNAUTHORIZED, TIMEOUT = (
-    1007, 1008, 1009, 1011, 1012, 1013, 3000, 3008,
-)  # fmt: skip
+INVALID_TEXT, POLICY, DEFECT, RESTART, TRY_LATER, UNAUTHORIZED, TIMEOUT = 1007, 1008, 1011, 1012, 1013, 3000, 3008
 
-_key = re.compile(rb"[A-Za-z0-9+/]{22}==\Z").match
-_ACCEPTED = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: %b\r\n"
 _NO_HEADERS: dict[bytes, bytes] = {}
 # What the frames hold is nobody's business: the library writes them to its log at debug level.
 _silent = logging.getLogger("carpool.frames")
@@ -98,130 +81,20 @@ class StreamLimits(msgspec.Struct, frozen=True):
     idle_timeout_s: float = 300.0
 
 
-class Streams:
-    """Those that are open; opens them, looks after them, and gives outcomes to the right one."""
+class Home(Waiter, Protocol):
+    """Where a stream belongs: what it has in common with the others."""
 
-    def __init__(
-        self,
-        intake: Intake,
-        state: HttpState,
-        tickets: Tickets,
-        places: Places,
-        limits: StreamLimits,
-        *,
-        # Whether pages of another origin may come.
-        allows: Callable[[bytes], bool] = lambda origin: False,
-        traces: RequestTraces | None = None,
-        clock: Clock = monotonic,
-    ) -> None:
-        self.intake = intake
-        self.state = state
-        self.limits = limits
-        self.clock = clock
-        self.begin_trace = None if traces is None else traces.begin
-        self._tickets = tickets
-        self._places = places
-        self._allows = allows
-        self._open: set[Stream] = set()
-        self._pieces = InferenceAnswers().pieces
-        self._to_look_at: list[Stream] = []
-        self._looks = Every(LOOK_S / LOOK_PARTS, self.look)
-        self.is_draining = False
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def ticket(self, exchange: Exchange, _: str) -> None:
-        """`POST /v1/stream/tickets`."""
-        self.intake.identify(exchange.headers, exchange.sink.peer)
-        body = b'{"ticket":"%b","expires_in_s":%d}' % (self._tickets.give(exchange.headers).encode(), TICKET_S)
-        exchange.respond(200, body, headers=b"Cache-Control: no-store\r\n")
-
-    def no_upgrade(self, exchange: Exchange, _: str) -> None:
-        """`GET /v1/stream` by whoever does not ask for a WebSocket, or not as one should."""
-        alone = "this path is a WebSocket: ask for an upgrade, with no other request before it on its connection"
-        raise UpgradeRequired(alone, header_lines=b"Upgrade: websocket\r\n")
-
-    def open(self, exchange: Exchange) -> Callable[[bytes], None] | None:
-        """The upgrade: open a stream, or say why not. Returns who is told what comes."""
-        try:
-            accept = self._check(exchange)
-            shown = self._shown(exchange)
-            caller = self.intake.identify(shown, exchange.sink.peer)
-            if (refusal := self._places.refusal(caller.owner)) is not None:
-                raise refusal
-        except CarpoolError as error:
-            respond_problem(exchange, error)
-            return None
-        exchange.begin(101, b"", _ACCEPTED % accept)
-        stream = Stream(self, exchange, caller.owner, shown)
-        self._open.add(stream)
-        self._looks.start()
-        return stream.received
+    intake: Intake
+    state: HttpState
+    limits: StreamLimits
+    clock: Clock
+    # None where nothing is traced.
+    traces: RequestTraces | None
+    is_draining: bool
 
     def closed(self, stream: "Stream") -> None:
         """One of them is over."""
-        if stream in self._open:
-            self._open.remove(stream)
-            self._places.give_back(stream.owner)
-        if not self._open:
-            self._looks.stop()
-            self._to_look_at = []
-
-    def look(self) -> None:
-        """A timer does this: see who is still there, and may be; a part of them each time, all of them in LOOK_S."""
-        if not self._to_look_at:
-            self._to_look_at = list(self._open)
-        number = len(self._open) // LOOK_PARTS + 1
-        part, self._to_look_at = self._to_look_at[:number], self._to_look_at[number:]
-        now = self.clock()
-        for stream in part:
-            stream.look(now)
-
-    def drain(self) -> None:
-        """Begin nothing new, and end each of them when it has its answers (rule 10)."""
-        self.is_draining = True
-        for stream in list(self._open):
-            stream.end_if_drained()
-
-    def settled(self, request: Request, outcome: Outcome) -> None:
-        """Give an outcome to the stream that it belongs to (core.request.Waiter)."""
-        stream, own_id = request.ticket
-        try:
-            if isinstance(outcome, Output):
-                stream.answer(own_id, output_pieces(own_id, self._pieces(request, outcome)))
-            elif isinstance(outcome, ClientLeft):
-                stream.forget(own_id)
-            else:
-                stream.refuse(own_id, outcome, request.id)
-        except Exception:
-            logger.exception("an answer could not be written")
-            stream.refuse(own_id, InternalError("the gateway failed on this request"), request.id)
-
-    def _check(self, exchange: Exchange) -> bytes:
-        """What shows that the upgrade is understood; raises why it is not taken."""
-        headers = exchange.headers
-        if self.state.draining:
-            raise Draining("this gateway is shutting down; connect again to reach another", retry_after_s=COME_BACK_S)
-        origin = headers.get(b"origin")
-        if origin is not None and not self._allows(origin):
-            authority = origin.partition(b"://")[2].lower()
-            if not authority or authority != headers.get(b"host", b"").lower():
-                raise Forbidden("pages of this origin may not open streams; gateway.cors_origins has those that may")
-        if headers.get(b"sec-websocket-version") != b"13":
-            version = b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-            raise UpgradeRequired("this gateway speaks version 13 of WebSocket", header_lines=version)
-        key = headers.get(b"sec-websocket-key", b"")
-        if not _key(key):
-            raise Malformed("`Sec-WebSocket-Key` must be 16 bytes in base64")
-        return accept_key(key.decode()).encode()
-
-    def _shown(self, exchange: Exchange) -> dict[bytes, bytes]:
-        """The headers that say who asks, as they will be looked at again and again."""
-        ticket = query_of(exchange).get("ticket")
-        headers = exchange.headers
-        kept = {name: headers[name] for name in (*CREDENTIALS, b"x-forwarded-for") if name in headers}
-        return kept if ticket is None else kept | self._tickets.open(ticket)
+        ...
 
 
 class Stream:
@@ -250,12 +123,12 @@ class Stream:
         "owner",
     )
 
-    def __init__(self, streams: Streams, exchange: Exchange, owner: str, shown: dict[bytes, bytes]) -> None:
+    def __init__(self, streams: Home, exchange: Exchange, owner: str, shown: dict[bytes, bytes]) -> None:
         self._streams = streams
         self._exchange = exchange
         self.owner = owner
         self._shown = shown
-        self._protocol = Protocol(SERVER, state=OPEN, max_size=streams.limits.message_bytes_max, logger=_silent)
+        self._protocol = Frames(SERVER, state=OPEN, max_size=streams.limits.message_bytes_max, logger=_silent)
         # Requests without an answer, by the client's id; None for one that waits at the door.
         self._asked: dict[str | int, Request | None] = {}
         # What came and waits for its turn: bytes, and requests of the message that is being worked on.
@@ -426,7 +299,7 @@ class Stream:
         if len(value) + len(parameters) > model.body_bytes_max:
             raise too_large_for(model)
         wishes = NO_WISHES if call.timeout_ms is None else Wishes(call.timeout_ms / 1000)
-        if streams.begin_trace is not None and (trace := streams.begin_trace(_NO_HEADERS)) is not None:
+        if streams.traces is not None and (trace := streams.traces.begin(_NO_HEADERS)) is not None:
             wishes = with_trace(wishes, trace)
         own_id, client_id = new_request_id(), call.client_id or ""
         return intake.ask(caller, model, parameters, value, own_id, streams, (self, call.id), client_id, wishes)

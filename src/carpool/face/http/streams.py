@@ -1,0 +1,159 @@
+"""The streams of a process: the upgrade, and what is looked after for all of them. `stream.py` has the rules."""
+
+import logging
+import re
+from collections.abc import Callable
+
+from websockets.utils import accept_key
+
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import CarpoolError, ClientLeft, Draining, Forbidden, InternalError, Malformed, UpgradeRequired
+from carpool.core.outcome import Outcome, Output
+from carpool.core.ports import RequestTraces
+from carpool.core.request import Request
+from carpool.core.timers import Every
+from carpool.face.http.exchange import Exchange
+from carpool.face.http.places import Places
+from carpool.face.http.problem import respond_problem
+from carpool.face.http.router import query_of
+from carpool.face.http.state import HttpState
+from carpool.face.http.stream import COME_BACK_S, Stream, StreamLimits
+from carpool.face.http.stream_messages import output_pieces
+from carpool.face.http.tickets import CREDENTIALS, TICKET_S, Tickets
+from carpool.face.http.wire import InferenceAnswers
+from carpool.face.intake import Intake
+
+logger = logging.getLogger("carpool.http")
+
+PATH = b"/v1/stream"
+# How often each stream is looked at; and in how many parts all of them.
+LOOK_S = 1.0
+LOOK_PARTS = 10
+_key = re.compile(rb"[A-Za-z0-9+/]{22}==\Z").match
+_ACCEPTED = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: %b\r\n"
+
+
+class Streams:
+    """Those that are open; opens them, looks after them, and gives outcomes to the right one."""
+
+    def __init__(
+        self,
+        intake: Intake,
+        state: HttpState,
+        tickets: Tickets,
+        places: Places,
+        limits: StreamLimits,
+        *,
+        # Whether pages of another origin may come.
+        allows: Callable[[bytes], bool] = lambda origin: False,
+        traces: RequestTraces | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.intake = intake
+        self.state = state
+        self.limits = limits
+        self.clock = clock
+        self.traces = traces
+        self._tickets = tickets
+        self._places = places
+        self._allows = allows
+        self._open: set[Stream] = set()
+        self._pieces = InferenceAnswers().pieces
+        self._to_look_at: list[Stream] = []
+        self._looks = Every(LOOK_S / LOOK_PARTS, self.look)
+        self.is_draining = False
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def ticket(self, exchange: Exchange, _: str) -> None:
+        """`POST /v1/stream/tickets`."""
+        self.intake.identify(exchange.headers, exchange.sink.peer)
+        body = b'{"ticket":"%b","expires_in_s":%d}' % (self._tickets.give(exchange.headers).encode(), TICKET_S)
+        exchange.respond(200, body, headers=b"Cache-Control: no-store\r\n")
+
+    def no_upgrade(self, exchange: Exchange, _: str) -> None:
+        """`GET /v1/stream` by whoever does not ask for a WebSocket, or not as one should."""
+        alone = "this path is a WebSocket: ask for an upgrade, with no other request before it on its connection"
+        raise UpgradeRequired(alone, header_lines=b"Upgrade: websocket\r\n")
+
+    def open(self, exchange: Exchange) -> Callable[[bytes], None] | None:
+        """The upgrade: open a stream, or say why not. Returns who is told what comes."""
+        try:
+            accept = self._check(exchange)
+            shown = self._shown(exchange)
+            caller = self.intake.identify(shown, exchange.sink.peer)
+            if (refusal := self._places.refusal(caller.owner)) is not None:
+                raise refusal
+        except CarpoolError as error:
+            respond_problem(exchange, error)
+            return None
+        exchange.begin(101, b"", _ACCEPTED % accept)
+        stream = Stream(self, exchange, caller.owner, shown)
+        self._open.add(stream)
+        self._looks.start()
+        return stream.received
+
+    def closed(self, stream: Stream) -> None:
+        """One of them is over."""
+        if stream in self._open:
+            self._open.remove(stream)
+            self._places.give_back(stream.owner)
+        if not self._open:
+            self._looks.stop()
+            self._to_look_at = []
+
+    def look(self) -> None:
+        """A timer does this: see who is still there, and may be; a part of them each time, all of them in LOOK_S."""
+        if not self._to_look_at:
+            self._to_look_at = list(self._open)
+        number = len(self._open) // LOOK_PARTS + 1
+        part, self._to_look_at = self._to_look_at[:number], self._to_look_at[number:]
+        now = self.clock()
+        for stream in part:
+            stream.look(now)
+
+    def drain(self) -> None:
+        """Begin nothing new, and end each of them when it has its answers (rule 10)."""
+        self.is_draining = True
+        for stream in list(self._open):
+            stream.end_if_drained()
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """Give an outcome to the stream that it belongs to (core.request.Waiter)."""
+        stream, own_id = request.ticket
+        try:
+            if isinstance(outcome, Output):
+                stream.answer(own_id, output_pieces(own_id, self._pieces(request, outcome)))
+            elif isinstance(outcome, ClientLeft):
+                stream.forget(own_id)
+            else:
+                stream.refuse(own_id, outcome, request.id)
+        except Exception:
+            logger.exception("an answer could not be written")
+            stream.refuse(own_id, InternalError("the gateway failed on this request"), request.id)
+
+    def _check(self, exchange: Exchange) -> bytes:
+        """What shows that the upgrade is understood; raises why it is not taken."""
+        headers = exchange.headers
+        if self.state.draining:
+            raise Draining("this gateway is shutting down; connect again to reach another", retry_after_s=COME_BACK_S)
+        origin = headers.get(b"origin")
+        if origin is not None and not self._allows(origin):
+            authority = origin.partition(b"://")[2].lower()
+            if not authority or authority != headers.get(b"host", b"").lower():
+                raise Forbidden("pages of this origin may not open streams; gateway.cors_origins has those that may")
+        if headers.get(b"sec-websocket-version") != b"13":
+            version = b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+            raise UpgradeRequired("this gateway speaks version 13 of WebSocket", header_lines=version)
+        key = headers.get(b"sec-websocket-key", b"")
+        if not _key(key):
+            raise Malformed("`Sec-WebSocket-Key` must be 16 bytes in base64")
+        return accept_key(key.decode()).encode()
+
+    def _shown(self, exchange: Exchange) -> dict[bytes, bytes]:
+        """The headers that say who asks, as they will be looked at again and again."""
+        ticket = query_of(exchange).get("ticket")
+        headers = exchange.headers
+        kept = {name: headers[name] for name in (*CREDENTIALS, b"x-forwarded-for") if name in headers}
+        return kept if ticket is None else kept | self._tickets.open(ticket)
