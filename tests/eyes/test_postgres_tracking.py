@@ -1,6 +1,8 @@
 """Tracking in a real PostgreSQL: every record there and right, under load, and when the database goes."""
 
 import asyncio
+import json
+import os
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -11,10 +13,13 @@ from typing import Any
 import asyncpg
 import pytest
 
+from carpool.composition.tracking import look_up_ended
 from carpool.core.batch import Batch
-from carpool.core.outcome import NO_CALL, CallFacts
+from carpool.core.outcome import NO_CALL, CallFacts, Output
+from carpool.testing import Witness, make_request
 from carpool.tracking.postgres import MIGRATIONS, VERSION_TABLE, PostgresStore
 from carpool.tracking.questions import RequestQuestion, UsageQuestion
+from carpool.tracking.recorder import Recorder
 from carpool.tracking.records import RequestEntry
 from carpool.tracking.stores import BadRowsError, StoreAwayError, StoreUnusableError
 from support.client import Connection, inference_body
@@ -29,6 +34,10 @@ NOW = 1_700_000_000.0
 DAY_S = 86400.0
 CLIENTS = 32
 SIM = "sim:?latency_ms=20&slots=16"
+# A steady load, and how long the database is gone; it is built for 10,000 a second, for 60 s, and 20 s.
+RATE = float(os.environ.get("EYES_RATE", "500"))
+SECONDS = float(os.environ.get("EYES_SECONDS", "4"))
+GONE_S = float(os.environ.get("EYES_GONE_SECONDS", "5"))
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +195,45 @@ async def test_rows_that_can_never_be_written_are_told_apart(url: str) -> None:
         assert [record.id for record in await store.requests(RequestQuestion())] == ["r3"]
 
 
+async def test_odd_rows_are_cleaned_and_cost_no_other(url: str) -> None:
+    """Too long for an index, without a meaning as text, too large, of a day that nobody expects."""
+    async with store_at(url) as store:
+        recorder = Recorder(store, ("paid", "free"), buffer_max=10_000, clock=lambda: 0.0, wall=lambda: 0.0)
+        random_text = secrets.token_hex(5000)
+        odd: list[dict[str, Any]] = [
+            {"id": "nul \0"},
+            {"id": "half \ud800"},
+            {"id": "long " + random_text},
+            {"owner": "a\0b"},
+            {"tokens": 2**80},
+            {"call": CallFacts(2**40, float("inf"), endpoint="e\0", batch_id="b" + random_text, gpu_s=float("nan"))},
+            {"ended": NOW - 3 * DAY_S},
+        ]
+        entries = [entry(number) for number in range(1500)]
+        for number, change in enumerate(odd):
+            entries[200 * number + 7] = entry(200 * number + 7, **change)
+        await recorder.start()
+        for each in entries:
+            request = make_request(each.id, Witness(), now=each.arrived, owner=each.owner, tier=each.tier)
+            request.taken = each.taken
+            outcome = Output(b"1", each.call, each.tokens)
+            request.settle(outcome, each.ended)
+            recorder.settled(request, outcome)
+        await until(lambda: recorder.waiting == 0)
+        assert (recorder.written["request"], recorder.dropped["request"], recorder.failures) == (1500, 0, 0)
+        assert len(await store.requests(RequestQuestion(limit=5000))) == 1500
+        await recorder.close()
+    async with store_at(url) as store:
+        assert (await query(url, "SELECT count(*) FROM carpool_requests WHERE id LIKE 'long %'")) == [(1,)]
+
+
+async def test_whoever_asks_for_a_name_that_no_row_can_have_is_answered(url: str) -> None:
+    async with store_at(url) as store:
+        told: list[object] = []
+        await look_up_ended(store, "nul \0", None, told.append)
+        assert told == [None]
+
+
 class CutAtCommit:
     """A way to the server that is cut when the word of the first commit comes back."""
 
@@ -317,3 +365,68 @@ async def test_a_fleet_writes_each_record_once(url: str, tmp_path: Path, redis_s
         assert await rows_by_outcome(url) == await outcomes(*everybody) == Counter(ok=load.answered)
         sent = await batches(*everybody)
         assert await query(url, "SELECT count(*), sum(request_count) FROM carpool_batches") == [(sent, load.answered)]
+
+
+async def bench(port: int, report: Path, seconds: float) -> dict[str, Any]:
+    """RATE requests a second for so long; each must get its own output."""
+    url, rate = f"http://127.0.0.1:{port}", f"{RATE:g}"
+    flags = ["--rate", rate, "--duration", f"{seconds:g}s", "--payload-bytes", "200", "--timeout", "60s"]
+    done = await asyncio.to_thread(carpool, "bench", url, *flags, "--json", str(report), "--quiet")
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(await asyncio.to_thread(report.read_text))
+    assert (told["errors"], told["wrong"], told["unanswered"]) == (0, 0, 0)
+    return told
+
+
+PATIENT = {"broker.queue_timeout_s": 60, "broker.total_timeout_s": 60, "shedding.mode": "off"}
+
+
+@pytest.mark.timeout(600)
+async def test_a_steady_load_is_there_whole(url: str, tmp_path: Path) -> None:
+    """`EYES_RATE=10000 EYES_SECONDS=60` is what it is built for; by default less, for small machines."""
+    await init(url)
+    async with running_gateway(tmp_path, "sim:?latency_ms=50&slots=64", settings=settings(url) | PATIENT) as gateway:
+        told = await bench(gateway.port, tmp_path / "report.json", SECONDS)
+        await until_written(gateway)
+        assert await outcomes(gateway) == Counter(ok=told["ok"])
+        assert await tracked("dropped", "request", gateway) == 0
+        sent = await batches(gateway)
+    [row] = await query(
+        url,
+        "SELECT count(*), count(DISTINCT id), count(error), sum(gpu_seconds), "
+        "min(latency_ms - queue_ms - upstream_ms), count(batch_id), min(upstream_ms) FROM carpool_requests",
+    )
+    total, ids, failed, gpu_s, rest_ms, batched, upstream_ms = row
+    assert (total, ids, failed, batched) == (told["ok"], told["ok"], 0, told["ok"])
+    assert rest_ms > -0.01 and upstream_ms >= 49
+    [[count, seats, seconds]] = await query(
+        url,
+        "SELECT count(*), sum(request_count), sum(call.ms) / 1000 FROM carpool_batches b JOIN "
+        "(SELECT batch_id, max(upstream_ms) AS ms FROM carpool_requests GROUP BY 1) call ON call.batch_id = b.id",
+    )
+    assert (count, seats) == (sent, told["ok"])
+    assert gpu_s == pytest.approx(seconds)
+    print(f"\nPostgreSQL: {told['ok']} at {told['rate']:.0f}/s, all there; p99 {told['latency_ms']['p99']:.0f} ms")  # noqa: T201
+
+
+@pytest.mark.timeout(600)
+async def test_a_database_that_is_gone_for_a_while_costs_rows_and_no_request(tmp_path: Path) -> None:
+    with running_postgres() as server:
+        await init(server.url)
+        given = settings(server.url, buffer_max=max(1000, round(RATE))) | PATIENT
+        async with running_gateway(tmp_path / "gateway", "sim:?latency_ms=50&slots=64", settings=given) as gateway:
+            load = asyncio.ensure_future(bench(gateway.port, tmp_path / "report.json", 2 * SECONDS + GONE_S))
+            await asyncio.sleep(SECONDS)
+            await asyncio.to_thread(server.stop)
+            await asyncio.sleep(GONE_S)
+            await asyncio.to_thread(server.start)
+            told = await load
+            await until_written(gateway)
+            dropped = await tracked("dropped", "request", gateway)
+            assert await outcomes(gateway) == Counter(ok=told["ok"])
+            assert await rows_by_outcome(server.url) == Counter(ok=told["ok"] - dropped)
+            # It goes on: what came last is there.
+            span = "extract(epoch FROM max(completed_at) - min(completed_at))::float"
+            [[seconds]] = await query(server.url, f"SELECT {span} FROM carpool_requests")
+        assert dropped > 0 and seconds > SECONDS + GONE_S
+        print(f"\nPostgreSQL gone for {GONE_S:g} s: {told['ok']} answered, {dropped} records dropped")  # noqa: T201

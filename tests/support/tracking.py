@@ -24,6 +24,15 @@ async def outcomes(*processes: GatewayProcess) -> Counter[str]:
     return +counted
 
 
+async def problems(*processes: GatewayProcess) -> Counter[str]:
+    """`carpool_problems_total` by code: what clients were told."""
+    counted: Counter[str] = Counter()
+    for process in processes:
+        for code, number in re.findall(r'^carpool_problems_total{code="(.+)"} (\S+)$', await page(process), re.M):
+            counted[code] += int(float(number))
+    return +counted
+
+
 async def batches(*processes: GatewayProcess) -> int:
     """`carpool_batches_total`, over all reasons."""
     found = [re.findall(r"^carpool_batches_total{.+} (\S+)$", await page(process), re.M) for process in processes]
