@@ -63,8 +63,9 @@ eyes: setup redis promtool postgresql chromium .venv-eyes/.ready ## what people 
 	@$(BIN)/python -m pytest tests/eyes -s --ignore tests/eyes/test_page.py
 	@PYTHONPATH=.eyes $(BIN)/python -m pytest tests/eyes/test_page.py -s
 
-pictures: setup chromium ## draw the pictures of docs/live-page.md
+pictures: setup chromium ## draw the pictures of docs/live-page.md and docs/observe.md
 	@PYTHONPATH=.eyes:tests $(BIN)/python tests/eyes/pictures.py docs/pictures
+	@PYTHONPATH=.eyes:tests $(BIN)/python tests/eyes/troubles.py docs/pictures
 
 lint: setup ## ruff, mypy strict, import-linter
 	@$(BIN)/ruff format --check .
