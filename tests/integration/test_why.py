@@ -79,6 +79,32 @@ async def test_alone_from_the_queue_to_the_end(tmp_path: Path) -> None:
         assert nobody.stderr.startswith("carpool why: no gateway knows this request")
 
 
+def parts(told: Any) -> dict[str, float]:
+    assert abs(sum(wait["ms"] for wait in told["waits"]) - told["latency_ms"]) < 1
+    return {wait["what"]: wait["ms"] for wait in told["waits"]}
+
+
+async def test_a_search_is_not_called_the_models_work(tmp_path: Path) -> None:
+    async with scripted_upstream() as upstream, running_gateway(tmp_path, upstream.url, settings=PATIENT) as gateway:
+        upstream.poison = "bad"
+        assert (await ask(gateway.port, "before")).status == 200
+        first = await fill_the_slot(upstream, gateway.port)
+        names = ["good-1", "bad-2", "good-3", "good-4"]
+        others = []
+        for name in names:
+            others.append(asyncio.ensure_future(ask(gateway.port, name)))
+            await until_state(gateway, name, "queued")
+        upstream.latency_s = 0.05
+        upstream.gate.set()
+        assert (await first).status == 200
+        assert sorted(answer.status for answer in await asyncio.gather(*others)) == [200, 200, 200, 422]
+        for name in names:
+            told = await state(gateway, name)
+            assert parts(told)["search"] > 0
+            assert parts(told).get("model", 0.0) < told["latency_ms"] - parts(told)["search"]
+            assert "a search for the input at fault" in await why(gateway, name, cwd=tmp_path)
+
+
 async def test_over_redis_any_gateway_tells_the_same(tmp_path: Path, redis_server: RedisServer) -> None:
     settings = {"broker.namespace": tmp_path.name, **PATIENT}
     async with scripted_upstream() as upstream, fleet_over(tmp_path, redis_server.url, settings) as fleet:
@@ -102,8 +128,12 @@ async def test_over_redis_any_gateway_tells_the_same(tmp_path: Path, redis_serve
         assert "waiting" in (await until_state(there, "second", "queued"))["queue"]
         task_id = (await ask(here.port, "task", ASYNC)).json["task_id"]
         assert (await until_state(there, task_id, "queued"))["queue"]["place"] >= 1
+        third = asyncio.ensure_future(ask(here.port, "third-is-bad"))
+        await until_state(there, "third-is-bad", "queued")
         upstream.gate.set()
-        assert {(await first).status, (await second).status} == {200}
+        assert [(await first).status, (await second).status, (await third).status] == [200, 200, 422]
+        told = await state(there, "third-is-bad")
+        assert ("search" in parts(told)) is (told["batch"]["size"] > 1)
 
 
 async def test_what_memory_has_lost_is_told_from_tracking(tmp_path: Path, redis_server: RedisServer) -> None:
