@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, get_args
 
-import grpc  # type: ignore[import-untyped]
+import grpc
 import pytest
 
 from carpool.core.errors import ClientLeft, Malformed

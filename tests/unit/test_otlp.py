@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from carpool.core.protobuf import varint
 from carpool.telemetry.otlp import (
     ERROR,
     INTERNAL,
@@ -19,7 +20,6 @@ from carpool.telemetry.otlp import (
     rejected_spans,
     span,
     trace_state,
-    varint,
 )
 from support.otlp import SeenLink, fields, spans_in
 

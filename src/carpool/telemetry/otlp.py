@@ -7,6 +7,8 @@ many spans have in common (a name, a set of attributes) is packed once and used 
 from collections.abc import Iterable, Iterator, Sequence
 from struct import Struct
 
+from carpool.core.protobuf import VARINTS, field, pack_double, varint
+
 INTERNAL, SERVER, CLIENT, CONSUMER = 1, 2, 3, 5
 
 # Of a span: the parent is known to be of this process, or of another one.
@@ -17,29 +19,9 @@ Value = str | bool | int | float
 # trace_id = 1, span_id = 2, start = 7, end = 8, flags = 16; and with parent_span_id = 4. Their order is free.
 _root = Struct("<2s16s2s8sBQBQ2sI").pack
 _child = Struct("<2s16s2s8s2s8sBQBQ2sI").pack
-_double = Struct("<d").pack
 _TRACE_ID, _SPAN_ID, _PARENT_ID = b"\x0a\x10", b"\x12\x08", b"\x22\x08"
 _START, _END, _FLAGS = 0x39, 0x41, b"\x85\x01"
-# Lengths and small numbers, which are most of them.
-_VARINTS = [bytes([n]) if n < 0x80 else bytes([n & 0x7F | 0x80, n >> 7]) for n in range(0x4000)]
 ERROR = b"\x7a\x02\x18\x02"  # status = 15 with code = 3 and the value 2
-
-
-def varint(number: int) -> bytes:
-    """A number that is not negative, in as many bytes as it needs."""
-    if number < 0x4000:
-        return _VARINTS[number]
-    parts = bytearray()
-    while number >= 0x80:
-        parts.append(number & 0x7F | 0x80)
-        number >>= 7
-    parts.append(number)
-    return bytes(parts)
-
-
-def field(number: int, content: bytes) -> bytes:
-    """A field that has a length: a message, or text."""
-    return varint(number << 3 | 2) + varint(len(content)) + content
 
 
 def attribute(name: str, value: Value) -> bytes:
@@ -83,7 +65,7 @@ def key_value(name: str, value: Value) -> bytes:
     elif isinstance(value, int):
         packed = b"\x18" + varint(value & 0xFFFFFFFFFFFFFFFF)
     else:
-        packed = b"\x21" + _double(value)
+        packed = b"\x21" + pack_double(value)
     return field(1, name.encode()) + field(2, packed)
 
 
@@ -125,7 +107,7 @@ def span(
     else:
         packed = _root(_TRACE_ID, trace_id, _SPAN_ID, span_id, _START, start_ns, _END, end_ns, _FLAGS, flags)
     size = len(packed) + len(rest)
-    return b"\x12" + (_VARINTS[size] if size < 0x4000 else varint(size)) + packed + rest
+    return b"\x12" + (VARINTS[size] if size < 0x4000 else varint(size)) + packed + rest
 
 
 class Inside:
@@ -155,7 +137,7 @@ class Inside:
         return b"".join(
             (
                 b"\x12",
-                _VARINTS[size] if size < 0x4000 else varint(size),
+                VARINTS[size] if size < 0x4000 else varint(size),
                 _TRACE_ID,
                 trace_id,
                 _SPAN_ID,

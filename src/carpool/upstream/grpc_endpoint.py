@@ -108,7 +108,7 @@ class GrpcEndpoint:
 
     async def post(self, call: Call, timeout_s: float) -> Answer:
         """Send one call and read its answer; raises AttemptFailedError, or is cancelled."""
-        from grpc import RpcError  # type: ignore[import-untyped]
+        from grpc import RpcError
 
         try:
             secrets = self._credentials.headers()
