@@ -6,7 +6,7 @@ INTEROP := triton kserve infinity tritonclient
 WORKERS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis promtool postgresql chromium demo check test prometheus eyes pictures lint format docs bench overload chaos interop clean
+.PHONY: help setup redis promtool postgresql chromium demo check test prometheus eyes pictures lint format docs protos bench overload chaos interop clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -80,6 +80,11 @@ format: setup ## rewrite the code in the one format
 docs: setup ## write the generated pages and the dashboard again
 	@$(BIN)/python -m carpool.tools.docs
 	@$(BIN)/python -m carpool.tools.dashboard
+
+# Generated code is not edited: the messages' descriptors, for reflection and for tests.
+PROTOS := src/carpool/face/grpc/protos
+protos: setup ## compile the .proto files again, for reflection
+	@$(BIN)/python -m grpc_tools.protoc -I $(PROTOS) --descriptor_set_out=$(PROTOS)/descriptors.binpb $$(cd $(PROTOS) && find * -name '*.proto' | sort)
 
 bench: setup redis ## measure beside the floor (several minutes)
 	@$(BIN)/python bench/run.py

@@ -119,7 +119,7 @@ class RedisGateway(RedisProcess):
         self.gateway.watch()
         ground.do_every(EXPIRY_TICK_S, self.expire)
         await meeting.wait_for_redis(self.gateway.is_connected)
-        await self.gateway.start(self.listening)
+        await self.gateway.start(self.listening, self.check_ready)
         self.port = self.gateway.port
         await self.listen_for_operators(meeting.desk)
         self.say_where(f"serving on {ground.settings.gateway.host}:{self.port}")
@@ -242,7 +242,7 @@ class RedisServe(RedisGateway):
         self.ground.do_every(EXPIRY_TICK_S, self.expire)
         await meeting.wait_for_redis(self.gateway.is_connected)
         self.own.take()
-        await self.gateway.start(self.listening)
+        await self.gateway.start(self.listening, self.check_ready)
         self.port = self.gateway.port
         await self.listen_for_operators(meeting.desk)
         self.say_where(f"serving on {self.ground.settings.gateway.host}:{self.port}")

@@ -63,7 +63,7 @@ class EmbeddedProcess(Process):
         if self.gateway.seats is not None:
             self.tasks.keep_result = self.gateway.seats.keep
         ground.do_every(EXPIRY_TICK_S, self.expire)
-        await self.gateway.start(self.listening)
+        await self.gateway.start(self.listening, self.check_ready)
         self.port = self.gateway.port
         await self.listen_for_operators(
             DeadLetterDesk(

@@ -19,6 +19,7 @@ from support.client import ask_once
 # here says: that depends on what else the machine has to do.
 PATIENCE_S = 60.0
 _SERVING = re.compile(r"(?:serving on 127\.0\.0\.1:(\d+)|batching), admin on 127\.0\.0\.1:(\d+)")
+_GRPC = re.compile(r"gRPC on 127\.0\.0\.1:(\d+)")
 _NAME = re.compile(r'"role": "[a-z]+", "name": "([^"]+)"')
 # No setting of whoever runs the tests.
 CLEAN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("CARPOOL_")}
@@ -90,6 +91,13 @@ class GatewayProcess:
         found = _NAME.search(self.log.read_text())
         assert found is not None
         return found[1]
+
+    @property
+    def grpc_port(self) -> int:
+        """Of one that serves gRPC; from the line that says so."""
+        found = _GRPC.search(self.log.read_text())
+        assert found is not None
+        return int(found[1])
 
     def reload(self) -> None:
         """SIGHUP."""

@@ -40,6 +40,7 @@ def snapshot(shed: int = 0, ok: int = 0) -> Snapshot:
             DoorNumbers(
                 problems={"shed": shed},
                 connections=1,
+                grpc_calls=2,
                 held_requests=0,
                 held_bytes=0,
                 pressure={},

@@ -53,6 +53,7 @@ class View:
                 DoorNumbers(
                     problems={},
                     connections=5,
+                    grpc_calls=2,
                     held_requests=0,
                     held_bytes=0,
                     pressure={"m": 1.5},

@@ -25,6 +25,7 @@ _METAVARS = {
     "gateway.admin_host": "ADDRESS",
     "gateway.port": "PORT",
     "gateway.admin_port": "PORT",
+    "gateway.grpc_port": "PORT",
     "gateway.tls_cert": "FILE",
     "gateway.tls_key": "FILE",
     "gateway.processes": "N",

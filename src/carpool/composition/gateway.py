@@ -1,12 +1,13 @@
 """The gateway half: it takes requests from clients and gives them their answers."""
 
 import asyncio
+import logging
 import resource
 import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from carpool.admission.cache import ResultCache, digest_key, digest_key_of_owner, exact_key, exact_key_of_owner
 from carpool.admission.gate import Gate
@@ -36,8 +37,14 @@ from carpool.face.http.task_events import TaskEvents
 from carpool.face.http.tickets import Tickets
 from carpool.face.intake import Intake, IntakeSettings
 from carpool.service import ModelFace
-from carpool.settings import Settings
+from carpool.settings import Settings, grpc_port
 from carpool.settings.schema import LimitSettings
+
+if TYPE_CHECKING:
+    from carpool.face.grpc.health import CheckReady
+    from carpool.face.grpc.server import GrpcServer
+
+logger = logging.getLogger("carpool")
 
 # Files that are not client connections: upstream connections, the journal, logs.
 FILES_RESERVED = 256
@@ -78,10 +85,6 @@ class Server(Protocol):
 
     async def finish(self, deadline: float) -> None:
         """Close idle connections at once and the others as their last answer leaves; past `deadline` all of them."""
-        ...
-
-    def connected(self) -> int:
-        """Open connections."""
         ...
 
 
@@ -172,6 +175,8 @@ class GatewayHalf:
         routes.router.add(b"POST", STREAM + b"/tickets", self.streams.ticket)
         routes.router.add(b"GET", b"/v1/result/*/events", self.events.listen)
         self.servers: list[Server] = [self.http]
+        # None where there is no gRPC.
+        self.grpc: GrpcServer | None = None
         self.port = 0
 
     def _is_up(self, model: str) -> bool:
@@ -216,22 +221,41 @@ class GatewayHalf:
         places = Places("event streams", settings.listeners_max, settings.per_owner_max)
         return streams, TaskEvents(self.intake, places, forget_after_read=ground.settings.tasks.forget_after_read)
 
-    async def start(self, listening: socket.socket | None) -> None:
+    async def start(self, listening: socket.socket | None, check_ready: "CheckReady") -> None:
         """Serve clients, on a socket that other processes share if one is given."""
         gateway = self._ground.settings.gateway
+        if (own_port := grpc_port(gateway)) is not None:
+            await self._start_grpc(own_port, check_ready)
         for server in self.servers:
             self._ground.opened.push_async_callback(close_server, server)
         self._ground.do_every(SAMPLE_S, Sampler(self.http.state, self._ground.seconds).take)
         self.port = await self.http.start(gateway.host, gateway.port, self._tls, listening)
         warn_if_open(self._ground.settings)
 
+    async def _start_grpc(self, port: int, check_ready: "CheckReady") -> None:
+        from carpool.composition.grpc_face import make_grpc_server, pems_of  # here: nobody else waits for grpcio
+
+        settings = self._ground.settings
+        gateway = settings.gateway
+        self.grpc = make_grpc_server(self._ground, self.intake, self.http.state, check_ready)
+        self.servers.append(self.grpc)
+        bound = await self.grpc.start(gateway.host, port, pems_of(settings), is_shared=gateway.processes > 1)
+        logger.info("gRPC on %s:%d", gateway.host, bound)
+
     def _prepare_reload(self, settings: Settings) -> Callable[[], None]:
         """Let new connections get the certificate that there is now, and take the configured keys; raises OSError."""
-        tls, credentials = tls_context(settings), self.credentials
+        tls, credentials, grpc = tls_context(settings), self.credentials, self.grpc
+        pems = None
+        if grpc is not None:
+            from carpool.composition.grpc_face import pems_of
+
+            pems = pems_of(settings)
 
         def change() -> None:
             if tls is not None:
                 self.http.change_certificate(tls)
+            if grpc is not None and pems is not None:
+                grpc.change_certificate(pems)
             if credentials is not None:
                 credentials.change_configured_keys(configured_keys(settings))
 
@@ -271,9 +295,10 @@ class GatewayHalf:
             held, held_bytes = held + self.seats.held - self.seats.queued, held_bytes + self.seats.held_bytes
         return DoorNumbers(
             problems=self.http.state.problems,
-            connections=sum(server.connected() for server in self.servers),
+            connections=self.http.connected(),
             streams=len(self.streams),
             event_listeners=len(self.events),
+            grpc_calls=0 if self.grpc is None else self.grpc.calls,
             held_requests=held,
             held_bytes=held_bytes,
             pressure={model: self.pressure(model) for model in self.doors},

@@ -208,9 +208,10 @@ class DoorNumbers(Numbers, frozen=True, kw_only=True):
     problems: Annotated[
         Counts, counter("Answers to clients that were errors, by code; also for requests that never came in.", "code")
     ]
-    connections: Annotated[int, gauge("Open client connections.")]
+    connections: Annotated[int, gauge("Open client connections, but for those of gRPC.")]
     streams: Annotated[int, gauge("Of these, WebSockets.")] = 0
     event_listeners: Annotated[int, gauge("Of these, clients that listen to events of a task.")] = 0
+    grpc_calls: Annotated[int, gauge("gRPC calls under way, streams included.")] = 0
     held_requests: Annotated[int, gauge("Requests admitted and without an outcome; over Redis without tasks.")]
     held_bytes: Annotated[int, gauge("Bytes of their inputs.")]
     pressure: Annotated[

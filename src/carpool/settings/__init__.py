@@ -4,7 +4,15 @@ from carpool.settings.checks import check_name, require_broker, require_for, req
 from carpool.settings.dump import dump_toml
 from carpool.settings.errors import ConfigError
 from carpool.settings.loading import load_settings
-from carpool.settings.resolution import Model, admin_port, broker_address, is_loopback, models_of, read_password
+from carpool.settings.resolution import (
+    Model,
+    admin_port,
+    broker_address,
+    grpc_port,
+    is_loopback,
+    models_of,
+    read_password,
+)
 from carpool.settings.schema import Settings
 
 __all__ = [
@@ -15,6 +23,7 @@ __all__ = [
     "broker_address",
     "check_name",
     "dump_toml",
+    "grpc_port",
     "is_loopback",
     "load_settings",
     "models_of",

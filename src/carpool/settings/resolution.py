@@ -111,6 +111,13 @@ def admin_port(gateway: GatewaySettings) -> int:
     return gateway.port + 1 if gateway.port else 0
 
 
+def grpc_port(gateway: GatewaySettings) -> int | None:
+    """The port for gRPC; 0 picks a free one, None: there is no gRPC."""
+    if gateway.grpc_port is not None or not gateway.grpc:
+        return gateway.grpc_port
+    return gateway.port + 2 if gateway.port else 0
+
+
 def broker_address(broker: BrokerSettings) -> "BrokerAddress":
     """Where Redis is and how to get in; raises ConfigError. Reads the password's file."""
     # Here, so that commands without a broker start without it.

@@ -50,7 +50,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 class GatewaySettings(Section, frozen=True):
-    """The HTTP face: where it listens and what it takes from a client."""
+    """The faces: where they listen and what they take from a client."""
 
     host: Annotated[str, doc("address to listen on")] = "127.0.0.1"
     port: Annotated[Port, doc("port for clients; 0 picks a free one")] = 8000
@@ -63,6 +63,15 @@ class GatewaySettings(Section, frozen=True):
             "gets 403, so that no web page can reach it through a browser"
         ),
     ] = []
+    grpc: Annotated[bool, doc("serve gRPC too, at `grpc_port`")] = False
+    grpc_port: Annotated[
+        Port | None,
+        doc(
+            "port for gRPC, which turns it on; by default `port` + 2, but several processes share one that must be "
+            "given; 0 picks a free one"
+        ),
+    ] = None
+    grpc_calls_max: Annotated[Count, doc("gRPC calls at once, streams included (RESOURCE_EXHAUSTED)")] = 10_000
     default_mode: Annotated[
         Literal["sync", "async"], doc("what `POST /v1/inference` does when the client does not say")
     ] = "sync"

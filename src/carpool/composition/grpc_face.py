@@ -1,0 +1,48 @@
+"""The gRPC face of a gateway, where there is one: its services and its limits. Whoever imports this imports grpcio."""
+
+from carpool.composition.ground import Ground
+from carpool.face.grpc.call import Problems, Service
+from carpool.face.grpc.health import CheckReady, Health
+from carpool.face.grpc.inference import Inference, InferenceSettings
+from carpool.face.grpc.reflection import NAMES, Reflection
+from carpool.face.grpc.server import GrpcLimits, GrpcServer, Pems
+from carpool.face.http.state import HttpState
+from carpool.face.intake import Intake
+from carpool.settings import Settings
+
+
+def make_grpc_server(ground: Ground, intake: Intake, http: HttpState, check_ready: CheckReady) -> GrpcServer:
+    """The services that clients may call. Limits and counts are those of the HTTP face, where it has them too."""
+    settings, limits = ground.settings, http.limits
+    problems = Problems(http.count_problem, ground.tracer)
+    tasks = settings.tasks
+    own = InferenceSettings(tasks.wait_ms_max, tasks.forget_after_read, limits.unread_bytes_max)
+    services: list[Service] = [Inference(intake, own, problems)]
+    served = [service.name for service in services]
+    services.append(Health(check_ready, served, ground.clock))
+    names = [*served, Health.name, *NAMES]
+    services += [Reflection(name, names) for name in NAMES]
+    return GrpcServer(
+        services,
+        GrpcLimits(
+            body_bytes_max=limits.body_bytes_max,
+            header_bytes_max=limits.header_bytes_max,
+            calls_max=settings.gateway.grpc_calls_max,
+            connections_max=limits.connections_max,
+            receive_timeout_s=limits.receive_timeout_s,
+            idle_timeout_s=limits.idle_timeout_s,
+            write_timeout_s=limits.write_timeout_s,
+            unread_bytes_max=limits.unread_bytes_max,
+        ),
+        problems,
+        ground.clock,
+    )
+
+
+def pems_of(settings: Settings) -> Pems | None:
+    """The server's key and certificate, if there is TLS; raises OSError."""
+    gateway = settings.gateway
+    if not gateway.tls_cert:
+        return None
+    with open(gateway.tls_key or gateway.tls_cert, "rb") as key, open(gateway.tls_cert, "rb") as chain:
+        return Pems(key.read(), chain.read())

@@ -1,0 +1,195 @@
+"""One call, as services see it: who calls, what came with it, its messages, and how it is refused.
+
+A service answers with the bytes of a message, or with an error of the tree, which it may return as well as raise: one
+that many are told is never raised.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Protocol, TypeVar
+from urllib.parse import unquote
+
+from carpool.core.errors import CarpoolError, Draining, Malformed, ReceiveTimeout
+from carpool.core.ports import Caller, Entry, Peer, RequestTraces
+from carpool.face.grpc.slow import SlowCalls
+from carpool.face.http.ids import request_id
+from carpool.face.intake import Intake
+
+# Of the metadata, what anybody here looks at. The rest is not even copied.
+WANTED = frozenset(
+    ("authorization", "x-api-key", "x-forwarded-for", "x-request-id", "traceparent", "tracestate", "cache-control")
+)
+NO_HEADERS: dict[bytes, bytes] = {}
+LINES_KEPT = 4096
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+Answer = bytes | CarpoolError
+Told = TypeVar("Told")
+
+
+class Call:
+    """One call. `context` is grpcio's."""
+
+    __slots__ = ("_interruption", "_reader", "_slow", "came_in", "context", "headers", "path", "peer", "peer_name")
+
+    def __init__(self, context: Any, path: str, peer_name: str, peer: Peer, slow: SlowCalls) -> None:
+        self.context = context
+        self.path = path
+        self.peer_name = peer_name
+        self.peer = peer
+        self.headers = headers_of(context.invocation_metadata())
+        # It became a request: if that fails, it is traced with it.
+        self.came_in = False
+        self._slow = slow
+        # Who waits for a message, and why it is not to wait any longer.
+        self._reader: asyncio.Task[Any] | None = None
+        self._interruption: CarpoolError | None = None
+
+    async def read(self) -> bytes:
+        """The one message of the call; raises why there is none."""
+        slow = self._slow
+        slow.receiving[self] = slow.now
+        try:
+            message = await self.next()
+        finally:
+            del slow.receiving[self]
+        if message is None:
+            raise Malformed("the call has no message; send one")
+        return message
+
+    async def next(self) -> bytes | None:
+        """The next message of a stream; None if no more will come."""
+        task = self._reader = asyncio.current_task()
+        try:
+            message = await self.context.read()
+        except asyncio.CancelledError:
+            if self._interruption is None or task is None:
+                raise
+            task.uncancel()
+            raise self._interruption from None
+        finally:
+            self._reader = None
+        return message if isinstance(message, bytes) else None
+
+    async def write(self, message: bytes) -> None:
+        """One message of a stream, once there is room for it; a client that does not read it in time is cut off."""
+        slow = self._slow
+        slow.writing[self] = self.peer_name, slow.time_to_read(len(message))
+        try:
+            await self.context.write(message)
+        finally:
+            del slow.writing[self]
+
+    def give_up_receiving(self) -> None:
+        """The message has taken too long."""
+        self.interrupt(ReceiveTimeout("the message did not arrive in time; send it sooner"))
+
+    def interrupt(self, why: CarpoolError) -> None:
+        """Whoever waits for a message gets this error in its place. One that comes at this moment is lost."""
+        if self._reader is not None and self._interruption is None:
+            self._interruption = why
+            self._reader.cancel()
+
+    def remaining_s(self) -> float | None:
+        """Seconds until the deadline of the call; None if it has none."""
+        remaining: float | None = self.context.time_remaining()
+        return remaining
+
+    def tell_limit(self, lines: bytes) -> None:
+        """What the caller is told of its rate limit, with whatever is answered."""
+        if lines:
+            self.context.set_trailing_metadata(metadata_of(lines))
+
+    def request_id(self) -> str:
+        """The client's own id, or a new one."""
+        return request_id(self.headers)
+
+
+class Problems:
+    """Is told of every error that a client is told."""
+
+    def __init__(self, count: Callable[[str], None], traces: RequestTraces | None = None) -> None:
+        self._count = count
+        # None where nothing is traced.
+        self.traces = traces
+
+    def note(self, call: Call, error: CarpoolError, *, came_in: bool) -> None:
+        """One more; a request that came in is traced by itself."""
+        self._count(error.code)
+        if self.traces is not None and not came_in:
+            self.traces.refused(b"POST", call.path.encode(), call.headers, error)
+
+
+class Method(NamedTuple):
+    """What a service does when it is called."""
+
+    handle: Callable[[Call], Awaitable[Answer | None]]
+    # It writes its answers by itself, any number of them, and returns None or an error.
+    is_stream: bool = False
+
+
+class Service(Protocol):
+    """Methods under one name."""
+
+    name: str
+
+    @property
+    def methods(self) -> Mapping[str, Method]:
+        """By their names."""
+        ...
+
+    def drain(self) -> None:
+        """End what would go on for ever: take nothing new on streams, answer what came, then end them."""
+        ...
+
+
+async def enter(intake: Intake, call: Call) -> Caller | CarpoolError:
+    """The caller, if it is known and within its limit; else why it does not come in. Raises as `identify`."""
+    caller = call.peer.caller or intake.identify(call.headers, call.peer)
+    if caller.limit is not None:
+        entry = intake.enter(caller)
+        if entry is None:
+            known: asyncio.Future[Entry] = asyncio.get_running_loop().create_future()
+            intake.when_known(caller, partial(tell, known))
+            entry = await known
+        if isinstance(entry, CarpoolError):
+            return entry
+        call.tell_limit(entry)
+    return caller
+
+
+def tell(waiting: "asyncio.Future[Told]", told: Told) -> None:
+    """Let a call go on with what it waits for, unless it has left."""
+    if not waiting.done():
+        waiting.set_result(told)
+
+
+def headers_of(metadata: Any) -> dict[bytes, bytes]:
+    """Metadata as the headers that `identify` and others know; repeated ones joined by a comma."""
+    headers = NO_HEADERS
+    for name, value in metadata:
+        if name in WANTED:
+            if headers is NO_HEADERS:
+                headers = {}
+            key, given = name.encode(), value if isinstance(value, bytes) else value.encode()
+            headers[key] = headers[key] + b"," + given if key in headers else given
+    return headers
+
+
+@lru_cache(LINES_KEPT)
+def metadata_of(lines: bytes) -> Metadata:
+    """HTTP header lines as metadata."""
+    pairs = (line.partition(": ") for line in lines.decode("latin-1").split("\r\n") if line)
+    return tuple((name.lower(), value) for name, _, value in pairs)
+
+
+def leaving() -> Draining:
+    """What the clients of streams are told at the end."""
+    return Draining("this gateway is shutting down; connect again to reach another one", retry_after_s=1)
+
+
+def address_of(peer_name: str) -> str:
+    """The address in grpcio's name of a peer, such as `ipv4:127.0.0.1:4711`; "" for a Unix socket."""
+    kind, _, where = peer_name.partition(":")
+    return unquote(where).rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""

@@ -1,0 +1,216 @@
+"""`carpool.v1.Inference`: Predict, Submit, GetResult and Cancel; PredictStream is in stream.py.
+
+The hot path is `predict` → `Intake.ask` … `settled`. For each request it makes one Request and one future.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from carpool.core.errors import CarpoolError, Malformed
+from carpool.core.outcome import Outcome, Output
+from carpool.core.ports import NO_WISHES, Caller, Wishes
+from carpool.core.request import Request
+from carpool.core.task import StoredTask
+from carpool.face.grpc.call import Answer, Call, Method, Problems, enter, tell
+from carpool.face.grpc.messages import (
+    Answers,
+    PredictCall,
+    read_get_result,
+    read_predict,
+    read_submit,
+    submitted,
+    task_message,
+)
+from carpool.face.grpc.stream import Streams
+from carpool.face.http.gateway import possible_task_id, too_large_for, wishes_in, with_trace
+from carpool.face.http.wire import CLIENT_ID_CHARS_MAX, canonical_parameters, checked_input
+from carpool.face.intake import Intake, ServedModel
+
+NAME = "carpool.v1.Inference"
+TIMEOUT_MS_MAX = 10**9
+NO_PREFERENCES: dict[bytes, bytes] = {}
+
+_read_json = msgspec.json.Decoder(msgspec.Raw).decode
+
+
+class InferenceSettings(msgspec.Struct, frozen=True):
+    """What this service must know of the configuration."""
+
+    wait_ms_max: int
+    forget_after_read: bool
+    unread_bytes_max: int = 256 * 1024 * 1024
+
+
+class Inference:
+    """The service. It waits for the outcomes of the requests of `Predict`."""
+
+    name = NAME
+    # For traces.
+    route = f"/{NAME}/Predict"
+
+    def __init__(self, intake: Intake, settings: InferenceSettings, problems: Problems) -> None:
+        self.intake = intake
+        self.problems = problems
+        self._settings = settings
+        # None where nothing is traced.
+        self._begin_trace = None if problems.traces is None else problems.traces.begin
+        self._early = intake.early
+        self._answers = Answers()
+        self._streams = Streams(self, settings.unread_bytes_max)
+        self.methods: Mapping[str, Method] = {
+            "Predict": Method(self.predict),
+            "PredictStream": Method(self._streams.serve, is_stream=True),
+            "Submit": Method(self.submit),
+            "GetResult": Method(self.get_result),
+            "Cancel": Method(self.cancel),
+        }
+
+    def drain(self) -> None:
+        """Streams take nothing new."""
+        self._streams.drain()
+
+    async def predict(self, call: Call) -> Answer:
+        """One input, and its output."""
+        caller = await enter(self.intake, call)
+        if isinstance(caller, CarpoolError):
+            return caller
+        early = self._early
+        if early is not None and early.rooms[caller.tier] <= 0 and (refusal := early.refusal(caller)) is not None:
+            return refusal
+        asked = read_predict(await call.read())
+        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        request = self.ask(caller, call, asked, call.request_id(), self, outcome, call.remaining_s())
+        try:
+            found = await outcome
+        except asyncio.CancelledError:
+            self.intake.cancel(request)
+            raise
+        return self._answers.message(request, found) if isinstance(found, Output) else found
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """Wake the call that waits for a request; it writes the answer itself, so that a defect there is its own."""
+        tell(request.ticket, outcome)
+
+    def ask(
+        self,
+        caller: Caller,
+        call: Call,
+        asked: PredictCall,
+        request_id: str,
+        waiter: Any,
+        ticket: object,
+        remaining_s: float | None = None,
+    ) -> Request:
+        """Let a synchronous request in; raises as `Intake.ask`, and Malformed for what the message has in it."""
+        model, parameters, value = self._parts(asked)
+        wishes = self._wishes(call, asked, remaining_s)
+        request = self.intake.ask(caller, model, parameters, value, request_id, waiter, ticket, asked.client_id, wishes)
+        call.came_in = True
+        return request
+
+    async def submit(self, call: Call) -> Answer:
+        """A task: answered once it is safe."""
+        caller = await enter(self.intake, call)
+        if isinstance(caller, CarpoolError):
+            return caller
+        asked = read_submit(await call.read())
+        model, parameters, value = self._parts(asked)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+
+        def accepted(request: Request, error: CarpoolError | None) -> None:
+            tell(answer, submitted(request.id) if error is None else error)
+
+        self.intake.submit(
+            caller=caller,
+            model=model,
+            parameters=parameters,
+            value=value,
+            client_id=asked.client_id,
+            wishes=self._wishes(call, asked, None),
+            accepted=accepted,
+        )
+        return await answer
+
+    async def get_result(self, call: Call) -> Answer:
+        """What became of a task, with a long poll if the client asks for one."""
+        caller = self.intake.identify(call.headers, call.peer)
+        task_id, wait_ms = read_get_result(await call.read())
+        wait_ms_max = self._settings.wait_ms_max
+        if not 0 <= wait_ms <= wait_ms_max:
+            raise Malformed(f"`wait_ms` must be a whole number from 0 to {wait_ms_max}")
+        found: asyncio.Future[StoredTask | CarpoolError] = asyncio.get_running_loop().create_future()
+
+        def answer(task: StoredTask | CarpoolError) -> bool:
+            if found.done():
+                return False
+            found.set_result(task)
+            return True
+
+        ticket = self.intake.look(
+            caller=caller,
+            task_id=possible_task_id(task_id),
+            wait_s=wait_ms / 1000,
+            forget=self._settings.forget_after_read,
+            answer=answer,
+        )
+        try:
+            task = await found
+        except asyncio.CancelledError:
+            self.intake.leave(ticket)
+            raise
+        return task if isinstance(task, CarpoolError) else task_message(task)
+
+    async def cancel(self, call: Call) -> Answer:
+        """Cancel, discard or forget a task."""
+        caller = self.intake.identify(call.headers, call.peer)
+        task_id, _ = read_get_result(await call.read())  # the same first field
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+
+        def done(error: CarpoolError | None) -> None:
+            tell(answer, b"" if error is None else error)
+
+        self.intake.delete(caller=caller, task_id=possible_task_id(task_id), done=done)
+        return await answer
+
+    def _parts(self, asked: PredictCall) -> tuple[ServedModel, bytes, bytes]:
+        """The model, the canonical parameters and the input of a request; raises Malformed, UnknownModel, TooLarge."""
+        model = self.intake.model(asked.model) if asked.model else self.intake.default_model
+        given = asked.data if asked.json is None else asked.json
+        if given is None:
+            raise Malformed("there is no input; set `input_data` or `input_json`")
+        if len(given) > model.body_bytes_max:
+            raise too_large_for(model)
+        if len(asked.client_id) > CLIENT_ID_CHARS_MAX:
+            raise Malformed(f"`client_id` may have {CLIENT_ID_CHARS_MAX} characters at most")
+        if not 0 <= asked.timeout_ms <= TIMEOUT_MS_MAX:
+            raise Malformed(f"`timeout_ms` must be a whole number from 0 to {TIMEOUT_MS_MAX}")
+        parameters = canonical_parameters(json_of(asked.parameters, "parameters")) if asked.parameters else b""
+        if asked.json is None:
+            if not given:
+                raise Malformed("`input_data` is empty; send the input's bytes")
+            return model, parameters, model.binary_input(given)
+        return model, parameters, checked_input(json_of(given, "input_json"), "input_json")
+
+    def _wishes(self, call: Call, asked: PredictCall, remaining_s: float | None) -> Wishes:
+        """How a request is to be treated: by the sooner of two deadlines, and by its metadata."""
+        headers = call.headers
+        wishes = wishes_in(headers, NO_PREFERENCES) if b"cache-control" in headers else NO_WISHES
+        timeout_s = asked.timeout_ms / 1000 if asked.timeout_ms else None
+        if remaining_s is not None and (timeout_s is None or remaining_s < timeout_s):
+            timeout_s = remaining_s
+        if timeout_s is not None:
+            wishes = Wishes(timeout_s, wishes.no_store, wishes.no_cache)
+        if self._begin_trace is not None and (trace := self._begin_trace(headers)) is not None:
+            wishes = with_trace(wishes, trace)
+        return wishes
+
+
+def json_of(given: bytes, field: str) -> msgspec.Raw:
+    """A JSON value that somebody wrote into a field; raises Malformed. What is more is checked elsewhere."""
+    try:
+        return _read_json(given)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        raise Malformed(f"`{field}` is not valid JSON") from None

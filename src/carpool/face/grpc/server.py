@@ -1,0 +1,214 @@
+"""The gRPC port: services on grpcio's asyncio server, with limits, and a drain.
+
+1. An error of the tree, or a defect, ends its call with a status; nobody else notices. Nothing of a defect is told.
+2. There are at most `calls_max` calls at once, streams included; others are refused at once. Slow ones: slow.py.
+3. grpcio makes two tasks for each call, and nobody here makes another one, but for streams.
+
+Whoever imports this imports grpcio: that is for those alone who serve gRPC.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from carpool.core.clock import Clock, monotonic
+from carpool.core.errors import CarpoolError, InternalError, QueueFull
+from carpool.core.ports import Peer
+from carpool.face.grpc.call import Call, Method, Problems, Service, address_of, metadata_of
+from carpool.face.grpc.messages import STATUS, status_message
+from carpool.face.grpc.slow import SlowCalls
+
+# What grpcio has to say on its own is for its developers. It looks once, when it is imported.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+import grpc
+
+logger = logging.getLogger("carpool")
+
+PEERS_KEPT_MAX = 4096
+# What a message may have beside the input that it carries.
+ENVELOPE_BYTES = 65536
+STREAMS_PER_CONNECTION_MAX = 4096
+# A client that is gone without a word is noticed by a ping after so long; clients may ping every so often themselves.
+KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 60_000, 20_000
+CLIENT_PINGS_MS = 10_000
+# Longer than any drain: `finish` says when it is over.
+DRAIN_S_MAX = 86400.0
+_CODES = {name: grpc.StatusCode[name] for name in STATUS}
+
+
+class GrpcLimits(msgspec.Struct, frozen=True):
+    """What is taken from a client; see GatewaySettings."""
+
+    body_bytes_max: int = 1024 * 1024
+    header_bytes_max: int = 16384
+    calls_max: int = 16384
+    connections_max: int = 10_000
+    receive_timeout_s: float = 10.0
+    idle_timeout_s: float = 75.0
+    write_timeout_s: float = 10.0
+    unread_bytes_max: int = 256 * 1024 * 1024
+
+
+class Pems(NamedTuple):
+    """The server's private key and its certificate chain."""
+
+    key: bytes
+    chain: bytes
+
+
+class GrpcServer:
+    """Serves services on one address."""
+
+    def __init__(
+        self,
+        services: Sequence[Service],
+        limits: GrpcLimits,
+        problems: Problems,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.services = services
+        self._limits = limits
+        self._problems = problems
+        self._clock = clock
+        self._server: Any = None
+        self._stopping: asyncio.Task[None] | None = None
+        self._certificate: Any = None
+        # Calls under way, streams included.
+        self.calls = 0
+        self.slow = SlowCalls(limits.receive_timeout_s, limits.write_timeout_s, limits.unread_bytes_max, clock)
+        # By grpcio's names for them.
+        self._peers: dict[str, Peer] = {}
+
+    def __repr__(self) -> str:
+        return f"<GrpcServer calls={self.calls} {self.slow}>"
+
+    async def start(self, host: str, port: int, tls: Pems | None = None, *, is_shared: bool = False) -> int:
+        """Listen, together with other processes if `is_shared`; returns the port. Raises OSError."""
+        handlers: dict[str, Any] = {}
+        for service in self.services:
+            for name, method in service.methods.items():
+                path = f"/{service.name}/{name}"
+                # A unary call looks the same on the wire, and this way we are called before its message is there.
+                kind = (
+                    grpc.stream_stream_rpc_method_handler if method.is_stream else grpc.stream_unary_rpc_method_handler
+                )
+                handlers[path] = kind(self._served(path, method))
+        server = grpc.aio.server(handlers=[_Handlers(handlers)], options=self._options(is_shared))
+        address = f"[{host}]:{port}" if ":" in host else f"{host or '[::]'}:{port}"
+        try:
+            if tls is None:
+                bound: int = server.add_insecure_port(address)
+            else:
+                self.change_certificate(tls)
+                credentials = grpc.dynamic_ssl_server_credentials(self._certificate, lambda: self._certificate)
+                bound = server.add_secure_port(address, credentials)
+        except RuntimeError:
+            raise OSError(f"the gRPC address {address} cannot be used") from None
+        self._server = server
+        await server.start()
+        self.slow.start()
+        return bound
+
+    def change_certificate(self, tls: Pems) -> None:
+        """Let new connections have this one."""
+        self._certificate = grpc.ssl_server_certificate_configuration([tls])
+
+    def drain(self) -> None:
+        """That this process leaves is told by its health; clients are told when the listening ends."""
+
+    def stop_listening(self) -> None:
+        """Accept no new connection and no new call. Those there are go on; streams end when they are answered."""
+        if self._server is not None and self._stopping is None:
+            self._stopping = asyncio.get_running_loop().create_task(self._server.stop(DRAIN_S_MAX))
+            for service in self.services:
+                service.drain()
+
+    async def finish(self, deadline: float) -> None:
+        """Wait until the last call has ended; past `deadline` all are."""
+        if self._stopping is None:
+            return
+        await self._server.stop(max(0.0, deadline - self._clock()))
+        await self._stopping
+        self.slow.stop()
+
+    def _options(self, is_shared: bool) -> list[tuple[str, int]]:
+        limits = self._limits
+        return [
+            ("grpc.so_reuseport", int(is_shared)),
+            ("grpc.max_receive_message_length", limits.body_bytes_max + ENVELOPE_BYTES),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_metadata_size", limits.header_bytes_max),
+            ("grpc.absolute_max_metadata_size", limits.header_bytes_max),
+            ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION_MAX),
+            ("grpc.max_allowed_incoming_connections", limits.connections_max),
+            ("grpc.server_handshake_timeout_ms", int(limits.receive_timeout_s * 1000)),
+            ("grpc.max_connection_idle_ms", int(limits.idle_timeout_s * 1000)),
+            ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+            ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", CLIENT_PINGS_MS),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", CLIENT_PINGS_MS),
+            # Unpacking what strangers send is a way to exhaust memory: no compression.
+            ("grpc.compression_enabled_algorithms_bitset", 1),
+        ]
+
+    def _served(self, path: str, method: Method) -> Callable[[Any, Any], Awaitable[bytes | None]]:
+        """A method as grpcio calls it (rule 1)."""
+        handle = method.handle
+
+        async def serve(_: Any, context: Any) -> bytes | None:
+            peer_name: str = context.peer()
+            call = Call(context, path, peer_name, self._peer(peer_name), self.slow)
+            answer: bytes | CarpoolError | None
+            if self.calls >= self._limits.calls_max:
+                await self._refuse(call, QueueFull("too many calls at once; try again soon", retry_after_s=1))
+            self.calls += 1
+            try:
+                answer = await handle(call)
+            except CarpoolError as error:
+                answer = error
+            except grpc.aio.BaseError:
+                raise  # the call has ended meanwhile
+            except Exception:
+                logger.exception("a gRPC call failed")
+                answer = InternalError("a defect in Carpool; its log has the details")
+            finally:
+                self.calls -= 1
+            if isinstance(answer, CarpoolError):
+                await self._refuse(call, answer)
+            elif answer is not None:
+                self.slow.answered(peer_name, len(answer))
+                return answer
+            return None
+
+        return serve
+
+    async def _refuse(self, call: Call, error: CarpoolError) -> None:
+        """End a call with an error; does not return."""
+        self._problems.note(call, error, came_in=call.came_in)
+        details = ("grpc-status-details-bin", status_message(error, call.request_id()))
+        metadata = (details, *call.context.trailing_metadata(), *metadata_of(error.header_lines))
+        await call.context.abort(_CODES[error.grpc_code], error.detail, metadata)
+
+    def _peer(self, name: str) -> Peer:
+        peer = self._peers.get(name)
+        if peer is None:
+            if len(self._peers) >= PEERS_KEPT_MAX:
+                self._peers.clear()
+            peer = self._peers[name] = Peer(address_of(name))
+        return peer
+
+
+class _Handlers:
+    """What grpcio asks for whom a call is."""
+
+    def __init__(self, by_path: Mapping[str, Any]) -> None:
+        self._by_path = by_path
+
+    def service(self, details: Any) -> Any:
+        """The handler of a method; None if there is none."""
+        return self._by_path.get(details.method)

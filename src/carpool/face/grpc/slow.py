@@ -1,0 +1,109 @@
+"""Calls that are too slow: whose message does not come, or whose answers nobody reads.
+
+1. The message of a call must have come within `receive_timeout_s`. One that has not is refused.
+2. An answer must have been read in `write_timeout_s`, and a second for each 64 KB. grpcio cannot end a call whose
+   client does not read: a status waits behind the answer. So the client's connection is ended.
+3. If more than `unread_bytes_max` of answers wait to be read, all who do not read are cut off.
+
+They are looked at twice a second; a call pays for being put on a list.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Set as AbstractSet
+from typing import Any, Protocol
+
+from carpool.core.clock import STOOD_STILL_S, Clock
+from carpool.core.timers import Every
+
+SWEEP_S = 0.5
+READ_BYTES_PER_S = 65536
+_SOCKETS = "/proc/self/fd"
+
+
+class Receiving(Protocol):
+    """A call without its message."""
+
+    def give_up_receiving(self) -> None:
+        """The message has taken too long."""
+        ...
+
+
+class SlowCalls:
+    """Watches over the calls of one server."""
+
+    def __init__(self, receive_timeout_s: float, write_timeout_s: float, unread_bytes_max: int, clock: Clock) -> None:
+        self._receive_timeout_s = receive_timeout_s
+        self._write_timeout_s = write_timeout_s
+        self._unread_bytes_max = unread_bytes_max
+        self._clock = clock
+        # As of the last look.
+        self.now = clock()
+        # Those whose message is to come, with the time when they began; and peers with the end of a stream's write.
+        self.receiving: dict[Receiving, float] = {}
+        self.writing: dict[object, tuple[str, float]] = {}
+        # Answers that grpcio has, and may still have: who waits for its end, whose it is, until when, and its size.
+        self._unread: list[tuple[asyncio.Task[Any] | None, str, float, int]] = []
+        self._sweeps = Every(SWEEP_S, self.sweep)
+
+    def __repr__(self) -> str:
+        return f"<SlowCalls receiving={len(self.receiving)} writing={len(self.writing)} unread={len(self._unread)}>"
+
+    def start(self) -> None:
+        """From now on."""
+        self._sweeps.start()
+
+    def stop(self) -> None:
+        """No more."""
+        self._sweeps.stop()
+
+    def time_to_read(self, size: int) -> float:
+        """Until when an answer of this size that is written now must have been read."""
+        return self.now + SWEEP_S + self._write_timeout_s + size / READ_BYTES_PER_S
+
+    def answered(self, peer_name: str, size: int) -> None:
+        """The running task ends when its answer has been read."""
+        self._unread.append((asyncio.current_task(), peer_name, self.time_to_read(size), size))
+
+    def sweep(self) -> None:
+        """Look at all of them."""
+        now, before = self._clock(), self.now
+        self.now = now
+        if now - before > STOOD_STILL_S:
+            return  # what clients sent and read meanwhile is seen first
+        for call, since in list(self.receiving.items()):
+            if now - since >= self._receive_timeout_s:
+                call.give_up_receiving()
+        self._unread = [each for each in self._unread if each[0] is not None and not each[0].done()]
+        is_too_much = sum(each[3] for each in self._unread) > self._unread_bytes_max
+        slow = {peer_name for _, peer_name, until, _ in self._unread if is_too_much or now >= until}
+        slow |= {peer_name for peer_name, until in self.writing.values() if now >= until}
+        if slow:
+            # In a thread: with ten thousand connections it takes a while.
+            asyncio.get_running_loop().run_in_executor(None, cut_off, slow)
+
+
+def cut_off(peer_names: AbstractSet[str]) -> None:
+    """End the connections of these peers, by grpcio's names for them. It sees that they were closed."""
+    try:
+        numbers = os.listdir(_SOCKETS)
+    except OSError:
+        return  # not on this system
+    for number in numbers:
+        try:
+            if not os.readlink(f"{_SOCKETS}/{number}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(number))) as connection:
+                if name_of(connection.getpeername()) in peer_names:
+                    connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue  # not connected, or gone by now
+
+
+def name_of(address: Any) -> str:
+    """grpcio's name of a peer that has this address."""
+    if not isinstance(address, tuple):
+        return ""
+    host, port = str(address[0]).removeprefix("::ffff:"), address[1]  # its sockets are of IPv6, and tell IPv4 so
+    return f"ipv6:%5B{host.replace('%', '%25')}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"

@@ -1,0 +1,265 @@
+"""PredictStream: many requests in flight on one stream, several requests and answers in a message.
+
+1. A stream has two tasks: one reads what the client asks, the call's own writes what there is to answer.
+2. While the client has `OPEN_MAX` requests without an answer that it took, or leaves `UNREAD_BYTES_MAX` of answers
+   waiting, nothing more is read: what a stream holds is bounded, whatever its client does.
+3. A client that has sent its last still gets all its answers; then the stream ends.
+4. A stream that ends, however it does, takes all that it waits for with it.
+5. A message that is not what it should be, or an id that is in flight already, ends the stream: nobody could say whose
+   the next answer is. What is wrong with a request is told in its own answer.
+6. At a drain nothing more is read; what came is answered, then the stream ends with UNAVAILABLE.
+
+A read is never cancelled: grpcio would lose what came. The end of the call ends it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from carpool.core.errors import CarpoolError, ClientLeft, InternalError, Malformed
+from carpool.core.outcome import Outcome, Output
+from carpool.core.ports import Caller, Entry
+from carpool.core.protobuf import Message
+from carpool.core.request import DONE, Request
+from carpool.face.grpc.call import Call, leaving
+from carpool.face.grpc.messages import Answers, error_message, read_predict, read_stream, streamed
+from carpool.face.intake import new_request_id
+
+if TYPE_CHECKING:
+    from carpool.face.grpc.inference import Inference
+
+logger = logging.getLogger("carpool")
+
+OPEN_MAX = 4096
+UNREAD_BYTES_MAX = 4 * 1024 * 1024
+# Of one message, unless a single answer has more. Clients take 4 MB by default.
+MESSAGE_BYTES_MAX = 256 * 1024
+
+
+class Streams:
+    """All streams of a service."""
+
+    def __init__(self, service: "Inference", unread_bytes_max: int) -> None:
+        self.service = service
+        self.unread_bytes_max = unread_bytes_max
+        # Answers that wait to be written, over all streams.
+        self.unread_bytes = 0
+        self._open: set[Stream] = set()
+        self._readers: set[asyncio.Task[None]] = set()
+        self._is_draining = False
+
+    async def serve(self, call: Call) -> CarpoolError | None:
+        """One stream, from its beginning to its end."""
+        if self._is_draining:
+            return leaving()
+        stream = Stream(self, call)
+        self._open.add(stream)
+        try:
+            return await stream.run()
+        finally:
+            self._open.discard(stream)
+            stream.close()
+
+    def start(self, reading: Coroutine[Any, Any, None]) -> None:
+        """Let a stream read, which ends with its call."""
+        task = asyncio.get_running_loop().create_task(reading)
+        self._readers.add(task)
+        task.add_done_callback(self._readers.discard)
+
+    def drain(self) -> None:
+        """Take nothing new (rule 6)."""
+        self._is_draining = True
+        for stream in self._open:
+            stream.end(leaving(), at_once=False)
+
+
+class Stream:
+    """One of them. It waits for the outcomes of its requests."""
+
+    # For traces.
+    route = "/carpool.v1.Inference/PredictStream"
+
+    def __init__(self, streams: Streams, call: Call) -> None:
+        self._streams = streams
+        self._service = streams.service
+        self._intake = streams.service.intake
+        self._call = call
+        self._answers = Answers()
+        # By the client's ids: those that wait for an outcome, or for word of their rate limit (None).
+        self._asked: dict[str, Request | None] = {}
+        # What there is to write, and how many bytes that is; and how many answers are being written now.
+        self._ready: list[bytes] = []
+        self._ready_bytes = 0
+        self._written = 0
+        # No more is read; no more is waited for; and what the client is told in the end.
+        self._is_ended = self._is_broken = False
+        self._end: CarpoolError | None = None
+        # The writer waits for answers, the reader for room.
+        self._wake: asyncio.Future[None] | None = None
+        self._room: asyncio.Future[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Stream asked={len(self._asked)} ready={len(self._ready)} {'ended' if self._is_ended else 'open'}>"
+
+    async def run(self) -> CarpoolError | None:
+        """Write answers until the last one; returns how the stream ends."""
+        self._caller()  # who is not known has no stream
+        self._streams.start(self._read())
+        while True:
+            if self._ready:
+                await self._call.write(self._next_message())
+                self._written = 0
+                ring(self._room)
+            elif self._is_broken or (self._is_ended and not self._asked):
+                return self._end
+            else:
+                self._wake = asyncio.get_running_loop().create_future()
+                await self._wake
+
+    def end(self, why: CarpoolError | None, *, at_once: bool) -> None:
+        """Read no more; and wait for no more outcomes, if that is to be."""
+        if not self._is_ended:
+            self._is_ended, self._is_broken, self._end = True, at_once, why
+            ring(self._wake)
+
+    def close(self) -> None:
+        """Nobody is there any more, or all is said (rule 4)."""
+        self._is_ended = self._is_broken = True
+        ring(self._room)
+        self._drop_ready()
+        asked, self._asked = self._asked, {}
+        for request in asked.values():
+            if request is not None:
+                self._intake.cancel(request)
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """Take the outcome of a request."""
+        own_id: str = request.ticket
+        if self._asked.pop(own_id, self) is self:
+            return  # the stream has ended
+        try:
+            if isinstance(outcome, Output):
+                self._add(streamed(own_id, self._answers.message(request, outcome), None))
+            else:
+                self._add_error(own_id, outcome, request.id)
+        except Exception:
+            logger.exception("an answer could not be written")
+            self._add_error(own_id, defect(), request.id)
+
+    async def _read(self) -> None:
+        """Ask what the client asks (rule 1)."""
+        try:
+            while not self._is_ended:
+                message = await self._call.next()
+                if message is None:
+                    self.end(None, at_once=False)
+                elif not self._is_ended:
+                    self._take(message)
+                    del message
+                    while self._is_full() and not self._is_ended:
+                        self._room = asyncio.get_running_loop().create_future()
+                        await self._room
+        except CarpoolError as error:
+            self.end(error, at_once=True)
+        except Exception:
+            if not self._is_ended:  # else the call has ended meanwhile, and with it the read
+                logger.exception("a stream failed")
+            self.end(defect(), at_once=True)
+
+    def _is_full(self) -> bool:
+        """Whether the client has to take answers first (rule 2)."""
+        return len(self._asked) + len(self._ready) + self._written >= OPEN_MAX or self._ready_bytes >= UNREAD_BYTES_MAX
+
+    def _caller(self) -> Caller:
+        """Who asks: looked at with each message, for a credential may end before the stream does."""
+        return self._call.peer.caller or self._intake.identify(self._call.headers, self._call.peer)
+
+    def _take(self, message: bytes) -> None:
+        caller = self._caller()
+        asked, cancelled = read_stream(message)
+        for own_id, request in asked:
+            if own_id in self._asked:
+                raise Malformed("an id is in flight already; give each request one of its own")
+            self._asked[own_id] = None
+            if caller.limit is None:
+                self._ask(own_id, caller, request)
+            elif (entry := self._intake.enter(caller)) is None:
+                self._intake.when_known(caller, partial(self._known, own_id, caller, bytes(request)))
+            else:
+                self._known(own_id, caller, request, entry)
+        for own_id in cancelled:
+            if (taken_back := self._asked.get(own_id)) is not None:
+                self._intake.cancel(taken_back)
+
+    def _known(self, own_id: str, caller: Caller, request: Message, entry: Entry) -> None:
+        """It is known whether the client is within its limit."""
+        if own_id not in self._asked:
+            return  # the stream has ended
+        if isinstance(entry, CarpoolError):
+            self._refuse(own_id, entry)
+        else:
+            self._ask(own_id, caller, request)
+
+    def _ask(self, own_id: str, caller: Caller, message: Message) -> None:
+        request_id = new_request_id()
+        try:
+            asked = read_predict(message)
+            request = self._service.ask(caller, self._call, asked, request_id, self, own_id)
+        except CarpoolError as error:
+            self._refuse(own_id, error, request_id)
+            return
+        if request.phase != DONE:  # else it was told already
+            self._asked[own_id] = request
+
+    def _refuse(self, own_id: str, error: CarpoolError, request_id: str = "") -> None:
+        del self._asked[own_id]
+        self._add_error(own_id, error, request_id or new_request_id(), came_in=False)
+
+    def _add_error(self, own_id: str, error: CarpoolError, request_id: str, *, came_in: bool = True) -> None:
+        if not isinstance(error, ClientLeft):
+            self._service.problems.note(self._call, error, came_in=came_in)
+        self._add(streamed(own_id, None, error_message(error, request_id)))
+
+    def _add(self, answer: bytes) -> None:
+        if self._is_broken:
+            return
+        streams = self._streams
+        self._ready.append(answer)
+        self._ready_bytes += len(answer)
+        streams.unread_bytes += len(answer)
+        if streams.unread_bytes > streams.unread_bytes_max and self._ready_bytes > UNREAD_BYTES_MAX:
+            self.close()  # the client does not read, and its connection is ended soon
+        ring(self._wake)
+
+    def _drop_ready(self) -> None:
+        self._streams.unread_bytes -= self._ready_bytes
+        self._ready, self._ready_bytes = [], 0
+
+    def _next_message(self) -> bytes:
+        """As many answers as go into one PredictStreamResponse."""
+        ready = self._ready
+        count = len(ready)
+        if self._ready_bytes > MESSAGE_BYTES_MAX:
+            count, size = 1, len(ready[0])
+            while count < len(ready) and size + len(ready[count]) <= MESSAGE_BYTES_MAX:
+                size += len(ready[count])
+                count += 1
+        message = b"".join(ready[:count])
+        del ready[:count]
+        self._ready_bytes -= len(message)
+        self._streams.unread_bytes -= len(message)
+        self._written = count
+        return message
+
+
+def ring(waiting: "asyncio.Future[None] | None") -> None:
+    """Let somebody go on who waits, if anybody does."""
+    if waiting is not None and not waiting.done():
+        waiting.set_result(None)
+
+
+def defect() -> InternalError:
+    """What is told where something is wrong with Carpool itself."""
+    return InternalError("a defect in Carpool; its log has the details")

@@ -1,0 +1,196 @@
+"""One PredictStream (face/grpc/stream.py) with a client that does what the test wants."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from carpool.admission.gate import Gate
+from carpool.broker.memory import MemoryBroker
+from carpool.broker.tasks import Tasks
+from carpool.core.errors import CarpoolError, Malformed
+from carpool.core.ports import Peer
+from carpool.core.request import Request
+from carpool.face.grpc import stream as module
+from carpool.face.grpc.call import Problems
+from carpool.face.grpc.inference import Inference, InferenceSettings
+from carpool.face.grpc.stream import OPEN_MAX, UNREAD_BYTES_MAX, Streams
+from carpool.face.intake import Intake, IntakeSettings, ServedModel
+from carpool.testing import FakeUpstream, make_output
+from carpool.upstream.pool import Pool
+from support.grpc_client import message
+from support.processes import until
+from support.tasks import open_journal
+
+
+class FakeCall:
+    """Its client sends what is in `sent`, and reads while `is_reading` is set."""
+
+    path = "/carpool.v1.Inference/PredictStream"
+
+    def __init__(self) -> None:
+        self.peer, self.headers, self.came_in = Peer("127.0.0.1"), dict[bytes, bytes](), False
+        self.sent: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.taken = 0
+        self.is_reading = asyncio.Event()
+        self.answers: list[Any] = []
+
+    async def next(self) -> bytes | None:
+        self.taken += 1
+        return await self.sent.get()
+
+    async def write(self, written: bytes) -> None:
+        await self.is_reading.wait()
+        self.answers += message("PredictStreamResponse").FromString(written).responses
+
+    def ask(self, *ids: str) -> None:
+        requests = [{"id": own_id, "request": {"input_json": '"x"'}} for own_id in ids]
+        self.sent.put_nowait(message("PredictStreamRequest")(requests=requests).SerializeToString())
+
+
+class Stand:
+    """The service over a broker whose requests the test answers."""
+
+    def __init__(self, broker: MemoryBroker, intake: Intake, unread_bytes_max: int) -> None:
+        self.broker = broker
+        self.problems: list[str] = []
+        self.service = Inference(intake, InferenceSettings(1000, False), Problems(self.problems.append))
+        self.streams = Streams(self.service, unread_bytes_max)
+        self.call = FakeCall()
+
+    def start(self) -> "asyncio.Task[CarpoolError | None]":
+        return asyncio.get_running_loop().create_task(self.streams.serve(self.call))  # type: ignore[arg-type]
+
+    def waiting(self) -> list[Request]:
+        now = asyncio.get_running_loop().time()
+        return [request for lane in self.broker.lanes("m") for request in self.broker.take(lane, 10**6, now)]
+
+    def answer_all(self, output: bytes = b'"y"') -> None:
+        for request in self.waiting():
+            self.broker.settle(request, make_output(output))
+
+
+@pytest.fixture
+async def stand() -> AsyncIterator[Stand]:
+    loop = asyncio.get_running_loop()
+    broker = MemoryBroker(waiting_max=10**6, bytes_max=10**9, lanes_max=9, tiers=1, clock=loop.time)
+    broker.when_work_arrives("m", lambda lane: None)
+    journal = open_journal()
+    tasks = Tasks(broker, journal)
+    intake = Intake(
+        Gate(broker, tasks, {"m": Pool([FakeUpstream()], loop.time)}, lowest_tier=0),
+        broker,
+        tasks,
+        {"m": ServedModel("m", 1000, lambda data: data)},
+        IntakeSettings("m", (0.5,), 60.0, 60.0, 600.0),
+        loop.time,
+    )
+    yield Stand(broker, intake, 2 * UNREAD_BYTES_MAX)
+    await journal.close()
+
+
+async def settle_down() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def test_while_nobody_reads_little_is_taken(stand: Stand) -> None:
+    call, running = stand.call, stand.start()
+    for start in range(0, 4 * OPEN_MAX, 100):
+        call.ask(*map(str, range(start, start + 100)))
+    call.sent.put_nowait(None)
+    await settle_down()
+    assert OPEN_MAX <= stand.broker.held < OPEN_MAX + 100
+    taken = call.taken
+    stand.answer_all()
+    await settle_down()
+    assert (call.taken, stand.broker.held) == (taken, 0)  # answered, but not read: no more is taken
+    call.is_reading.set()
+    while not running.done():
+        await asyncio.sleep(0)
+        stand.answer_all()
+    assert sorted(int(each.id) for each in call.answers) == list(range(len(call.answers)))
+    assert len(call.answers) >= 4 * OPEN_MAX and await running is None
+    assert stand.streams.unread_bytes == 0
+
+
+async def test_long_answers_that_nobody_reads(stand: Stand) -> None:
+    call, running = stand.call, stand.start()
+    call.ask("a", "b", "c")
+    await settle_down()
+    stand.answer_all(b'"%b"' % (b"y" * (UNREAD_BYTES_MAX // 2)))
+    await settle_down()
+    taken = call.taken
+    call.ask("d")
+    call.ask("e")
+    await settle_down()
+    assert call.taken == taken  # one message was on the way already
+    assert stand.broker.held <= 1
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert stand.broker.held == 0 and stand.streams.unread_bytes == 0
+
+
+async def test_too_much_unread_is_dropped(stand: Stand) -> None:
+    call, running = stand.call, stand.start()
+    call.ask(*"abcdefgh")
+    await settle_down()
+    for request in stand.waiting():
+        stand.broker.settle(request, make_output(b'"%b"' % (b"y" * (UNREAD_BYTES_MAX // 2))))
+        assert stand.streams.unread_bytes <= 2 * UNREAD_BYTES_MAX
+    assert stand.streams.unread_bytes == 0
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_defect_in_an_answer_is_told_to_its_client(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, running = stand.call, stand.start()
+    call.is_reading.set()
+    call.ask("a", "b")
+    call.sent.put_nowait(None)
+    await settle_down()
+    first, second = stand.waiting()
+    stand.broker.settle(first, make_output(object()))
+    stand.broker.settle(second, make_output(b'"y"'))
+    assert await running is None
+    assert {each.id: each.error.code for each in call.answers} == {"a": "internal", "b": ""}
+    assert stand.problems == ["internal"]
+
+
+async def test_a_defect_in_reading_ends_the_stream(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(data: bytes) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(module, "read_stream", fail)
+    running = stand.start()
+    stand.call.ask("a")
+    ended = await running
+    assert ended is not None and ended.code == "internal"
+
+
+async def test_a_bad_message_takes_all_with_it(stand: Stand) -> None:
+    running = stand.start()
+    stand.call.ask("a", "b")
+    await settle_down()
+    assert stand.broker.held == 2
+    stand.call.sent.put_nowait(b"\x0a\xff")
+    assert isinstance(await running, Malformed)
+    await until(lambda: stand.broker.held == 0)
+
+
+async def test_at_a_drain_what_came_is_answered(stand: Stand) -> None:
+    running = stand.start()
+    stand.call.is_reading.set()
+    stand.call.ask("a")
+    await settle_down()
+    stand.streams.drain()
+    await settle_down()
+    assert not running.done()
+    stand.call.ask("too late")
+    stand.answer_all()
+    ended = await running
+    assert ended is not None and ended.code == "draining"
+    assert [each.id for each in stand.call.answers] == ["a"]
+    late = await stand.start()
+    assert late is not None and late.code == "draining"
