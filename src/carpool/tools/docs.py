@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterable, Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -314,7 +315,18 @@ def metrics_page() -> str:
     )
 
 
-PAGES = {"errors.md": errors_page, "configuration.md": configuration_page, "metrics.md": metrics_page}
+def messages_page() -> str:
+    """docs/inference.proto: the one in the package."""
+    proto = files("carpool.face.grpc").joinpath("protos/carpool/v1/inference.proto").read_text(encoding="utf-8")
+    return "// Written by `make docs` from src/carpool/face/grpc/protos; changes made here are lost.\n" + proto
+
+
+PAGES = {
+    "errors.md": errors_page,
+    "configuration.md": configuration_page,
+    "metrics.md": metrics_page,
+    "inference.proto": messages_page,
+}
 
 _HEADINGS = ("key", "type", "default", "environment, flag", "meaning")
 _FILE_HEADINGS = ("key", "type", "default", "meaning")
