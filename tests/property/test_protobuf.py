@@ -12,6 +12,14 @@ from carpool.core.outcome import CallFacts, Output
 from carpool.core.problem import problem_json
 from carpool.core.protobuf import BadMessageError, as_number, as_numbers, field, fields, number_field, tag, varint
 from carpool.core.task import QueuePlace, StoredTask
+from carpool.core.tensor_messages import (
+    CONTENTS_FIELD,
+    contents_of_raw,
+    raw_of_contents,
+    read_parameter,
+    write_parameter,
+)
+from carpool.core.tensors import pack
 from carpool.face.grpc.health import service_in
 from carpool.face.grpc.messages import (
     STREAMED_MAX,
@@ -27,6 +35,7 @@ from carpool.face.grpc.messages import (
     task_message,
 )
 from carpool.face.grpc.reflection import answer
+from carpool.face.grpc.v2_messages import own_parameters, read_infer, rows_of
 from carpool.testing import Witness, make_request
 from support.grpc_client import details_in, message, parts
 
@@ -189,6 +198,48 @@ def test_tasks() -> None:
     assert not told.queue.HasField("estimated_wait_ms")
     done = StoredTask("t", "o", "SUCCESS", b'"x"', None, 12.5)
     assert message("GetResultResponse").FromString(task_message(done)).output == b'"x"'
+
+
+elements = {
+    "BOOL": st.booleans(),
+    "INT8": st.integers(-128, 127),
+    "INT64": whole,
+    "UINT32": st.integers(0, 2**32 - 1),
+    "UINT64": st.integers(0, 2**64 - 1),
+    "FP32": st.floats(width=32, allow_nan=False),
+    "FP64": st.floats(allow_nan=False),
+    "BYTES": st.binary(max_size=9),
+}
+
+
+@given(st.data())
+@pytest.mark.parametrize("datatype", elements)
+def test_typed_contents_are_read_and_written_as_protobuf_does(datatype: str, data: st.DataObject) -> None:
+    values = data.draw(st.lists(elements[datatype], max_size=5))
+    made = message("inference.InferTensorContents")()
+    name = made.DESCRIPTOR.fields_by_number[CONTENTS_FIELD[datatype]].name
+    getattr(made, name).extend(values)
+    raw = b"".join(raw_of_contents(made.SerializeToString(), datatype))
+    assert raw == pack(values, datatype)
+    assert message("inference.InferTensorContents").FromString(contents_of_raw(raw, datatype)) == made
+
+
+@given(texts, st.booleans() | whole | st.floats(allow_nan=False) | texts)
+def test_parameters(name: str, value: bool | int | float | str) -> None:
+    made = message("inference.ModelInferRequest")()
+    made.parameters[name].MergeFromString(write_parameter(value))
+    (entry,) = (part for number, part in fields(made.SerializeToString()) if number == 4)
+    assert read_parameter(entry) == (name, value)
+
+
+@given(st.binary(max_size=60))
+def test_garbage_for_v2(data: bytes) -> None:
+    try:
+        asked = read_infer(data)
+        own_parameters(asked)
+        list(rows_of(asked, len(data)))
+    except Malformed:
+        pass
 
 
 def test_details_of_a_status() -> None:

@@ -153,7 +153,7 @@ class GatewayHalf:
             ),
             ground.tracer,
         )
-        answers = Answers(settings.gateway.unread_bytes_max)
+        answers = self._answers = Answers(settings.gateway.unread_bytes_max)
         add_list_faces(
             routes.router,
             self.intake,
@@ -237,7 +237,9 @@ class GatewayHalf:
 
         settings = self._ground.settings
         gateway = settings.gateway
-        self.grpc = make_grpc_server(self._ground, self.intake, self.http.state, check_ready)
+        self.grpc = make_grpc_server(
+            self._ground, self.intake, self.http.state, check_ready, self._is_up, self._answers
+        )
         self.servers.append(self.grpc)
         bound = await self.grpc.start(gateway.host, port, pems_of(settings), is_shared=gateway.processes > 1)
         logger.info("gRPC on %s:%d", gateway.host, bound)

@@ -1,23 +1,34 @@
 """The gRPC face of a gateway, where there is one: its services and its limits. Whoever imports this imports grpcio."""
 
+from collections.abc import Callable
+
 from carpool.composition.ground import Ground
 from carpool.face.grpc.call import Problems, Service
 from carpool.face.grpc.health import CheckReady, Health
 from carpool.face.grpc.inference import Inference, InferenceSettings
+from carpool.face.grpc.kserve_v2 import KServeV2
 from carpool.face.grpc.reflection import NAMES, Reflection
 from carpool.face.grpc.server import GrpcLimits, GrpcServer, Pems
+from carpool.face.http.lists import Answers
 from carpool.face.http.state import HttpState
 from carpool.face.intake import Intake
 from carpool.settings import Settings
 
 
-def make_grpc_server(ground: Ground, intake: Intake, http: HttpState, check_ready: CheckReady) -> GrpcServer:
+def make_grpc_server(
+    ground: Ground,
+    intake: Intake,
+    http: HttpState,
+    check_ready: CheckReady,
+    is_up: Callable[[str], bool],
+    answers: Answers,
+) -> GrpcServer:
     """The services that clients may call. Limits and counts are those of the HTTP face, where it has them too."""
     settings, limits = ground.settings, http.limits
     problems = Problems(http.count_problem, ground.tracer)
     tasks = settings.tasks
     own = InferenceSettings(tasks.wait_ms_max, tasks.forget_after_read, limits.unread_bytes_max)
-    services: list[Service] = [Inference(intake, own, problems)]
+    services: list[Service] = [Inference(intake, own, problems), KServeV2(intake, is_up, answers, problems)]
     served = [service.name for service in services]
     services.append(Health(check_ready, served, ground.clock))
     names = [*served, Health.name, *NAMES]

@@ -17,7 +17,9 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 _64_BITS = 0xFFFF_FFFF_FFFF_FFFF
 _CUT_OFF = "the message is cut off"
 
-pack_double = struct.Struct("<d").pack
+_DOUBLE = struct.Struct("<d")
+pack_double = _DOUBLE.pack
+NUMBERS_AT_ONCE = 16384
 # Lengths and small numbers, which are most of them.
 VARINTS = [bytes([n]) if n < 0x80 else bytes([n & 0x7F | 0x80, n >> 7]) for n in range(0x4000)]
 
@@ -145,14 +147,31 @@ def as_number(value: Value) -> int:
 
 def as_numbers(value: Value) -> list[int]:
     """Numbers with sign, packed or one alone."""
+    return [number for numbers in numbers_in(value) for number in numbers]
+
+
+def numbers_in(value: Value) -> Iterator[list[int]]:
+    """The same, some at a time: there may be a million of them."""
     if isinstance(value, int):
-        return [as_number(value)]
-    data = bytes(value)
-    if data.isascii():
-        return list(data)  # each of them in one byte
-    numbers: list[int] = []
-    place = 0
-    while place < len(data):
-        number, place = read_varint(data, place)
-        numbers.append(number - (1 << 64) if number >> 63 else number)
-    return numbers
+        yield [as_number(value)]
+        return
+    place, end = 0, len(value)
+    while place < end:
+        numbers: list[int] = []
+        while place < end and len(numbers) < NUMBERS_AT_ONCE:
+            number = value[place]
+            place += 1
+            if number >= 0x80:
+                number, place = read_varint(value, place - 1)
+                number = number - (1 << 64) if number >> 63 else number
+            numbers.append(number)
+        yield numbers
+
+
+def read_double(value: Value) -> float:
+    """A number of 64 bits that has a fraction."""
+    data = as_bytes(value)
+    if len(data) != _DOUBLE.size:
+        raise BadMessageError("a field of the message has the wrong type")
+    number: float = _DOUBLE.unpack(data)[0]
+    return number

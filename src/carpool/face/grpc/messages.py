@@ -23,6 +23,7 @@ from carpool.core.protobuf import (
 )
 from carpool.core.request import Request
 from carpool.core.task import StoredTask
+from carpool.core.tensors import shown
 
 # A request has six fields; a client that is newer than this gateway may send more.
 FIELDS_MAX = 32
@@ -79,7 +80,7 @@ def read_predict(message: Message) -> PredictCall:
             elif number == 6:
                 call.timeout_ms = as_number(value)
     except BadMessageError as fault:
-        raise _malformed(fault) from None
+        raise malformed(fault) from None
     return call
 
 
@@ -91,7 +92,7 @@ def read_submit(message: Message) -> PredictCall:
             if number == 1:
                 found = as_message(value)
     except BadMessageError as fault:
-        raise _malformed(fault) from None
+        raise malformed(fault) from None
     return read_predict(found)
 
 
@@ -114,7 +115,7 @@ def read_stream(message: bytes) -> tuple[list[tuple[str, Message]], list[str]]:
             elif number == 2:
                 cancelled.append(as_text(value))
     except BadMessageError as fault:
-        raise _malformed(fault) from None
+        raise malformed(fault) from None
     return asked, cancelled
 
 
@@ -128,7 +129,7 @@ def read_get_result(message: bytes) -> tuple[str, int]:
             elif number == 2:
                 wait_ms = as_number(value)
     except BadMessageError as fault:
-        raise _malformed(fault) from None
+        raise malformed(fault) from None
     return task_id, wait_ms
 
 
@@ -148,7 +149,7 @@ class Answers:
         arrived = request.arrived
         tokens = b"" if output.tokens_used is None else number_field(7, output.tokens_used)
         metadata = double_field(1, (request.taken - arrived) * 1000.0) + tokens + self._call_part
-        own_id, value = request.id.encode(), output.value
+        own_id, value = request.id.encode(), shown(output.value)
         return b"".join(
             (
                 b"\x0a",
@@ -225,7 +226,8 @@ def _error_of(problem: bytes) -> bytes:
     return _error(kind, told.detail, told.request_id)
 
 
-def _malformed(fault: BadMessageError) -> Malformed:
+def malformed(fault: BadMessageError) -> Malformed:
+    """What is told of bytes that are no such message."""
     return Malformed(f"the message is not what this method takes: {fault}")
 
 

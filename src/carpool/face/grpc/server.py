@@ -8,7 +8,6 @@ Whoever imports this imports grpcio: that is for those alone who serve gRPC.
 """
 
 import asyncio
-import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,17 +15,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import CarpoolError, InternalError, QueueFull
+from carpool.core.errors import CarpoolError, QueueFull
 from carpool.core.ports import Peer
 from carpool.face.grpc.call import Call, Method, Problems, Service, address_of, metadata_of
 from carpool.face.grpc.messages import STATUS, status_message
 from carpool.face.grpc.slow import SlowCalls
+from carpool.face.intake import as_error
 
 # What grpcio has to say on its own is for its developers. It looks once, when it is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
-
-logger = logging.getLogger("carpool")
 
 PEERS_KEPT_MAX = 4096
 # What a message may have beside the input that it carries.
@@ -170,12 +168,11 @@ class GrpcServer:
             try:
                 answer = await handle(call)
             except CarpoolError as error:
-                answer = error
+                answer = error.with_traceback(None)  # its frames hold the message
             except grpc.aio.BaseError:
                 raise  # the call has ended meanwhile
-            except Exception:
-                logger.exception("a gRPC call failed")
-                answer = InternalError("a defect in Carpool; its log has the details")
+            except Exception as failure:
+                answer = as_error(failure)
             finally:
                 self.calls -= 1
             if isinstance(answer, CarpoolError):

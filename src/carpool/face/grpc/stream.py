@@ -13,24 +13,21 @@ A read is never cancelled: grpcio would lose what came. The end of the call ends
 """
 
 import asyncio
-import logging
 from collections.abc import Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from carpool.core.errors import CarpoolError, ClientLeft, InternalError, Malformed
+from carpool.core.errors import CarpoolError, ClientLeft, Malformed
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Caller, Entry
 from carpool.core.protobuf import Message
 from carpool.core.request import DONE, Request
 from carpool.face.grpc.call import Call, leaving
 from carpool.face.grpc.messages import Answers, error_message, read_predict, read_stream, streamed
-from carpool.face.intake import new_request_id
+from carpool.face.intake import as_error, new_request_id
 
 if TYPE_CHECKING:
     from carpool.face.grpc.inference import Inference
-
-logger = logging.getLogger("carpool")
 
 OPEN_MAX = 4096
 UNREAD_BYTES_MAX = 4 * 1024 * 1024
@@ -144,9 +141,8 @@ class Stream:
                 self._add(streamed(own_id, self._answers.message(request, outcome), None))
             else:
                 self._add_error(own_id, outcome, request.id)
-        except Exception:
-            logger.exception("an answer could not be written")
-            self._add_error(own_id, defect(), request.id)
+        except Exception as failure:
+            self._add_error(own_id, as_error(failure), request.id)
 
     async def _read(self) -> None:
         """Ask what the client asks (rule 1)."""
@@ -163,10 +159,9 @@ class Stream:
                         await self._room
         except CarpoolError as error:
             self.end(error, at_once=True)
-        except Exception:
+        except Exception as failure:
             if not self._is_ended:  # else the call has ended meanwhile, and with it the read
-                logger.exception("a stream failed")
-            self.end(defect(), at_once=True)
+                self.end(as_error(failure), at_once=True)
 
     def _is_full(self) -> bool:
         """Whether the client has to take answers first (rule 2)."""
@@ -258,8 +253,3 @@ def ring(waiting: "asyncio.Future[None] | None") -> None:
     """Let somebody go on who waits, if anybody does."""
     if waiting is not None and not waiting.done():
         waiting.set_result(None)
-
-
-def defect() -> InternalError:
-    """What is told where something is wrong with Carpool itself."""
-    return InternalError("a defect in Carpool; its log has the details")

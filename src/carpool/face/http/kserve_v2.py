@@ -114,13 +114,8 @@ class KServeV2Routes:
         """Who asks, and for which model; raises why not."""
         caller = self._intake.identify(exchange.headers, exchange.sink.peer)
         model = model_with_face(self._intake, decoded(name), INFER)
-        served = model.tensors.version if model.tensors is not None else ""
-        if version is not None and version != served:
-            raise UnknownModel(
-                f"of this model version {served} is served; name it, or none"
-                if served
-                else "versions of this model are not told apart here; name none"
-            )
+        if version is not None:
+            check_version(model, version)
         return caller, model
 
     def _infer(self, exchange: Exchange, caller: Caller, model: ServedModel) -> None:
@@ -311,6 +306,17 @@ def nothing_here() -> NotFound:
 def decoded(segment: bytes) -> str:
     """A segment of a path as text."""
     return unquote(segment.decode("latin-1"))
+
+
+def check_version(model: ServedModel, version: str) -> None:
+    """Raise UnknownModel unless this version is served."""
+    served = model.tensors.version if model.tensors is not None else ""
+    if version != served:
+        raise UnknownModel(
+            f"of this model version {served} is served; name it, or none"
+            if served
+            else "versions of this model are not told apart here; name none"
+        )
 
 
 def metadata_of(model: ServedModel) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def parse_call(headers: dict[bytes, bytes], body: bytes) -> V2Call:
         raise Malformed(f"`id` may have {ID_CHARS_MAX} characters at most")
     parameters = _parameters(head.parameters, "parameters")
     is_raw = _flag(parameters.pop(BINARY_OUTPUT, False), BINARY_OUTPUT)
-    timeout_s = _timeout_s(parameters.pop(TIMEOUT, None))
+    timeout_s = timeout_s_of(parameters.pop(TIMEOUT, None))
     if any(parameters.get(name) for name in OF_SEQUENCES):
         raise Malformed("sequences are not served here: each row may ride in another batch")
     wanted = _wanted(head.outputs, is_raw)
@@ -178,7 +178,7 @@ def _flag(value: object, which: str) -> bool:
     return value
 
 
-def _timeout_s(value: object) -> float | None:
+def timeout_s_of(value: object) -> float | None:
     """Triton's: microseconds; 0 for none."""
     if value is None:
         return None
@@ -227,7 +227,7 @@ def write_answer(
         named["id"] = call_id
     text: list[Data] = [_encode(named)[:-1], b',"outputs":[']
     tail: list[Data] = []
-    for number, (output, is_raw) in enumerate(_chosen(outputs, wanted)):
+    for number, (output, is_raw) in enumerate(chosen(outputs, wanted)):
         described = {"name": output.name, "datatype": output.datatype, "shape": output.shape}
         text.append((b"," if number else b"") + _encode(described)[:-1])
         size, comma = 0, b""
@@ -245,11 +245,11 @@ def write_answer(
             yield
         text.append(b"]}")
     text.append(b"]}")
-    is_binary = any(is_raw for _, is_raw in _chosen(outputs, wanted))
+    is_binary = any(is_raw for _, is_raw in chosen(outputs, wanted))
     return V2Answer((*text, *tail), sum(map(len, text)) if is_binary else None)
 
 
-def _chosen(outputs: Sequence[OutputRows], wanted: WantedOutputs) -> list[tuple[OutputRows, bool]]:
+def chosen(outputs: Sequence[OutputRows], wanted: WantedOutputs) -> list[tuple[OutputRows, bool]]:
     """The outputs that were asked for, in that order, each with whether it is to be raw."""
     if wanted.by_name is None:
         return [(output, wanted.is_raw) for output in outputs]

@@ -2,24 +2,12 @@
 
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
-from carpool.core.protobuf import (
-    BYTES,
-    BadMessageError,
-    as_bytes,
-    as_numbers,
-    as_text,
-    double_field,
-    field,
-    fields,
-    number_field,
-    tag,
-    varint,
-)
-from carpool.core.tensors import Data, pack
+from carpool.core.protobuf import BYTES, BadMessageError, as_bytes, as_numbers, as_text, field, fields, tag, varint
+from carpool.core.tensor_messages import raw_of_contents, write_parameter
+from carpool.core.tensors import Data
 from carpool.upstream.codecs.base import ProtocolFaultError
 from carpool.upstream.codecs.tensors import OutputTensor
 
@@ -29,19 +17,6 @@ _MODEL_NAME, _MODEL_VERSION, _ID, _PARAMETERS, _INPUTS, _RAW_INPUTS = 1, 2, 3, 4
 _OUTPUTS, _RAW_OUTPUTS = 5, 6
 # InferInputTensor, InferOutputTensor
 _NAME, _DATATYPE, _SHAPE, _CONTENTS = 1, 2, 3, 5
-# InferParameter
-_BOOL, _INT64, _STRING, _FP64 = 1, 2, 3, 4
-# InferTensorContents: the field of a datatype, and what it has in common with others of that field.
-_CONTENTS_FIELD = {
-    "BOOL": 1,
-    **dict.fromkeys(("INT8", "INT16", "INT32"), 2),
-    "INT64": 3,
-    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), 4),
-    "UINT64": 5,
-    "FP32": 6,
-    "FP64": 7,
-    "BYTES": 8,
-}
 
 
 class InferResponse(msgspec.Struct, frozen=True):
@@ -68,7 +43,7 @@ def encode_request(
     if call_id:
         parts.append(field(_ID, call_id.encode()))
     for key, value in parameters.items():
-        parts.append(field(_PARAMETERS, field(1, key.encode()) + field(2, _parameter(value))))
+        parts.append(field(_PARAMETERS, field(1, key.encode()) + field(2, write_parameter(value))))
     for name, datatype, shape in inputs:
         dimensions = b"".join([varint(dimension) for dimension in shape])
         tensor = field(_NAME, name.encode()) + field(_DATATYPE, datatype.encode()) + field(_SHAPE, dimensions)
@@ -124,27 +99,7 @@ def _output(tensor: bytes, raw: bytes | None) -> OutputTensor:
 
 def _raw_of(contents: bytes, datatype: str) -> bytes:
     """The elements of an InferTensorContents in raw form, which servers may leave to us."""
-    wanted = _CONTENTS_FIELD.get(datatype)
-    values = [value for number, value in fields(contents) if number == wanted]
-    if datatype in ("FP32", "FP64"):  # packed, that is the raw form; one by one, it is their concatenation
-        return b"".join([as_bytes(value) for value in values])
     try:
-        if datatype == "BYTES":
-            return pack([as_bytes(value) for value in values], datatype)
-        elements: list[Any] = [number for value in values for number in as_numbers(value)]
-        if datatype.startswith("UINT"):
-            elements = [number & 0xFFFF_FFFF_FFFF_FFFF for number in elements]
-        return pack(elements, datatype) if wanted else b""
+        return b"".join(raw_of_contents(contents, datatype))
     except struct.error:
         raise ProtocolFaultError("an output has a number that its datatype cannot hold") from None
-
-
-def _parameter(value: bool | int | float | str) -> bytes:
-    """An InferParameter."""
-    if isinstance(value, bool):
-        return number_field(_BOOL, value)
-    if isinstance(value, int):
-        return number_field(_INT64, value)
-    if isinstance(value, float):
-        return double_field(_FP64, value)
-    return field(_STRING, value.encode())

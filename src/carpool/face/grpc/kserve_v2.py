@@ -1,0 +1,227 @@
+"""`inference.GRPCInferenceService`: KServe V2 over gRPC. Triton's clients work unchanged.
+
+A call of n rows is n requests, which share batches with everybody else's; it is answered when all of them are, and
+counts as n (face/tensor_rows.py, as over HTTP).
+"""
+
+import asyncio
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from carpool.core.errors import CarpoolError, QueueFull, UnknownModel
+from carpool.core.outcome import Output
+from carpool.core.ports import NO_WISHES, Caller, Entry, Wishes
+from carpool.face.grpc.call import Answer, Call, Method, Problems, tell
+from carpool.face.grpc.v2_messages import (
+    InferCall,
+    ModelName,
+    is_so,
+    model_metadata,
+    own_parameters,
+    read_infer,
+    read_model,
+    rows_of,
+    server_metadata,
+    write_infer,
+)
+from carpool.face.http.faces import INFER, model_with_face
+from carpool.face.http.gateway import too_large_for, wishes_in
+from carpool.face.http.ids import acceptable_id, given_id
+from carpool.face.http.kserve_v2 import TURN_S, check_version, metadata_of
+from carpool.face.http.lists import Answers
+from carpool.face.intake import Intake, ServedModel, new_request_id
+from carpool.face.tensor_rows import join_rows
+from carpool.version import __version__
+
+Made = TypeVar("Made")
+
+
+class KServeV2:
+    """The service. `is_up` says whether requests for a model would be taken now."""
+
+    name = "inference.GRPCInferenceService"
+
+    def __init__(self, intake: Intake, is_up: Callable[[str], bool], answers: Answers, problems: Problems) -> None:
+        self._intake = intake
+        self._is_up = is_up
+        # What all calls hold of outputs is bounded, over both transports together.
+        self._answers = answers
+        self._begin_trace = None if problems.traces is None else problems.traces.begin
+        self.methods: Mapping[str, Method] = {
+            "ServerLive": Method(self.server_live),
+            "ServerReady": Method(self.server_ready),
+            "ModelReady": Method(self.model_ready),
+            "ServerMetadata": Method(self.server_metadata),
+            "ModelMetadata": Method(self.model_metadata),
+            "ModelInfer": Method(self.infer),
+        }
+
+    def drain(self) -> None:
+        """Nobody stays."""
+
+    async def server_live(self, call: Call) -> Answer:
+        """Whoever answers lives."""
+        return is_so(True)
+
+    async def server_ready(self, call: Call) -> Answer:
+        """Ready when a model is."""
+        return is_so(any(self._is_up(model.name) for model in self._intake.models()))
+
+    async def model_ready(self, call: Call) -> Answer:
+        """One that is not there is not ready, as Triton has it."""
+        self._caller(call)
+        try:
+            model = self._model(read_model(await call.read()))
+        except UnknownModel:
+            return is_so(False)
+        return is_so(self._is_up(model.name))
+
+    async def server_metadata(self, call: Call) -> Answer:
+        """Who answers."""
+        return server_metadata("carpool", __version__)
+
+    async def model_metadata(self, call: Call) -> Answer:
+        """What is known of a model."""
+        self._caller(call)
+        return model_metadata(metadata_of(self._model(read_model(await call.read()))))
+
+    async def infer(self, call: Call) -> Answer:
+        """The outputs of all rows."""
+        caller = self._caller(call)
+        try:
+            given = await self._read(call)
+        except CarpoolError as fault:  # what cannot be read counts as one
+            fault.with_traceback(None)  # its frames hold the message
+            entry = await self._enter(call, caller, 1)
+            return entry if isinstance(entry, CarpoolError) else fault
+        model, asked, rows = given
+        entry = await self._enter(call, caller, len(rows))
+        if isinstance(entry, CarpoolError):
+            return entry
+        parameters, timeout_s = own_parameters(asked)
+        reply = Reply(self._answers)
+        begin = None if self._begin_trace is None else partial(self._begin_trace, call.headers)
+        group = self._intake.ask_all(
+            caller=caller,
+            model=model,
+            parameters=parameters,
+            values=rows,
+            request_id=given_id(call.headers) or acceptable_id(asked.id) or new_request_id(),
+            answer=reply.answer,
+            came=reply.came,
+            wishes=wishes_of(call, timeout_s),
+            begin_trace=begin,
+        )
+        is_several = len(rows) > 1
+        del given, rows
+        call.came_in = not group.is_over
+        try:
+            outcomes, number = await reply.told
+            if isinstance(outcomes[0], CarpoolError):
+                return outcomes[0] if number is None or not is_several else of_row(outcomes[0], number)
+            version = outcomes[0].call.model_version or (model.tensors.version if model.tensors else "")
+            outputs = join_rows([output.value for output in outcomes])
+            return await in_turns(
+                write_infer(model.name, version, asked.id, outputs, asked.wanted, is_raw=asked.is_raw)
+            )
+        except asyncio.CancelledError:
+            group.leave()
+            raise
+        finally:
+            reply.end()
+
+    async def _read(self, call: Call) -> tuple[ServedModel, InferCall, list[bytes]]:
+        """The model that is asked for, and one input for each row. The message is not kept."""
+        message = await call.read()
+        asked = read_infer(message)
+        model = self._model(asked.model)
+        if len(message) > model.body_bytes_max:
+            raise too_large_for(model)
+        rows = await in_turns(rows_of(asked, len(message)))
+        is_raw = asked.is_raw
+        asked.tensors, asked.raw = [], [b""] if is_raw else []
+        return model, asked, rows
+
+    async def _enter(self, call: Call, caller: Caller, cost: int) -> Entry:
+        """Whether a caller with a limit comes in with so many rows."""
+        if caller.limit is None:
+            return b""
+        entry = self._intake.enter_many(caller, cost)
+        if entry is None:
+            known: asyncio.Future[Entry] = asyncio.get_running_loop().create_future()
+            self._intake.when_known(caller, partial(tell, known), cost)
+            entry = await known
+        if isinstance(entry, bytes):
+            call.tell_limit(entry)
+        return entry
+
+    def _caller(self, call: Call) -> Caller:
+        return call.peer.caller or self._intake.identify(call.headers, call.peer)
+
+    def _model(self, named: ModelName) -> ServedModel:
+        model = model_with_face(self._intake, named.name, INFER)
+        if named.version:
+            check_version(model, named.version)
+        return model
+
+
+class Reply:
+    """What a call waits for, and what it holds meanwhile."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._held = 0
+        self.told: asyncio.Future[tuple[Sequence[Any], int | None]] = asyncio.get_running_loop().create_future()
+
+    def came(self, number: int, output: Output) -> Output:
+        """The output of one row."""
+        size = len(output.value)
+        self._held += size
+        self._answers.held += size
+        if self._answers.held > self._answers.bytes_max:
+            raise QueueFull("too many large answers are on their way; ask for fewer rows at a time", retry_after_s=1)
+        return output
+
+    def answer(self, outcomes: Sequence[Any], number: int | None) -> None:
+        """Take the outputs of all rows, or the error of one, or of all."""
+        tell(self.told, (outcomes, number))
+
+    def end(self) -> None:
+        """Nothing is held any more."""
+        self._answers.held -= self._held
+        self._held = 0
+
+
+def wishes_of(call: Call, timeout_s: float | None) -> Wishes:
+    """How the rows of a call are to be treated: by the sooner of two deadlines, and by its metadata."""
+    wishes = wishes_in(call.headers, {}) if b"cache-control" in call.headers else NO_WISHES
+    remaining_s = call.remaining_s()
+    if remaining_s is not None and (timeout_s is None or remaining_s < timeout_s):
+        timeout_s = remaining_s
+    return wishes if timeout_s is None else Wishes(timeout_s, wishes.no_store, wishes.no_cache)
+
+
+def of_row(error: CarpoolError, number: int) -> CarpoolError:
+    """An error that names the row that it is of."""
+    return type(error)(
+        f"row {number}: {error.detail}",
+        retry_after_s=error.retry_after_s,
+        predicted_wait_ms=error.predicted_wait_ms,
+        header_lines=error.header_lines,
+    )
+
+
+async def in_turns(steps: Generator[None, None, Made]) -> Made:
+    """Do work that takes a while, a few milliseconds in each turn of the event loop."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + TURN_S
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            made: Made = end.value
+            return made
+        if loop.time() >= until:
+            await asyncio.sleep(0)
+            until = loop.time() + TURN_S
