@@ -94,7 +94,16 @@ Grafana, which `make docs` builds, in `deploy/grafana`.
 QUESTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "Are requests answered, and what becomes of the others?",
-        ("requests", "problems", "held_requests", "held_bytes", "connections", "streams", "event_listeners", "grpc_calls"),
+        (
+            "requests",
+            "problems",
+            "held_requests",
+            "held_bytes",
+            "connections",
+            "streams",
+            "event_listeners",
+            "grpc_calls",
+        ),
     ),
     (
         "How long does an answer take, and where does the time go?",
