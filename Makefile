@@ -108,7 +108,13 @@ chaos: setup redis ## kill, cut, overload; prints lost / wrong / duplicates, las
 	@.venv-eyes/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-interop: setup $(INTEROP:%=.venv-interop/%/.ready) ## real servers behind Carpool, real clients in front: Triton, KServe, infinity, tritonclient (2 GB to install)
+.venv-interop/buf/.ready:
+	@$(call install,npm,npm)
+	@echo "installing into .venv-interop/buf ..."
+	@npm install --silent --no-audit --no-fund --prefix .venv-interop/buf @bufbuild/buf@1.74.0
+	@touch $@
+
+interop: setup $(INTEROP:%=.venv-interop/%/.ready) .venv-interop/buf/.ready ## real servers behind Carpool, real clients in front: Triton, KServe, infinity, tritonclient, buf (2 GB to install)
 	@$(BIN)/python -m pytest tests/interop -s
 
 clean: ## remove what the targets made

@@ -1,8 +1,10 @@
 """gRPC: `carpool.v1.Inference`, health and reflection, with real clients against a real `carpool serve`."""
 
+import asyncio
 import json
 import os
 import queue
+import secrets
 import socket
 import subprocess
 import sys
@@ -21,7 +23,8 @@ from support.certificates import Certificates
 from support.gateway import HeldGpu, eventually, metric, serving
 from support.grpc_client import PROTOS, GrpcClient, Refusal, grpc_client, message, parts
 from support.http2 import Http2Peer
-from support.processes import PATIENCE_S, GatewayProcess, carpool
+from support.processes import PATIENCE_S, GatewayProcess, carpool, running_role, until
+from support.redis_servers import RedisServer
 
 pytestmark = pytest.mark.xdist_group("grpc face")
 
@@ -519,6 +522,54 @@ def test_tls_and_another_certificate(tmp_path: Path) -> None:
             assert eventually(lambda: comes_in(gateway.grpc_port, "stranger"))
             assert not comes_in(gateway.grpc_port, "ca")
             assert client.predict().output == b'"cba"'  # a connection that is open goes on
+
+
+async def test_over_redis_processes_share_a_port_and_a_budget(tmp_path: Path, redis_server: RedisServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    (tmp_path / "carpool.toml").write_text(
+        f"""
+        [auth]
+        mode = "keys"
+        [keys.one]
+        sha256 = "{sha256(KEY.encode()).hexdigest()}"
+        per_minute = 1
+        burst = 40
+        """
+    )
+    settings = {"broker.url": redis_server.url, "broker.namespace": secrets.token_hex(6)}
+    flags = ("--upstream", SIM, "--processes", "2", "--grpc-port", str(port))
+    seen: set[str] = set()
+    codes: list[str] = []
+
+    def ask() -> bool:
+        """On a connection of its own, which the kernel gives to one of them."""
+        with grpc_client(port) as client:
+            try:
+                answer = client.predict(**AUTH, wait_for_ready=True)
+                seen.add(answer.request_id.partition("-")[0])
+                codes.append("OK")
+            except grpc.RpcError as error:
+                codes.append(error.code().name)
+        return codes[-1] == "RESOURCE_EXHAUSTED"
+
+    def ask_on_a_stream() -> str:
+        with grpc_client(port) as client:
+            stream = Stream(client, **AUTH)
+            stream.ask("a")
+            stream.read(1)
+            stream.close()
+            code: str = stream.answers["a"].error.code
+            return code
+
+    async with running_role(tmp_path, "serve", *flags, settings=settings) as parent:
+        await until(lambda: parent.log.read_text().count("gRPC on") == 2)
+        while not await asyncio.to_thread(ask):
+            assert len(codes) < 60
+        assert len(seen) == 2 and set(codes) == {"OK", "RESOURCE_EXHAUSTED"}
+        assert await asyncio.to_thread(ask_on_a_stream) == "rate-limited"
+        parent.terminate()
+        assert await parent.exit_code() == 0
 
 
 class TestFuzz:

@@ -9,12 +9,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
 
 from carpool.app import make_process
 from carpool.composition.process import Process
 from carpool.core.names import Role
+from carpool.core.protobuf import field
 from carpool.core.trace import read_traceparent
+from carpool.embedded import EmbeddedProcess
 from carpool.settings import load_settings
 from support.client import Response, ask_once, inference_body
 from support.otlp import Receiver, SeenSpan, receiver
@@ -119,6 +122,23 @@ async def test_a_callers_trace_goes_on_and_the_upstream_gets_the_batchs(
     assert attempt.attributes["server.address"] == "127.0.0.1"
     assert attempt.attributes["server.port"] == upstream.server.port
     assert request.resource["service.name"] == "mine"
+
+
+async def test_over_grpc_too(upstream: ScriptedUpstream, taking: Receiver) -> None:
+    metadata = (("traceparent", f"00-{CALLER_TRACE}-{CALLER_SPAN}-01"),)
+    async with running("serve", upstream, taking, gateway__grpc_port=0) as process:
+        assert isinstance(process, EmbeddedProcess) and process.gateway.grpc is not None
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{process.gateway.grpc.port}") as channel:
+            method = channel.unary_unary("/carpool.v1.Inference/Predict")
+            await method(field(3, b'"in"'), metadata=metadata)
+            with pytest.raises(grpc.RpcError):
+                await method(field(3, b"{"), metadata=metadata)
+    spans = [span for span in taking.spans if span.name.startswith("POST")]
+    served, refused = sorted(spans, key=lambda span: "error.type" in span.attributes)
+    assert served.name == "POST /carpool.v1.Inference/Predict"
+    assert refused.attributes["error.type"] == "malformed"
+    for span in (served, refused):
+        assert (span.trace_id, span.parent_id) == (CALLER_TRACE, CALLER_SPAN)
 
 
 async def test_each_request_has_its_own_trace_and_a_batch_has_links_to_all(

@@ -241,8 +241,8 @@ class GatewayHalf:
             self._ground, self.intake, self.http.state, check_ready, self._is_up, self._answers
         )
         self.servers.append(self.grpc)
-        bound = await self.grpc.start(gateway.host, port, pems_of(settings), is_shared=gateway.processes > 1)
-        logger.info("gRPC on %s:%d", gateway.host, bound)
+        await self.grpc.start(gateway.host, port, pems_of(settings), is_shared=gateway.processes > 1)
+        logger.info("gRPC on %s:%d", gateway.host, self.grpc.port)
 
     def _prepare_reload(self, settings: Settings) -> Callable[[], None]:
         """Let new connections get the certificate that there is now, and take the configured keys; raises OSError."""

@@ -75,6 +75,7 @@ class GrpcServer:
         self._server: Any = None
         self._stopping: asyncio.Task[None] | None = None
         self._certificate: Any = None
+        self.port = 0
         # Calls under way, streams included.
         self.calls = 0
         self.slow = SlowCalls(limits.receive_timeout_s, limits.write_timeout_s, limits.unread_bytes_max, clock)
@@ -84,8 +85,8 @@ class GrpcServer:
     def __repr__(self) -> str:
         return f"<GrpcServer calls={self.calls} {self.slow}>"
 
-    async def start(self, host: str, port: int, tls: Pems | None = None, *, is_shared: bool = False) -> int:
-        """Listen, together with other processes if `is_shared`; returns the port. Raises OSError."""
+    async def start(self, host: str, port: int, tls: Pems | None = None, *, is_shared: bool = False) -> None:
+        """Listen, together with other processes if `is_shared`; raises OSError."""
         handlers: dict[str, Any] = {}
         for service in self.services:
             for name, method in service.methods.items():
@@ -99,17 +100,16 @@ class GrpcServer:
         address = f"[{host}]:{port}" if ":" in host else f"{host or '[::]'}:{port}"
         try:
             if tls is None:
-                bound: int = server.add_insecure_port(address)
+                self.port = server.add_insecure_port(address)
             else:
                 self.change_certificate(tls)
                 credentials = grpc.dynamic_ssl_server_credentials(self._certificate, lambda: self._certificate)
-                bound = server.add_secure_port(address, credentials)
+                self.port = server.add_secure_port(address, credentials)
         except RuntimeError:
             raise OSError(f"the gRPC address {address} cannot be used") from None
         self._server = server
         await server.start()
         self.slow.start()
-        return bound
 
     def change_certificate(self, tls: Pems) -> None:
         """Let new connections have this one."""
