@@ -9,12 +9,14 @@ import msgspec
 
 from carpool.broker.redis.fleet.live import LiveParts
 from carpool.broker.redis.fleet.view import Beat
+from carpool.broker.webhooks.deliverer import Deliverer
 from carpool.composition.batcher import BatcherHalf, make_broker
 from carpool.composition.meeting import Meeting
 from carpool.composition.process import EXPIRY_TICK_S, Process
 from carpool.composition.redis_batcher import RedisBatcherHalf
 from carpool.composition.redis_gateway import RedisGatewayHalf
 from carpool.composition.tracking import describe_tracking
+from carpool.composition.webhooks import describe_webhooks, start_webhooks
 from carpool.core.names import Role
 from carpool.core.request import QUEUED
 from carpool.core.snapshot import Mode, Numbers, Snapshot
@@ -100,6 +102,8 @@ class RedisGateway(RedisProcess):
     """A gateway half; with endpoints of its own also a batcher half for the time when Redis is gone."""
 
     role: ClassVar[Role] = "gateway"
+    # None: no host is allowed.
+    webhooks: Deliverer | None = None
 
     async def start(self) -> None:
         """Plug the stages together, from the back to the front, and listen."""
@@ -117,11 +121,12 @@ class RedisGateway(RedisProcess):
         meeting.start()
         self.batcher.start()
         self.gateway.watch()
+        self.webhooks = start_webhooks(self.ground, meeting.outbox)
         ground.do_every(EXPIRY_TICK_S, self.expire)
         await meeting.wait_for_redis(self.gateway.is_connected)
         await self.gateway.start(self.listening, self.check_ready)
         self.port = self.gateway.port
-        await self.listen_for_operators(meeting.desk)
+        await self.listen_for_operators(meeting.desk, meeting.outbox)
         self.say_where(f"serving on {ground.settings.gateway.host}:{self.port}")
 
     async def drain(self) -> None:
@@ -165,7 +170,8 @@ class RedisGateway(RedisProcess):
         """What `/metrics` shows because of the role. What is held in memory came to it in direct mode."""
         parking, direct = self.gateway.queue.parking, self.batcher.broker
         door = self.gateway.describe(parking.held + direct.held, parking.held_bytes + direct.held_bytes)
-        return door, self.gateway.describe_cache(), self.gateway.describe_queue()
+        webhooks = describe_webhooks(self.webhooks)
+        return door, self.gateway.describe_cache(), self.gateway.describe_queue(), *webhooks
 
 
 class RedisBatcher(RedisProcess):
@@ -182,7 +188,7 @@ class RedisBatcher(RedisProcess):
         self.ground.do_every(EXPIRY_TICK_S, self.expire)
         await meeting.wait_for_redis(meeting.are_all_nodes_up)
         self.own.take()
-        await self.listen_for_operators(meeting.desk)
+        await self.listen_for_operators(meeting.desk, meeting.outbox)
         self.say_where("batching")
 
     async def drain(self) -> None:
@@ -239,12 +245,13 @@ class RedisServe(RedisGateway):
         meeting.start()
         self.batcher.start()
         self.gateway.watch()
+        self.webhooks = start_webhooks(self.ground, meeting.outbox)
         self.ground.do_every(EXPIRY_TICK_S, self.expire)
         await meeting.wait_for_redis(self.gateway.is_connected)
         self.own.take()
         await self.gateway.start(self.listening, self.check_ready)
         self.port = self.gateway.port
-        await self.listen_for_operators(meeting.desk)
+        await self.listen_for_operators(meeting.desk, meeting.outbox)
         self.say_where(f"serving on {self.ground.settings.gateway.host}:{self.port}")
 
     async def drain(self) -> None:
@@ -272,7 +279,8 @@ class RedisServe(RedisGateway):
         """What `/metrics` shows because of the role. What is held in memory was taken from Redis."""
         parking = self.gateway.queue.parking
         door = self.gateway.describe(parking.held, parking.held_bytes)
-        return door, self.gateway.describe_cache(), self.gateway.describe_queue(), self.own.describe_feed()
+        queue, feed = self.gateway.describe_queue(), self.own.describe_feed()
+        return door, self.gateway.describe_cache(), queue, feed, *describe_webhooks(self.webhooks)
 
 
 PROCESSES: dict[Role, type[RedisProcess]] = {each.role: each for each in (RedisGateway, RedisBatcher, RedisServe)}

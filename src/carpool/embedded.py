@@ -8,12 +8,15 @@ from pathlib import Path
 from carpool.broker.dead_letters import DeadLetterBox, DeadLetterDesk
 from carpool.broker.journal import Journal
 from carpool.broker.tasks import Tasks
+from carpool.broker.webhooks.deliverer import Deliverer
+from carpool.broker.webhooks.journal_outbox import JournalOutbox
 from carpool.composition.batcher import BatcherHalf, make_broker
 from carpool.composition.credentials import watch_key_file
 from carpool.composition.gateway import GatewayHalf
 from carpool.composition.process import EXPIRY_TICK_S, Process
 from carpool.composition.shedding import DOOR_TICK_S, Ticks, learn_own, let_see, make_doors, standings_of
 from carpool.composition.tracking import describe_tracking
+from carpool.composition.webhooks import describe_webhooks, start_webhooks
 from carpool.core.snapshot import FleetState, Health, JournalNumbers, OutcomeNumbers, Snapshot
 from carpool.face.http.admin import FoundRequest
 
@@ -22,6 +25,9 @@ logger = logging.getLogger("carpool")
 
 class EmbeddedProcess(Process):
     """Both halves over one broker in memory, and tasks in a journal."""
+
+    # None: no host is allowed.
+    webhooks: Deliverer | None = None
 
     async def start(self) -> None:
         """Plug the stages together, from the back to the front, and listen."""
@@ -34,6 +40,7 @@ class EmbeddedProcess(Process):
             result_ttl_s=tasks.result_ttl_s,
             dead_letter_ttl_s=tasks.dead_letter_ttl_s,
             stored_bytes_max=tasks.stored_bytes_max,
+            webhook_bytes_max=ground.settings.webhooks.bytes_max,
             clock=ground.clock,
         )
         ground.opened.push_async_callback(self.journal.close)
@@ -63,6 +70,10 @@ class EmbeddedProcess(Process):
         if self.gateway.seats is not None:
             self.tasks.keep_result = self.gateway.seats.keep
         ground.do_every(EXPIRY_TICK_S, self.expire)
+        outbox = JournalOutbox(self.journal)
+        self.webhooks = start_webhooks(ground, outbox)
+        if self.webhooks is not None:
+            self.tasks.webhook_is_due = self.webhooks.ring
         await self.gateway.start(self.listening, self.check_ready)
         self.port = self.gateway.port
         await self.listen_for_operators(
@@ -73,7 +84,8 @@ class EmbeddedProcess(Process):
                 tier_target_s=targets,
                 task_timeout_s=tasks.timeout_s,
                 clock=ground.clock,
-            )
+            ),
+            outbox,
         )
         self.tasks.send_restored()
         if not tasks.journal:
@@ -153,6 +165,7 @@ class EmbeddedProcess(Process):
                     journal_disk_free_share=journal.writer.disk_free_share,
                     journal_fill=journal.stored_bytes / ground.settings.tasks.stored_bytes_max,
                 ),
+                *describe_webhooks(self.webhooks),
                 *describe_tracking(self.tracking),
                 *self.ground.describe(),
             ),

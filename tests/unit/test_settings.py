@@ -960,6 +960,36 @@ class TestTracing:
         assert "canary" not in repr(settings) + dump_toml(settings)
 
 
+class TestWebhooks:
+    SECRET = "whsec_" + "Y2FuYXJ5" * 4
+    ON = {"CARPOOL_WEBHOOKS_HOSTS": "a.example,*.b.example:8443", "CARPOOL_WEBHOOKS_SECRETS": SECRET}
+
+    def test_they_are_off_by_default(self) -> None:
+        assert load().webhooks.hosts == []
+
+    def test_their_secrets_are_not_shown(self) -> None:
+        settings = load(env=self.ON)
+        assert settings.webhooks.secrets == [self.SECRET]
+        shown = dump_toml(settings)
+        assert 'hosts = ["a.example", "*.b.example:8443"]' in shown
+        assert self.SECRET not in shown + repr(settings)
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("SECRETS", ""),
+            ("SECRETS", SECRET + "x"),
+            ("SECRETS", SECRET.removeprefix("whsec_")),
+            ("HOSTS", "https://a.example/"),
+            ("HOSTS", "a.example:0"),
+        ],
+    )
+    def test_what_is_not_taken_is_said_without_secrets(self, key: str, value: str) -> None:
+        text = refusal(env=self.ON | {f"CARPOOL_WEBHOOKS_{key}": value})
+        assert f"webhooks.{key.lower()}" in text
+        assert "Y2FuYXJ5" not in text
+
+
 class TestCatalogue:
     ALL = [*KEYS.values(), *section_keys(TierSettings, "tiers."), *section_keys(ModelSettings, "models.")]
 

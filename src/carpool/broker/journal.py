@@ -13,10 +13,12 @@ when the writer thread (journal_writer) has committed it to the file (journal_st
 
 import asyncio
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from carpool.broker.journal_records import (
     Append,
@@ -27,6 +29,7 @@ from carpool.broker.journal_records import (
     DropLetters,
     Finish,
     ListLetters,
+    OnWebhooks,
     Operation,
     Read,
     ReadLetter,
@@ -36,8 +39,10 @@ from carpool.broker.journal_records import (
     result_size_of,
     size_of,
     store_full,
+    webhooks_full,
 )
 from carpool.broker.journal_store import Store
+from carpool.broker.journal_webhooks import WebhookRows
 from carpool.broker.journal_writer import Writer
 from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import DeadLetterSummary, StoredDeadLetter, dead_letter_causes
@@ -68,6 +73,7 @@ class Journal:
         result_ttl_s: float,
         dead_letter_ttl_s: float,
         stored_bytes_max: int,
+        webhook_bytes_max: int = sys.maxsize,
         clock: Clock = monotonic,
     ) -> None:
         """Open or create the journal at `path` (None: in memory); raises JournalUnusable."""
@@ -76,6 +82,7 @@ class Journal:
         self._clock = clock
         self._opened = clock()
         self._stored_bytes_max = stored_bytes_max
+        self._webhook_bytes_max = webhook_bytes_max
         # Operations without an answer yet, and their bytes.
         self._unanswered = 0
         self._unanswered_bytes = 0
@@ -113,6 +120,8 @@ class Journal:
         size = size_of(task)
         if self.stored_bytes + size > self._stored_bytes_max:
             self._loop.call_soon(done, store_full())
+        elif task.callback_url and self.counts.webhook_bytes >= self._webhook_bytes_max:
+            self._loop.call_soon(done, webhooks_full())
         else:
             self._offer(Append(task.id, done, size, task, letter_id))
 
@@ -173,6 +182,10 @@ class Journal:
     def drop_letters(self, letter_id: int | None, done: Callable[[int | CarpoolError], None]) -> None:
         """Remove one dead letter, or all of them; `done` says how many there were."""
         self._offer(DropLetters("", done, 0, letter_id))
+
+    def on_webhooks(self, work: Callable[[WebhookRows, float], Any], done: Callable[[Any], None]) -> None:
+        """Do something with outcomes that wait to be sent; `done` is told what `work` returns, or why it failed."""
+        self._offer(OnWebhooks("", done, 0, work))
 
     def pending(self) -> Iterator[TaskRecord]:
         """The tasks without a result, in order of submission: for the start, before the first `append`."""

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from carpool.core.errors import QueueFull
+from carpool.core.errors import QueueFull, WebhooksFull
 from carpool.core.request import Request
 
 # Stored results leave as they are deleted or expire.
@@ -30,6 +30,8 @@ class TaskRecord(msgspec.Struct, frozen=True, gc=False):
     # On the journal's uptime clock, so that time in which no process ran does not count.
     deadline: float
     client_id: str = ""
+    # Where its outcome is sent; "" if nowhere.
+    callback_url: str = ""
 
 
 class TaskResult(msgspec.Struct, frozen=True, gc=False):
@@ -62,6 +64,9 @@ class Counts(msgspec.Struct):
     dead_letter_bytes: int = 0
     # Dead letters that had to make room since the journal was opened.
     dead_letters_evicted: int = 0
+    # Outcomes that wait to be sent, and what they count in bytes.
+    webhooks: int = 0
+    webhook_bytes: int = 0
 
 
 class Operation(msgspec.Struct, eq=False):
@@ -126,6 +131,13 @@ class DropLetters(Operation, eq=False):
     letter_id: int | None
 
 
+class OnWebhooks(Operation, eq=False):
+    """Something to be done with the webhooks of the file, in a transaction."""
+
+    # Is given the file's WebhookRows, and the uptime clock's reading.
+    work: Callable[[Any, float], Any]
+
+
 # Who is answered, and the answer.
 Reply = tuple[Operation, Any]
 
@@ -134,12 +146,12 @@ def record_of(request: Request, submitted_wall: float, deadline: float) -> TaskR
     """A request as it is kept."""
     identity = (request.id, request.owner, request.model)
     content = (request.parameters, request.input, request.tier)
-    return TaskRecord(*identity, *content, submitted_wall, deadline, request.client_id)
+    return TaskRecord(*identity, *content, submitted_wall, deadline, request.client_id, request.callback_url)
 
 
 def size_of(task: TaskRecord) -> int:
     """What a pending task counts among the stored bytes."""
-    return len(task.input) + len(task.parameters) + len(task.client_id.encode())
+    return len(task.input) + len(task.parameters) + len(task.client_id.encode()) + len(task.callback_url)
 
 
 def result_size_of(result: TaskResult) -> int:
@@ -151,5 +163,13 @@ def store_full() -> QueueFull:
     """What is told to whoever submits a task while no more may be stored."""
     return QueueFull(
         "As many tasks and results are stored as may be. Retry later; delete results you have read.",
+        retry_after_s=STORE_RETRY_AFTER_S,
+    )
+
+
+def webhooks_full() -> WebhooksFull:
+    """What is told to whoever submits a task with a `callback_url` while no more may wait to be sent."""
+    return WebhooksFull(
+        "As many outcomes wait to be sent as may. Retry later, or poll the task instead.",
         retry_after_s=STORE_RETRY_AFTER_S,
     )

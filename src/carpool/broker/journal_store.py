@@ -15,7 +15,6 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -29,11 +28,13 @@ from carpool.broker.journal_records import (
     result_size_of,
     size_of,
 )
+from carpool.broker.journal_webhooks import SCHEMA as WEBHOOK_SCHEMA
+from carpool.broker.journal_webhooks import STATUS_NAMES, WebhookRows
 from carpool.core.dead_letter import DeadLetterSummary, StoredDeadLetter
 from carpool.core.task import StoredTask
 
 APPLICATION_ID = 0x43504C4A  # "CPLJ" in the file's header: tells a journal from anybody else's SQLite file
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 # Three rows of 2 KB share a page of 8 KiB; each would fill one of the default 4 KiB alone, and an append
 # would write half as much again. Larger ones are quicker still in a burst, but a lone append writes more.
@@ -48,7 +49,6 @@ BUSY_S = 1.0
 DEAD_LETTERS_MAX = 100_000
 
 PENDING, SUCCESS, FAILED = 0, 1, 2
-STATUS_NAMES: tuple[Literal["PENDING", "SUCCESS", "FAILED"], ...] = ("PENDING", "SUCCESS", "FAILED")
 
 # The payloads come last in a row, so that its small fields are found without them. `bytes` is their length, of a task
 # with that of its `client_id`; the indices hold all that counting, purging and finding pending rows need: no payload
@@ -60,7 +60,7 @@ SCHEMA = (
         seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, model TEXT NOT NULL,
         tier INTEGER NOT NULL, submitted REAL NOT NULL, deadline REAL NOT NULL,
         status INTEGER NOT NULL, finished REAL, expires REAL, bytes INTEGER NOT NULL,
-        client_id TEXT NOT NULL DEFAULT '',
+        client_id TEXT NOT NULL DEFAULT '', callback_url TEXT NOT NULL DEFAULT '',
         parameters BLOB NOT NULL, input BLOB NOT NULL, output BLOB, error BLOB)""",
     "CREATE INDEX tasks_by_expiry ON tasks (expires, bytes)",
     """CREATE TABLE dead_letters (
@@ -69,23 +69,29 @@ SCHEMA = (
         detail TEXT NOT NULL, sends INTEGER NOT NULL, expires REAL NOT NULL, bytes INTEGER NOT NULL,
         parameters BLOB NOT NULL, input BLOB NOT NULL)""",
     "CREATE INDEX dead_letters_by_expiry ON dead_letters (expires, bytes)",
+    *WEBHOOK_SCHEMA,
     f"PRAGMA application_id = {APPLICATION_ID}",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
 
 # From the schema of an older version to the next one.
-UPGRADES = {1: ("ALTER TABLE tasks ADD COLUMN client_id TEXT NOT NULL DEFAULT ''", "PRAGMA user_version = 2")}
+UPGRADES = {
+    1: ("ALTER TABLE tasks ADD COLUMN client_id TEXT NOT NULL DEFAULT ''",),
+    2: ("ALTER TABLE tasks ADD COLUMN callback_url TEXT NOT NULL DEFAULT ''", *WEBHOOK_SCHEMA),
+}
 
 # A TaskRecord, and its size.
-APPEND = """INSERT INTO tasks (id, owner, model, parameters, input, tier, submitted, deadline, client_id, bytes, status)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)"""
+APPEND = """INSERT INTO tasks
+    (id, owner, model, parameters, input, tier, submitted, deadline, client_id, callback_url, bytes, status)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)"""
 # Pending rows are those that never expire; the list of their numbers comes from the index, in order.
-PENDING_TASKS = """SELECT id, owner, model, parameters, input, tier, submitted, deadline, client_id FROM tasks
-    WHERE seq IN (SELECT seq FROM tasks WHERE expires IS NULL) ORDER BY seq"""
+PENDING_TASKS = """SELECT id, owner, model, parameters, input, tier, submitted, deadline, client_id, callback_url
+    FROM tasks WHERE seq IN (SELECT seq FROM tasks WHERE expires IS NULL) ORDER BY seq"""
 # One JSON array as the only parameter: one prepared statement for any number of ids.
 IDS = "id IN (SELECT value FROM json_each(?))"
-CLIENT_BYTES = "length(CAST(client_id AS BLOB))"
-PENDING_SIZES = f"SELECT id, bytes, {CLIENT_BYTES} FROM tasks WHERE {IDS} AND status = 0"
+# Of a task's bytes, those that stay with its result.
+CLIENT_BYTES = "(length(CAST(client_id AS BLOB)) + length(callback_url))"
+PENDING_SIZES = f"SELECT id, bytes, {CLIENT_BYTES}, callback_url FROM tasks WHERE {IDS} AND status = 0"
 FINISH = """UPDATE tasks SET status = ?, finished = ?, expires = ?, bytes = ?, output = ?, error = ?,
     parameters = x'', input = x'' WHERE id = ?"""
 BURY_TASK = f"""INSERT INTO dead_letters
@@ -173,14 +179,17 @@ class Store:
         # `stored_bytes_max` and the dead letters' budget bound; and whoever may read it may read the payloads in it.
         execute("PRAGMA secure_delete = OFF")
         self.counts = self._draft = Counts()
+        self.webhooks = WebhookRows(self._connection, self._draft)
         if is_new:
             with self.transaction(None):
                 for statement in SCHEMA:
                     execute(statement)
         elif version in UPGRADES:
             with self.transaction(None):
-                for statement in UPGRADES[version]:
-                    execute(statement)
+                for older in range(version, SCHEMA_VERSION):
+                    for statement in UPGRADES[older]:
+                        execute(statement)
+                execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         (uptime,) = execute("SELECT value FROM meta WHERE key = 'uptime'").fetchone()
         self.uptime_at_open: float = uptime
         count = "SELECT count(expires), count(*), coalesce(sum(bytes), 0) FROM "
@@ -189,11 +198,14 @@ class Store:
         self.counts = Counts(tasks - results, results, dead, task_bytes, dead_bytes)
         (last_letter,) = execute(LAST_LETTER).fetchone()
         self.last_letter = int(last_letter)
+        with self.transaction(None):
+            self.webhooks.open()
 
     @contextmanager
     def transaction(self, now: float | None) -> Iterator[None]:
         """Commit what the body does, together with the uptime clock's reading, or undo all of it."""
         self._draft = msgspec.structs.replace(self.counts)
+        self.webhooks.counts = self._draft
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             yield
@@ -219,10 +231,15 @@ class Store:
         results: Sequence[tuple[str, TaskResult, DeadLetter | None]],
         result_expires: float,
         dead_letter_expires: float,
+        now: float = 0.0,
     ) -> list[bool]:
-        """Give pending tasks their results; says for each whether it was stored. The first of a task wins."""
+        """Give pending tasks their results; says for each whether it was stored. The first of a task wins.
+
+        Those with a `callback_url` are to be sent from `now` on.
+        """
         pending = self._connection.execute(PENDING_SIZES, (_json([task_id for task_id, _, _ in results]),))
-        sizes = {task_id: (size, client_bytes) for task_id, size, client_bytes in pending}
+        sizes = {task_id: found for task_id, *found in pending}
+        to_send: list[tuple[str, str, int]] = []
         stored: list[bool] = []
         finished: list[tuple[object, ...]] = []
         buried: list[tuple[object, ...]] = []
@@ -230,7 +247,9 @@ class Store:
             stored.append(task_id in sizes)
             if task_id not in sizes:
                 continue
-            size_before, client_bytes = sizes.pop(task_id)
+            size_before, client_bytes, url = sizes.pop(task_id)
+            if url:
+                to_send.append((task_id, url, result_size_of(result)))
             size, input_bytes = result_size_of(result) + client_bytes, size_before - client_bytes
             status = SUCCESS if result.status == "SUCCESS" else FAILED
             finished.append((status, result.finished_wall, result_expires, size, result.output, result.error, task_id))
@@ -245,6 +264,8 @@ class Store:
         self._draft.results += len(finished)
         if buried:
             self._letters_added(len(buried))
+        for webhook in to_send:
+            self.webhooks.add(*webhook, now)
         return stored
 
     def bury(self, burials: Sequence[Bury], expires: float) -> list[bool]:

@@ -4,7 +4,7 @@ The loop puts operations into the queue; the thread takes what is there, makes o
 hands all answers of that group back in one call. Rules:
 
 1. Nobody hears of a success before its commit. Operations of one group are all unanswered, so they count as
-   simultaneous: they run by kind (append, finish, bury, delete, drop), reads after the commit.
+   simultaneous: they run by kind (append, finish, bury, delete, drop, webhooks), reads after the commit.
 2. A commit that fails fails its whole group, except results: an outcome must not be lost, so they are kept
    and tried again, apart from the groups, so that what frees space can get through meanwhile.
 3. An operation that can never be written (a defect) is found by halving the group, and fails alone.
@@ -27,6 +27,7 @@ from carpool.broker.journal_records import (
     DropLetters,
     Finish,
     ListLetters,
+    OnWebhooks,
     Operation,
     Read,
     ReadLetter,
@@ -232,6 +233,7 @@ class Writer:
                     [(op.task_id, op.result, op.dead_letter) for op in finishes],
                     now + self._result_ttl_s,
                     now + self._dead_letter_ttl_s,
+                    now,
                 )
                 replies.extend(zip(finishes, stored, strict=True))
             if burials:
@@ -247,6 +249,7 @@ class Writer:
                     replies.append((drop, self._store.drop_all_letters()))
                 else:
                     replies.append((drop, len(self._store.drop_letters([drop.letter_id], now))))
+            replies += [(op, op.work(self._store.webhooks, now)) for op in operations if isinstance(op, OnWebhooks)]
         self._note_commit(started)
         self._note_evictions()
         return replies
@@ -306,7 +309,7 @@ class Writer:
 
     def _is_anything_stored(self) -> bool:
         counts = self._store.counts
-        return bool(counts.tasks_pending or counts.results or counts.dead_letters)
+        return bool(counts.tasks_pending or counts.results or counts.dead_letters or counts.webhooks)
 
     def _tick(self) -> None:
         """Save the uptime clock and purge what has expired."""

@@ -60,6 +60,8 @@ class Tasks:
         self._polls = Polls(self._waited_enough)
         # Keeps the result of a task for requests that are the same.
         self.keep_result: Callable[[SameKey, Output], None] = lambda key, output: None
+        # Called when an outcome that is to be sent somewhere is safe.
+        self.webhook_is_due: Callable[[], None] = lambda: None
         # While true, accepted tasks go to the journal alone: the next process runs them.
         self.draining = False
 
@@ -87,6 +89,7 @@ class Tasks:
                 is_task=True,
                 owner=record.owner,
                 client_id=record.client_id,
+                callback_url=record.callback_url,
             )
             self._live[record.id] = LiveTask(request, record.submitted_wall)
             fault: CarpoolError | None = None
@@ -167,7 +170,7 @@ class Tasks:
             result = TaskResult("SUCCESS", bytes(outcome.value), None, time.time())
             if request.result_key is not None and request.result is None:
                 self.keep_result(request.result_key, outcome)
-        self._journal.finish(request.id, result, lambda _: self._finished(request.id), dead_letter)
+        self._journal.finish(request.id, result, lambda _: self._finished(request), dead_letter)
 
     def look(self, caller: Caller, task_id: str, wait_s: float, forget: bool, answer: Answer) -> Poll:
         """Answer with the task's state: at once, or as soon as it has an outcome but not later than `wait_s`."""
@@ -242,11 +245,13 @@ class Tasks:
             self._broker.withdraw(task.request)
             self._answer_polls(task.request.id, self._pending(task))
 
-    def _finished(self, task_id: str) -> None:
+    def _finished(self, request: Request) -> None:
         """The outcome is safe: from now on the journal answers."""
-        self._live.pop(task_id, None)
-        for poll in self._polls.take(task_id):
+        self._live.pop(request.id, None)
+        for poll in self._polls.take(request.id):
             self._read(poll)
+        if request.callback_url:
+            self.webhook_is_due()
 
     def _read(self, poll: Poll) -> None:
         def found(stored: StoredTask | CarpoolError | None) -> None:

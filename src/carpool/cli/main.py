@@ -19,6 +19,7 @@ from carpool.cli.sim import demo, demo_compare, demo_load, sim_gpu
 from carpool.cli.top import EPILOG as TOP_EPILOG
 from carpool.cli.top import top
 from carpool.cli.tracking import REQUESTS_EPILOG, USAGE_EPILOG, requests, tracking, usage
+from carpool.cli.webhooks import webhooks
 from carpool.cli.why import WHY_EPILOG, why
 from carpool.settings import ConfigError
 from carpool.version import __version__
@@ -63,6 +64,7 @@ app.command(rich_help_panel="Serving")(demo)
 serve.register(app)
 app.command(epilog=TOP_EPILOG, rich_help_panel="Serving")(top)
 app.add_typer(dlq, rich_help_panel="Serving")
+app.add_typer(webhooks, rich_help_panel="Serving")
 app.add_typer(keys, rich_help_panel="Serving")
 app.command(epilog=EPILOG, rich_help_panel="Serving")(doctor)
 app.command(epilog=WHY_EPILOG, rich_help_panel="Looking")(why)

@@ -16,6 +16,7 @@ from carpool.admission.shedding import Door, pressure
 from carpool.broker.seats import Seats
 from carpool.composition.credentials import configured_keys, make_credentials, warn_if_open, watch_token_keys
 from carpool.composition.ground import Ground
+from carpool.composition.webhooks import callback_check
 from carpool.core.ports import Availability, FarResults, RateLimit, RateLimits, RequestQueue, TaskBoard
 from carpool.core.request import Request
 from carpool.core.snapshot import CacheNumbers, DoorNumbers
@@ -152,6 +153,7 @@ class GatewayHalf:
                 [model.name for model in self.intake.models() if has_face(model, INFER)],
             ),
             ground.tracer,
+            callback_check(settings.webhooks),
         )
         answers = self._answers = Answers(settings.gateway.unread_bytes_max)
         add_list_faces(

@@ -27,6 +27,7 @@ from carpool.broker.redis.gateway.states import RequestStates
 from carpool.broker.redis.gateway.task_intake import TaskIntake
 from carpool.broker.redis.gateway.task_removals import TaskRemovals
 from carpool.broker.redis.gateway.tasks import RedisTasks
+from carpool.broker.redis.gateway.webhooks import RedisOutbox
 from carpool.broker.redis.keys import Keys, line_name
 from carpool.broker.redis.steps import EndedTask, Steps
 from carpool.composition.batcher import BatcherHalf
@@ -90,6 +91,7 @@ class Meeting:
             self.steps, bounds=self.letter_bounds, kept=settings.dead_letters.synchronous
         )
         self.tasks = self._make_tasks()
+        self.outbox = RedisOutbox(self.steps, self.depth.webhooks, self.depth.shards_with_webhooks)
         self.states = RequestStates(self.steps, self.name, lease_ms=broker.lease_ms, others=self._other_gateways)
         self.desk = RedisDeadLetterDesk(
             self.steps,
@@ -254,6 +256,7 @@ class Meeting:
             replicas_timeout_ms=broker.replicas_timeout_ms,
             durable_nodes=self._make_nodes(broker.replicas_timeout_ms) if broker.replicas else None,
             is_memory_full=lambda: self.memory.is_full,
+            are_webhooks_full=lambda: self.depth.webhooks()[1] >= settings.webhooks.bytes_max,
             result_ttl_ms=result_ttl_ms,
             count=self._count_outcome,
             events=self.ground.events,

@@ -21,6 +21,7 @@ from carpool.core.live import LaneWaiting
 from carpool.core.names import Role
 from carpool.core.ports import DeadLetterDesk
 from carpool.core.snapshot import Snapshot
+from carpool.core.webhook import Outbox
 from carpool.face.http.admin import AdminRoutes, FoundRequest
 from carpool.face.http.admin_guard import AdminGuard
 from carpool.face.http.openapi import admin_openapi
@@ -106,7 +107,7 @@ class Process(ABC):
         """Give up everything that was opened."""
         await self.ground.close()
 
-    async def listen_for_operators(self, dead_letters: DeadLetterDesk) -> None:
+    async def listen_for_operators(self, dead_letters: DeadLetterDesk, webhooks: Outbox) -> None:
         """Serve the admin port."""
         gateway, service = self.ground.settings.gateway, self.ground.settings.service
         self.admin = AdminRoutes(
@@ -122,6 +123,7 @@ class Process(ABC):
             metrics=Exposition(self.snapshot),
             find_request=self.find_anywhere,
             dead_letters=dead_letters,
+            webhooks=webhooks,
             openapi=admin_openapi(),
             live=self.watch.viewers,
         )
@@ -131,7 +133,7 @@ class Process(ABC):
 
     def reload(self, load: Callable[[], Settings]) -> None:
         """Read the configuration again. What changes now is endpoints, slots and upstream timeouts; API keys; the
-        certificate for clients. The rest does not.
+        certificate for clients; the secrets of webhooks. The rest does not.
 
         All that may fail is done for every model first: a fault of one changes none.
         """
@@ -172,7 +174,8 @@ def changed_for_the_next_start(old: Settings, new: Settings) -> list[str]:
         }
         has_tls = "yes" if settings.gateway.tls_cert else ""
         gateway = replace(settings.gateway, tls_cert=has_tls, tls_key=has_tls)
-        return replace(settings, gateway=gateway, keys={}, upstream=upstream, models=models)
+        webhooks = replace(settings.webhooks, secrets=[])
+        return replace(settings, gateway=gateway, keys={}, upstream=upstream, models=models, webhooks=webhooks)
 
     before, after = fixed(old), fixed(new)
     return [name for name in Settings.__struct_fields__ if getattr(before, name) != getattr(after, name)]

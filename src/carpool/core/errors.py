@@ -169,6 +169,13 @@ class UpgradeRequired(ClientError):
     title = "Upgrade required"
 
 
+class CallbackDenied(ClientError):
+    """The task's `callback_url` is not one that this gateway sends to."""
+
+    code = "callback-denied"
+    title = "No webhook goes there"
+
+
 class HeadersTooLarge(ClientError):
     """The request line and headers are over their limits."""
 
@@ -242,6 +249,13 @@ class BrokerMemoryFull(OverloadError):
     code = "broker-memory"
     status = 429
     title = "The broker's memory is nearly full"
+
+
+class WebhooksFull(OverloadError):
+    """As many outcomes wait to be sent to receivers as may."""
+
+    code = "webhooks-full"
+    title = "Too many webhooks are waiting"
 
 
 # The upstream's fault.

@@ -108,6 +108,8 @@ class Request(msgspec.Struct, eq=False):
     permit: Permit | None = None
     # Where it stands in a trace; None where tracing is off, and for most where it is on.
     trace: Trace | None = None
+    # Of a task: where its outcome is sent; "" if nowhere.
+    callback_url: str = ""
 
     @property
     def lane_key(self) -> bytes:

@@ -325,6 +325,27 @@ class JournalNumbers(Numbers, frozen=True, kw_only=True):
     journal_fill: Annotated[float, gauge("What the journal holds by the most that it may: `tasks.stored_bytes_max`.")]
 
 
+class WebhookNumbers(Numbers, frozen=True, kw_only=True):
+    """Outcomes of tasks that are sent to a URL, where `webhooks.hosts` names some."""
+
+    shown = "gateways, alone"
+
+    webhooks_waiting: Annotated[
+        int,
+        gauge(
+            "Webhooks that are due, or wait to be sent again; over Redis every gateway shows those of the whole fleet. "
+            "Only with `webhooks.hosts`."
+        ),
+    ]
+    webhook_bytes: Annotated[int, gauge("What these count in bytes; `webhooks.bytes_max` bounds them.")]
+    webhook_attempts: Annotated[
+        Counts,
+        counter(
+            "Attempts to send a webhook: `delivered`, `failed` and to be sent again, or `given_up` for good.", "result"
+        ),
+    ]
+
+
 class TrackingNumbers(Numbers, frozen=True, kw_only=True):
     """What is kept of requests and batches, where `tracking.store` says so."""
 

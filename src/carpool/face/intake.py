@@ -297,10 +297,14 @@ class Intake:
         parameters: bytes,
         value: bytes,
         client_id: str = "",
+        callback_url: str = "",
         wishes: Wishes = NO_WISHES,
         accepted: Callable[[Request, CarpoolError | None], None],
     ) -> None:
-        """Let a task in: `accepted(request, None)` once it is safe, or `accepted(request, error)`. Raises as `ask`."""
+        """Let a task in: `accepted(request, None)` once it is safe, or `accepted(request, error)`. Raises as `ask`.
+
+        `callback_url`, if its outcome is to be sent somewhere, must be one that `check_callback` let pass.
+        """
         if caller.models is not None:
             check_model(caller.models, model.name)
         settings, tier, now = self._settings, caller.tier, self._clock()
@@ -309,7 +313,7 @@ class Intake:
             model=model.name,
             parameters=parameters,
             input=value,
-            size=len(value) + len(parameters) + len(client_id),
+            size=len(value) + len(parameters) + len(client_id) + len(callback_url),
             tier=tier,
             arrived=now,
             place=now + settings.tier_target_s[tier],
@@ -319,6 +323,7 @@ class Intake:
             is_task=True,
             owner=caller.owner,
             client_id=client_id,
+            callback_url=callback_url,
         )
         if wishes is not NO_WISHES:
             apply(wishes, request)

@@ -32,6 +32,7 @@ from carpool.settings.schema import (
     Settings,
     TracingSettings,
     UpstreamSettings,
+    WebhookSettings,
 )
 from carpool.upstream.tls import UpstreamSecurity, read_file, read_header_value, read_token
 
@@ -88,6 +89,7 @@ def check_together(settings: Settings, where: Where) -> None:
     _check_processes(settings, where)
     _check_models(settings, where)
     _check_tracing(settings.tracing, where)
+    _check_webhooks(settings.webhooks, where)
 
 
 def check_name(name: str, where: str) -> None:
@@ -163,6 +165,30 @@ def _check_tracing(tracing: TracingSettings, where: Where) -> None:
     for text in tracing.resource_attributes:
         if not text.partition("=")[0].strip() or "=" not in text:
             raise ConfigError(f"{where('tracing.resource_attributes')} must have NAME=VALUE, not {shown(text)}")
+
+
+def _check_webhooks(webhooks: WebhookSettings, where: Where) -> None:
+    if not webhooks.hosts and not webhooks.secrets:
+        return
+    # Here, so that those without webhooks do not pay for it.
+    from carpool.broker.webhooks.addresses import allowed_host
+    from carpool.broker.webhooks.signing import secret_of
+
+    for host in webhooks.hosts:
+        try:
+            allowed_host(host)
+        except ValueError as fault:
+            raise ConfigError(f"{where('webhooks.hosts')}: {fault}; not {shown(host)}") from None
+    for secret in webhooks.secrets:
+        try:
+            secret_of(secret)
+        except ValueError as fault:
+            raise ConfigError(f"{where('webhooks.secrets')}: {fault}") from None
+    if not webhooks.secrets:
+        raise ConfigError(
+            f"{where('webhooks.hosts')} needs webhooks.secrets (CARPOOL_WEBHOOKS_SECRETS), so that receivers can tell "
+            "whose webhooks these are"
+        )
 
 
 def _check_gateway(gateway: GatewaySettings, where: Where) -> None:

@@ -463,6 +463,46 @@ class InputSettings(Section, frozen=True):
     ] = []
 
 
+class WebhookSettings(Section, frozen=True):
+    """Outcomes of tasks that are sent to a URL (`callback_url`). Off while no host is allowed."""
+
+    hosts: Annotated[
+        list[str],
+        doc(
+            "hosts that webhooks may go to: `hooks.example.org`, `*.example.org`, `hooks.example.org:8443`; "
+            "empty: `callback_url` is refused"
+        ),
+    ] = []
+    secrets: Annotated[
+        list[str],
+        doc(
+            "what webhooks are signed with, `whsec_` and base64, each of them: two for the time of a change; "
+            "read again on SIGHUP; secret",
+            secret=True,
+        ),
+    ] = []
+    allow_http: Annotated[bool, doc("whether `http://` may be used too; what is sent can then be read on the way")] = (
+        False
+    )
+    allow_private: Annotated[
+        bool, doc("whether hosts may have private or loopback addresses; link-local ones never are used")
+    ] = False
+    retry_for_s: Annotated[
+        float, doc("how long after its task's outcome a webhook is sent again", ge=1, le=7 * 86400)
+    ] = 86400.0
+    backoff_s: Annotated[Seconds, doc("longest first pause before it is sent again; doubles, up to an hour")] = 5.0
+    timeout_s: Annotated[Seconds, doc("longest time for one attempt")] = 10.0
+    in_flight_max: Annotated[int, doc("webhooks that one gateway sends at once", ge=1, le=10_000)] = 64
+    host_in_flight_max: Annotated[int, doc("of these, to one host", ge=1, le=10_000)] = 8
+    bytes_max: Annotated[
+        Count,
+        doc("bytes of outcomes that wait to be sent; beyond, tasks with a `callback_url` are refused (503)"),
+    ] = 256 * MIB
+
+    def __repr__(self) -> str:
+        return f"WebhookSettings({self.hosts}, {len(self.secrets)} secrets)"  # they are secret
+
+
 class TrackingSettings(Section, frozen=True):
     """What is kept of every request and every batch, for questions afterwards; never what is in them."""
 
@@ -621,6 +661,7 @@ class Settings(Section, frozen=True):
     broker: BrokerSettings = BrokerSettings()
     tasks: TaskSettings = TaskSettings()
     dead_letters: DeadLetterSettings = DeadLetterSettings()
+    webhooks: WebhookSettings = WebhookSettings()
     tracking: TrackingSettings = TrackingSettings()
     log: LogSettings = LogSettings()
     tracing: TracingSettings = TracingSettings()

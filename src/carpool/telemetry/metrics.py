@@ -23,6 +23,7 @@ KINDS: tuple[type[Numbers], ...] = (
     shapes.CacheNumbers,
     shapes.ModelNumbers,
     shapes.JournalNumbers,
+    shapes.WebhookNumbers,
     shapes.TrackingNumbers,
     shapes.RedisNumbers,
     shapes.RedisGatewayNumbers,

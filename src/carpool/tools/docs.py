@@ -148,6 +148,7 @@ QUESTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dead_letters_dropped",
         ),
     ),
+    ("Do webhooks reach their receivers?", ("webhooks_waiting", "webhook_attempts", "webhook_bytes")),
     ("Do kept results pay?", ("cache_lookups", "cache_entries", "cache_bytes", "broker_cache_bytes")),
     (
         "Is there room for tasks and results?",

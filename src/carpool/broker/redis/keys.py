@@ -20,6 +20,9 @@ evenly, they share the shards evenly.
 | `<ns>:{tag}:task:<id>` | hash | a task and its result |
 | `<ns>:{tag}:gone:<lane>:<line>` | zset | numbers of tasks that were removed before somebody took them |
 | `<ns>:{tag}:letters`, `:letter` | zset, hash | ids of dead letters in order; their contents by id |
+| `<ns>:{tag}:hooks`, `:hooks:<host>` | zset | hosts that outcomes are to be sent to, by when the first is due; tasks
+  of one host by when each is (`hooks`, `hook_bytes` in `counts`) |
+| `<ns>:{tag}:hook:<id>` | hash | the outcome of a task with its URL |
 | `<ns>:{tag}:rate:<owner>:<limit>` | hash | a rate limit of an owner: `full`: when its bucket is full again; leases by
   gateway (scripts/rates.lua) |
 | `<ns>:{tag}:kept`, `:kept-before` | hash | results for requests that are the same, by key; those that came before them
@@ -53,6 +56,7 @@ class Shard(msgspec.Struct, frozen=True):
     counts: bytes
     letters: bytes
     letter_bodies: bytes
+    hooks: bytes
     bell: bytes
     # Results that are kept for requests that are the same, the later and the earlier ones.
     kept: bytes
@@ -65,6 +69,10 @@ class Shard(msgspec.Struct, frozen=True):
     def task(self, task_id: str) -> bytes:
         """The hash of a task."""
         return self.prefix + b"task:" + task_id.encode()
+
+    def hook(self, task_id: str) -> bytes:
+        """The hash of a task's webhook."""
+        return self.prefix + b"hook:" + task_id.encode()
 
     def rate(self, owner: str) -> bytes:
         """The hash of an owner's rate limit."""
@@ -113,6 +121,7 @@ class Keys:
             prefix + b"counts",
             prefix + b"letters",
             prefix + b"letter",
+            prefix + b"hooks",
             prefix + b"bell",
             prefix + b"kept",
             prefix + b"kept-before",

@@ -29,6 +29,7 @@ from carpool.core.ports import RateAsk, RateTold
 from carpool.core.problem import code_of
 from carpool.core.story import RequestState
 from carpool.core.task import StoredTask
+from carpool.core.webhook import DueWebhook, WebhookState, shown_url
 
 Found = TypeVar("Found")
 Argument = bytes | int | str
@@ -213,14 +214,14 @@ class Steps:
         *,
         held_max: int,
         lanes_max: int,
-        tasks: Sequence[tuple[str, str, str, Argument]] = (),
+        tasks: Sequence[tuple[str, str, str, Argument, str]] = (),
         task_bounds: tuple[int, int, int] = (0, 0, 0),
         letter: bytes = b"",
         eval_on: Nodes | None = None,
     ) -> None:
-        """Queue as many as there is room for. `tasks`: id, owner, client id of each, ms until its own deadline or "";
-        `task_bounds`: most bytes of inputs, of inputs and results, ms until they are over; `letter`: the dead letter
-        that becomes one.
+        """Queue as many as there is room for. `tasks`: id, owner, client id of each, ms until its own deadline or "",
+        where its outcome is sent or ""; `task_bounds`: most bytes of inputs, of inputs and results, ms until they are
+        over; `letter`: the dead letter that becomes one.
 
         `eval_on`: other connections, on which nothing is sent again behind what follows.
         """
@@ -236,7 +237,7 @@ class Steps:
     def submit_answered(
         self,
         shard: Shard,
-        task: tuple[str, str, str],
+        task: tuple[str, str, str, str],
         result: bytes,
         done: Done[Queued],
         *,
@@ -244,8 +245,9 @@ class Steps:
         stored_bytes_max: int,
         eval_on: Nodes | None = None,
     ) -> None:
-        """Accept a task (id, owner, client id) with its result. `eval_on`: as for `submit`."""
-        arguments: list[Argument] = [*task, result, kept_ms, stored_bytes_max, self._now_ms()]
+        """Accept a task (id, owner, client id, where its outcome is sent) with its result. `eval_on`: see `submit`."""
+        *names, url = task
+        arguments: list[Argument] = [*names, result, kept_ms, stored_bytes_max, self._now_ms(), url]
         if eval_on is None:
             self._run(scripts.ANSWERED, shard, arguments, reading(read_queued, done))
         else:
@@ -506,6 +508,68 @@ class Steps:
     async def drop_letters(self, shard: Shard, letter: bytes = b"") -> int:
         """Remove one, or all; returns how many there were."""
         return int(await self._ask(scripts.DROP, shard, (letter,)))
+
+    # Webhooks.
+
+    async def claim_webhooks(
+        self, shard: Shard, limit: int, lease_ms: int, host_max: int, busy: Mapping[str, int]
+    ) -> list[DueWebhook]:
+        """Some that are due, and that nobody else gets for so long."""
+        arguments: list[Argument] = [limit, host_max, lease_ms, self._now_ms()]
+        arguments += [part for pair in busy.items() for part in pair]
+        rows = await self._ask(scripts.HOOK_CLAIM, shard, arguments)
+        return [
+            DueWebhook(task_id.decode(), url.decode(), int(attempts), int(age_ms) / 1000, int(size))
+            for task_id, url, attempts, age_ms, size in rows
+        ]
+
+    async def read_webhook(self, shard: Shard, task_id: str) -> StoredTask | None:
+        """The outcome that is to be sent."""
+        status, result, finished = await self.nodes.ask(shard.slot, b"HMGET", shard.hook(task_id), b"s", b"r", b"t")
+        if status is None or result is None:
+            return None
+        ended = int(finished) / 1000
+        if status == SUCCESS:
+            return StoredTask(task_id, "", "SUCCESS", result, None, ended)
+        return StoredTask(task_id, "", "FAILED", None, result, ended)
+
+    async def end_webhook(self, shard: Shard, webhook: DueWebhook, in_ms: Argument = b"", failure: str = "") -> None:
+        """Let it be due again after so long, and count an attempt if that failed; or forget it."""
+        arguments = (webhook.id, webhook.url, in_ms, failure, self._now_ms())
+        await self._ask(scripts.HOOK_END, shard, arguments)
+
+    async def webhooks(self, shard: Shard, limit: int) -> list[WebhookState]:
+        """Some of those that wait, the next first."""
+        return [
+            WebhookState(
+                task_id.decode(),
+                shown_url(url.decode()),
+                int(attempts),
+                failure.decode(),
+                int(age_ms) / 1000,
+                int(in_ms) / 1000,
+                int(size),
+            )
+            for task_id, url, attempts, failure, age_ms, in_ms, size in await self._ask(
+                scripts.HOOK_LIST, shard, (limit, self._now_ms())
+            )
+        ]
+
+    async def webhook_hosts(self, shard: Shard) -> list[bytes]:
+        """Those to which something is to be sent."""
+        hosts: list[bytes] = await self.nodes.ask(shard.slot, b"ZRANGE", shard.hooks, 0, -1)
+        return hosts
+
+    async def retry_webhook(self, shard: Shard, task_id: str) -> int:
+        """Let one be due now, unless somebody is sending it; how many."""
+        retried, _ = await self._ask(scripts.HOOK_RETRY, shard, (task_id, b"", 0, 0, self._now_ms()))
+        return int(retried)
+
+    async def retry_webhooks(self, shard: Shard, host: bytes, skip: int, limit: int) -> tuple[int, int]:
+        """Let the next `limit` behind `skip` of a host be due now; how many, and how many are being sent."""
+        arguments = (b"", host, skip, limit, self._now_ms())
+        retried, leased = await self._ask(scripts.HOOK_RETRY, shard, arguments)
+        return int(retried), int(leased)
 
     # Rate limits.
 

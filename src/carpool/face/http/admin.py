@@ -8,6 +8,7 @@ from carpool.core.errors import CarpoolError, NotFound
 from carpool.core.ports import DeadLetterDesk
 from carpool.core.snapshot import Snapshot
 from carpool.core.story import RequestState
+from carpool.core.webhook import Outbox
 from carpool.face.http.admin_guard import COOKIE, AdminGuard
 from carpool.face.http.answers import Ready
 from carpool.face.http.dead_letters import DeadLetterRoutes
@@ -16,6 +17,7 @@ from carpool.face.http.live import Viewers
 from carpool.face.http.page import page_files
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.router import Route, Router, split_target
+from carpool.face.http.webhooks import WebhookRoutes
 
 # Told what became of a request; None: nobody knows it.
 FoundRequest = Callable[[RequestState | CarpoolError | None], None]
@@ -34,6 +36,7 @@ class AdminRoutes:
         metrics: Callable[[bytes], tuple[bytes, bytes]],
         find_request: Callable[[str, FoundRequest], None],
         dead_letters: DeadLetterDesk,
+        webhooks: Outbox,
         openapi: bytes,
         live: Viewers,
     ) -> None:
@@ -54,6 +57,7 @@ class AdminRoutes:
         self._router.add(b"POST", b"/internal/login", self.login)
         self._router.add(b"DELETE", b"/internal/login", self.logout)
         DeadLetterRoutes(dead_letters).add_to(self._router)
+        WebhookRoutes(webhooks).add_to(self._router)
         for path, file in page_files().items():
             self._router.add(b"GET", path, file.show)
         # What needs no token: there is nothing of this process in it.

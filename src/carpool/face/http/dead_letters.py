@@ -75,17 +75,15 @@ class DeadLetterRoutes:
     def __init__(self, desk: DeadLetterDesk) -> None:
         self._desk = desk
         self._causes = frozenset(dead_letter_causes())
-        # The event loop holds its tasks only weakly.
-        self._running: set[asyncio.Task[None]] = set()
 
     def add_to(self, router: Router) -> None:
         """Serve the paths of dead letters."""
-        router.add(b"GET", b"/internal/dead-letters", self._route(self.page))
-        router.add(b"DELETE", b"/internal/dead-letters", self._route(self.drop_all))
-        router.add(b"POST", b"/internal/dead-letters/replay", self._route(self.replay_all))
-        router.add(b"GET", b"/internal/dead-letters/", self._route(self.show))
-        router.add(b"DELETE", b"/internal/dead-letters/", self._route(self.drop))
-        router.add(b"POST", b"/internal/dead-letters/*/replay", self._route(self.replay))
+        router.add(b"GET", b"/internal/dead-letters", awaited(self.page))
+        router.add(b"DELETE", b"/internal/dead-letters", awaited(self.drop_all))
+        router.add(b"POST", b"/internal/dead-letters/replay", awaited(self.replay_all))
+        router.add(b"GET", b"/internal/dead-letters/", awaited(self.show))
+        router.add(b"DELETE", b"/internal/dead-letters/", awaited(self.drop))
+        router.add(b"POST", b"/internal/dead-letters/*/replay", awaited(self.replay))
 
     async def page(self, exchange: Exchange, _: str) -> Answer:
         """`GET /internal/dead-letters`: some of them, without their inputs."""
@@ -124,13 +122,18 @@ class DeadLetterRoutes:
             raise Malformed("this drops every dead letter; say so with `?all=true`, or name one by its id")
         return 200, msgspec.json.encode(LettersDropped(await self._desk.drop_all()))
 
-    def _route(self, work: Callable[[Exchange, str], Awaitable[Answer]]) -> Route:
-        def route(exchange: Exchange, rest: str) -> None:
-            task = asyncio.get_running_loop().create_task(_serve(work(exchange, rest), exchange))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
 
-        return route
+def awaited(work: Callable[[Exchange, str], Awaitable[Answer]]) -> Route:
+    """A route that takes its time."""
+    # The event loop holds its tasks only weakly.
+    running: set[asyncio.Task[None]] = set()
+
+    def route(exchange: Exchange, rest: str) -> None:
+        task = asyncio.get_running_loop().create_task(_serve(work(exchange, rest), exchange))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    return route
 
 
 async def _serve(work: Awaitable[Answer], exchange: Exchange) -> None:

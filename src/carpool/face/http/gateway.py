@@ -14,7 +14,15 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from carpool.core.clock import rfc3339
-from carpool.core.errors import CarpoolError, ClientLeft, InternalError, Malformed, TooLarge, UnsupportedMedia
+from carpool.core.errors import (
+    CallbackDenied,
+    CarpoolError,
+    ClientLeft,
+    InternalError,
+    Malformed,
+    TooLarge,
+    UnsupportedMedia,
+)
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_WISHES, Caller, Entry, RequestTraces, Wishes
 from carpool.core.request import DONE, Request
@@ -43,6 +51,11 @@ _encode = msgspec.json.Encoder().encode
 # How a body must say that it is a task.
 ASYNC = b'"async"'
 TASK_ID = re.compile(r"[0-9a-f]{32}\Z").match
+
+
+def no_callbacks(url: str) -> str:
+    """Where no webhooks are sent."""
+    raise CallbackDenied("this gateway sends no webhooks; poll the task instead")
 
 
 class HttpFaceSettings(msgspec.Struct, frozen=True):
@@ -107,9 +120,16 @@ class GatewayRoutes:
     """Serves clients."""
 
     def __init__(
-        self, intake: Intake, settings: HttpFaceSettings, openapi: bytes, traces: RequestTraces | None = None
+        self,
+        intake: Intake,
+        settings: HttpFaceSettings,
+        openapi: bytes,
+        traces: RequestTraces | None = None,
+        # The `callback_url` of a task as it is kept; raises CallbackDenied.
+        check_callback: Callable[[str], str] = no_callbacks,
     ) -> None:
         self._intake = intake
+        self._check_callback = check_callback
         # None where nothing is traced.
         self._begin_trace = None if traces is None else traces.begin
         self._settings = settings
@@ -165,8 +185,11 @@ class GatewayRoutes:
             wishes = with_trace(wishes, trace)
         client_id = call.client_id or ""
         if mode == "async":
-            self._submit(exchange, caller, model, parameters, value, client_id, wishes)
+            callback_url = "" if call.callback_url is None else self._check_callback(call.callback_url)
+            self._submit(exchange, caller, model, parameters, value, client_id, callback_url, wishes)
             return
+        if call.callback_url is not None:
+            raise Malformed('`callback_url` goes with a task: add `"mode": "async"`, or leave it out')
         own_id = new_request_id() if exchange.is_plain else request_id(headers)
         # Not by name: this is the hot path, and matching nine names takes as long as three calls.
         ask, replies = self._intake.ask, self._inference_replies
@@ -276,6 +299,7 @@ class GatewayRoutes:
         parameters: bytes,
         value: bytes,
         client_id: str,
+        callback_url: str,
         wishes: Wishes,
     ) -> None:
         """Admit a task; the exchange waits until it is safe."""
@@ -294,6 +318,7 @@ class GatewayRoutes:
             parameters=parameters,
             value=value,
             client_id=client_id,
+            callback_url=callback_url,
             wishes=wishes,
             accepted=accepted,
         )

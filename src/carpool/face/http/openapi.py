@@ -32,6 +32,7 @@ from carpool.face.http.dead_letters import (
 from carpool.face.http.list_openapi import list_paths
 from carpool.face.http.openapi_v2 import TYPES as V2_TYPES
 from carpool.face.http.openapi_v2 import v2_paths
+from carpool.face.http.webhooks import WEBHOOKS_LISTED, WEBHOOKS_LISTED_MAX, WebhooksListed, WebhooksRetried
 from carpool.face.http.wire import InferenceCall, PredictCall
 
 Json = dict[str, Any]
@@ -227,10 +228,11 @@ def admin_openapi() -> bytes:
         },
         "/metrics": get("metrics", "Metrics", {"200": metrics}),
         **dead_letter_paths(),
+        **webhook_paths(),
         "/openapi.json": DESCRIBED_BY_ITSELF,
     }
     letters = (LettersListed, LetterShown, LettersDropped, Replayed, ReplayReport)
-    schemas = schemas_of(Problem, Health, Ready, FleetState, RequestState, *letters)
+    schemas = schemas_of(Problem, Health, Ready, FleetState, RequestState, *letters, WebhooksListed, WebhooksRetried)
     return document("Carpool, for operators", paths, schemas)
 
 
@@ -295,6 +297,34 @@ def dead_letter_paths() -> Json:
                 "operationId": "replay_dead_letter",
                 "summary": "Make one a task again",
                 "responses": {"202": answer("The new task", Replayed), **of_one},
+            },
+        },
+    }
+
+
+def webhook_paths() -> Json:
+    """The paths of webhooks."""
+    limit: Json = {"type": "integer", "minimum": 1, "maximum": WEBHOOKS_LISTED_MAX, "default": WEBHOOKS_LISTED}
+    shared = problems(400, 401, 431, 500, 503)
+    retried = {"202": answer("How many are due now", WebhooksRetried), **shared}
+    return {
+        "/internal/webhooks": {
+            "get": {
+                "operationId": "webhooks",
+                "summary": "Outcomes of tasks that wait to be sent, the next first",
+                "parameters": [{"name": "limit", "in": "query", "schema": limit}],
+                "responses": {"200": answer("Some webhooks", WebhooksListed), **shared},
+            }
+        },
+        "/internal/webhooks/retry": {
+            "post": {"operationId": "retry_webhooks", "summary": "Send all of them now", "responses": retried}
+        },
+        "/internal/webhooks/{task_id}/retry": {
+            "parameters": [TASK_ID],
+            "post": {
+                "operationId": "retry_webhook",
+                "summary": "Send one now",
+                "responses": {**retried, **problems(404)},
             },
         },
     }

@@ -9,6 +9,7 @@ from carpool.core.errors import Malformed
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.request import Request
 from carpool.core.tensors import Data, shown
+from carpool.core.webhook import URL_CHARS_MAX
 from carpool.face.http.strict_json import QUOTE, json_fault
 
 PARAMETERS_BYTES_MAX = 16 * 1024
@@ -36,6 +37,16 @@ class InferenceCall(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     parameters: Parameters | UnsetType = UNSET
     client_id: Annotated[str, Meta(max_length=CLIENT_ID_CHARS_MAX)] | None = None
     mode: Literal["sync", "async"] | None = None
+    callback_url: (
+        Annotated[
+            str,
+            Meta(
+                max_length=URL_CHARS_MAX,
+                description="of a task: where its result is sent, if the operator allows its host",
+            ),
+        ]
+        | None
+    ) = None
 
 
 class PredictCall(msgspec.Struct, forbid_unknown_fields=True, gc=False):

@@ -9,7 +9,7 @@ from carpool.broker.redis.keys import Keys, Shard, tier_of
 from carpool.core.timers import Every
 
 INTERVAL_S = 1.0
-COUNTS = (b"unread", b"input_bytes", b"result_bytes", b"letter_bytes", b"cache_bytes")
+COUNTS = (b"unread", b"input_bytes", b"result_bytes", b"letter_bytes", b"cache_bytes", b"hooks", b"hook_bytes")
 
 
 class DepthWatch:
@@ -61,6 +61,14 @@ class DepthWatch:
     def cache_bytes(self) -> int:
         """Bytes of results that are kept for requests that are the same."""
         return sum(counts[4] for counts in self._counts)
+
+    def webhooks(self) -> tuple[int, int]:
+        """Outcomes that wait to be sent, and what they count in bytes."""
+        return sum(counts[5] for counts in self._counts), sum(counts[6] for counts in self._counts)
+
+    def shards_with_webhooks(self) -> list[Shard]:
+        """Where some wait."""
+        return [shard for shard in self._keys.shards if self._counts[shard.number][5]]
 
     def _told(self, shard: Shard, reply: Any) -> None:
         if isinstance(reply, list):

@@ -18,6 +18,7 @@ from functools import partial
 
 import msgspec
 
+from carpool.broker.journal_records import webhooks_full
 from carpool.broker.redis.client.link import Lost, RedisFailure
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.gateway.entries import NOBODY, header_of, parts_of, stream_of, values_of
@@ -79,6 +80,7 @@ class TaskIntake:
         replicas_timeout_ms: int = 200,
         durable_nodes: Nodes | None = None,
         is_memory_full: Callable[[], bool] = lambda: False,
+        are_webhooks_full: Callable[[], bool] = lambda: False,
         # Is told the codes of outcomes that tasks have from here.
         count: Callable[[str], None] = lambda code: None,
         events: Events | None = None,
@@ -103,6 +105,7 @@ class TaskIntake:
         self._durable_nodes = durable_nodes if replicas else None
         self._task_nodes = self._durable_nodes or steps.nodes
         self._is_memory_full = is_memory_full
+        self._are_webhooks_full = are_webhooks_full
         self._count = count
         self._events = events or Events()
         self._clock = clock
@@ -119,6 +122,8 @@ class TaskIntake:
         request.ticket = Submission(accepted, letter)
         if self._is_memory_full():
             self._refuse(request, REFUSALS["OOM"]())
+        elif request.callback_url and self._are_webhooks_full():
+            self._refuse(request, webhooks_full())
         elif letter:
             self._send(self._keys.shard_of_task(request.id), [request], None)
         elif len(self._collected) >= COLLECTED_MAX or self._collected_bytes + request.size > COLLECTED_BYTES_MAX:
@@ -200,7 +205,10 @@ class TaskIntake:
                 partial(self._queued, part, flush),
                 held_max=self._held_max,
                 lanes_max=self._lanes_max,
-                tasks=[(request.id, request.owner, request.client_id, own_ms(request, now)) for request in part],
+                tasks=[
+                    (request.id, request.owner, request.client_id, own_ms(request, now), request.callback_url)
+                    for request in part
+                ],
                 task_bounds=(*self._bytes_max, round(1000 * max(request.deadline - now for request in part))),
                 letter=first.ticket.letter,
                 eval_on=None if flush is None else self._durable_nodes,
@@ -213,7 +221,7 @@ class TaskIntake:
         request.ticket.is_sent = True
         self._steps.submit_answered(
             shard,
-            (request.id, request.owner, request.client_id),
+            (request.id, request.owner, request.client_id, request.callback_url),
             bytes(request.result.value),
             partial(self._queued, [request], flush),
             kept_ms=self._result_ttl_ms,

@@ -26,10 +26,68 @@ local function uncount_bytes(field)
   end
 end
 
+-- Webhooks: outcomes that wait to be sent, by task. Of each host those that wait, by when they are due; and the hosts by
+-- when the first of theirs is. They are counted in `hooks` and `hook_bytes`. One that no gateway sends, because none is
+-- to any more, is forgotten in the end.
+local HOOKS, HOOK_BYTES, HOOK_KEPT_MS = PREFIX .. 'hooks', 512, 8 * 86400000
+local function hook_of(id)
+  return PREFIX .. 'hook:' .. id
+end
+
+local function hooks_to(host)
+  return PREFIX .. 'hooks:' .. host
+end
+
+local function host_of(url)
+  return string.lower(string.match(url, '^%a+://([^/?]+)') or '')
+end
+
+local function note_first(host)
+  local first = redis.call('ZRANGE', hooks_to(host), 0, 0, 'WITHSCORES')
+  if first[1] then
+    redis.call('ZADD', HOOKS, first[2], host)
+  else
+    redis.call('ZREM', HOOKS, host)
+  end
+end
+
+-- Let a webhook be due. Returns 1 if it is new.
+local function let_be_due(id, host, due)
+  local is_new = redis.call('ZADD', hooks_to(host), string.format('%.0f', due), id)
+  note_first(host)
+  return is_new
+end
+
+-- A copy: the result may be read and deleted long before its webhook is delivered.
+local function keep_hook(id, url, status, result, now)
+  local hook = hook_of(id)
+  redis.call('HSET', hook, 'u', url, 's', status, 'r', result, 't', now, 'a', 0)
+  redis.call('PEXPIRE', hook, HOOK_KEPT_MS)
+  if let_be_due(id, host_of(url), now) == 1 then
+    redis.call('HINCRBY', COUNTS, 'hooks', 1)
+    redis.call('HINCRBY', COUNTS, 'hook_bytes', #result + HOOK_BYTES)
+  end
+end
+
+local function forget_hook(id, host)
+  local size = redis.call('HSTRLEN', hook_of(id), 'r')
+  redis.call('DEL', hook_of(id))
+  if redis.call('ZREM', hooks_to(host), id) == 1 then
+    redis.call('HINCRBY', COUNTS, 'hooks', -1)
+    redis.call('HINCRBY', COUNTS, 'hook_bytes', -size - HOOK_BYTES)
+    note_first(host)
+  end
+end
+
 -- Give a task its result in place of its input.
 local function keep_result(task, counted, status, result, now, kept_ms)
   local part = part_of('result_bytes', now, kept_ms)
-  local size = #result + redis.call('HSTRLEN', task, 'c') + TASK_BYTES -- its client's name for itself stays with it
+  local url = redis.call('HGET', task, 'h')
+  if url then
+    keep_hook(string.sub(task, #task_of('') + 1), url, status, result, now)
+  end
+  -- Its client's name for itself stays with it, and so does the URL.
+  local size = #result + redis.call('HSTRLEN', task, 'c') + #(url or '') + TASK_BYTES
   uncount_bytes(counted)
   count_bytes(part, size)
   redis.call('HSET', task, 's', status, 'r', result, 't', now, 'b', size .. ' ' .. part)

@@ -2,7 +2,7 @@
 -- ARGV: field, what is said of it, most entries held, most lanes, now, header, owner of the first,
 --       id of the dead letter that becomes a task ('' for none), for tasks: most bytes of their inputs, most bytes of
 --       inputs and results, ms until they are over; number of values, values; of each task: id, owner, what its client
---       calls itself, ms until its own deadline ('' if it has none)
+--       calls itself, ms until its own deadline ('' if it has none), where its outcome is sent ('' if nowhere)
 -- Returns: id of the first entry (the others follow it without a gap), how many were queued, entries held, lanes that
 --          count against the bound
 local field, text, held_max, lanes_max = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -16,11 +16,15 @@ end
 
 -- Of tasks: the name that a client has for itself is kept with the task, as long as that is.
 local function client_of(i)
-  return ARGV[VALUES + values + 4 * i - 1]
+  return ARGV[VALUES + values + 5 * i - 2]
+end
+
+local function url_of(i)
+  return ARGV[VALUES + values + 5 * i]
 end
 
 local function size_of(i)
-  return #ARGV[VALUES + i] + #client_of(i) + TASK_BYTES
+  return #ARGV[VALUES + i] + #client_of(i) + #url_of(i) + TASK_BYTES
 end
 
 -- The bytes of tasks are bounded too; a shard that has none takes one of any size.
@@ -68,14 +72,17 @@ for i = 1, wanted do
     -- Redis's clock goes on while a script runs: the others stay in the first one's millisecond, without a gap.
     entry_id = ms_text_of(id) .. '-*'
   end
-  local at = VALUES + values + 4 * i
-  local task, its_owner, own_ms = ARGV[at - 3], ARGV[at - 2], ARGV[at]
+  local at = VALUES + values + 5 * i
+  local task, its_owner, own_ms = ARGV[at - 4], ARGV[at - 3], ARGV[at - 1]
   if task then
     local size = size_of(i) .. ' ' .. part
     local key, n = task_of(task), number + i
     redis.call('HSET', key, 's', 'P', 'o', its_owner, 't', now, 'f', field, 'e', id, 'b', size, 'n', n)
     if client_of(i) ~= '' then
       redis.call('HSET', task_of(task), 'c', client_of(i))
+    end
+    if url_of(i) ~= '' then
+      redis.call('HSET', task_of(task), 'h', url_of(i))
     end
     if own_ms ~= '' then
       redis.call('HSET', task_of(task), 'd', now + tonumber(own_ms))

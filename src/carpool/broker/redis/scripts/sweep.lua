@@ -252,7 +252,7 @@ if ARGV[1] == '0' then
   for _, key in ipairs({ COUNTS, LANES, SIZES, OPENERS, OPENED, LINES, LETTER_BODIES }) do
     heal(key, 'hash')
   end
-  for _, key in ipairs({ LEASED, IDLE, LETTERS }) do
+  for _, key in ipairs({ LEASED, IDLE, LETTERS, HOOKS }) do
     heal(key, 'zset')
   end
   heal_numbers(COUNTS)

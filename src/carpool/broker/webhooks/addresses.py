@@ -1,0 +1,108 @@
+"""Where webhooks may go. A URL comes from a client, so it may aim at what only this machine can reach (SSRF). Pure.
+
+1. A host is on the list, as it stands or below a `*.`; with the port that the list names, else with the scheme's own.
+2. `https`, unless `http` is allowed too. No user, no fragment, nothing that two parsers could read in two ways.
+3. What counts is the address that is connected to, whatever the name said before (`is_allowed`): it is public. Private
+   and loopback ones may be allowed; link-local (where clouds tell their secrets), multicast and the like never are.
+   An IPv4 address inside an IPv6 one counts as what it is.
+"""
+
+import re
+from collections.abc import Iterable
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+
+import msgspec
+from yarl import URL
+
+from carpool.core.errors import CallbackDenied
+from carpool.core.webhook import URL_CHARS_MAX
+
+_URL_CHARS = re.compile(r"[!-~]+")
+_HOST = re.compile(r"(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]")
+_NAT64 = IPv6Network("64:ff9b::/96")
+_PORTS = {"https": 443, "http": 80}
+
+
+class AllowedHost(msgspec.Struct, frozen=True):
+    """One entry of the list."""
+
+    # In lower case.
+    name: str
+    # None: the scheme's own.
+    port: int | None
+    # It stands for everything below it.
+    is_parent: bool
+
+    def covers(self, name: str, port: int, scheme: str) -> bool:
+        """Whether a host is meant."""
+        is_it = name.endswith("." + self.name) if self.is_parent else name == self.name
+        return is_it and port == (self.port or _PORTS[scheme])
+
+
+def allowed_host(text: str) -> AllowedHost:
+    """An entry of the list: `name`, `*.name`, an address, each with `:port` or without; raises ValueError."""
+    name, colon, port = text.lower().rpartition(":")
+    if not colon or (name.startswith("[") and not name.endswith("]")):
+        name, colon, port = text.lower(), "", ""
+    if not _HOST.fullmatch(name) or (colon and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536)):
+        raise ValueError("a host is like `hooks.example.org`, `*.example.org` or `hooks.example.org:8443`")
+    return AllowedHost(name.removeprefix("*.").strip("[]"), int(port) if port else None, name.startswith("*."))
+
+
+class Callbacks:
+    """Says which URLs webhooks may go to."""
+
+    def __init__(self, hosts: Iterable[AllowedHost], *, allow_http: bool = False, allow_private: bool = False) -> None:
+        self._hosts = tuple(hosts)
+        self._schemes = ("https", "http") if allow_http else ("https",)
+        self._allow_private = allow_private
+
+    def check(self, text: str) -> URL:
+        """The URL that a client wrote; raises CallbackDenied."""
+        if not self._hosts:
+            raise CallbackDenied("this gateway sends no webhooks; poll the task instead")
+        if len(text) > URL_CHARS_MAX or not _URL_CHARS.fullmatch(text) or "\\" in text:
+            raise CallbackDenied(f"`callback_url` must be a URL of at most {URL_CHARS_MAX} characters, in ASCII")
+        try:
+            url = URL(text, encoded=True)
+            name, port = (url.host or "").lower(), url.port
+        except ValueError:
+            raise CallbackDenied("`callback_url` is not a URL") from None
+        if url.scheme not in self._schemes or not name or port is None:
+            raise CallbackDenied(f"`callback_url` must begin with {' or '.join(self._schemes)}:// and a host")
+        if url.user is not None or url.password is not None or "#" in text or "@" in (url.raw_authority or ""):
+            raise CallbackDenied("`callback_url` must have neither a user nor a fragment")
+        if not any(host.covers(name, port, url.scheme) for host in self._hosts):
+            raise CallbackDenied("the host of `callback_url` is not one that this gateway sends to")
+        if _is_literal(name) and not self.is_allowed(name):
+            raise CallbackDenied("`callback_url` names an address that this gateway does not send to")
+        return url
+
+    def is_allowed(self, address: str) -> bool:
+        """Whether an address may be connected to."""
+        try:
+            found = _innermost(ip_address(address.partition("%")[0]))
+        except ValueError:
+            return False
+        if found.is_loopback:  # before the rest: ::1 is in a range that is reserved
+            return self._allow_private
+        if found.is_multicast or found.is_unspecified or found.is_link_local or found.is_reserved:
+            return False
+        return found.is_global or (self._allow_private and found.is_private)
+
+
+def _is_literal(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _innermost(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
+    """The IPv4 address that an IPv6 address stands for, where it does."""
+    if isinstance(address, IPv4Address):
+        return address
+    if address in _NAT64 or (int(address) >> 32 == 0 and int(address) > 1):  # ::a.b.c.d, long out of use
+        return IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else address)
