@@ -25,6 +25,7 @@ from carpool.face.http.answers import (
 )
 from carpool.face.http.dead_letters import LettersDropped, LetterShown, LettersListed
 from carpool.face.http.openapi import admin_openapi, gateway_openapi
+from carpool.face.http.webhooks import WebhooksListed, WebhooksRetried
 from support.client import Response
 from support.embedder import Embedder
 from support.gateway import ask, serving
@@ -165,6 +166,8 @@ def test_answers_say_no_more_and_no_less_than_their_types(gateway: GatewayProces
     assert admin("POST", f"dead-letters/{letter.id}/replay").read_as(Replayed).id == letter.id
     assert admin("POST", "dead-letters/replay").read_as(ReplayReport).tasks
     assert admin("DELETE", "dead-letters?all=true").read_as(LettersDropped)
+    assert admin("GET", "webhooks").read_as(WebhooksListed).total == 0
+    assert admin("POST", "webhooks/retry").read_as(WebhooksRetried).retried == 0
 
 
 def test_every_operation_and_reference_is_there() -> None:
@@ -205,6 +208,9 @@ def test_every_operation_and_reference_is_there() -> None:
                 "/internal/dead-letters/replay",
                 "/internal/dead-letters/{id}",
                 "/internal/dead-letters/{id}/replay",
+                "/internal/webhooks",
+                "/internal/webhooks/retry",
+                "/internal/webhooks/{task_id}/retry",
                 "/metrics",
                 "/openapi.json",
             },

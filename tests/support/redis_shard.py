@@ -119,6 +119,7 @@ class ShardBench:
         owner: str = "",
         client: str = "",
         own_ms: int | str = "",
+        url: str = "",
         letter: str = "",
         offsets: Mapping[str, int] = OFFSETS,
     ) -> list[str]:
@@ -130,9 +131,8 @@ class ShardBench:
         about = self.about(field, model, lanes_max, offsets)
         of_tasks = (input_bytes_max, stored_bytes_max, task_ms) if tasks else (0, 0, 0)
         facts = (field, about, held_max, lanes_max, self._now(), header, owner, letter, *of_tasks)
-        first, number, _, _ = self.run(
-            SUBMIT, *facts, len(values), *values, *chain.from_iterable((task, owner, client, own_ms) for task in tasks)
-        )
+        named = chain.from_iterable((task, owner, client, own_ms, url) for task in tasks)
+        first, number, _, _ = self.run(SUBMIT, *facts, len(values), *values, *named)
         milliseconds, sequence = first.decode().split("-")
         return [f"{milliseconds}-{int(sequence) + position}" for position in range(number)]
 
@@ -340,9 +340,9 @@ class ShardBench:
         """Bytes of tasks, results and dead letters, counted one by one."""
         found = {"input_bytes": 0, "result_bytes": 0, "letter_bytes": 0}
         for name in self.client.scan_iter(match=self.shard.task("*"), count=1000):
-            facts: Any = self.client.hmget(name, "s", "f", "e", "r", "c")
-            status, field, entry_id, result, client = facts
-            beside = len(client or b"") + TASK_BYTES
+            facts: Any = self.client.hmget(name, "s", "f", "e", "r", "c", "h")
+            status, field, entry_id, result, client, url = facts
+            beside = len(client or b"") + len(url or b"") + TASK_BYTES
             if status == b"P":
                 entries: Any = self.client.xrange(self.stream(field.decode()), entry_id, entry_id)
                 ((_, entry),) = entries

@@ -151,6 +151,7 @@ class GatewayHalf:
                 settings.model,
                 settings.tasks.wait_ms_max,
                 [model.name for model in self.intake.models() if has_face(model, INFER)],
+                takes_callbacks=bool(settings.webhooks.hosts),
             ),
             ground.tracer,
             callback_check(settings.webhooks),

@@ -56,7 +56,12 @@ REQUEST_ID: Json = {
 
 
 def gateway_openapi(
-    models: list[str], default_model: str, wait_ms_max: int, tensor_models: Sequence[str] = ()
+    models: list[str],
+    default_model: str,
+    wait_ms_max: int,
+    tensor_models: Sequence[str] = (),
+    *,
+    takes_callbacks: bool = False,
 ) -> bytes:
     """The description of the port for clients. `tensor_models`: those that are served at `/v2` too."""
     model_name: Json = {"type": "string", "enum": models}
@@ -154,6 +159,8 @@ def gateway_openapi(
     # The types know nothing of the models that are served.
     schemas["InferenceCall"]["properties"]["model"] = {"enum": [*models, None], "default": default_model}
     schemas["PredictCall"]["properties"]["model_id"] = model_name
+    if not takes_callbacks:
+        del schemas["InferenceCall"]["properties"]["callback_url"]
     return document("Carpool", paths, schemas)
 
 
