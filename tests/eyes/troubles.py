@@ -70,8 +70,8 @@ def running(directory: Path, latencies_ms: list[int], **settings: object) -> Ite
     with ExitStack() as stack:
         urls = []
         for latency_ms in latencies_ms:
-            flags = {"--port": 0, "--workers": 1, "--slots": 1, "--latency-ms": latency_ms, "--max-batch": 32}
-            address = stack.enter_context(simulated_gpus(flags)).address
+            options = {"--port": 0, "--workers": 1, "--slots": 1, "--latency-ms": latency_ms, "--max-batch": 32}
+            address = stack.enter_context(simulated_gpus(options)).address
             assert address is not None
             urls.append(address)
         given = {"tracking.store": "sqlite", "batching.max_batch": 32, **settings}

@@ -87,7 +87,7 @@ def held(slow: GatewayProcess, gpu: HeldGpu) -> Iterator[GrpcClient]:
     assert eventually(lambda: metric(slow, "carpool_held_requests") == 0)
 
 
-AUTH = {"metadata": [("authorization", f"Bearer {KEY}")]}
+AUTH: dict[str, Any] = {"metadata": [("authorization", f"Bearer {KEY}")]}
 
 
 class Stream:
@@ -546,7 +546,7 @@ async def test_over_redis_processes_share_a_port_and_a_budget(tmp_path: Path, re
         """On a connection of its own, which the kernel gives to one of them."""
         with grpc_client(port) as client:
             try:
-                answer = client.predict(**AUTH, wait_for_ready=True)
+                answer = client.predict(wait_for_ready=True, **AUTH)
                 seen.add(answer.request_id.partition("-")[0])
                 codes.append("OK")
             except grpc.RpcError as error:
