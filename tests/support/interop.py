@@ -154,6 +154,16 @@ def _is_ready(port: int, path: str) -> bool:
         connection.close()
 
 
+def get_json(port: int, path: str) -> Any:
+    """A page of a server."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("GET", path)
+        return json.loads(connection.getresponse().read())
+    finally:
+        connection.close()
+
+
 def post_json(port: int, path: str, body: object) -> Any:
     """Ask a server itself, without a gateway."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
