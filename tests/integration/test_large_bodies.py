@@ -95,7 +95,8 @@ def memory(gateway: GatewayProcess, name: str) -> int:
 def send(gateway: GatewayProcess, upstream: Upstream, image: bytes, answer_bytes: int) -> None:
     upstream.answer_bytes = answer_bytes
     answer = ask(gateway.port, "POST", "/v1/predict?model_id=image", image, *OCTETS)
-    assert answer.status == 200 and answer.body == bytes(answer_bytes)
+    assert answer.status == 200, answer.body[:500]
+    assert answer.body == bytes(answer_bytes)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ model = "mirror"
 
 [gateway]
 body_bytes_max = 16777216
+receive_timeout_s = 60
+write_timeout_s = 60
 
 [upstream]
 endpoints = ["http://127.0.0.1:{port}"]
@@ -28,6 +30,9 @@ batch_bytes_max = 33554432
 [broker]
 queue_timeout_s = 60
 total_timeout_s = 60
+
+[shedding]
+mode = "off"
 
 [models.mirror]
 
