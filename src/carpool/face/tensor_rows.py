@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -298,8 +298,3 @@ def _tensors_of(value: Data) -> dict[str, _Row]:
 def _row_of(output: _Output) -> _Row:
     part = Part(memoryview(output.data)[1:-1], False) if output.b64 is None else Part(output.b64, True)
     return _Row(output.datatype, tuple(output.shape[1:]), part)
-
-
-def as_parameters(given: dict[str, Any]) -> bytes:
-    """Parameters of a call as those of its requests: the same bytes for the same ones."""
-    return msgspec.json.encode(given, order="sorted") if given else b""

@@ -141,7 +141,7 @@ class ListFace:
                 check_encoding(exchange.headers)
                 call: ListCall | CarpoolError = self.read(exchange, rest)
             except CarpoolError as fault:
-                call = fault
+                call = fault.with_traceback(None)  # its frames hold the body, and only the collector would free them
             exchange.body = b""
             self._enter(exchange, caller, call, own_id)
         except Exception as failure:
