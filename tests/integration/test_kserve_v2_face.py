@@ -161,6 +161,8 @@ def test_other_errors_have_the_form_too(gateway: GatewayProcess) -> None:
     ):
         answer = ask(gateway.port, method, target, good)
         assert (answer.status, says in answer.json["error"]) == (status, True), target
+    asked = ask(gateway.port, "OPTIONS", INFER)
+    assert asked.status == 204 and asked.headers["allow"] == "POST, OPTIONS"
     text = json.dumps(good).encode()
     assert ask(gateway.port, "POST", INFER, text, "Content-Encoding: gzip").status == 415
     too_long = infer(gateway, {"inputs": [raw("T", "UINT8", [1, 17 << 20], bytes(17 << 20))]}, bytes(17 << 20))

@@ -64,6 +64,11 @@ class KServeV2Routes:
         """Serve one exchange. Whatever goes wrong is told in the protocol's form."""
         try:
             self._serve(exchange)
+        except MethodNotAllowed as error:
+            if exchange.method == b"OPTIONS":
+                exchange.respond(204, b"", b"", problem_headers(error))
+            else:
+                respond_error(exchange, error)
         except Exception as failure:
             respond_error(exchange, as_error(failure))
 
@@ -292,8 +297,8 @@ def read_call(exchange: Exchange, model: ServedModel) -> V2Call:
 
 def check_method(exchange: Exchange, method: bytes) -> None:
     """Refuse any other."""
-    taken = (method, b"HEAD") if method == b"GET" else (method,)
-    if exchange.method not in taken:
+    taken = (b"GET", b"HEAD", b"OPTIONS") if method == b"GET" else (method, b"OPTIONS")
+    if exchange.method not in taken[:-1]:
         allow = b", ".join(taken).decode()
         raise MethodNotAllowed(f"this path takes {allow}", allow=allow)
 

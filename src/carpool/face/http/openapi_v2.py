@@ -120,7 +120,6 @@ def v2_paths(models: Sequence[str], ref: Any, titles: Any) -> Json:
     model: Json = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "enum": list(models)}}
     octets: Json = {"schema": {"type": "string", "format": "binary"}}
     infer: Json = {
-        "operationId": "v2_infer",
         "summary": "Rows of tensors in, their outputs back (KServe V2, with the binary tensor extension)",
         "requestBody": {"required": True, "content": {"application/json": {"schema": ref(V2Request)}}},
         "responses": {
@@ -132,13 +131,15 @@ def v2_paths(models: Sequence[str], ref: Any, titles: Any) -> Json:
         },
     }
     known, refused = answer("What is known of it", V2Model), errors(401, 404)
-    paths["/v2/models/{model}"] = {
-        "parameters": [model],
-        **get("v2_model", "What is known of a model", {"200": known, **refused}),
-    }
-    paths["/v2/models/{model}/ready"] = {
-        "parameters": [model],
-        **get("v2_model_ready", "Whether a model can be asked", {"200": any_object, **refused, **errors(503)}),
-    }
-    paths["/v2/models/{model}/infer"] = {"parameters": [model], "post": infer}
+    version: Json = {"name": "version", "in": "path", "required": True, "schema": {"type": "string"}}
+    of_one = "/v2/models/{model}"
+    for path, where, end in ((of_one, [model], ""), (of_one + "/versions/{version}", [model, version], "_version")):
+        about = get(f"v2_model{end}", "What is known of a model", {"200": known, **refused})
+        ready = {"200": any_object, **refused, **errors(503)}
+        paths[path] = {"parameters": where, **about}
+        paths[f"{path}/ready"] = {
+            "parameters": where,
+            **get(f"v2_model_ready{end}", "Whether a model can be asked", ready),
+        }
+        paths[f"{path}/infer"] = {"parameters": where, "post": {"operationId": f"v2_infer{end}", **infer}}
     return paths
