@@ -58,6 +58,8 @@ PURE = [
     "face/http/admin_guard.py",
     "face/http/guess_pace.py",
     "face/http/known_heads.py",
+    "face/http/places.py",
+    "face/http/server_sent.py",
     "face/http/strict_json.py",
     "telemetry/otlp.py",
     "telemetry/sampling.py",

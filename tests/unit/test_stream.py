@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from carpool.core.errors import BrokerDown, InputRefused, RateLimited, Unauthorized
+from carpool.core.errors import BrokerDown, CarpoolError, InputRefused, RateLimited, Unauthorized
 from carpool.core.outcome import Output
 from carpool.core.ports import Caller, Entry, Peer, RateLimit
 from carpool.core.request import Request
+from carpool.core.trace import Trace
 from carpool.face.http.places import Places
 from carpool.face.http.state import HttpLimits
 from carpool.face.http.stream import FRAGMENTS_MAX, MESSAGE_BYTES, PING_S, SILENT_S, STEPS_A_TURN, StreamLimits
@@ -520,6 +521,26 @@ async def test_at_a_drain_answers_come_first(stand: StreamStand) -> None:
     stand.server.drain()
     assert stand.connect().status == 503
     assert stand.is_clean
+
+
+class Traces:
+    """Each request has a trace (core.ports.RequestTraces)."""
+
+    def begin(self, headers: dict[bytes, bytes]) -> Trace:
+        return Trace(bytes(16), bytes(8))
+
+    def refused(self, method: bytes, target: bytes, headers: dict[bytes, bytes], error: CarpoolError) -> None:
+        raise AssertionError("a request of a stream is no request of HTTP")
+
+
+async def test_requests_have_traces_of_their_own(stand: StreamStand) -> None:
+    stand.streams.traces = stand.server.state.traces = Traces()
+    client = stand.connect()
+    client.send(call(1), call(2, timeout_ms=5000), call(3, model="other"))
+    assert set(await client.answers()) == {3}
+    done = stand.work()
+    assert [request.trace is not None for request in done] == [True, True]
+    assert [request.own_timeout_s for request in done] == [0.0, 5.0]
 
 
 async def test_what_frames_hold_is_never_logged(stand: StreamStand, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""The messages of a stream: JSON in and out. Pure.
+"""The messages of a stream: JSON in and out.
 
 In: a request, or a list of them, each with an id that the client chose. Out: a list of answers, each with that id and
 either an `output` or an `error`. One request that cannot be understood harms none of those beside it.
