@@ -22,6 +22,7 @@ door        keys, limits, tiers, fairness and shedding on, beside all off, alter
 refusal     CPU of a request that is refused (shed; over its limit) as a share of a served one's
 tracing     tracing at its default, and of every request, beside off, alternating
 grpc        Predict beside a bare echo of grpcio, PredictStream beside Predict: CPU of the server per answer
+stream      a WebSocket beside /v1/inference and gRPC's Predict: CPU of the gateway per answer
 """
 
 import argparse
@@ -44,6 +45,7 @@ import door
 import grpc_face
 import live_page
 import measuring
+import stream_face
 import tracing
 import tracking
 from measuring import (
@@ -287,6 +289,7 @@ SECTIONS: dict[str, Callable[[bool], None]] = {
     "tracing": tracing.tracing,
     "page": live_page.page,
     "grpc": grpc_face.grpc_face,
+    "stream": stream_face.stream_face,
 }
 
 

@@ -1,24 +1,28 @@
-"""Answers per second of the gateway's CPU time: `/v1/inference` beside a WebSocket, with the same inputs.
+"""The WebSocket beside `/v1/inference` and gRPC's `Predict`, in CPU of the gateway per answer.
 
-    python bench/stream_face.py [seconds]
+    .venv/bin/python bench/run.py --only stream
+    .venv/bin/python bench/stream_face.py load PORT TOGETHER SECONDS     (requests in a message; 0: over HTTP)
+    .venv/bin/python bench/stream_face.py libraries                      (a message, in each of two WebSocket libraries)
 
-And, without a gateway: what a message costs in each of two WebSocket libraries (`--libraries`).
+512 are in flight in any case, with so few slots that batches are full: what a batch costs is not the face's.
 """
 
 import asyncio
 import json
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from pathlib import Path
+from statistics import median
 
 from websockets.frames import Frame
 from websockets.protocol import CLIENT, OPEN, SERVER, Protocol
 
-from measuring import CARPOOL, cpu_seconds, free_port, process
+import grpc_face
+from measuring import CARPOOL, HERE, ROOT, beside_kept, console, cpu_seconds, free_port, process, show, verdict
 
-SIM = "sim:?latency_ms=20&slots=64"
 TEXT = "x" * 2000
-# In flight in all, in both cases; and requests in one message.
 IN_FLIGHT = 512
 STREAMS = 4
 TOGETHER = 8
@@ -67,21 +71,49 @@ async def over_stream(port: int, until: float, in_flight: int, together: int) ->
     return answered
 
 
-def measure(name: str, seconds: float, clients: Callable[[int, float], list[Awaitable[int]]]) -> float:
-    """Answers per CPU second of a fresh gateway."""
-    port = free_port()
-    command = [*CARPOOL, "serve", "--upstream", SIM, "--no-journal", "--port", str(port), "--log-level", "error"]
-    with process(command, port) as gateway:
+def stream_face(quick: bool) -> None:
+    seconds, rounds = (3, 1) if quick else (8, 5)
+    port, grpc_port = free_port(), free_port()
+    own = [sys.executable, str(Path(__file__)), "load", str(port)]
+    predict = [sys.executable, str(HERE / "grpc_face.py"), "load", str(grpc_port), grpc_face.PREDICT, "unary"]
+    loads = {"http": [*own, "0"], "alone": [*own, "1"], "stream": [*own, str(TOGETHER)], "predict": predict}
+    cost: dict[str, list[float]] = {name: [] for name in loads}
+    with tempfile.TemporaryDirectory() as data:
+        command = [*CARPOOL, "serve", "--upstream", grpc_face.SIMULATED, "--port", str(port)]
+        command += ["--grpc-port", str(grpc_port), "--data-dir", data]
+        with process(command, grpc_port) as gateway:
+            for number in range(rounds):
+                console.print(f"WebSocket, round {number + 1} of {rounds} ...")
+                for name, load in loads.items():
+                    before = cpu_seconds(gateway.pid)
+                    done = subprocess.run(
+                        [*load, str(seconds)], cwd=ROOT, check=True, capture_output=True, timeout=seconds + 60
+                    )
+                    cost[name].append((cpu_seconds(gateway.pid) - before) / max(int(done.stdout), 1) * 1e6)
+    times = {name: median(other / own for other, own in zip(cost[name], cost["stream"], strict=True)) for name in cost}
+    figures = {name: f"{median(each):.1f} us" for name, each in cost.items()}
+    rows = [
+        verdict(
+            "the WebSocket, times Predict",
+            f"{times['predict']:.2f} ({figures['stream']} of CPU an answer, {figures['predict']})",
+            ">= 1.5",
+            times["predict"] >= 1.5,
+        ),
+        ("times /v1/inference", f"{times['http']:.2f} ({figures['http']})", "", ""),
+        ("times one request to a message", f"{times['alone']:.2f} ({figures['alone']})", "", ""),
+        beside_kept("WebSocket, times Predict", times["predict"], more_is_better=True),
+    ]
+    title = f"WebSocket, 2 KB, {grpc_face.SIMULATED}, {STREAMS} streams, {TOGETHER} requests to a message"
+    show(f"{title}; medians of {rounds}", rows)
 
-        async def load(during_s: float) -> int:
-            return sum(await asyncio.gather(*clients(port, time.monotonic() + during_s)))
 
-        asyncio.run(load(1.0))
-        began = cpu_seconds(gateway.pid)
-        answered = asyncio.run(load(seconds))
-        rate = answered / (cpu_seconds(gateway.pid) - began)
-    print(f"{name:45} {rate:10,.0f} answers per CPU second ({answered:,} answers)")
-    return rate
+async def load(port: int, together: int, seconds: float) -> int:
+    until = time.monotonic() + seconds
+    if together:
+        clients = [over_stream(port, until, IN_FLIGHT // STREAMS, together) for _ in range(STREAMS)]
+    else:
+        clients = [over_http(port, until) for _ in range(IN_FLIGHT)]
+    return sum(await asyncio.gather(*clients))
 
 
 def libraries() -> None:
@@ -119,24 +151,10 @@ def libraries() -> None:
         print(f"{name:12} {(time.process_time() - began) / number * 1e6:6.1f} us for a message in and one out")
 
 
-def streams(together: int) -> Callable[[int, float], list[Awaitable[int]]]:
-    """All of them, with so many requests in a message."""
-    return lambda port, end: [over_stream(port, end, IN_FLIGHT // STREAMS, together) for _ in range(STREAMS)]
-
-
-def main(seconds: float) -> None:
-    http = measure(
-        f"/v1/inference, {IN_FLIGHT} connections",
-        seconds,
-        lambda port, end: [over_http(port, end) for _ in range(IN_FLIGHT)],
-    )
-    for together in (1, TOGETHER):
-        rate = measure(f"/v1/stream, {STREAMS} streams, {together} to a message", seconds, streams(together))
-        print(f"{'':45} {rate / http:10.2f} x /v1/inference")
-
-
 if __name__ == "__main__":
-    if "--libraries" in sys.argv:
+    if sys.argv[1] == "libraries":
         libraries()
     else:
-        main(float(sys.argv[1]) if len(sys.argv) > 1 else 5.0)
+        import uvloop
+
+        print(uvloop.run(load(int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))))
