@@ -250,6 +250,8 @@ def test_slow_requests_have_a_timeline(demo: Demo, look: Callable[..., Page]) ->
     row = page.locator("#slow tbody tr", has_text=request_id)
     expect(row).to_be_visible()
     expect(row.locator(".bar i")).to_have_count(4)
+    target = page.locator("#slow td.id a").first.get_attribute("href")
+    assert target is not None and ask(demo.admin_port, "GET", target).json["waits"], "its story is behind the link"
 
 
 def test_it_goes_on_when_the_gateway_was_restarted(tmp_path: Path, look: Callable[..., Page]) -> None:

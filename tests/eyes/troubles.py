@@ -75,9 +75,9 @@ def running(directory: Path, latencies_ms: list[int], **settings: object) -> Ite
             assert address is not None
             urls.append(address)
         given = {"tracking.store": "sqlite", "batching.max_batch": 32, **settings}
-        flags = [part for url in urls[1:] for part in ("--upstream", url)]
+        others = [part for url in urls[1:] for part in ("--upstream", url)]
         directory.mkdir()
-        yield stack.enter_context(serving(directory, urls[0], *flags, settings=given))
+        yield stack.enter_context(serving(directory, urls[0], *others, settings=given))
 
 
 def draw(gateway: GatewayProcess, pictures: dict[Path, list[str]]) -> None:
