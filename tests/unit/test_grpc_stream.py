@@ -15,6 +15,7 @@ from carpool.core.request import Request
 from carpool.face.grpc import stream as module
 from carpool.face.grpc.call import Problems
 from carpool.face.grpc.inference import Inference, InferenceSettings
+from carpool.face.grpc.messages import read_predict
 from carpool.face.grpc.stream import OPEN_MAX, UNREAD_BYTES_MAX, Streams
 from carpool.face.intake import Intake, IntakeSettings, ServedModel
 from carpool.testing import FakeUpstream, make_output
@@ -140,8 +141,28 @@ async def test_too_much_unread_is_dropped(stand: Stand) -> None:
         stand.broker.settle(request, make_output(b'"%b"' % (b"y" * (UNREAD_BYTES_MAX // 2))))
         assert stand.streams.unread_bytes <= 2 * UNREAD_BYTES_MAX
     assert stand.streams.unread_bytes == 0
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    stand.call.is_reading.set()  # it reads after all, and must not take what it got for everything
+    ended = await running
+    assert ended is not None and ended.code == "queue-full"
+
+
+async def test_a_defect_with_one_request_is_its_own(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(data: memoryview) -> object:
+        if len(data) > 5:
+            raise RuntimeError
+        return read_predict(data)
+
+    monkeypatch.setattr(module, "read_predict", fail)
+    call, running = stand.call, stand.start()
+    call.is_reading.set()
+    call.ask("a")
+    requests = [{"id": "b", "request": {"input_json": '"too long"'}}, {"id": "c", "request": {"input_json": '"x"'}}]
+    call.sent.put_nowait(message("PredictStreamRequest")(requests=requests).SerializeToString())
+    call.sent.put_nowait(None)
+    await settle_down()
+    stand.answer_all()
+    assert await running is None
+    assert {each.id: each.error.code for each in call.answers} == {"a": "", "b": "internal", "c": ""}
 
 
 async def test_a_defect_in_an_answer_is_told_to_its_client(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,8 @@ def make_grpc_server(
     own = InferenceSettings(tasks.wait_ms_max, tasks.forget_after_read, limits.unread_bytes_max)
     services: list[Service] = [Inference(intake, own, problems), KServeV2(intake, is_up, answers, problems)]
     served = [service.name for service in services]
-    services.append(Health(check_ready, served, ground.clock))
+    health = Health(check_ready, served, ground.clock)
+    services.append(health)
     names = [*served, Health.name, *NAMES]
     services += [Reflection(name, names) for name in NAMES]
     return GrpcServer(
@@ -47,6 +48,7 @@ def make_grpc_server(
         ),
         problems,
         ground.clock,
+        when_draining=health.leave,
     )
 
 

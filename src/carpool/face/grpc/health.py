@@ -8,11 +8,12 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping
 
 from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import Malformed, NotFound
+from carpool.core.errors import NotFound
 from carpool.core.protobuf import BadMessageError, as_text, fields, number_field
 from carpool.core.timers import Every
 from carpool.face.grpc.call import Answer, Call, Method
-from carpool.face.grpc.messages import FIELDS_MAX
+from carpool.face.grpc.messages import FIELDS_MAX, malformed
+from carpool.face.intake import as_error
 
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = (number_field(1, status) for status in (1, 2, 3))
 LOOK_S = 1.0
@@ -33,7 +34,8 @@ class Health:
         self._status = NOT_SERVING
         self._known_until = 0.0
         self._is_asking = False
-        self._is_draining = False
+        # It is about to leave; and it has ended listening.
+        self._is_leaving = self._is_draining = False
         # Those who wait for the answer, or for a change.
         self._askers: list[asyncio.Future[bytes]] = []
         self._watchers: set[asyncio.Future[bytes]] = set()
@@ -60,14 +62,19 @@ class Health:
         if last != NOT_SERVING and is_known:
             await call.write(NOT_SERVING)
 
+    def leave(self) -> None:
+        """This process does not serve any more, whatever its endpoints do."""
+        self._is_leaving = True
+        self._told("draining")
+
     def drain(self) -> None:
         """Nobody watches any more."""
         self._is_draining = True
-        self._told("draining")
+        self.leave()
         self._looks.stop()
 
     async def _now(self) -> bytes:
-        if self._clock() >= self._known_until and not self._is_draining:
+        if self._clock() >= self._known_until and not self._is_leaving:
             waiting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
             self._askers.append(waiting)
             if not self._is_asking:
@@ -90,11 +97,14 @@ class Health:
     def _look(self) -> None:
         if not self._is_asking:
             self._is_asking = True
-            self._check_ready(self._told)
+            try:
+                self._check_ready(self._told)
+            except Exception as failure:  # nobody is to wait for ever
+                self._told(as_error(failure).detail)
 
     def _told(self, why_not: str | None) -> None:
         self._is_asking = False
-        status = SERVING if why_not is None else NOT_SERVING
+        status = SERVING if why_not is None and not self._is_leaving else NOT_SERVING
         is_new, self._status = status != self._status, status
         self._known_until = self._clock() + LOOK_S
         askers, self._askers = self._askers, []
@@ -111,5 +121,5 @@ def service_in(message: bytes) -> str:
             if number == 1:
                 service = as_text(value)
     except BadMessageError as fault:
-        raise Malformed(f"the message is not what this method takes: {fault}") from None
+        raise malformed(fault) from None
     return service

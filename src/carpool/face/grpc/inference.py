@@ -80,9 +80,10 @@ class Inference:
         early = self._early
         if early is not None and early.rooms[caller.tier] <= 0 and (refusal := early.refusal(caller)) is not None:
             return refusal
-        asked = read_predict(await call.read())
+        message = await call.read()
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        request = self.ask(caller, call, asked, call.request_id(), self, outcome, call.remaining_s())
+        request = self.ask(caller, call, read_predict(message), call.request_id(), self, outcome, call.remaining_s())
+        del message  # what waits should be small: the request has what is needed of it
         try:
             found = await outcome
         except asyncio.CancelledError:
@@ -132,6 +133,7 @@ class Inference:
             wishes=self._wishes(call, asked, None),
             accepted=accepted,
         )
+        del asked, value
         return await answer
 
     async def get_result(self, call: Call) -> Answer:

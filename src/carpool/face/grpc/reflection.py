@@ -11,7 +11,7 @@ from typing import NamedTuple
 from carpool.core.errors import CarpoolError, Malformed
 from carpool.core.protobuf import BadMessageError, Message, as_bytes, as_message, as_text, field, fields, number_field
 from carpool.face.grpc.call import Call, Method, leaving
-from carpool.face.grpc.messages import FIELDS_MAX, STATUS
+from carpool.face.grpc.messages import FIELDS_MAX, STATUS, malformed
 
 NAMES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 # A tool asks for some names, one after the other.
@@ -98,7 +98,7 @@ class Reflection:
                     return None
                 await call.write(answer(message, self._services))
         except BadMessageError as fault:
-            raise Malformed(f"the message is not what this method takes: {fault}") from None
+            raise malformed(fault) from None
         finally:
             self._open.discard(call)
         return Malformed(f"at most {QUESTIONS_MAX} questions on one stream")

@@ -67,8 +67,11 @@ class GrpcServer:
         limits: GrpcLimits,
         problems: Problems,
         clock: Clock = monotonic,
+        *,
+        when_draining: Callable[[], None] = lambda: None,
     ) -> None:
         self.services = services
+        self._when_draining = when_draining
         self._limits = limits
         self._problems = problems
         self._clock = clock
@@ -116,7 +119,8 @@ class GrpcServer:
         self._certificate = grpc.ssl_server_certificate_configuration([tls])
 
     def drain(self) -> None:
-        """That this process leaves is told by its health; clients are told when the listening ends."""
+        """Say that this process leaves: its health does, and to all clients the end of the listening."""
+        self._when_draining()
 
     def stop_listening(self) -> None:
         """Accept no new connection and no new call. Those there are go on; streams end when they are answered."""

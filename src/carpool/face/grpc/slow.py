@@ -94,7 +94,7 @@ def cut_off(peer_names: AbstractSet[str]) -> None:
         try:
             if not os.readlink(f"{_SOCKETS}/{number}").startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(number))) as connection:
+            with socket.fromfd(int(number), socket.AF_INET6, socket.SOCK_STREAM) as connection:  # its own is left alone
                 if name_of(connection.getpeername()) in peer_names:
                     connection.shutdown(socket.SHUT_RDWR)
         except OSError:

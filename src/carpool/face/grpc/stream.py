@@ -17,7 +17,7 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from carpool.core.errors import CarpoolError, ClientLeft, Malformed
+from carpool.core.errors import CarpoolError, ClientLeft, Malformed, QueueFull
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Caller, Entry
 from carpool.core.protobuf import Message
@@ -202,8 +202,8 @@ class Stream:
         try:
             asked = read_predict(message)
             request = self._service.ask(caller, self._call, asked, request_id, self, own_id)
-        except CarpoolError as error:
-            self._refuse(own_id, error, request_id)
+        except Exception as failure:  # whatever it is, the others on this stream go on
+            self._refuse(own_id, as_error(failure), request_id)
             return
         if request.phase != DONE:  # else it was told already
             self._asked[own_id] = request
@@ -225,7 +225,9 @@ class Stream:
         self._ready_bytes += len(answer)
         streams.unread_bytes += len(answer)
         if streams.unread_bytes > streams.unread_bytes_max and self._ready_bytes > UNREAD_BYTES_MAX:
-            self.close()  # the client does not read, and its connection is ended soon
+            # Its connection is ended soon, if it does not begin to read.
+            self._end = QueueFull("answers were left unread; read them sooner, or ask for less", retry_after_s=1)
+            self.close()
         ring(self._wake)
 
     def _drop_ready(self) -> None:

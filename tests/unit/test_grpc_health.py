@@ -1,0 +1,100 @@
+"""grpc.health.v1 (face/grpc/health.py): what is told when, and how often the readiness is looked at."""
+
+import asyncio
+from collections.abc import Callable
+
+from carpool.face.grpc.health import NOT_SERVING, SERVICE_UNKNOWN, SERVING, Health
+from carpool.testing import FakeClock
+
+Tell = Callable[[str | None], None]
+
+
+class FakeCall:
+    """Asks for one service, and keeps what it is told."""
+
+    def __init__(self, service: bytes = b"") -> None:
+        self._asked = b"\x0a%c%b" % (len(service), service)
+        self.told: list[bytes] = []
+
+    async def read(self) -> bytes:
+        return self._asked
+
+    async def write(self, message: bytes) -> None:
+        self.told.append(message)
+
+
+class Ready:
+    """The readiness of a process; with `is_slow` it tells when the test says so."""
+
+    def __init__(self) -> None:
+        self.why_not: str | None = None
+        self.looks = 0
+        self.is_slow = False
+        self.waiting: list[Tell] = []
+
+    def __call__(self, tell: Tell) -> None:
+        self.looks += 1
+        if self.is_slow:
+            self.waiting.append(tell)
+        else:
+            tell(self.why_not)
+
+
+def test_a_watcher_is_told_of_changes_alone() -> None:
+    clock, ready = FakeClock(), Ready()
+    health = Health(ready, ["a.B"], clock)
+
+    async def main() -> None:
+        known, unknown = FakeCall(b"a.B"), FakeCall(b"c.D")
+        watching = [asyncio.ensure_future(health.watch(call)) for call in (known, unknown)]  # type: ignore[arg-type]
+        await asyncio.sleep(3.5)
+        ready.why_not = "the endpoints are down"
+        await asyncio.sleep(2)
+        ready.why_not = None
+        await asyncio.sleep(2)
+        assert known.told == [SERVING, NOT_SERVING, SERVING]
+        health.leave()
+        await asyncio.sleep(2)  # the endpoints are there, but this process leaves
+        assert known.told[3:] == [NOT_SERVING] and not any(each.done() for each in watching)
+        health.drain()
+        await asyncio.gather(*watching)
+        assert known.told[4:] == [] and unknown.told == [SERVICE_UNKNOWN]
+        looks = ready.looks
+        await asyncio.sleep(5)
+        assert ready.looks == looks
+
+    clock.run(main())
+
+
+def test_a_flood_of_checks_is_one_look_a_second() -> None:
+    clock, ready = FakeClock(), Ready()
+    health = Health(ready, [], clock)
+
+    async def main() -> None:
+        ready.is_slow = True
+        checks = [asyncio.ensure_future(health.check(FakeCall())) for _ in range(100)]  # type: ignore[arg-type]
+        await asyncio.sleep(0.1)
+        assert ready.looks == 1
+        ready.waiting[0](None)
+        assert set(await asyncio.gather(*checks)) == {SERVING}
+        assert await health.check(FakeCall()) == SERVING and ready.looks == 1  # type: ignore[arg-type]
+        await asyncio.sleep(1.1)
+        ready.is_slow = False
+        assert await health.check(FakeCall()) == SERVING and ready.looks == 2  # type: ignore[arg-type]
+
+    clock.run(main())
+
+
+def test_a_defect_in_the_readiness_is_not_waited_for() -> None:
+    def fail(tell: Tell) -> None:
+        raise RuntimeError
+
+    clock = FakeClock()
+    health = Health(fail, [], clock)
+
+    async def main() -> None:
+        assert await health.check(FakeCall()) == NOT_SERVING  # type: ignore[arg-type]
+        await asyncio.sleep(2)
+        assert await health.check(FakeCall()) == NOT_SERVING  # type: ignore[arg-type]
+
+    clock.run(main())
