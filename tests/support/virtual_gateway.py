@@ -1,6 +1,7 @@
 """Everything between the door and the endpoints, with the classes of a gateway, in virtual time."""
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -43,6 +44,8 @@ class Stand:
         max_batch: int = 8,
         dead_letters: DeadLetters | None = None,
         is_cached: bool = False,
+        attempts: int = 3,
+        random_share: Callable[[], float] = random.random,
     ) -> None:
         self.clock = FakeClock()
         self.upstreams = upstreams
@@ -52,6 +55,8 @@ class Stand:
         self._max_batch = max_batch
         self._dead_letters = dead_letters
         self._merge = partial(merge_same, is_owned=False) if is_cached else None
+        self._attempts = attempts
+        self._random_share = random_share
         self._serial = 0
 
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -72,7 +77,7 @@ class Stand:
                 JsonCodec(),
                 self.broker,
                 timeout_s=3.0,
-                attempts=3,
+                attempts=self._attempts,
                 backoff_s=0.05,
                 model="m",
                 offenders=self.offenders,
@@ -83,6 +88,7 @@ class Stand:
                 merge=self._merge,
                 events=self.events,
                 clock=self.clock,
+                random_share=self._random_share,
             )
             BatchLoop(
                 "m",

@@ -1121,3 +1121,83 @@ def test_endpoints_that_fail_every_step_of_a_search_are_all_blamed() -> None:
         assert set(stand.states().values()) == {"open"}
 
     stand.run(main)
+
+
+# One that is in doubt beside one that is known to be well.
+
+
+def test_what_one_in_doubt_refuses_is_asked_of_another_as_a_whole() -> None:
+    """The first refusal is searched, the second is not: two in a row are seldom the fault of inputs."""
+    sick_one, well = FakeUpstream("sick"), FakeUpstream("well", slots=2)
+    stand = Stand(sick_one, well)
+
+    async def main() -> None:
+        for _ in range(2):
+            check_own(await stand.deliver_now(8))
+        sick_one.then(sick(500), times=99)
+        while len(sick_one.calls) < 2:
+            check_own(await stand.deliver_now(8))
+        calls = len(well.calls)
+        while len(sick_one.calls) < 3:
+            check_own(await stand.deliver_now(8))
+        assert {len(call.inputs) for call in well.calls[calls:]} == {8}
+
+    stand.run(main)
+    assert stand.failed()["well"] == 0
+    assert stand.dispatcher.poisoned == 0
+
+
+def test_poison_in_a_batch_that_one_in_doubt_refused_is_found() -> None:
+    first, second = FakeUpstream("first"), FakeUpstream("second")
+    stand = Stand(first, second)
+
+    async def main() -> None:
+        for _ in range(2):
+            check_own(await stand.deliver_now(8))
+        for upstream in (first, second):
+            upstream.then(refusing(3), times=99)
+        stand.pool.members[0].doubt = 1.0
+        outcomes = await stand.deliver_now(8)
+        check_own(outcomes, but=[3])
+        assert isinstance(outcomes[3], InputRefused)
+
+    stand.run(main)
+    assert [len(upstream.calls[1].inputs) for upstream in stand.upstreams] == [8, 8]
+    assert stand.failed() == {"first": 0, "second": 0}
+    assert {member.doubt for member in stand.pool.members} == {0.0}
+
+
+def test_an_endpoint_that_breaks_its_protocol_is_left_for_another() -> None:
+    stand = Stand(FakeUpstream("a").then(Answer(200, b"<html>")), FakeUpstream("b"))
+    check_own(stand.deliver(3))
+    assert stand.failed() == {"a": 1, "b": 0}
+
+
+def test_a_batch_that_breaks_every_endpoint_is_sent_as_often_as_attempts_allow() -> None:
+    """However well the others are: it is the inputs, and they would break them all."""
+    stand = Stand(*(FakeUpstream(name) for name in "abcdef"))
+
+    async def main() -> None:
+        for _ in range(6):
+            check_own(await stand.deliver_now(1))
+        for upstream in stand.upstreams:
+            upstream.then(RESET, times=99)
+        calls = stand.calls()
+        assert kinds(await stand.deliver_now(1)) == {UpstreamFailed}
+        assert stand.calls() - calls == 3
+
+    stand.run(main)
+
+
+def test_the_first_retry_at_one_that_is_well_needs_no_budget() -> None:
+    stand = Stand(*(FakeUpstream(name) for name in "ab"), budget=RetryBudget(0.0, 0.0, kept_max=0.0))
+
+    async def main() -> None:
+        for _ in range(2):
+            check_own(await stand.deliver_now(1))
+        stand.upstreams[0].then(RESET, times=99)
+        for _ in range(20):
+            check_own(await stand.deliver_now(1))
+
+    stand.run(main)
+    assert stand.states() == {"a": "open", "b": "closed"}

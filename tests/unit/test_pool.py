@@ -115,7 +115,7 @@ async def test_a_retry_goes_to_another_endpoint_if_there_is_one() -> None:
     pool = make_pool(3, 1)
     failed = pool.take()
     pool.give_back(failed)
-    retried = await pool.take_for_retry(failed, 1.0)
+    retried = await pool.take_for_retry([failed], 1.0)
     assert retried is not None and retried.name == "e1"
     assert repr(pool) == "<Pool slots=4 free=3 retries=0 down=False>"
 
@@ -124,7 +124,7 @@ async def test_a_single_endpoint_is_tried_again_itself() -> None:
     pool = make_pool(1)
     failed = pool.take()
     pool.give_back(failed)
-    assert await pool.take_for_retry(failed, 1.0) is failed
+    assert await pool.take_for_retry([failed], 1.0) is failed
 
 
 async def test_a_retry_waits_for_the_first_slot_that_it_may_use() -> None:
@@ -133,7 +133,7 @@ async def test_a_retry_waits_for_the_first_slot_that_it_may_use() -> None:
     pool.when_slot_frees(lambda: rung.append(None))
     failed, other = taken(pool, 2)
     pool.give_back(failed)  # free, but it is the one that failed
-    waiting = asyncio.create_task(pool.take_for_retry(failed, 10.0))
+    waiting = asyncio.create_task(pool.take_for_retry([failed], 10.0))
     await asyncio.sleep(0)
     assert repr(pool) == "<Pool slots=2 free=1 retries=1 down=False>"
     pool.give_back(other)
@@ -145,7 +145,7 @@ async def test_a_retry_waits_for_the_first_slot_that_it_may_use() -> None:
 async def test_retries_are_served_in_order() -> None:
     pool = make_pool(1)
     endpoint = pool.take()
-    retries = [asyncio.create_task(pool.take_for_retry(endpoint, 10.0)) for _ in range(3)]
+    retries = [asyncio.create_task(pool.take_for_retry([endpoint], 10.0)) for _ in range(3)]
     await asyncio.sleep(0)
     for retry in retries:
         assert not retry.done()
@@ -160,7 +160,7 @@ def test_a_retry_gives_up_in_time() -> None:
     async def main() -> None:
         pool = make_pool(1, clock=clock)
         endpoint = pool.take()
-        assert await pool.take_for_retry(endpoint, 2.5) is None
+        assert await pool.take_for_retry([endpoint], 2.5) is None
         assert clock() == 1002.5
         pool.give_back(endpoint)
         assert repr(pool) == "<Pool slots=1 free=1 retries=0 down=False>"
@@ -171,7 +171,7 @@ def test_a_retry_gives_up_in_time() -> None:
 async def test_a_cancelled_retry_keeps_no_slot() -> None:
     pool = make_pool(1)
     endpoint = pool.take()
-    waits = asyncio.create_task(pool.take_for_retry(endpoint, 10.0))
+    waits = asyncio.create_task(pool.take_for_retry([endpoint], 10.0))
     await asyncio.sleep(0)
     waits.cancel()
     await asyncio.wait([waits])
@@ -182,7 +182,7 @@ async def test_a_cancelled_retry_keeps_no_slot() -> None:
 async def test_a_retry_cancelled_just_as_it_got_its_slot_gives_it_back() -> None:
     pool = make_pool(1)
     endpoint = pool.take()
-    waits = asyncio.create_task(pool.take_for_retry(endpoint, 10.0))
+    waits = asyncio.create_task(pool.take_for_retry([endpoint], 10.0))
     await asyncio.sleep(0)
     pool.give_back(endpoint)
     waits.cancel()
@@ -279,7 +279,7 @@ def test_an_old_call_is_not_taken_for_the_probe_that_begins_as_it_ends() -> None
         (sick,) = pool.members
         start_on(pool, sick)
         fail(pool, sick)
-        retry = asyncio.create_task(pool.take_for_retry(None, 60.0))
+        retry = asyncio.create_task(pool.take_for_retry((), 60.0))
         await asyncio.sleep(5.0)
         pool.give_back(sick)
         pool.went_badly(sick)  # of the old call: the pause begins again
@@ -403,7 +403,7 @@ def test_a_retry_goes_to_the_one_that_failed_when_no_other_is_in_use() -> None:
     async def scene(pool: Pool) -> None:
         out, used = pool.members
         fail(pool, out)
-        assert await pool.take_for_retry(used, 60.0) is used
+        assert await pool.take_for_retry([used], 60.0) is used
 
     in_virtual_time(1, 1)(scene)
 
@@ -413,7 +413,7 @@ def test_a_retry_that_waits_for_an_endpoint_which_then_opens_is_served_elsewhere
         failed, other = pool.members
         fail(pool, other, times=FAILURES_MAX - 1)
         start_on(pool, other)
-        retry = asyncio.create_task(pool.take_for_retry(failed, 60.0))
+        retry = asyncio.create_task(pool.take_for_retry([failed], 60.0))
         await asyncio.sleep(0.1)
         assert not retry.done()
         pool.went_badly(other)
@@ -427,7 +427,7 @@ def test_a_retry_may_be_the_probe() -> None:
     async def scene(pool: Pool) -> None:
         (sick,) = pool.members
         fail(pool, sick)
-        assert await pool.take_for_retry(sick, 60.0) is sick
+        assert await pool.take_for_retry([sick], 60.0) is sick
         assert sick.probing
         assert pool.is_down
         pool.give_back(sick)
@@ -441,7 +441,7 @@ def test_a_retry_cancelled_just_as_it_became_the_probe_leaves_it_to_the_next() -
     async def scene(pool: Pool) -> None:
         (sick,) = pool.members
         fail(pool, sick)
-        retry = asyncio.create_task(pool.take_for_retry(sick, 60.0))
+        retry = asyncio.create_task(pool.take_for_retry([sick], 60.0))
         loop = asyncio.get_running_loop()
         was_probing: list[bool] = []
 
@@ -463,8 +463,8 @@ def test_a_retry_that_wants_one_that_is_well_waits_for_it() -> None:
     async def scene(pool: Pool) -> None:
         _, unknown, well = pool.members
         pool.went_well(well)
-        assert await pool.take_for_retry(None, 1.0, known_well=True) is well
-        retry = asyncio.create_task(pool.take_for_retry(None, 60.0, known_well=True))
+        assert await pool.take_for_retry((), 1.0, known_well=True) is well
+        retry = asyncio.create_task(pool.take_for_retry((), 60.0, known_well=True))
         await asyncio.sleep(0.1)
         assert not retry.done()
         start_on(pool, unknown)
@@ -480,7 +480,7 @@ def test_a_retry_that_wants_one_that_is_well_takes_any_other_when_none_is() -> N
     async def scene(pool: Pool) -> None:
         failed, other = pool.members
         pool.went_well(failed)
-        assert await pool.take_for_retry(failed, 1.0, known_well=True) is other
+        assert await pool.take_for_retry([failed], 1.0, known_well=True) is other
 
     in_virtual_time(1, 1)(scene)
 
@@ -519,13 +519,13 @@ def large_pool() -> tuple[Pool, Member]:
 
 def test_a_look_for_a_slot_compares_no_endpoint_with_all_others() -> None:
     pool, well = large_pool()
-    wish = Wish(pool.members[0], known_well=True)
+    wish = Wish(frozenset(pool.members[:1]), known_well=True)
     found: list[Member | None] = []
     assert looks_of(lambda: found.append(pool.take_at_once(wish))) < 5 * MANY
     assert looks_of(lambda: pool.has_free(wish)) < 5 * MANY
     assert looks_of(lambda: pool.fits(well, wish)) < 5 * MANY
     assert found == [None]
-    assert looks_of(lambda: found.append(pool.take_at_once(Wish(pool.members[0], known_well=False)))) < 5 * MANY
+    assert looks_of(lambda: found.append(pool.take_at_once(Wish(wish.failed, known_well=False)))) < 5 * MANY
     assert found[1] not in (None, pool.members[0])
 
 
@@ -542,7 +542,7 @@ async def test_a_freed_slot_is_compared_with_the_wishes_that_wait_and_not_with_a
     pool, _ = large_pool()
     unknown = pool.take()
     retries = [
-        asyncio.create_task(pool.take_for_retry(failed, 10.0, known_well=True))
+        asyncio.create_task(pool.take_for_retry([failed], 10.0, known_well=True))
         for failed in (*pool.members[:50], *pool.members[:50])
     ]
     await asyncio.sleep(0)
@@ -554,6 +554,83 @@ async def test_a_freed_slot_is_compared_with_the_wishes_that_wait_and_not_with_a
     for retry in retries:
         retry.cancel()
     await asyncio.wait(retries)
+
+
+# Sick endpoints beside one that is known to be well.
+
+
+def test_more_than_the_share_is_taken_out_while_another_is_known_to_be_well() -> None:
+    async def scene(pool: Pool) -> None:
+        *sick, well = pool.members
+        pool.went_well(well)
+        for member in sick:
+            fail(pool, member)
+        assert states(pool) == ["open", "open", "open", "closed"]
+        fail(pool, well, times=1)
+        assert not pool.is_down
+
+    in_virtual_time(1, 1, 1, 1)(scene)
+
+
+@pytest.mark.parametrize("is_well", [True, False])
+def test_the_slot_of_a_batch_that_is_tried_elsewhere_is_not_offered_while_another_is_well(is_well: bool) -> None:
+    """Or one that fails at once would be the first to be free each time."""
+
+    async def scene(pool: Pool) -> None:
+        sick, other = pool.members
+        if is_well:
+            pool.went_well(other)
+        start_on(pool, sick)
+        pool.is_helped(sick)
+        pool.give_back(sick)
+        assert sick.offered == (1 if is_well else 2)
+        pool.help_ended(sick)
+        assert sick.offered == 2
+
+    in_virtual_time(2, 1)(scene)
+
+
+def test_it_is_offered_again_when_the_other_is_taken_out() -> None:
+    async def scene(pool: Pool) -> None:
+        sick, other = pool.members
+        pool.went_well(other)
+        start_on(pool, sick)
+        pool.is_helped(sick)
+        pool.give_back(sick)
+        assert sick.offered == 0
+        fail(pool, other)
+        assert (states(pool), sick.offered) == (["closed", "open"], 1)
+
+    in_virtual_time(1, 1)(scene)
+
+
+def test_an_endpoint_that_fails_is_in_doubt_until_it_has_answered_a_few_calls() -> None:
+    pool = make_pool(1, 1)
+    member = pool.members[0]
+    pool.went_well(member)
+    assert pool.doubt(member) == 0.0
+    assert not pool.is_well(member) and not pool.has_well(pool.members[1])
+    for _ in range(3):
+        assert not pool.is_well(member)
+        pool.went_well(member)
+    assert pool.is_well(member) and pool.has_well(pool.members[1])
+
+
+@pytest.mark.parametrize("is_well", [True, False])
+def test_a_probe_that_is_refused_fails_where_another_is_well(is_well: bool) -> None:
+    async def scene(pool: Pool) -> None:
+        sick, other = pool.members
+        fail(pool, sick)
+        await asyncio.sleep(1.0)
+        if is_well:
+            pool.went_well(other)
+        start_on(pool, sick)
+        pool.refused(sick)
+        pool.give_back(sick)
+        await asyncio.sleep(0.01)
+        assert sick.offered == (0 if is_well else 1)
+
+    in_virtual_time(1, 1)(scene)
 
 
 # Limits.
@@ -585,7 +662,7 @@ def test_a_higher_limit_serves_a_waiting_retry() -> None:
         (member,) = pool.members
         pool.set_limit(member, 1)
         start_on(pool, member)
-        retry = asyncio.create_task(pool.take_for_retry(None, 60.0))
+        retry = asyncio.create_task(pool.take_for_retry((), 60.0))
         await asyncio.sleep(0)
         pool.set_limit(member, 2)
         assert await retry is member

@@ -180,13 +180,18 @@ class UpstreamSettings(Section, frozen=True):
     ] = 0.2
     answer_bytes_max: Annotated[Count, doc("longest answer that is read")] = 64 * MIB
     breaker_failures: Annotated[
-        Count, doc("failed calls in a row after which an endpoint is left alone for a while")
+        Count,
+        doc(
+            "failed calls in a row after which an endpoint is left alone for a while; or so many that another one "
+            "answered then, if that is more than four in ten"
+        ),
     ] = 5
     breaker_pause_s: Annotated[
         Seconds, doc("how long, the first time; doubles with each probe that fails, up to 30 s")
     ] = 1.0
     eject_share_max: Annotated[
-        Share, doc("share of the endpoints that may be left alone while others work; at least one")
+        Share,
+        doc("share of the endpoints that may be left alone while none of the others is known to work; at least one"),
     ] = 0.5
     health_interval_s: Annotated[
         Seconds, doc("an endpoint without a good call for this long is probed, and again each time")

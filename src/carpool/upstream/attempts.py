@@ -3,13 +3,16 @@
 1. A slot is given back the moment the answer has been read, before it is decoded, so that the GPU gets its next batch
    while this one is handed out.
 2. What an error means is the codec's word (`Refusal`): try elsewhere, split, bisect, fault, give up.
-3. Attempts are for the endpoint's faults, and are paid from the retry budget.
+3. Attempts are for the endpoint's faults, and are paid from the retry budget. The first one at another endpoint that is
+   known to be well is free, and made at once: what it heals is the fault of the endpoint that failed.
 4. Whoever has left, or whose deadline has passed, is dropped before every call.
 5. A call whose connection was dead is sent again at once, in the same slot. That says nothing against the endpoint the
    first time. It is an attempt, and paid for, unless the call surely was not received. The same holds for a call whose
    answer is in doubt (repeats.py). The first of a batch is no attempt and costs nothing: the doubt is Carpool's own. An
    endpoint cannot cause many, since none of its connections is used again until it is known how it answers.
 6. No endpoint gets more inputs than it is known to take (limits.py), but for the one batch that tests that.
+7. A refusal that may blame an input is looked into by others. But where the endpoint is in doubt (pool.py), another one
+   that is known to be well is asked first, with the whole batch: one call in place of many.
 """
 
 import asyncio
@@ -34,7 +37,7 @@ from carpool.upstream.call_ids import CallIds
 from carpool.upstream.codecs import Codec, ProtocolFaultError
 from carpool.upstream.codecs.base import Refusal
 from carpool.upstream.endpoint import Answer, AttemptFailedError, ConnectionFailedError, DoubtfulAnswerError
-from carpool.upstream.pool import WELL_S, Member, Pool
+from carpool.upstream.pool import DOUBT_MAX, IN_DOUBT_FROM, WELL_S, Member, Pool
 from carpool.upstream.retry import RetryBudget, pause_before
 from carpool.upstream.same import Merged, still_there
 
@@ -71,8 +74,12 @@ class Failure(NamedTuple):
     is_certain: bool = False
     # As a rule such a refusal blames no input: that it does here is shown by answers that came after it only.
     needs_proof: bool = False
-    # The connection was dead, or what came on it is in doubt. The slot is still held.
+    # The connection was dead, or what came on it is in doubt.
     dead: ConnectionFailedError | None = None
+    # It tells something of the endpoint: that is not only busy, and had the time that calls take.
+    tells: bool = True
+    # Another endpoint, which refused the same whole.
+    refused_too: Member | None = None
 
 
 class Attempts:
@@ -116,6 +123,8 @@ class Attempts:
         self._call_ids = CallIds(token_hex(4))
         # Counts a failure on inputs of these owners.
         self.blame: Callable[[Iterable[Member], Collection[str]], None] = self._blame_only
+        # Told of an endpoint that failed what another one answered.
+        self.found_sick: Callable[[Member], None] = pool.healed
         # How long calls take, lately.
         self.service_s = SERVICE_S_PRIOR
         # When the calls under way began, the oldest first.
@@ -149,17 +158,44 @@ class Attempts:
         `member`: the slot for the first attempt; None to take one when it is free. `is_search`: it is a step of a
         search, and called so in traces.
         """
-        failure, failed = out_of_time(), None
+        # Those after which another endpoint was asked.
+        failures: list[tuple[Member, Failure]] = []
+        try:
+            result = await self._send(batch, member, ended, failures, is_search)
+            if not failures:
+                return result
+            return self._compared(failures, result)
+        finally:
+            for failed, _ in failures:
+                self._pool.help_ended(failed)
+
+    def _compared(self, failures: list[tuple[Member, Failure]], result: Failure | Member) -> Failure | Member:
+        """What several endpoints made of one batch tells something of those that failed first."""
+        for failed, failure in failures:
+            if isinstance(result, Member) and failed is not result and failure.tells:
+                if failure.refusal.kind == "bisect":
+                    self.blame([failed], ())
+                else:
+                    self.found_sick(failed)
+            elif isinstance(result, Failure) and failure.refusal.kind == "bisect":
+                # The search begins where it would have begun, but for what is known now.
+                return failure._replace(refused_too=result.member if result.refusal.kind == "bisect" else None)
+        return result
+
+    async def _send(
+        self,
+        batch: list[Request],
+        member: Member | None,
+        ended: BatchEnded,
+        failures: list[tuple[Member, Failure]],
+        is_search: bool,
+    ) -> Failure | Member:
+        failure = out_of_time()
         attempt = dead_in_a_row = doubts = 0
         while attempt < self._attempts:
             attempt += 1
             if member is None:
-                if attempt > 1:
-                    pause_s = pause_before(attempt, self._backoff_s, self._random_share())
-                    if pause_s >= self._time_left(batch) or not self._budget.take(self._clock()):
-                        return failure
-                    await asyncio.sleep(pause_s)
-                member = await self._pool.take_for_retry(failed, max(0.0, self._time_left(batch)))
+                member = await self._another(batch, attempt, [failed for failed, _ in failures])
                 if member is None:
                     return failure
             members = self.live(batch)
@@ -191,13 +227,20 @@ class Attempts:
                 if self._may_send_again(attempt, dead_in_a_row, is_free=is_free):
                     attempt -= is_free
                     continue
-                self._give_up_dead(member, dead_in_a_row)
+                outcome = outcome._replace(tells=self._give_up_dead(member, dead_in_a_row))
             dead_in_a_row = 0
             failure, failed, member = outcome, member, None
-            if failure.refusal.kind != "elsewhere":
-                return failure
-            if limit_s <= self.timeout_s and self._clock() > latest - TIMER_EARLY_S:
-                return out_of_time()  # it was their own deadline that ended the call
+            is_over = limit_s <= self.timeout_s and self._clock() > latest - TIMER_EARLY_S
+            is_quiet = is_search or batch[0].is_apart
+            goes_on = not is_over and self._asks_another(failure, failed, attempt, is_quiet=is_quiet)
+            if goes_on:
+                failures.append((failed, failure))
+                self._pool.is_helped(failed)
+            if failure.refusal.kind != "fault":  # else it was given back with the answer
+                self._pool.give_back(failed)
+            if not goes_on:
+                # It may have been their own deadline that ended the call.
+                return out_of_time() if is_over and failure.refusal.kind == "elsewhere" else failure
             logger.warning(
                 "attempt %d of %d failed: %s",
                 attempt,
@@ -207,19 +250,48 @@ class Attempts:
             )
         return failure
 
+    async def _another(self, batch: list[Request], attempt: int, sick: Sequence[Member]) -> Member | None:
+        """A slot for the next attempt, rather of another endpoint; None if there is no time or no budget for it."""
+        is_free = attempt == 2 and bool(sick) and self._pool.has_well(sick[-1])
+        if attempt > 1 and not is_free:
+            pause_s = pause_before(attempt, self._backoff_s, self._random_share())
+            if pause_s >= self._time_left(batch) or not self._budget.take(self._clock()):
+                return None
+            await asyncio.sleep(pause_s)
+        return await self._pool.take_for_retry(sick, max(0.0, self._time_left(batch)), known_well=attempt > 1)
+
+    def _asks_another(self, failure: Failure, failed: Member, attempt: int, *, is_quiet: bool) -> bool:
+        """Whether the next attempt is made, after one that failed: rules 2 and 7.
+
+        `is_quiet`: steps of searches, and offenders, bring no endpoint into doubt.
+        """
+        kind = failure.refusal.kind
+        if kind in ("split", "give-up"):
+            return False
+        doubt = self._pool.doubt(failed) if not is_quiet else 0.0
+        if kind == "elsewhere":
+            return True
+        if is_quiet or attempt > 1 or self._attempts == 1:
+            return False
+        if kind == "fault":
+            return self._pool.has_others(failed)
+        # One that has answered none so large may have a limit: that is found by a search, if it is soon.
+        is_limit = not failed.batch_limit.has_answered(failure.size, self._clock())
+        return doubt >= (DOUBT_MAX if is_limit else IN_DOUBT_FROM) and self._pool.has_well(failed)
+
     def _may_send_again(self, attempt: int, dead_in_a_row: int, *, is_free: bool) -> bool:
         """Whether a call whose connection was dead is sent again at once; pays for it."""
         if dead_in_a_row > DEAD_IN_A_ROW_MAX:
             return False
         return is_free or (attempt < self._attempts and self._budget.take(self._clock()))
 
-    def _give_up_dead(self, member: Member, dead_in_a_row: int) -> None:
-        """Give back the slot that was held; more than one dead connection in a row is the endpoint's fault."""
+    def _give_up_dead(self, member: Member, dead_in_a_row: int) -> bool:
+        """More than one dead connection in a row is the endpoint's fault: whether it is."""
         if dead_in_a_row > 1:
             self._pool.went_badly(member)
         else:
             self._pool.says_nothing(member)
-        self._pool.give_back(member)
+        return dead_in_a_row > 1
 
     async def _traced_call(
         self,
@@ -256,7 +328,7 @@ class Attempts:
     ) -> Failure | None:
         """One call: settles the members and returns None, or returns what went wrong.
 
-        Gives the slot back, unless the connection was dead (`Failure.dead`).
+        Gives the slot back if there was an answer, or nobody to wait for it; after a failure it is still held.
         """
         started = self._clock()
         call_id = self._call_ids.next()
@@ -267,23 +339,23 @@ class Attempts:
             batch.sent, batch.endpoint, batch.attempts = started, member.name, attempt
         if self._events.subscribers:
             self._events.sent(members, member.name, attempt, started)
-        is_slot_held = False
+        is_slot_held = True
         sent, places = (members, None) if self._merge is None else self._merge(members)
         try:
             call = self._codec.encode(sent, call_id)
             if traced is not None:
                 call = replace(call, headers=call.headers + traced.headers)
             answer = await member.endpoint.post(call, timeout_s)
+            is_slot_held = not 200 <= answer.status < 300
         except AttemptFailedError as failure:
             self.calls["failed"] += 1
             error = UpstreamFailed(f"the inference API could not be used: {failure}")
             # Without the frames that it came through: they hold the call and its answer, and nobody looks at them.
             dead = failure.with_traceback(None) if isinstance(failure, ConnectionFailedError) else None
-            is_slot_held = dead is not None
-            if dead is None:
-                self._call_failed(members, member, timeout_s, started)
-            return Failure(Refusal("elsewhere"), error, member, len(members), started, dead=dead)
+            tells = dead is not None or self._call_failed(members, member, timeout_s, started)
+            return Failure(Refusal("elsewhere"), error, member, len(members), started, dead=dead, tells=tells)
         except BaseException:
+            is_slot_held = False
             self._pool.says_nothing(member)
             raise
         finally:
@@ -311,6 +383,8 @@ class Attempts:
             return Failure(Refusal("fault"), broken, member, len(members), started)
         except Exception:  # a defect of the codec, which must not leave a probe without a verdict
             self._pool.says_nothing(member)
+            if is_slot_held:
+                self._pool.give_back(member)
             raise
         ended(seconds)
         self.service_s += SERVICE_WEIGHT * (seconds - self.service_s)
@@ -338,22 +412,24 @@ class Attempts:
         self._outcomes.settle_batch(members, told_of_searches(members, outputs) if self.has_cleared else outputs)
         return None
 
-    def _call_failed(self, members: list[Request], member: Member, timeout_s: float, started: float) -> None:
+    def _call_failed(self, members: list[Request], member: Member, timeout_s: float, started: float) -> bool:
         """No answer came: the fault of the endpoint, unless its clients gave it less time than calls take.
 
-        Nor is it while this process stood still.
+        Nor is it while this process stood still. Returns whether it is.
         """
         now = self._clock()
         if now > started + timeout_s + STOOD_STILL_S:
             self._pool.says_nothing(member)  # its answer may have come, and nobody was there to read it
-            return
+            return False
         is_short = timeout_s < min(self.timeout_s, CUT_SHORT * self.service_s)
         if not is_short or now < started + timeout_s - TIMER_EARLY_S:
             self._pool.went_badly(member)
-        elif now - member.well_at < min(self.timeout_s, max(ANSWERS_S, CUT_SHORT * self.service_s)):
+            return True
+        if now - member.well_at < min(self.timeout_s, max(ANSWERS_S, CUT_SHORT * self.service_s)):
             self._pool.says_nothing(member)
         else:
             self.blame([member], {request.owner for request in members})
+        return False
 
     def _refused(self, answer: Answer, members: list[Request], member: Member, started: float, call_id: str) -> Failure:
         """An answer with an error status. What the body says goes to a client that was alone in its call, at most."""
@@ -364,12 +440,12 @@ class Attempts:
             self._when_limit_is_learned(member)
         says = f"the inference API answered with status {answer.status}"
         if refusal.kind == "give-up" and self._may_be_an_input(answer.status, members, member):
-            self._pool.says_nothing(member)
+            self._pool.refused(member)
             bisect = Refusal("bisect", refusal.message)
             return Failure(bisect, UpstreamRefused(says), member, size, started, needs_proof=True)
         if refusal.kind in ("elsewhere", "give-up"):
             if answer.status == 429:
-                self._pool.says_nothing(member)  # busy, not broken
+                self._pool.refused(member)  # busy, not broken
                 member.load.refused()
             elif refusal.kind == "give-up" or not self._pool.has_others(member):
                 # It answers: what it says may have to do with these inputs. (Where others can answer in its place, a
@@ -378,8 +454,8 @@ class Attempts:
             else:
                 self._pool.went_badly(member)
             error = UpstreamFailed(says) if refusal.kind == "elsewhere" else UpstreamRefused(says)
-            return Failure(refusal, error, member, size, started)
-        self._pool.says_nothing(member)
+            return Failure(refusal, error, member, size, started, tells=answer.status != 429)
+        self._pool.refused(member)
         return Failure(refusal, UpstreamFailed(says), member, size, started, answer.status in (400, 422))
 
     def _may_be_an_input(self, status: int, members: list[Request], member: Member) -> bool:

@@ -12,12 +12,21 @@
    request of anybody else may probe at once. If that fails too, or more is known against it, it is closed to all.
 7. One search makes many calls with one owner's inputs. All but the first count as `again`: they help to close the
    endpoint to that owner, never to all.
+8. A call that failed here and was answered elsewhere was healed: that is the endpoint's fault for certain, whatever its
+   other calls became. So these are not counted in a row, but by their share: as many as `failures_max`, of which each
+   success forgets a part. More than four in ten open it; one is enough to close it to all, where it is closed to one
+   owner (rule 6). While many were healed lately, pauses go on doubling.
 """
 
 from collections.abc import Collection
 from typing import Literal
 
 State = Literal["closed", "open", "half-open"]
+
+# Rule 8: what a success leaves of the failures that were healed.
+HEALED_LEFT = 1 - 1 / 8
+# Fewer than these are few, and none.
+HEALED_FEW, HEALED_NONE = 0.25, 0.01
 
 
 class Breaker:
@@ -27,6 +36,7 @@ class Breaker:
         "_again",
         "_failures",
         "_failures_max",
+        "_healed",
         "_is_for_all",
         "_only_owner",
         "_pause_s",
@@ -55,6 +65,8 @@ class Breaker:
         self._unowned = 0
         # Rule 7.
         self._again = 0
+        # Rule 8.
+        self._healed = 0.0
 
     def __repr__(self) -> str:
         return f"<Breaker {self.state} failures={self._failures}>"
@@ -68,6 +80,11 @@ class Breaker:
     def is_failing(self) -> bool:
         """Whether it would be open, had the pool been able to do without the endpoint."""
         return self._failures + (0 if self._is_for_all else self._again) >= self._failures_max
+
+    @property
+    def was_healed(self) -> bool:
+        """Whether lately something failed here that was answered elsewhere (rule 8)."""
+        return self._healed >= HEALED_FEW
 
     @property
     def blamed_owner(self) -> str | None:
@@ -97,7 +114,10 @@ class Breaker:
         """A call was answered."""
         self.state = "closed"
         self._failures = 0
-        self._pause_s = self._pause_s_first
+        if self._healed:
+            self._healed = self._healed * HEALED_LEFT if self._healed > HEALED_NONE else 0.0
+        if not self.was_healed:
+            self._pause_s = self._pause_s_first
         self._only_owner, self._is_for_all, self._unowned, self._again = None, False, 0, 0
 
     def failed(
@@ -136,6 +156,16 @@ class Breaker:
         self._only_owner = owner
         self._again += 1
         return self._open_if_failing(now, random_share, may_open)
+
+    def healed(self, now: float, random_share: float, *, may_open: bool) -> bool:
+        """What failed here was answered elsewhere (rule 8); as `failed`, beside which it is told."""
+        self._healed = min(self._healed + 1.0, float(self._failures_max))
+        is_due = self._healed >= self._failures_max if self.state == "closed" else self.allows_others()
+        if not (is_due and may_open):
+            return False
+        self.close_to_all()
+        self.open(now, random_share)
+        return True
 
     def _open_if_failing(self, now: float, random_share: float, may_open: bool) -> bool:
         if self.state == "closed" and not (self.is_failing and may_open):

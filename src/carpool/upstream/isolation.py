@@ -60,8 +60,8 @@ STEP_S_MAX = 1.0
 FEW = 3
 # Where a refusal may be the endpoint's fault, it must have answered others so lately for a request that came alone.
 SURE_S = 1.0
-# How many endpoints are asked about one input alone.
-ASKED_ALONE_MAX = 2
+# How many endpoints are asked about one input alone, if none of those before is known to be right.
+ASKED_ALONE_MAX = 4
 
 GiveUp = Callable[[Request, CarpoolError], None]
 
@@ -121,7 +121,7 @@ class Isolation:
         pool.search_for = self._step_before_others
         pool.apart_may_go = self._apart_may_go
         pool.apart_is_due = self._apart_is_due
-        attempts.blame = self._blame
+        attempts.blame, attempts.found_sick = self._blame, self._found_sick
         # For metrics.
         self.poisoned = 0
         self.unresolved = 0
@@ -165,6 +165,8 @@ class Isolation:
         case = Case(live, search, failure, self._clock())
         if failure.refusal.kind == "bisect":
             case.note(whole, failure)
+            if failure.refused_too is not None:
+                case.note(whole, failure._replace(member=failure.refused_too))
             if failure.size == 1:
                 search.take_next(is_alive=True, singly=False)
                 search.refused(whole, clears=False)
@@ -357,10 +359,14 @@ class Isolation:
         return self._is_alive(case) or (case.failure is not None and case.failure.is_certain)
 
     def _wish(self, case: Case, group: Group) -> Wish:
-        """Rather not the endpoint that refused; and for few, whose fate hangs on it, one that is known to be well."""
-        if group.first in case.refused_alone_by:  # asked again
-            return Wish(case.last[group.first].member, known_well=True)
-        return Wish(case.failure.member if case.failure is not None else None, known_well=group.size <= FEW)
+        """Rather not an endpoint that refused; and for few, whose fate hangs on it, one that is known to be well."""
+        alone, failure = case.refused_alone_by.get(group.first), case.failure
+        if alone:  # asked again
+            return Wish(frozenset(alone), known_well=True)
+        failed = [each for each in (failure.member, failure.refused_too) if each] if failure is not None else []
+        if not self._pool.has_others(*failed):
+            del failed[1:]  # the one that was not in doubt
+        return Wish(frozenset(failed), known_well=group.size <= FEW)
 
     # Steps.
 
@@ -469,13 +475,17 @@ class Isolation:
         if request.phase == DONE:
             return False
         if self._is_at_fault(case, index):
+            for member in case.refused_by.get(index, ()):
+                member.doubt = 0.0  # it was right
             self._convict(case, request, failure)
             return False
-        is_asked = case.asked.get(index, 1) < ASKED_ALONE_MAX and self._pool.has_others(failure.member)
+        by_alone, asked = case.refused_alone_by.get(index, set()), case.asked.get(index, 1)
+        # Another one is asked if the one before had a word on it.
+        is_asked = asked <= len(by_alone) < ASKED_ALONE_MAX and self._pool.has_others(*by_alone)
         # While nothing at all is answered, that would be in vain. A request that came alone is asked about at any rate.
         if is_asked and (self._goes_on(case) or len(case.batch) == 1):
             case.search.ask_again(index)
-            case.asked[index] = case.asked.get(index, 1) + 1
+            case.asked[index] = asked + 1
             return True
         return False
 
@@ -485,20 +495,20 @@ class Isolation:
         by, by_alone = case.refused_by.get(index, set()), case.refused_alone_by.get(index, set())
         lane = case.batch[index].common_key
 
-        def is_right(since: float) -> bool:
-            if by_alone & case.answered_by:
+        def is_right(members: set[Member], since: float) -> bool:
+            if members & case.answered_by:
                 return True
-            return any(self._pool.answered_lane(member, lane, since) for member in by_alone)
+            return any(self._pool.answered_lane(member, lane, since) for member in members)
 
         lately = self._clock() - WELL_S
         was_search = case.failure is not None and case.failure.size > 1
         if not failure.is_certain:
             lately = case.started if was_search or failure.needs_proof else self._clock() - SURE_S
-        if not self._pool.has_others(failure.member):
-            return is_right(lately)
-        if len(by_alone) >= ASKED_ALONE_MAX:
-            return failure.is_certain or is_right(lately)
-        return len(by) > 1 and is_right(case.started)
+        if len(by_alone) >= ASKED_ALONE_MAX or not self._pool.has_others(*by_alone):
+            return (failure.is_certain and len(by_alone) > 1) or is_right(by_alone, lately)
+        # One that fails now and then answers others, too.
+        trusted = {member for member in by if not member.breaker.was_healed}
+        return len(trusted) > 1 and is_right(trusted & by_alone, case.started)
 
     def _convict(self, case: Case, request: Request, failure: Failure) -> None:
         """The model refuses this input: tell its client, keep it for a person, and send it alone from now on."""
@@ -543,6 +553,17 @@ class Isolation:
         self._attempts.has_cleared = True
         self._broker.put_back(requests)
 
+    def _found_sick(self, member: Member) -> None:
+        """What an endpoint failed was answered elsewhere: that explains its refusals, too."""
+        if not self._pool.has_well(member):
+            return
+        self._pool.healed(member)
+        for case in self._cases:
+            if case.failure is not None and case.failure.member is member and case.failure.refused_too is None:
+                waiting = [case.batch[index] for index in case.search.waiting()]
+                case.search.give_up()
+                self._broker.put_back(waiting)
+
     def _has_offender(self, requests: Iterable[Request]) -> bool:
         offenders, model = self._offenders, self._model
         return bool(offenders) and any((model, request.owner) in offenders for request in requests)
@@ -553,6 +574,8 @@ class Isolation:
             if member is not None:
                 self._pool.went_badly(member, owners)
                 self._make_way(member)
+                if not owners:
+                    self._found_sick(member)
 
     def _make_way(self, member: Member) -> None:
         """What waits of an owner to whom an endpoint is closed must not stand in the way of the others."""

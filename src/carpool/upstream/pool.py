@@ -6,8 +6,8 @@
    is offered, and batching is told.
 3. An endpoint whose breaker opens is offered no more. When its pause is over and its last call has ended, one slot is
    offered: the probe.
-4. Breakers may take at most `eject_share_max` of the endpoints out, at least one. If every endpoint that is left fails
-   as well, it is the upstream that is down, and all of them open.
+4. Breakers may take at most `eject_share_max` of the endpoints out, at least one; and any but the last that is known to
+   be well. If every endpoint that is left fails as well, it is the upstream that is down, and all of them open.
 5. The pool is down while no breaker is closed and no probe is offered. So the door opens for a moment when a probe is
    due: without a request there could be none.
 6. An endpoint that is closed to one owner only (breaker.py) has a probe on offer for all others at any time. Offenders,
@@ -15,12 +15,15 @@
 7. Where there is a health page, it is asked before a probe is offered.
 8. Searches for bad inputs, and batches of offenders, have slots that nobody else wants, and a share of the time of the
    others (slot_share.py). A search that has earned it gets a slot before it is offered to batching.
+9. While a batch that failed at an endpoint is tried at another one, its slot is not offered if some other endpoint is
+   known to be well. Else one that fails at once would be the first to be free each time, and draw all there is.
+10. An endpoint that fails is in doubt until it has answered a few calls: it is not known to be well meanwhile.
 """
 
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from math import inf
 from typing import NamedTuple
@@ -34,11 +37,13 @@ from carpool.upstream.slot_share import SlotShare
 
 # An endpoint that answered well within this is known to be well.
 WELL_S = 10.0
+# Rule 10: a failure adds one to the doubt, up to a limit, and an answer leaves a part of it.
+DOUBT_MAX, DOUBT_LEFT, IN_DOUBT_FROM = 2.0, 0.75, 0.5
 # Lanes of which an endpoint's last answer is remembered.
 WELL_LANES_MAX = 256
 # The event loop's timers have millisecond steps.
 TIMER_S_MIN = 0.001
-# How well an endpoint fits a wish: it is the one that failed, another one, or another one that is known to be well.
+# How well an endpoint fits a wish: it is one that failed, another one, or another one that is known to be well.
 FIT_FAILED, FIT_OTHER, FIT_WELL = 0, 1, 2
 # Weight of the newest measurement in an endpoint's utilisation.
 UTILIZATION_WEIGHT = 0.5
@@ -55,9 +60,11 @@ class Member:
         "alive_at",
         "batch_limit",
         "breaker",
+        "doubt",
         "endpoint",
         "failed",
         "failed_probes",
+        "helped",
         "in_flight",
         "is_leaving",
         "limit",
@@ -89,6 +96,9 @@ class Member:
         self.well_lanes: dict[bytes, float] = {}
         self.succeeded = 0
         self.failed = 0
+        # Rules 9 and 10: batches that failed here and are tried elsewhere now; and how much is to be said against it.
+        self.helped = 0
+        self.doubt = 0.0
         # Kept by the watch over its health: when it last answered a probe, and those that failed since.
         self.alive_at = -inf
         self.failed_probes = 0
@@ -127,8 +137,8 @@ class Member:
 class Wish(NamedTuple):
     """What a retry would rather have. It takes nothing less than the best of the endpoints in use, and waits for it."""
 
-    # The endpoint that just failed: rather any other.
-    failed: Member | None
+    # The endpoints that have failed: rather any other.
+    failed: frozenset[Member]
     # Rather one that is known to be well.
     known_well: bool
 
@@ -300,6 +310,16 @@ class Pool:
             # A little later: what this call showed must not be taken for the word of the next probe.
             self._wait_for_probe(member)
 
+    def is_helped(self, member: Member) -> None:
+        """A batch that failed there is tried again: rule 9, until `help_ended`. To be told before `give_back`."""
+        member.helped += 1
+
+    def help_ended(self, member: Member) -> None:
+        """A batch that failed there has been answered elsewhere, or given up."""
+        member.helped -= 1
+        if member.breaker.state == "closed":
+            self._offer_what_may_be(member)
+
     def went_well(self, member: Member, lane: bytes = b"", began: float = -inf) -> None:
         """A call of a lane, which began then, was answered as it should be."""
         member.succeeded += 1
@@ -309,6 +329,8 @@ class Pool:
         member.well_lanes[lane] = max(began, member.well_lanes.get(lane, -inf))
         member.failed_probes = 0
         member.probing = False
+        if member.doubt:
+            member.doubt = member.doubt * DOUBT_LEFT if member.doubt > IN_DOUBT_FROM else 0.0
         if not member.is_leaving:
             self._answered.pop(member, None)
             self._answered[member] = None
@@ -328,7 +350,7 @@ class Pool:
         self._failed(
             member,
             member.breaker.failed(
-                self._clock(), self._random_share(), probe=probe, may_open=self._may_eject(), owners=owners
+                self._clock(), self._random_share(), probe=probe, may_open=self._may_eject(member), owners=owners
             ),
         )
 
@@ -337,8 +359,18 @@ class Pool:
         member.failed += 1
         self._failed(
             member,
-            member.breaker.failed_again(self._clock(), self._random_share(), owner, may_open=self._may_eject()),
+            member.breaker.failed_again(self._clock(), self._random_share(), owner, may_open=self._may_eject(member)),
         )
+
+    def healed(self, member: Member) -> None:
+        """What failed there was answered by another endpoint; told beside `went_badly`."""
+        may_open = self.has_well(member)
+        self._failed(member, member.breaker.healed(self._clock(), self._random_share(), may_open=may_open))
+
+    def doubt(self, member: Member) -> float:
+        """A batch failed there, for whatever reason: rule 10. Returns the doubt that there was before."""
+        before, member.doubt = member.doubt, min(member.doubt + 1.0, DOUBT_MAX)
+        return before
 
     def _failed(self, member: Member, is_opened: bool) -> None:
         if is_opened:
@@ -349,18 +381,35 @@ class Pool:
                 if other.breaker.state == "closed":
                     other.breaker.open(self._clock(), self._random_share())
                     self._withhold(other)
+        for other in self.members:  # rule 9 may not hold any more
+            if other.helped and other.breaker.state == "closed":
+                self._offer_what_may_be(other)
         self._notice_if_down()
         self._serve_retries()
 
     def says_nothing(self, member: Member) -> None:
-        """A call ended in a way that tells nothing of the endpoint: refused for its input, or cancelled."""
+        """A call ended in a way that tells nothing of the endpoint: it was cancelled, for example."""
         if member.probing:
             member.probing = False
             member.breaker.probe_left()
 
+    def refused(self, member: Member) -> None:
+        """A call was refused, for its input perhaps, or because the endpoint is busy: that tells nothing of it.
+
+        But where others are known to be well, an endpoint that does not answer its probe is left alone for longer.
+        """
+        if member.probing and self.has_well(member):
+            self.went_badly(member)
+        else:
+            self.says_nothing(member)
+
     def is_well(self, member: Member) -> bool:
-        """Whether the endpoint answered a call well a short while ago."""
-        return self._clock() - member.well_at <= WELL_S
+        """Whether the endpoint answered a call well a short while ago, and is not in doubt."""
+        return self._clock() - member.well_at <= WELL_S and member.doubt < IN_DOUBT_FROM
+
+    def has_well(self, member: Member) -> bool:
+        """Whether another endpoint than this one is in use and known to be well."""
+        return self._best_fit(Wish(frozenset((member,)), known_well=True)) == FIT_WELL
 
     def is_alive(self, since: float) -> bool:
         """Whether any endpoint in use has answered a call well since then."""
@@ -375,15 +424,15 @@ class Pool:
         """Whether the endpoint has answered a call of this lane that began since then: an older one proves nothing."""
         return member.well_lanes.get(lane, -inf) > since
 
-    def has_others(self, member: Member | None) -> bool:
-        """Whether another endpoint than this one is in use."""
-        return any(other is not member and other.breaker.state == "closed" for other in self.members)
+    def has_others(self, *members: Member | None) -> bool:
+        """Whether another endpoint than these is in use."""
+        return any(other.breaker.state == "closed" and other not in members for other in self.members)
 
     async def take_for_retry(
-        self, failed: Member | None, timeout_s: float, *, known_well: bool = False
+        self, failed: Iterable[Member], timeout_s: float, *, known_well: bool = False
     ) -> Member | None:
         """A slot of the endpoint that fits best (see `Wish`); None if none frees in time."""
-        wish = Wish(failed, known_well)
+        wish = Wish(frozenset(failed), known_well)
         free = self.take_at_once(wish)
         if free is not None:
             return free
@@ -463,6 +512,8 @@ class Pool:
         breaker = member.breaker
         if breaker.state == "closed":
             most = member.limit
+            if member.helped and self.has_well(member):
+                most -= member.helped
         elif breaker.allows_others():  # beside calls that began before
             most = min(member.limit, member.in_flight + 1)
         else:
@@ -590,25 +641,25 @@ class Pool:
         if timer is not None:
             timer.cancel()
 
-    def _may_eject(self) -> bool:
-        open_now = sum(member.breaker.state != "closed" for member in self.members)
-        return open_now + 1 <= max(1, int(len(self.members) * self._eject_share_max))
+    def _may_eject(self, member: Member) -> bool:
+        open_now = sum(other.breaker.state != "closed" for other in self.members)
+        return open_now + 1 <= max(1, int(len(self.members) * self._eject_share_max)) or self.has_well(member)
 
     def _best_fit(self, wish: Wish) -> int:
         """How well the best of the endpoints in use fits."""
         if wish.known_well and any(member.breaker.state == "closed" for member in self._known_well(wish)):
             return FIT_WELL
-        return FIT_OTHER if self.has_others(wish.failed) else FIT_FAILED
+        return FIT_OTHER if self.has_others(*wish.failed) else FIT_FAILED
 
     def _fit(self, member: Member, wish: Wish) -> int:
-        if member is wish.failed:
+        if member in wish.failed:
             return FIT_FAILED
         return FIT_WELL if wish.known_well and self.is_well(member) else FIT_OTHER
 
     def _known_well(self, wish: Wish) -> Iterator[Member]:
-        """Those that are known to be well, but for the one that failed; the latest first."""
+        """Those that are known to be well, but for those that failed; the latest first."""
         for member in reversed(self._answered):
-            if not self.is_well(member):
+            if self._clock() - member.well_at > WELL_S:
                 return
-            if member is not wish.failed:
+            if member not in wish.failed and member.doubt < IN_DOUBT_FROM:
                 yield member

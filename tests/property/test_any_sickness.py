@@ -1,0 +1,34 @@
+"""Whichever endpoints are sick, in whatever way: while one that is well can carry the load, no request fails."""
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from carpool.core.outcome import Output
+from support.sick_endpoints import SERVICE_S, Run, Sickness
+
+SICKNESSES = st.builds(
+    Sickness,
+    fault=st.sampled_from(["400", "429", "500", "502", "503", "reset"]),
+    fails_s=st.sampled_from([0.001, 0.005, SERVICE_S]),
+    service_s=st.sampled_from([SERVICE_S / 40, SERVICE_S]),
+    share=st.sampled_from([0.1, 0.3, 0.5, 0.9, 1.0]),
+    from_s=st.sampled_from([1.0, 1.5, 2.0]),
+    until_s=st.sampled_from([3.0, 1e9]),
+)
+
+
+@settings(max_examples=settings().max_examples // 4)
+@given(
+    sick=st.lists(SICKNESSES, min_size=1, max_size=3),
+    slots=st.sampled_from([1, 2, 4]),
+    load=st.sampled_from([0.1, 0.3, 0.6]),
+    seed=st.integers(0, 99),
+)
+@example(sick=[Sickness("500")] * 2, slots=1, load=0.6, seed=1)
+@example(sick=[Sickness("500", share=0.5)] * 3, slots=1, load=0.6, seed=1)
+def test_no_request_fails_while_one_endpoint_can_carry_the_load(
+    sick: list[Sickness], slots: int, load: float, seed: int
+) -> None:
+    run = Run(*sick, slots=slots, load=load, seconds=5.0, seed=seed)
+    assert run.outcomes.keys() == {Output}
+    assert run.stand.dispatcher.poisoned == 0
