@@ -562,7 +562,7 @@ class Isolation:
             if case.failure is not None and case.failure.member is member and case.failure.refused_too is None:
                 waiting = [case.batch[index] for index in case.search.waiting()]
                 case.search.give_up()
-                self._broker.put_back(waiting)
+                self._put_back(waiting)
 
     def _has_offender(self, requests: Iterable[Request]) -> bool:
         offenders, model = self._offenders, self._model
