@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 from carpool.broker.webhooks.addresses import Callbacks, allowed_host
 from carpool.broker.webhooks.deliverer import Deliverer, DeliveryTerms
-from carpool.broker.webhooks.sender import Sender
 from carpool.broker.webhooks.signing import secret_of
 from carpool.composition.ground import Ground
 from carpool.core.snapshot import WebhookNumbers
@@ -38,6 +37,9 @@ def start_webhooks(ground: Ground, outbox: Outbox) -> Deliverer | None:
         if waiting := outbox.waiting()[0]:
             logger.warning("%d webhooks wait and are not sent: webhooks.hosts is empty", waiting)
         return None
+    # Here, so that those without webhooks do not pay for it.
+    from carpool.broker.webhooks.sender import Sender
+
     callbacks = make_callbacks(webhooks)
     deliverer = Deliverer(
         outbox,

@@ -14,17 +14,20 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from carpool.broker.webhooks.addresses import Callbacks
 from carpool.broker.webhooks.schedule import Answered, Verdict, verdict
-from carpool.broker.webhooks.sender import Sender
 from carpool.broker.webhooks.signing import signed_headers
 from carpool.core.errors import CallbackDenied, CarpoolError
 from carpool.core.task import StoredTask
 from carpool.core.timers import Every
 from carpool.core.webhook import DueWebhook, Outbox, host_of
+
+if TYPE_CHECKING:  # slow to import, and most send no webhooks
+    from carpool.broker.webhooks.sender import Sender
 
 logger = logging.getLogger("carpool")
 
@@ -34,6 +37,8 @@ LOOK_S = 1.0
 LEASE_SPARE_S = 10.0
 IN_FLIGHT_BYTES_MAX = 64 * 1024 * 1024
 CLOSE_PATIENCE_S = 2.0
+# A longer one would hold up the loop.
+SIGNED_HERE_BYTES_MAX = 1024 * 1024
 
 
 class DeliveryTerms(msgspec.Struct, frozen=True):
@@ -52,7 +57,7 @@ class Deliverer:
     def __init__(
         self,
         outbox: Outbox,
-        sender: Sender,
+        sender: "Sender",
         callbacks: Callbacks,
         secrets: Sequence[bytes],
         form: Callable[[StoredTask], bytes],
@@ -174,7 +179,7 @@ class Deliverer:
             answered = Answered(0, "the host is not on the list any more")
         else:
             body = self._form(task)
-            headers = signed_headers(webhook.id, int(time.time()), body, self.secrets)
+            headers = await self._sign(webhook.id, body)
             answered = await self._sender.send(url, headers | {"Content-Type": "application/json"}, body)
         terms, luck = self._terms, random.random()
         return verdict(
@@ -185,3 +190,9 @@ class Deliverer:
             backoff_s=terms.backoff_s,
             retry_for_s=terms.retry_for_s,
         )
+
+    async def _sign(self, webhook_id: str, body: bytes) -> dict[str, str]:
+        what = (webhook_id, int(time.time()), body, self.secrets)
+        if len(body) <= SIGNED_HERE_BYTES_MAX:
+            return signed_headers(*what)
+        return await asyncio.to_thread(signed_headers, *what)
