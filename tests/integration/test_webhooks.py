@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from support.client import ask_once
-from support.processes import GatewayProcess, carpool, running_gateway, until
+from support.grpc_client import grpc_client, message
+from support.processes import PATIENCE_S, GatewayProcess, carpool, running_gateway, until
 from support.scenarios.webhooks import kill_with_webhooks_due
 from support.upstreams import answer_bytes
 from support.webhooks import JSON, OTHER_SECRET, SECRET, Receiver, allowing, condition, receiver, submit, submit_many
@@ -51,6 +52,17 @@ class TestDelivery:
             await until(condition(lambda: gateway.metric(r'carpool_webhook_attempts_total\{result="delivered"\}'), 1))
             assert await gateway.metric("carpool_webhooks_waiting") == 0
             assert await gateway.metric("carpool_webhook_bytes") == 0
+
+    async def test_a_task_that_came_over_grpc(self, tmp_path: Path) -> None:
+        async with receiver() as hooks, running_gateway(tmp_path, SIM, "--grpc", settings=allowing(hooks)) as gateway:
+            asked = message("SubmitRequest")(request={"input_json": '"abc"'}, callback_url=hooks.url)
+            with grpc_client(gateway.grpc_port) as client:
+                task_id = client.method("Submit")(asked, timeout=PATIENCE_S).task_id
+                asked.callback_url = "http://elsewhere.test/"
+                refusal = client.refused("Submit", asked)
+            assert (refusal.code, refusal.reason) == ("INVALID_ARGUMENT", "CALLBACK_DENIED")
+            await until(lambda: len(hooks.came) == 1)
+            assert hooks.came[0].json["task_id"] == task_id
 
     async def test_a_task_that_failed_tells_its_problem(self, tmp_path: Path) -> None:
         async with receiver() as hooks:

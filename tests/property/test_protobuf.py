@@ -72,10 +72,11 @@ def test_a_request_that_protobuf_wrote(
         made.input_json = json
     else:
         made.input_data = data
-    for read in (
-        read_predict(made.SerializeToString()),
-        read_submit(message("SubmitRequest")(request=made).SerializeToString()),
-    ):
+    submitted, callback_url = read_submit(
+        message("SubmitRequest")(request=made, callback_url=client_id).SerializeToString()
+    )
+    assert callback_url == client_id
+    for read in (read_predict(made.SerializeToString()), submitted):
         assert (read.model, read.client_id, read.timeout_ms) == (model, client_id, timeout_ms)
         assert (read.data, read.json) == ((None, json.encode()) if data is None else (data, None))
         assert read.parameters == parameters.encode()

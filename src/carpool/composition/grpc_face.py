@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from carpool.composition.ground import Ground
+from carpool.composition.webhooks import callback_check
 from carpool.face.grpc.call import Problems, Service
 from carpool.face.grpc.health import CheckReady, Health
 from carpool.face.grpc.inference import Inference, InferenceSettings
@@ -28,7 +29,10 @@ def make_grpc_server(
     problems = Problems(http.count_problem, ground.tracer)
     tasks = settings.tasks
     own = InferenceSettings(tasks.wait_ms_max, tasks.forget_after_read, limits.unread_bytes_max)
-    services: list[Service] = [Inference(intake, own, problems), KServeV2(intake, is_up, answers, problems)]
+    services: list[Service] = [
+        Inference(intake, own, problems, callback_check(settings.webhooks)),
+        KServeV2(intake, is_up, answers, problems),
+    ]
     served = [service.name for service in services]
     health = Health(check_ready, served, ground.clock)
     services.append(health)

@@ -4,7 +4,7 @@ The hot path is `predict` → `Intake.ask` … `settled`. For each request it ma
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_WISHES, Caller, Wishes
 from carpool.core.request import Request
 from carpool.core.task import StoredTask
+from carpool.core.webhook import URL_CHARS_MAX
 from carpool.face.grpc.call import Answer, Call, Method, Problems, enter, tell
 from carpool.face.grpc.messages import (
     Answers,
@@ -25,7 +26,7 @@ from carpool.face.grpc.messages import (
     task_message,
 )
 from carpool.face.grpc.stream import Streams
-from carpool.face.http.gateway import possible_task_id, too_large_for, wishes_in, with_trace
+from carpool.face.http.gateway import no_callbacks, possible_task_id, too_large_for, wishes_in, with_trace
 from carpool.face.http.wire import CLIENT_ID_CHARS_MAX, canonical_parameters, checked_input
 from carpool.face.intake import Intake, ServedModel
 
@@ -51,8 +52,16 @@ class Inference:
     # For traces.
     route = f"/{NAME}/Predict"
 
-    def __init__(self, intake: Intake, settings: InferenceSettings, problems: Problems) -> None:
+    def __init__(
+        self,
+        intake: Intake,
+        settings: InferenceSettings,
+        problems: Problems,
+        # The `callback_url` of a task as it is kept; raises CallbackDenied.
+        check_callback: Callable[[str], str] = no_callbacks,
+    ) -> None:
         self.intake = intake
+        self._check_callback = check_callback
         self.problems = problems
         self._settings = settings
         # None where nothing is traced.
@@ -117,8 +126,10 @@ class Inference:
         caller = await enter(self.intake, call)
         if isinstance(caller, CarpoolError):
             return caller
-        asked = read_submit(await call.read())
+        asked, callback_url = read_submit(await call.read())
         model, parameters, value = self._parts(asked)
+        if len(callback_url) > URL_CHARS_MAX:
+            raise Malformed(f"`callback_url` may have {URL_CHARS_MAX} characters at most")
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
         def accepted(request: Request, error: CarpoolError | None) -> None:
@@ -130,6 +141,7 @@ class Inference:
             parameters=parameters,
             value=value,
             client_id=asked.client_id,
+            callback_url=self._check_callback(callback_url) if callback_url else "",
             wishes=self._wishes(call, asked, None),
             accepted=accepted,
         )

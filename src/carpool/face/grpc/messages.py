@@ -84,16 +84,18 @@ def read_predict(message: Message) -> PredictCall:
     return call
 
 
-def read_submit(message: Message) -> PredictCall:
-    """The PredictRequest of a SubmitRequest; raises Malformed."""
-    found: Message = b""
+def read_submit(message: Message) -> tuple[PredictCall, str]:
+    """The PredictRequest of a SubmitRequest, and where its result is to be sent, or ""; raises Malformed."""
+    found, callback_url = _NOTHING, ""
     try:
         for number, value in fields(memoryview(message), FIELDS_MAX):
             if number == 1:
                 found = as_message(value)
+            elif number == 2:
+                callback_url = as_text(value)
     except BadMessageError as fault:
         raise malformed(fault) from None
-    return read_predict(found)
+    return read_predict(found), callback_url
 
 
 def read_stream(message: bytes) -> tuple[list[tuple[str, Message]], list[str]]:
