@@ -7,6 +7,7 @@
 3. What all calls hold of answers is bounded: beyond `bytes_max` a call ends with a 503.
 4. A long answer leaves in parts, as its client reads it.
 5. Whatever fails, any exception, ends its own call with an error in the face's own form.
+6. Most calls have one input: these go the short way of `/v1/inference`.
 """
 
 import asyncio
@@ -20,8 +21,9 @@ import msgspec
 from msgspec import Raw
 
 from carpool.core.errors import CarpoolError, ClientLeft, Malformed, QueueFull, UpstreamProtocolFault
-from carpool.core.outcome import Output
-from carpool.core.ports import Caller, Entry, RequestTraces
+from carpool.core.outcome import Outcome, Output
+from carpool.core.ports import NO_WISHES, Caller, Entry, RequestTraces
+from carpool.core.request import DONE, Request
 from carpool.core.timers import OncePerTurn
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.gateway import (
@@ -31,12 +33,13 @@ from carpool.face.http.gateway import (
     preferences,
     too_large_for,
     wishes_in,
+    with_trace,
 )
 from carpool.face.http.ids import request_id
 from carpool.face.http.problem import advice_lines
 from carpool.face.http.strict_json import QUOTE
 from carpool.face.http.wire import body_fault, canonical_parameters, checked_input
-from carpool.face.intake import Group, Intake, ServedModel, as_error
+from carpool.face.intake import Group, Intake, ServedModel, as_error, new_request_id
 
 logger = logging.getLogger("carpool.http")
 
@@ -106,6 +109,7 @@ class ListFace:
         self.intake = intake
         self.answers = answers
         self._begin_trace = None if traces is None else traces.begin
+        self._singles = Singles(self)
 
     def read(self, exchange: Exchange, rest: str) -> ListCall:
         """The call in a body; raises an error of the tree."""
@@ -133,12 +137,13 @@ class ListFace:
 
     def serve(self, exchange: Exchange, rest: str) -> None:
         """One call, from its bytes to its answer."""
-        own_id = request_id(exchange.headers)
+        own_id = new_request_id() if exchange.is_plain else request_id(exchange.headers)
         try:
             caller = exchange.sink.peer.caller or self.intake.identify(exchange.headers, exchange.sink.peer)
             try:
-                check_media(exchange.headers.get(b"content-type", JSON))
-                check_encoding(exchange.headers)
+                if not exchange.is_plain:
+                    check_media(exchange.headers.get(b"content-type", JSON))
+                    check_encoding(exchange.headers)
                 call: ListCall | CarpoolError = self.read(exchange, rest)
             except CarpoolError as fault:
                 call = fault.with_traceback(None)  # its frames hold the body, and only the collector would free them
@@ -183,10 +188,20 @@ class ListFace:
     def _ask(self, exchange: Exchange, caller: Caller, call: ListCall | CarpoolError, own_id: str) -> None:
         if isinstance(call, CarpoolError):
             raise call
-        headers = exchange.headers
-        wishes = wishes_in(headers, preferences(headers.get(b"prefer", b"")))
+        headers, wishes = exchange.headers, NO_WISHES
+        if not exchange.is_plain:
+            wishes = wishes_in(headers, preferences(headers.get(b"prefer", b"")))
+            exchange.headers = headers_for_answer(headers)
+        if len(call.values) == 1:
+            if self._begin_trace is not None and (trace := self._begin_trace(headers)) is not None:
+                wishes = with_trace(wishes, trace)
+            ticket, (value,), call.values = (exchange, call), call.values, ()
+            ask, singles = self.intake.ask, self._singles
+            request = ask(caller, call.model, call.parameters, value, own_id, singles, ticket, "", wishes)
+            if request.phase != DONE:
+                exchange.context, exchange.when_client_leaves = request, self._client_left
+            return
         begin = None if self._begin_trace is None else partial(self._begin_trace, headers)
-        exchange.headers = headers_for_answer(headers)
         work = Work(self, exchange, call, own_id)
         work.group = self.intake.ask_all(
             caller=caller,
@@ -204,6 +219,9 @@ class ListFace:
         if not work.group.is_over:
             exchange.context = work.group
 
+    def _client_left(self, exchange: Exchange) -> None:
+        self.intake.cancel(exchange.context)
+
     def refuse(self, exchange: Exchange, error: CarpoolError, own_id: str, number: int | None = None) -> None:
         """Answer with an error; `number` is that of the input which it is of."""
         if exchange.is_unfinished:
@@ -214,6 +232,35 @@ class ListFace:
         # One set of them: those of a refusal are of a call that did not come in.
         lines = id_line(own_id) + self.limit_lines(error.header_lines or exchange.limit_lines) + self.advice(error)
         exchange.respond(error.status, self.error_body(error, detail), JSON, lines)
+
+
+class Singles:
+    """Waits for the outcomes of calls with one input (core.request.Waiter)."""
+
+    def __init__(self, face: ListFace) -> None:
+        self._face = face
+        # For traces.
+        self.route = face.route
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """Turn an outcome into the answer to its call."""
+        face = self._face
+        exchange, call = request.ticket
+        if isinstance(outcome, ClientLeft):
+            return
+        try:
+            if isinstance(outcome, CarpoolError):
+                face.refuse(exchange, outcome, request.id)
+                return
+            piece = face.piece(call, 0, outcome)
+            content_type, before, after = face.ends(call, request.id)
+            lines = id_line(request.id) + face.limit_lines(exchange.limit_lines)
+            if content_type is JSON:
+                exchange.sink.answer(exchange, (before, piece, after), lines)
+            else:
+                exchange.respond(200, b"".join((before, piece, after)), content_type, lines)
+        except Exception as failure:
+            face.refuse(exchange, as_error(failure), request.id)
 
 
 class Work:

@@ -9,11 +9,11 @@
 
 import re
 import time
-from array import array
 from base64 import b64encode
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TypeVar
+from struct import pack
+from typing import Literal, TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -65,6 +65,18 @@ class _Usage(msgspec.Struct):
 _decode_usage = msgspec.json.Decoder(_Usage).decode
 
 
+class _UsualEmbeddings(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """What SDKs send."""
+
+    input: Raw
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    user: str | None = None
+
+
+_decode_usual = msgspec.json.Decoder(_UsualEmbeddings).decode
+
+
 class OpenAiFace(ListFace):
     """What both paths have in common."""
 
@@ -88,6 +100,16 @@ class EmbeddingsFace(OpenAiFace):
 
     def read(self, exchange: Exchange, rest: str) -> ListCall:
         """Texts, or token ids; `how` is whether base64 is wanted."""
+        try:
+            usual = _decode_usual(exchange.body)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            return self._read_unusual(exchange)  # which says what is wrong, or has parameters
+        model = model_with_face(self.intake, usual.model or self.intake.default_model.name, EMBEDDINGS)
+        check_size(exchange, model)
+        values = texts_of(usual.input, "input")
+        return ListCall(model, b"", values, usual.encoding_format == "base64", count_tokens(values))
+
+    def _read_unusual(self, exchange: Exchange) -> ListCall:
         fields = fields_of(exchange.body)
         model = named_model(self.intake, fields, EMBEDDINGS)
         check_size(exchange, model)
@@ -267,9 +289,11 @@ def as_base64(value: bytes) -> bytes:
     """A list of numbers as 32-bit floats in base64, quoted; raises UpstreamProtocolFault for anything else."""
     try:
         numbers = _decode_numbers(value)
-    except (msgspec.DecodeError, RecursionError):
+        # A quarter of the time of an `array`.
+        packed = pack(f"<{len(numbers)}f", *numbers)
+    except (msgspec.DecodeError, RecursionError, OverflowError):
         raise not_a_vector() from None
-    return b'"%b"' % b64encode(array("f", numbers).tobytes())
+    return b'"%b"' % b64encode(packed)
 
 
 def not_a_text() -> UpstreamProtocolFault:
