@@ -37,7 +37,7 @@ MALFORMED_MESSAGES = int(os.environ.get("CARPOOL_TEST_FUZZ", "400"))
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
     """One that answers soon."""
-    settings = {"gateway.body_bytes_max": 100_000, "gateway.receive_timeout_s": 2}
+    settings = {"gateway.body_bytes_max": 100_000}
     with serving(tmp_path_factory.mktemp("gateway"), SIM, "--grpc", settings=settings) as running:
         yield running
         assert running.log_messages("error") == []
@@ -61,8 +61,6 @@ def slow(tmp_path_factory: pytest.TempPathFactory, gpu: HeldGpu) -> Iterator[Gat
     folder = tmp_path_factory.mktemp("slow")
     (folder / "carpool.toml").write_text(
         f"""
-        [gateway]
-        write_timeout_s = 1
         [auth]
         mode = "keys"
         [keys.one]
@@ -224,23 +222,6 @@ class TestPredict:
             call.cancel()
         assert eventually(lambda: metric(slow, "carpool_held_requests") == 0)
         assert gpu.calls <= calls + 1
-
-    def test_a_message_that_never_comes(self, gateway: GatewayProcess) -> None:
-        with Http2Peer(gateway.grpc_port) as peer:
-            peer.call("/carpool.v1.Inference/Predict")
-            peer.data(b"\x00\x00\x00\x00\x09only a", ends=False)
-            assert peer.status() == "4"  # DEADLINE_EXCEEDED
-        with Http2Peer(gateway.grpc_port) as peer:
-            peer.call("/carpool.v1.Inference/Predict")
-            peer.data(b"", ends=True)
-            assert peer.status() == "3"
-
-    def test_who_does_not_read_is_cut_off(self, slow: GatewayProcess, gpu: HeldGpu) -> None:
-        gpu.release()
-        with Http2Peer(slow.grpc_port, window=0) as peer:
-            peer.call("/carpool.v1.Inference/Predict", ("authorization", f"Bearer {KEY}"))
-            peer.message(message("PredictRequest")(input_json='"x"').SerializeToString())
-            assert peer.ended()
 
 
 class TestStream:
@@ -607,7 +588,7 @@ class TestFuzz:
 
         with ThreadPoolExecutor(8) as pool:
             codes = set(pool.map(send, jobs))
-        assert codes <= {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "DEADLINE_EXCEEDED"}, codes
+        assert codes <= {"OK", "INVALID_ARGUMENT", "NOT_FOUND"}, codes
         self.is_whole(gateway, client)
 
     def test_malformed_frames(self, gateway: GatewayProcess, client: GrpcClient) -> None:

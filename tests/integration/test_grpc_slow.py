@@ -1,0 +1,100 @@
+"""Clients of the gRPC port that are too slow: whose message does not come, and who do not read (face/grpc/slow.py)."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from carpool.face.grpc.call import Answer, Call, Method, Problems
+from carpool.face.grpc.server import GrpcLimits, GrpcServer
+from support.http2 import Http2Peer
+from support.processes import until
+
+SOCKETS = Path("/proc/self/fd")
+
+
+class Echo:
+    """Answers with what it is asked, at once or on a stream for ever."""
+
+    name = "x.Echo"
+
+    def __init__(self) -> None:
+        self.methods: Mapping[str, Method] = {"Once": Method(self.once), "Ever": Method(self.ever, is_stream=True)}
+
+    async def once(self, call: Call) -> Answer:
+        return await call.read()
+
+    async def ever(self, call: Call) -> None:
+        message = await call.read()
+        while True:
+            await call.write(message)
+
+    def drain(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def serving(limits: GrpcLimits, problems: list[str]) -> AsyncIterator[GrpcServer]:
+    server = GrpcServer([Echo()], limits, Problems(problems.append))
+    await server.start("127.0.0.1", 0)
+    try:
+        yield server
+    finally:
+        server.stop_listening()
+        await server.finish(0.0)
+
+
+async def test_a_message_that_never_comes() -> None:
+    problems: list[str] = []
+    async with serving(GrpcLimits(receive_timeout_s=0.2), problems) as server:
+        with Http2Peer(server.port) as peer:
+            peer.call("/x.Echo/Once")
+            peer.data(b"\x00\x00\x00\x00\x09only a", ends=False)
+            assert await asyncio.to_thread(peer.status) == "4"  # DEADLINE_EXCEEDED
+        with Http2Peer(server.port) as peer:
+            peer.call("/x.Echo/Once")
+            peer.data(b"", ends=True)
+            assert await asyncio.to_thread(peer.status) == "3"  # INVALID_ARGUMENT
+        await until(lambda: server.calls == 0)
+    assert problems == ["receive-timeout", "malformed"]
+
+
+async def test_who_does_not_read_is_cut_off_and_nobody_else() -> None:
+    async with serving(GrpcLimits(write_timeout_s=0.2), []) as server:
+        with (
+            Http2Peer(server.port, window=0) as once,
+            Http2Peer(server.port, window=0) as ever,
+            Http2Peer(server.port) as idle,
+        ):
+            once.call("/x.Echo/Once")
+            once.message(b"x")
+            ever.call("/x.Echo/Ever")
+            ever.message(b"x" * 1000)
+            assert await asyncio.to_thread(once.ended)
+            assert await asyncio.to_thread(ever.ended)
+            await until(lambda: server.calls == 0)
+            idle.call("/x.Echo/Once")
+            idle.message(b"x")
+            assert await asyncio.to_thread(idle.status) == "0"
+        await until(lambda: "receiving=0 writing=0 unread=0" in repr(server))
+
+
+async def test_too_much_that_is_unread_is_not_kept_for_long() -> None:
+    async with serving(GrpcLimits(write_timeout_s=3600.0, unread_bytes_max=1000), []) as server:
+        with Http2Peer(server.port, window=0) as peer:
+            peer.call("/x.Echo/Once")
+            peer.message(b"x" * 2000)
+            assert await asyncio.to_thread(peer.ended)
+
+
+async def test_looking_for_a_socket_leaves_no_file_behind() -> None:
+    async with serving(GrpcLimits(write_timeout_s=0.1), []) as server:
+        most = len(os.listdir(SOCKETS)) + 5  # the connection, the thread that looks, and what the test has
+        for _ in range(3):
+            with Http2Peer(server.port, window=0) as peer:
+                peer.call("/x.Echo/Once")
+                peer.message(b"x")
+                assert await asyncio.to_thread(peer.ended)
+            await until(lambda: "unread=0" in repr(server))
+        await until(lambda: len(os.listdir(SOCKETS)) <= most)
