@@ -44,7 +44,12 @@ EXAMPLES = settings().max_examples // 2
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
-    patient = {"broker.queue_timeout_s": 600, "broker.total_timeout_s": 600, "upstream.timeout_s": 600}
+    patient = {
+        "broker.queue_timeout_s": 600,
+        "broker.total_timeout_s": 600,
+        "upstream.timeout_s": 600,
+        "shedding.mode": "off",
+    }
     upstream = f"sim:?latency_ms=2&slots=64&poison={POISON}"
     with serving(tmp_path_factory.mktemp("gateway"), upstream, settings=patient) as running:
         yield running
