@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import Callable
 
+from carpool.core.ports import Peer
 from carpool.face.grpc.health import NOT_SERVING, SERVICE_UNKNOWN, SERVING, Health
+from carpool.face.http.places import Places
 from carpool.testing import FakeClock
 
 Tell = Callable[[str | None], None]
@@ -15,6 +17,7 @@ class FakeCall:
     def __init__(self, service: bytes = b"") -> None:
         self._asked = b"\x0a%c%b" % (len(service), service)
         self.told: list[bytes] = []
+        self.peer = Peer("192.0.2.1")
 
     async def read(self) -> bytes:
         return self._asked
@@ -42,7 +45,7 @@ class Ready:
 
 def test_a_watcher_is_told_of_changes_alone() -> None:
     clock, ready = FakeClock(), Ready()
-    health = Health(ready, ["a.B"], clock)
+    health = Health(ready, ["a.B"], Places("streams", 9, 9), clock)
 
     async def main() -> None:
         known, unknown = FakeCall(b"a.B"), FakeCall(b"c.D")
@@ -68,7 +71,7 @@ def test_a_watcher_is_told_of_changes_alone() -> None:
 
 def test_a_flood_of_checks_is_one_look_a_second() -> None:
     clock, ready = FakeClock(), Ready()
-    health = Health(ready, [], clock)
+    health = Health(ready, [], Places("streams", 9, 9), clock)
 
     async def main() -> None:
         ready.is_slow = True
@@ -90,7 +93,7 @@ def test_a_defect_in_the_readiness_is_not_waited_for() -> None:
         raise RuntimeError
 
     clock = FakeClock()
-    health = Health(fail, [], clock)
+    health = Health(fail, [], Places("streams", 9, 9), clock)
 
     async def main() -> None:
         assert await health.check(FakeCall()) == NOT_SERVING  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from carpool.face.grpc.call import Problems
 from carpool.face.grpc.inference import Inference, InferenceSettings
 from carpool.face.grpc.messages import read_predict
 from carpool.face.grpc.stream import OPEN_MAX, UNREAD_BYTES_MAX, Streams
+from carpool.face.http.places import Places
 from carpool.face.intake import Intake, IntakeSettings, ServedModel
 from carpool.testing import FakeUpstream, make_output
 from carpool.upstream.pool import Pool
@@ -56,8 +57,10 @@ class Stand:
     def __init__(self, broker: MemoryBroker, intake: Intake, unread_bytes_max: int) -> None:
         self.broker = broker
         self.problems: list[str] = []
-        self.service = Inference(intake, InferenceSettings(1000, False), Problems(self.problems.append))
-        self.streams = Streams(self.service, unread_bytes_max)
+        self.places = Places("streams", 2, 1)
+        settings, problems = InferenceSettings(1000, False), Problems(self.problems.append)
+        self.service = Inference(intake, settings, problems, self.places)
+        self.streams = Streams(self.service, self.places, unread_bytes_max)
         self.call = FakeCall()
 
     def start(self) -> "asyncio.Task[CarpoolError | None]":
@@ -198,6 +201,16 @@ async def test_a_bad_message_takes_all_with_it(stand: Stand) -> None:
     stand.call.sent.put_nowait(b"\x0a\xff")
     assert isinstance(await running, Malformed)
     await until(lambda: stand.broker.held == 0)
+
+
+async def test_an_owner_has_so_many_streams_at_once(stand: Stand) -> None:
+    first = stand.start()
+    await settle_down()
+    ended = await stand.start()
+    assert ended is not None and ended.code == "rate-limited"
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert stand.places.taken == 0
 
 
 async def test_at_a_drain_what_came_is_answered(stand: Stand) -> None:

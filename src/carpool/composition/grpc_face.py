@@ -11,6 +11,7 @@ from carpool.face.grpc.kserve_v2 import KServeV2
 from carpool.face.grpc.reflection import NAMES, Reflection
 from carpool.face.grpc.server import GrpcLimits, GrpcServer, Pems
 from carpool.face.http.lists import Answers
+from carpool.face.http.places import Places
 from carpool.face.http.state import HttpState
 from carpool.face.intake import Intake
 from carpool.settings import Settings
@@ -29,15 +30,16 @@ def make_grpc_server(
     problems = Problems(http.count_problem, ground.tracer)
     tasks = settings.tasks
     own = InferenceSettings(tasks.wait_ms_max, tasks.forget_after_read, limits.unread_bytes_max)
+    places = Places("streams", settings.stream.streams_max, settings.stream.per_owner_max)
     services: list[Service] = [
-        Inference(intake, own, problems, callback_check(settings.webhooks)),
+        Inference(intake, own, problems, places, callback_check(settings.webhooks)),
         KServeV2(intake, is_up, answers, problems),
     ]
     served = [service.name for service in services]
-    health = Health(check_ready, served, ground.clock)
+    health = Health(check_ready, served, places, ground.clock)
     services.append(health)
     names = [*served, Health.name, *NAMES]
-    services += [Reflection(name, names) for name in NAMES]
+    services += [Reflection(name, names, places) for name in NAMES]
     return GrpcServer(
         services,
         GrpcLimits(

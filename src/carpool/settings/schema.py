@@ -126,9 +126,11 @@ class GatewaySettings(Section, frozen=True):
 class StreamSettings(Section, frozen=True):
     """What stays open: WebSockets (`/v1/stream`), and server-sent events of tasks."""
 
-    streams_max: Annotated[Count, doc("WebSockets of one process (503)")] = 1024
+    streams_max: Annotated[Count, doc("WebSockets of one process, and as many streams of gRPC (503)")] = 1024
     listeners_max: Annotated[Count, doc("clients that listen to events of tasks, at one process (503)")] = 1024
-    per_owner_max: Annotated[Count, doc("WebSockets, and listeners, of one owner at one process (429)")] = 64
+    per_owner_max: Annotated[Count, doc("WebSockets, gRPC streams and listeners of one owner at one process (429)")] = (
+        64
+    )
     requests_max: Annotated[Count, doc("requests in flight on one WebSocket (a 429 each)")] = 256
     message_bytes_max: Annotated[
         BodyBytes, doc("one message of a WebSocket, with all requests in it (close code 1009)")

@@ -8,11 +8,12 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping
 
 from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import NotFound
+from carpool.core.errors import CarpoolError, NotFound
 from carpool.core.protobuf import BadMessageError, as_text, fields, number_field
 from carpool.core.timers import Every
 from carpool.face.grpc.call import Answer, Call, Method
 from carpool.face.grpc.messages import FIELDS_MAX, malformed
+from carpool.face.http.places import Places
 from carpool.face.intake import as_error
 
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = (number_field(1, status) for status in (1, 2, 3))
@@ -27,9 +28,12 @@ class Health:
 
     name = "grpc.health.v1.Health"
 
-    def __init__(self, check_ready: CheckReady, services: Collection[str], clock: Clock = monotonic) -> None:
+    def __init__(
+        self, check_ready: CheckReady, services: Collection[str], places: Places, clock: Clock = monotonic
+    ) -> None:
         self._check_ready = check_ready
         self._services = frozenset((*services, self.name, ""))
+        self._places = places
         self._clock = clock
         self._status = NOT_SERVING
         self._known_until = 0.0
@@ -48,8 +52,17 @@ class Health:
             raise NotFound("there is no such service here")
         return await self._now()
 
-    async def watch(self, call: Call) -> None:
+    async def watch(self, call: Call) -> CarpoolError | None:
         """How it is now, and each time that it changes; ends with the listening."""
+        if (refusal := self._places.refusal(call.peer.address)) is not None:
+            return refusal
+        try:
+            await self._watch(call)
+        finally:
+            self._places.give_back(call.peer.address)
+        return None
+
+    async def _watch(self, call: Call) -> None:
         is_known = service_in(await call.read()) in self._services
         last = b""
         while not self._is_draining:

@@ -27,6 +27,7 @@ from carpool.face.grpc.messages import (
 )
 from carpool.face.grpc.stream import Streams
 from carpool.face.http.gateway import no_callbacks, possible_task_id, too_large_for, wishes_in, with_trace
+from carpool.face.http.places import Places
 from carpool.face.http.wire import CLIENT_ID_CHARS_MAX, canonical_parameters, checked_input
 from carpool.face.intake import Intake, ServedModel
 
@@ -57,6 +58,7 @@ class Inference:
         intake: Intake,
         settings: InferenceSettings,
         problems: Problems,
+        places: Places,
         # The `callback_url` of a task as it is kept; raises CallbackDenied.
         check_callback: Callable[[str], str] = no_callbacks,
     ) -> None:
@@ -68,7 +70,7 @@ class Inference:
         self._begin_trace = None if problems.traces is None else problems.traces.begin
         self._early = intake.early
         self._answers = Answers()
-        self._streams = Streams(self, settings.unread_bytes_max)
+        self._streams = Streams(self, places, settings.unread_bytes_max)
         self.methods: Mapping[str, Method] = {
             "Predict": Method(self.predict),
             "PredictStream": Method(self._streams.serve, is_stream=True),

@@ -12,6 +12,7 @@ from carpool.core.errors import CarpoolError, Malformed
 from carpool.core.protobuf import BadMessageError, Message, as_bytes, as_message, as_text, field, fields, number_field
 from carpool.face.grpc.call import Call, Method, leaving
 from carpool.face.grpc.messages import FIELDS_MAX, STATUS, malformed
+from carpool.face.http.places import Places
 
 NAMES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 # A tool asks for some names, one after the other.
@@ -77,8 +78,9 @@ def _name(descriptor: Message) -> str:
 class Reflection:
     """The service, under one of its two names. `services` are all that there are here."""
 
-    def __init__(self, name: str, services: Sequence[str]) -> None:
+    def __init__(self, name: str, services: Sequence[str], places: Places) -> None:
         self.name = name
+        self._places = places
         self._services = services
         self._open: set[Call] = set()
         self.methods: Mapping[str, Method] = {"ServerReflectionInfo": Method(self.info, is_stream=True)}
@@ -90,6 +92,8 @@ class Reflection:
 
     async def info(self, call: Call) -> CarpoolError | None:
         """Answer question after question."""
+        if (refusal := self._places.refusal(call.peer.address)) is not None:
+            return refusal
         self._open.add(call)
         try:
             for _ in range(QUESTIONS_MAX):
@@ -101,6 +105,7 @@ class Reflection:
             raise malformed(fault) from None
         finally:
             self._open.discard(call)
+            self._places.give_back(call.peer.address)
         return Malformed(f"at most {QUESTIONS_MAX} questions on one stream")
 
 

@@ -24,6 +24,7 @@ from carpool.core.protobuf import Message
 from carpool.core.request import DONE, Request
 from carpool.face.grpc.call import Call, leaving
 from carpool.face.grpc.messages import Answers, error_message, read_predict, read_stream, streamed
+from carpool.face.http.places import Places
 from carpool.face.intake import as_error, new_request_id
 
 if TYPE_CHECKING:
@@ -38,8 +39,9 @@ MESSAGE_BYTES_MAX = 256 * 1024
 class Streams:
     """All streams of a service."""
 
-    def __init__(self, service: "Inference", unread_bytes_max: int) -> None:
+    def __init__(self, service: "Inference", places: Places, unread_bytes_max: int) -> None:
         self.service = service
+        self._places = places
         self.unread_bytes_max = unread_bytes_max
         # Answers that wait to be written, over all streams.
         self.unread_bytes = 0
@@ -52,10 +54,14 @@ class Streams:
         if self._is_draining:
             return leaving()
         stream = Stream(self, call)
+        owner = stream.caller().owner  # who is not known has no stream
+        if (refusal := self._places.refusal(owner)) is not None:
+            return refusal
         self._open.add(stream)
         try:
             return await stream.run()
         finally:
+            self._places.give_back(owner)
             self._open.discard(stream)
             stream.close()
 
@@ -102,7 +108,6 @@ class Stream:
 
     async def run(self) -> CarpoolError | None:
         """Write answers until the last one; returns how the stream ends."""
-        self._caller()  # who is not known has no stream
         self._streams.start(self._read())
         while True:
             if self._ready:
@@ -167,12 +172,12 @@ class Stream:
         """Whether the client has to take answers first (rule 2)."""
         return len(self._asked) + len(self._ready) + self._written >= OPEN_MAX or self._ready_bytes >= UNREAD_BYTES_MAX
 
-    def _caller(self) -> Caller:
+    def caller(self) -> Caller:
         """Who asks: looked at with each message, for a credential may end before the stream does."""
         return self._call.peer.caller or self._intake.identify(self._call.headers, self._call.peer)
 
     def _take(self, message: bytes) -> None:
-        caller = self._caller()
+        caller = self.caller()
         asked, cancelled = read_stream(message)
         for own_id, request in asked:
             if own_id in self._asked:
