@@ -28,7 +28,7 @@ from carpool.core.errors import (
     UpstreamFailed,
 )
 from carpool.core.problem import problem_json
-from support.gateway import HeldGpu, serving
+from support.gateway import HeldGpu, eventually, serving
 from support.processes import GatewayProcess, until
 from support.stream_server import StreamServer, stream_server
 from support.upstreams import answer_bytes
@@ -227,8 +227,7 @@ class TestWhoLeaves:
 
         asking = threading.Thread(target=ask)
         asking.start()
-        while gpu.calls == calls:
-            pass
+        assert eventually(lambda: gpu.calls > calls)
         client.close()
         asking.join(60)
         assert len(failures) == 1

@@ -40,7 +40,7 @@ async def waiting(gateway: GatewayProcess) -> int:
 
 
 class TestDelivery:
-    async def test_the_payload_is_the_result(self, tmp_path: Path) -> None:
+    async def test_the_payload_is_the_result_and_gone_means_no_more(self, tmp_path: Path) -> None:
         async with receiver() as hooks, served(tmp_path, hooks) as gateway:
             task = (await submit(gateway.port, hooks.url)).json["task_id"]
             await until(lambda: len(hooks.came) == 1)
@@ -52,6 +52,12 @@ class TestDelivery:
             await until(condition(lambda: gateway.metric(r'carpool_webhook_attempts_total\{result="delivered"\}'), 1))
             assert await gateway.metric("carpool_webhooks_waiting") == 0
             assert await gateway.metric("carpool_webhook_bytes") == 0
+            hooks.answer = lambda webhook: answer_bytes(b"", 410)  # gone: no more of this
+            await submit(gateway.port, hooks.url)
+            await until(condition(lambda: gateway.metric(r'carpool_webhook_attempts_total\{result="given_up"\}'), 1))
+            assert await waiting(gateway) == 0 and len(hooks.came) == 2
+            (line,) = [each for each in gateway.log.read_text().splitlines() if "given up" in each]
+            assert "410" in line and "canary" not in line
 
     async def test_a_task_that_came_over_grpc(self, tmp_path: Path) -> None:
         async with receiver() as hooks, running_gateway(tmp_path, SIM, "--grpc", settings=allowing(hooks)) as gateway:
@@ -98,16 +104,6 @@ class TestDelivery:
                 assert elsewhere.connections == 0
                 logged = gateway.log.read_text()
                 assert "canary-in-the-url" not in logged and "cba" not in logged
-
-    async def test_gone_means_no_more(self, tmp_path: Path) -> None:
-        async with receiver() as hooks, served(tmp_path, hooks) as gateway:
-            hooks.answer = lambda webhook: answer_bytes(b"", 410)
-            await submit(gateway.port, hooks.url)
-            await until(lambda: len(hooks.came) == 1)
-            await until(condition(lambda: gateway.metric(r'carpool_webhook_attempts_total\{result="given_up"\}'), 1))
-            assert await waiting(gateway) == 0
-            (line,) = [each for each in gateway.log.read_text().splitlines() if "given up" in each]
-            assert "410" in line and "canary" not in line
 
     async def test_both_secrets_sign_and_a_reload_changes_them(self, tmp_path: Path) -> None:
         async with receiver() as hooks:
@@ -180,8 +176,8 @@ class TestOperators:
             assert (one.status, one.json) == (202, {"retried": 1})
             await until(lambda: hooks.ids[first["task_id"]] == 2)
             await until(condition(lambda: waiting(gateway), 2))
-            again = await asyncio.to_thread(lambda: carpool("webhooks", "retry", first["task_id"], *admin))
-            assert again.returncode == 1 and "no such webhook" in again.stderr
+            again = await ask_once(gateway.admin_port, "POST", f"/internal/webhooks/{first['task_id']}/retry")
+            assert again.status == 404
             everything = await asyncio.to_thread(lambda: carpool("webhooks", "retry", "--all", *admin))
             assert (everything.returncode, everything.stdout) == (0, "2 to be sent now\n")
             await until(condition(lambda: waiting(gateway), 0))
@@ -189,15 +185,6 @@ class TestOperators:
 
 
 class TestWhereNothingIsSent:
-    async def test_without_hosts_a_callback_is_refused(self, tmp_path: Path) -> None:
-        async with running_gateway(tmp_path, SIM) as gateway:
-            refused = await submit(gateway.port, "https://example.org/")
-            assert (refused.status, refused.json["type"]) == (400, "urn:carpool:error:callback-denied")
-            synchronous = json.dumps({"input": "x", "callback_url": "https://example.org/"}).encode()
-            answer = await ask_once(gateway.port, "POST", "/v1/inference", synchronous, JSON)
-            assert (answer.status, answer.json["type"]) == (400, "urn:carpool:error:malformed")
-            assert await waiting(gateway) == 0
-
     async def test_hosts_and_addresses_that_are_not_allowed(self, tmp_path: Path) -> None:
         """`localhost` is on the list, and private addresses are not allowed: the name is, what it stands for is not."""
         async with receiver() as hooks:
@@ -230,7 +217,7 @@ class TestRestarts:
         assert (lost, wrong) == (0, 0)
         assert delivered >= 60
 
-    async def test_sigterm_while_a_webhook_is_under_way(self, tmp_path: Path) -> None:
+    async def test_sigterm_while_a_webhook_is_under_way_and_where_they_are_turned_off(self, tmp_path: Path) -> None:
         async with receiver() as hooks:
             hooks.gate.clear()
             async with served(tmp_path, hooks, timeout_s=600) as gateway:
@@ -239,19 +226,17 @@ class TestRestarts:
                 os.kill(gateway.process.pid, signal.SIGTERM)
                 assert await gateway.exit_code() == 0
             hooks.gate.set()
+            async with running_gateway(tmp_path, SIM) as gateway:  # it waits, and no other is accepted
+                assert await waiting(gateway) == 1
+                assert "webhooks wait and are not sent" in gateway.log.read_text()
+                refused = await submit(gateway.port, "https://example.org/")
+                assert (refused.status, refused.json["type"]) == (400, "urn:carpool:error:callback-denied")
+                synchronous = json.dumps({"input": "x", "callback_url": "https://example.org/"}).encode()
+                answer = await ask_once(gateway.port, "POST", "/v1/inference", synchronous, JSON)
+                assert (answer.status, answer.json["type"]) == (400, "urn:carpool:error:malformed")
             async with served(tmp_path, hooks) as gateway:
                 await until(lambda: hooks.ids[task] == 2)
                 await until(condition(lambda: waiting(gateway), 0))
-
-    async def test_where_webhooks_were_turned_off_they_wait(self, tmp_path: Path) -> None:
-        async with receiver() as hooks:
-            hooks.answer = lambda webhook: answer_bytes(b"", 500)
-            async with served(tmp_path, hooks, backoff_s=3600) as gateway:
-                await submit(gateway.port, hooks.url)
-                await until(lambda: len(hooks.came) == 1)
-            async with running_gateway(tmp_path, SIM) as gateway:
-                assert await waiting(gateway) == 1
-                assert "webhooks wait and are not sent" in gateway.log.read_text()
 
 
 def test_the_snippet_of_the_page_verifies() -> None:

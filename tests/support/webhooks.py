@@ -132,6 +132,7 @@ def condition(ask: Callable[[], Awaitable[Any]], wanted: Any) -> Callable[[], Aw
     """For `until`: whether what is asked for is this."""
 
     async def is_it() -> bool:
+        await asyncio.sleep(0.03)  # to ask without pause would cost more than what is asked about
         return bool(await ask() == wanted)
 
     return is_it

@@ -26,6 +26,7 @@ async def due(gateway: GatewayProcess, count: int) -> None:
     """Wait until so many webhooks wait."""
 
     async def are_due() -> bool:
+        await asyncio.sleep(0.03)
         return await gateway.metric("carpool_webhooks_waiting") >= count
 
     await until(are_due)
@@ -35,6 +36,7 @@ async def none_waits(gateway: GatewayProcess) -> None:
     """Wait until each was answered with 2xx: only then it leaves."""
 
     async def is_over() -> bool:
+        await asyncio.sleep(0.03)
         return await gateway.metric("carpool_webhook_attempts_total") > 0 and (
             await gateway.metric("carpool_webhooks_waiting") == 0
         )
