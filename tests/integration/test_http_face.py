@@ -548,7 +548,9 @@ def test_not_ready_without_an_upstream(tmp_path: Path) -> None:
         # And with a token configured, nothing is told without it.
         # `/` is the page itself, which asks for the token.
         for target in ("/internal/health", "/internal/ready", "/internal/requests/x", "/metrics", "/internal/live"):
-            for headers in ((), ("Authorization: Bearer hunter3",), ("Authorization: hunter2",)):
+            # Guesses have a pace (admin_guard.py): both kinds at one of them.
+            guesses = (("Authorization: Bearer hunter3",), ("Authorization: hunter2",)) if target == "/metrics" else ()
+            for headers in ((), *guesses):
                 refused = ask(port, "GET", target, b"", *headers)
                 assert_problem(refused, 401, "Authorization")
                 assert refused.headers["www-authenticate"] == "Bearer"
