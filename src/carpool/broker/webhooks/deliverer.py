@@ -175,12 +175,14 @@ class Deliverer:
             return None
         try:
             url = self._callbacks.check(webhook.url)
-        except CallbackDenied:  # the list has changed since it was accepted
-            answered = Answered(0, "the host is not on the list any more")
-        else:
             body = self._form(task)
             headers = await self._sign(webhook.id, body)
             answered = await self._sender.send(url, headers | {"Content-Type": "application/json"}, body)
+        except CallbackDenied:  # the list has changed since it was accepted
+            answered = Answered(0, "the host is not on the list any more")
+        except Exception:  # a defect: it must neither be lost nor be tried without pause
+            logger.exception("a webhook could not be sent")
+            answered = Answered(0, "the gateway failed on it")
         terms, luck = self._terms, random.random()
         return verdict(
             answered,
