@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from carpool.core.errors import CarpoolError, Malformed, UpstreamProtocolFault
-from carpool.core.outcome import Output
+from carpool.core.errors import CarpoolError, ClientLeft, InputRefused, Malformed, UpstreamProtocolFault
+from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Peer
 from carpool.core.tensors import Data
 from carpool.face.http import lists
 from carpool.face.http.exchange import Body, Exchange
-from carpool.face.http.lists import Answers, ListCall, ListFace, Work, fields_of, texts_of, values_of, vector
+from carpool.face.http.lists import Answers, ListCall, ListFace, Singles, Work, fields_of, texts_of, values_of, vector
 from carpool.face.http.openai import as_base64, openai_limit_lines
 from carpool.face.intake import ServedModel
-from carpool.testing import make_output
+from carpool.testing import make_output, make_request
 
 
 class NoteTaker:
@@ -43,7 +43,9 @@ class NoteTaker:
         exchange.response = b""
 
     def answer(self, exchange: Exchange, pieces: tuple[bytes, Data, bytes], headers: bytes) -> None:
-        raise AssertionError("not here")
+        assert not self.status
+        self.status, self.written, self.is_ended = 200, b"".join(pieces), True
+        exchange.response = b""
 
     def answer_error(self, exchange: Exchange, error: CarpoolError) -> None:
         raise AssertionError("not here")
@@ -103,12 +105,13 @@ class Desk:
 
     def __init__(self, size: int, *, room: int = 10**6, bytes_max: int = 10**9, how: str = "") -> None:
         self.answers = Answers(bytes_max)
-        face = object.__new__(Plain)  # nothing comes in here
+        face = self.face = object.__new__(Plain)  # nothing comes in here
         face.answers = self.answers
         self.sink = NoteTaker(room)
         self.exchange = Exchange(self.sink, b"POST", b"/", {}, b"", True)
         model = ServedModel("m", 1000, lambda data: data)
-        self.work = Work(face, self.exchange, ListCall(model, b"", [b""] * size, how), "id")
+        self.call = ListCall(model, b"", [b""] * size, how)
+        self.work = Work(face, self.exchange, self.call, "id")
 
     def come(self, values: Sequence[bytes]) -> None:
         self.work.answer([self.work.came(number, make_output(value)) for number, value in enumerate(values)], None)
@@ -219,6 +222,35 @@ async def test_answers_of_all_calls_are_bounded() -> None:
     desk = Desk(20, bytes_max=1500)
     with pytest.raises(CarpoolError, match="large answers"):
         desk.come(numbers(20, 100))
+
+
+# Calls of one input
+
+
+@pytest.mark.parametrize(
+    ("outcome", "how", "status", "written"),
+    [
+        (make_output(b"1"), "", 200, [1]),
+        (make_output(b"bad"), "", 502, {"error": "bad"}),
+        (make_output(b"1"), "defect", 500, {"error": "the gateway failed on this request"}),
+        (InputRefused("no"), "", 422, {"error": "no"}),
+    ],
+)
+def test_the_short_way_of_a_call_with_one_input(outcome: Outcome, how: str, status: int, written: Any) -> None:
+    desk = Desk(1, how=how)
+    singles = Singles(desk.face)
+    request = make_request("r", singles, now=0.0)
+    request.ticket = (desk.exchange, desk.call)
+    request.settle(outcome, 1.0)
+    assert (desk.sink.status, json.loads(desk.sink.written)) == (status, written)
+
+
+def test_whoever_left_a_call_of_one_input_is_told_nothing() -> None:
+    desk = Desk(1)
+    request = make_request("r", Singles(desk.face), now=0.0)
+    request.ticket = (desk.exchange, desk.call)
+    request.settle(ClientLeft("left"), 1.0)
+    assert desk.sink.status == 0
 
 
 # Bodies
