@@ -12,7 +12,7 @@ from support.embedder import Embedder
 from support.gateway import serving
 from support.interop import environment_python, free_ports, get_json, running_server, show, show_version
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(2000)
 
 HERE = Path(__file__).parent
 PROGRAM = HERE / "clients" / "openai_sdk.py"
@@ -29,7 +29,7 @@ PATIENT = {
 def run(environment: str, program: Path, *arguments: str) -> Any:
     """What a program found."""
     command = [str(environment_python(environment)), str(program), *arguments]
-    done = subprocess.run(command, check=False, timeout=300, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, timeout=900, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

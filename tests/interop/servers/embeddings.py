@@ -37,4 +37,4 @@ async def tell(_: web.Request) -> web.Response:
 app = web.Application()
 app.router.add_post("/v1/embeddings", embed)
 app.router.add_get("/stats", tell)
-web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), print=None)
+web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), print=None, shutdown_timeout=1)
