@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from carpool.core.errors import Malformed
 from carpool.core.tensors import is_packed, pack, unpack_tensors
-from carpool.face.tensor_rows import GivenTensor, join_rows, split_rows
+from carpool.face.tensor_rows import GivenTensor, join_rows, read_row, split_rows
 from carpool.upstream.codecs.tensors import TensorDefaults, prepare_tensors
 
 NUMBERS: dict[str, st.SearchStrategy[Any]] = {
@@ -69,7 +69,7 @@ def test_what_goes_apart_comes_together(sent: list[Sent]) -> None:
     rows = split_rows([tensor.given for tensor in sent], 1000)
     assert len(rows) == sent[0].shape[0]
     assert len({is_packed(row) for row in rows}) == 1
-    joined = {output.name: output for output in join_rows([as_output(row) for row in rows])}
+    joined = {output.name: output for output in join_rows([read_row(as_output(row)) for row in rows])}
     assert set(joined) == {tensor.name for tensor in sent}
     for tensor in sent:
         output = joined[tensor.name]

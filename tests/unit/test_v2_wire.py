@@ -11,7 +11,7 @@ from carpool.core.errors import Malformed
 from carpool.core.tensors import RawTensor, is_packed, pack, pack_tensors, unpack_tensors
 from carpool.face.http.octets import Octets, octets_in, wants_octets
 from carpool.face.http.v2_wire import V2Answer, V2Call, WantedOutputs, parse_call, write_answer
-from carpool.face.tensor_rows import ROWS_MAX, join_rows
+from carpool.face.tensor_rows import ROWS_MAX, join_rows, read_row
 
 FLOATS = struct.pack("<4f", 1, 2, 3, 4)
 
@@ -210,7 +210,7 @@ def test_a_body_never_becomes_much_more_than_twice_itself(name: str) -> None:
 
 
 def written(outputs: list[bytes], wanted: WantedOutputs) -> V2Answer:
-    steps = write_answer("m", "3", "mine", join_rows(outputs), wanted)
+    steps = write_answer("m", "3", "mine", join_rows(list(map(read_row, outputs))), wanted)
     while True:
         try:
             next(steps)

@@ -11,6 +11,7 @@ A packed one is told from JSON by its first byte, which no JSON begins with:
 Whoever shows one to a person, or to a client that reads JSON, calls `shown`, or `as_input`.
 """
 
+import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -27,6 +28,8 @@ BYTES_ELEMENTS_MAX = 65_536
 # Elements are parsed, and written, so many bytes at a time: as objects of Python all of them would be much larger.
 PIECE_BYTES = 64 * 1024
 _NESTING = b"[]"
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_STRINGS = re.compile(rb"[\[\],\s]*+(?:%b[\[\],\s]*+){0,%d}+" % (_STRING.pattern, BYTES_ELEMENTS_MAX), re.DOTALL)
 _LENGTH = struct.Struct("<I")
 
 # Bytes of somebody's: often a part of what they came in.
@@ -84,6 +87,18 @@ def flat(text: bytes, datatype: str) -> bytes:
         # Arrays without elements leave their commas behind.
         return b"[" + inner + b"]" if inner.strip(b", \t\r\n") else b"[]"
     return msgspec.json.encode(list(_leaves(msgspec.json.decode(text))))
+
+
+def flat_input(text: bytes, datatype: str) -> bytes:
+    """The same of a stranger's array, in which no number of brackets, or of elements, becomes objects.
+
+    Raises ValueError for BYTES that are more than may be, or no strings.
+    """
+    if datatype != "BYTES":
+        return flat(text, datatype)
+    if _STRINGS.fullmatch(text) is None:
+        raise ValueError("too many elements, or others than strings")
+    return text if text.find(b"[", 1) < 0 else b"[" + b",".join(_STRING.findall(text)) + b"]"
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -240,12 +255,17 @@ def is_packed(value: Data) -> bool:
 
 def pack_tensors(tensors: Sequence[RawTensor], before: bytes = b"") -> bytes:
     """An input or an output of these; `before` goes before the bytes of the first of them."""
+    return b"".join([packed_head(tensors, before), before, *[tensor.data for tensor in tensors]])
+
+
+def packed_head(tensors: Sequence[RawTensor], before: bytes = b"") -> bytes:
+    """What stands before the bytes of these tensors."""
     described: list[_Described] = []
     for tensor in tensors:
         size = len(memoryview(tensor.data)) + (0 if described else len(before))
         described.append(_Described(tensor.name, tensor.datatype, tuple(tensor.shape), size))
     head = _encode(described)
-    return b"".join([PACKED, _LENGTH.pack(len(head)), head, before, *[tensor.data for tensor in tensors]])
+    return b"".join([PACKED, _LENGTH.pack(len(head)), head])
 
 
 def unpack_tensors(value: Data) -> list[RawTensor]:

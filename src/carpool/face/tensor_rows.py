@@ -9,10 +9,13 @@ Pure, and the same for HTTP and gRPC:
    as many bytes as the body and HEADS_BYTES_MAX; what JSON has in few characters and raw form in many, RAW_BYTES_MAX.
 """
 
+import re
 import struct
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import islice, pairwise
 from math import prod
+from operator import methodcaller
 from typing import NamedTuple
 
 import msgspec
@@ -25,10 +28,11 @@ from carpool.core.tensors import (
     DIMENSIONS_MAX,
     Data,
     RawTensor,
-    flat,
+    flat_input,
     is_packed,
     json_of_raw,
     pack_tensors,
+    packed_head,
     raw_of_json,
     row_bounds,
     unpack_tensors,
@@ -40,6 +44,9 @@ NAME_BYTES_MAX = 256
 HEADS_BYTES_MAX = 512 * 1024
 RAW_BYTES_MAX = 1024 * 1024
 
+# Rows of more elements are found some elements at a time.
+FEW_ELEMENTS = 64
+_SPAN = methodcaller("span", 1)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -67,8 +74,16 @@ def split_rows(tensors: Sequence[GivenTensor], body_bytes: int) -> list[bytes]:
         raise Malformed("the names and shapes of the tensors are too long for so many rows; send fewer rows in a call")
     if not is_raw:
         columns = [_cut_text(tensor, rows) for tensor in tensors]
-        return [_json_row(tensors, described, row) for row in zip(*columns, strict=True)]
+        starts, end = _around_elements(tensors, described)
+        return [_json_row(starts, row, end) for row in zip(*columns, strict=True)]
     raw = [_cut_raw(tensor, rows) for tensor in tensors]
+    if not any(tensor.datatype == "BYTES" for tensor in tensors):
+        first = [
+            RawTensor(tensor.name, tensor.datatype, shape, column[0])
+            for tensor, shape, column in zip(tensors, shapes, raw, strict=True)
+        ]
+        head = packed_head(first)  # the same for all rows
+        return [b"".join((head, *row)) for row in zip(*raw, strict=True)]
     return [
         pack_tensors(
             [
@@ -80,14 +95,21 @@ def split_rows(tensors: Sequence[GivenTensor], body_bytes: int) -> list[bytes]:
     ]
 
 
-def _json_row(tensors: Sequence[GivenTensor], described: Sequence[bytes], row: Sequence[Data]) -> bytes:
-    # One copy of the elements, however many tensors there are.
+def _around_elements(tensors: Sequence[GivenTensor], described: Sequence[bytes]) -> tuple[list[bytes], bytes]:
+    """What stands before the elements of each tensor, and behind the last: the same in every row."""
     if len(tensors) == 1:
-        return b"".join((described[0], b',"data":[', row[0], b"]}"))
-    parts: list[Data] = []
-    for tensor, start, part in zip(tensors, described, row, strict=True):
-        parts += (b"," if parts else b"{", _encode(tensor.name), b":", start, b',"data":[', part, b"]}")
-    return b"".join((*parts, b"}"))
+        return [described[0] + b',"data":['], b"]}"
+    starts = [
+        (b"]}," if number else b"{") + _encode(tensor.name) + b":" + start + b',"data":['
+        for number, (tensor, start) in enumerate(zip(tensors, described, strict=True))
+    ]
+    return starts, b"]}}"
+
+
+def _json_row(starts: Sequence[bytes], row: Sequence[Data], end: bytes) -> bytes:
+    # One copy of the elements, however many tensors there are.
+    parts = [piece for pair in zip(starts, row, strict=True) for piece in pair]
+    return b"".join((*parts, end))
 
 
 def _check(tensors: Sequence[GivenTensor]) -> int:
@@ -111,8 +133,8 @@ def _check(tensors: Sequence[GivenTensor]) -> int:
             )
         if shape[0] != tensors[0].shape[0]:
             raise Malformed(f"{which} has another number of rows (its first dimension) than inputs[0]")
-        if tensor.datatype == "BYTES" and prod(shape) > BYTES_ELEMENTS_MAX:
-            raise Malformed(f"{which} has more than {BYTES_ELEMENTS_MAX} elements of BYTES; send fewer in a call")
+    if sum(prod(tensor.shape) for tensor in tensors if tensor.datatype == "BYTES") > BYTES_ELEMENTS_MAX:
+        raise Malformed(f"a call may have {BYTES_ELEMENTS_MAX} elements of BYTES at most; send fewer rows in a call")
     rows = tensors[0].shape[0]
     if not 0 < rows <= ROWS_MAX:
         raise Malformed(f"a call must have 1 to {ROWS_MAX} rows; the first dimension of each tensor is the rows")
@@ -162,6 +184,9 @@ def _cut_text(tensor: GivenTensor, rows: int) -> list[Data]:
     if text.count(b",") + 1 != rows * count:
         raise _wrong_count(rows * count)
     view, parts, start = memoryview(text), [], 1
+    if count <= FEW_ELEMENTS:
+        found = _rows_of(count)(text, 1, len(text) - 1)
+        return [view[start:end] for start, end in map(_SPAN, islice(found, rows))]
     for _ in range(rows - 1):
         end = _skip(text, start, count)
         parts.append(view[start:end])
@@ -171,7 +196,7 @@ def _cut_text(tensor: GivenTensor, rows: int) -> list[Data]:
 
 def _skip(text: bytes, start: int, count: int) -> int:
     """Where the comma behind so many elements is. They are counted some at a time: one by one would be slow."""
-    while count > 64:
+    while count > FEW_ELEMENTS:
         end = start + 2 * count  # an element has a character and a comma at least
         step = text.count(b",", start, end)
         if not step:
@@ -185,15 +210,19 @@ def _skip(text: bytes, start: int, count: int) -> int:
     return start - 1
 
 
+@lru_cache(FEW_ELEMENTS)
+def _rows_of(count: int) -> Callable[[bytes, int, int], Iterator[re.Match[bytes]]]:
+    """Finds rows of so many elements; a step for each of them, or even for each row, would be slow."""
+    return re.compile(rb"((?:[^,]*+,){%d}[^,]*+),?" % (count - 1)).finditer
+
+
 def _flat(tensor: GivenTensor) -> bytes:
     text = tensor.text
     if text[:1] != b"[":
         raise Malformed("a tensor must have `data`, an array, or raw bytes (`binary_data_size`)")
-    if tensor.datatype == "BYTES" and text.count(b'"') - 2 * text.count(b'\\"') > 2 * BYTES_ELEMENTS_MAX:
-        raise Malformed("a tensor has more elements than its shape says")
     try:
-        return flat(text, tensor.datatype)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return flat_input(text, tensor.datatype)
+    except ValueError:
         raise _not_of_its_kind(tensor) from None
 
 
@@ -257,15 +286,21 @@ class _Output(msgspec.Struct):
 _decode_outputs = msgspec.json.Decoder(list[_Output]).decode
 
 
-class _Row(NamedTuple):
+class RowTensor(NamedTuple):
+    """One tensor of the output of a row."""
+
     datatype: str
+    # Without the batch.
     shape: Sequence[int]
     part: Part
 
 
-def join_rows(values: Sequence[Data]) -> list[OutputRows]:
-    """The output tensors of a call, from the output of each of its rows; raises UpstreamProtocolFault."""
-    rows = [_tensors_of(value) for value in values]
+# By name.
+Row = dict[str, RowTensor]
+
+
+def join_rows(rows: Sequence[Row]) -> list[OutputRows]:
+    """The output tensors of a call, from what was read of each of its rows; raises UpstreamProtocolFault."""
     first = rows[0]
     for row in rows[1:]:
         is_alike = row.keys() == first.keys() and all(
@@ -282,12 +317,12 @@ def join_rows(values: Sequence[Data]) -> list[OutputRows]:
     ]
 
 
-def _tensors_of(value: Data) -> dict[str, _Row]:
-    """By name: datatype, shape without the batch, and the data."""
+def read_row(value: Data) -> Row:
+    """The output of one row; raises UpstreamProtocolFault. To be called as it comes: all at once would take long."""
     try:
         if is_packed(value):
             return {
-                tensor.name: _Row(tensor.datatype, tuple(tensor.shape[1:]), Part(tensor.data, True))
+                tensor.name: RowTensor(tensor.datatype, tuple(tensor.shape[1:]), Part(tensor.data, True))
                 for tensor in unpack_tensors(value)
             }
         return {output.name: _row_of(output) for output in _decode_outputs(value)}
@@ -295,6 +330,6 @@ def _tensors_of(value: Data) -> dict[str, _Row]:
         raise UpstreamProtocolFault("the inference API gave an output that is no tensor") from None
 
 
-def _row_of(output: _Output) -> _Row:
+def _row_of(output: _Output) -> RowTensor:
     part = Part(memoryview(output.data)[1:-1], False) if output.b64 is None else Part(output.b64, True)
-    return _Row(output.datatype, tuple(output.shape[1:]), part)
+    return RowTensor(output.datatype, tuple(output.shape[1:]), part)

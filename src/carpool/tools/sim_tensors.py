@@ -7,7 +7,7 @@ import msgspec
 from carpool.core.errors import CarpoolError
 from carpool.core.tensors import Data, RawTensor, is_packed, pack, pack_tensors, unpack, unpack_tensors
 from carpool.face.http.v2_wire import V2Call, parse_call, write_answer
-from carpool.face.tensor_rows import join_rows
+from carpool.face.tensor_rows import join_rows, read_row
 from carpool.upstream.endpoint import Answer
 from carpool.upstream.simulated import CallRefusedError
 
@@ -30,7 +30,7 @@ class TensorBatch:
         """The answer to the first `count` rows."""
         if not count:
             return Answer(200, b'{"outputs":[]}')
-        outputs = join_rows([mirrored(row) for row in self.inputs[:count]])
+        outputs = join_rows([read_row(mirrored(row)) for row in self.inputs[:count]])
         steps = write_answer(self._model, "1", self._call.id, outputs, self._call.wanted)
         while True:
             try:

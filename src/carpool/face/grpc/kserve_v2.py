@@ -31,7 +31,7 @@ from carpool.face.http.ids import acceptable_id, given_id
 from carpool.face.http.kserve_v2 import TURN_S, check_version, metadata_of
 from carpool.face.http.lists import Answers
 from carpool.face.intake import Intake, ServedModel, new_request_id
-from carpool.face.tensor_rows import join_rows
+from carpool.face.tensor_rows import Row, join_rows, read_row
 from carpool.version import __version__
 
 Made = TypeVar("Made")
@@ -120,10 +120,9 @@ class KServeV2:
             outcomes, number = await reply.told
             if isinstance(outcomes[0], CarpoolError):
                 return outcomes[0] if number is None or not is_several else of_row(outcomes[0], number)
-            version = outcomes[0].call.model_version or (model.tensors.version if model.tensors else "")
-            outputs = join_rows([output.value for output in outcomes])
+            version = reply.version or (model.tensors.version if model.tensors else "")
             return await in_turns(
-                write_infer(model.name, version, asked.id, outputs, asked.wanted, is_raw=asked.is_raw)
+                write_infer(model.name, version, asked.id, join_rows(outcomes), asked.wanted, is_raw=asked.is_raw)
             )
         except asyncio.CancelledError:
             group.leave()
@@ -172,16 +171,20 @@ class Reply:
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
         self._held = 0
+        # Of the model, as the upstream tells it.
+        self.version = ""
         self.told: asyncio.Future[tuple[Sequence[Any], int | None]] = asyncio.get_running_loop().create_future()
 
-    def came(self, number: int, output: Output) -> Output:
+    def came(self, number: int, output: Output) -> Row:
         """The output of one row."""
+        if number == 0:
+            self.version = output.call.model_version or ""
         size = len(output.value)
         self._held += size
         self._answers.held += size
         if self._answers.held > self._answers.bytes_max:
             raise QueueFull("too many large answers are on their way; ask for fewer rows at a time", retry_after_s=1)
-        return output
+        return read_row(output.value)
 
     def answer(self, outcomes: Sequence[Any], number: int | None) -> None:
         """Take the outputs of all rows, or the error of one, or of all."""

@@ -32,7 +32,7 @@ from carpool.face.http.problem import problem_headers
 from carpool.face.http.router import Router, split_target
 from carpool.face.http.v2_wire import V2Answer, V2Call, parse_call, write_answer
 from carpool.face.intake import Group, Intake, ServedModel, as_error, new_request_id
-from carpool.face.tensor_rows import join_rows
+from carpool.face.tensor_rows import Row, join_rows, read_row
 from carpool.version import __version__
 
 # So long an answer is written in a turn of the event loop, about.
@@ -183,19 +183,22 @@ class Reply:
         self._model = model
         self._call = call
         self._is_several = is_several
+        self._version = model.tensors.version if model.tensors else ""
         self._held = 0
         self._is_over = False
         self.group: Group | None = None
         exchange.when_client_leaves = self._left
 
-    def came(self, number: int, output: Output) -> Output:
+    def came(self, number: int, output: Output) -> Row:
         """The output of one row."""
+        if number == 0:
+            self._version = output.call.model_version or self._version
         size = len(output.value)
         self._held += size
         self._answers.held += size
         if self._answers.held > self._answers.bytes_max:
             raise QueueFull("too many large answers are on their way; ask for fewer rows at a time", retry_after_s=1)
-        return output
+        return read_row(output.value)
 
     def answer(self, outcomes: Sequence[Any], number: int | None) -> None:
         """Take the outputs of all rows, or the error of one, or of all."""
@@ -206,9 +209,7 @@ class Reply:
             self._fail(first, f"row {number}: " if number is not None and self._is_several else "")
             return
         try:
-            version = first.call.model_version or (self._model.tensors.version if self._model.tensors else "")
-            joined = join_rows([output.value for output in outcomes])
-            steps = write_answer(self._model.name, version, self._call.id, joined, self._call.wanted)
+            steps = write_answer(self._model.name, self._version, self._call.id, join_rows(outcomes), self._call.wanted)
         except Exception as failure:
             self._fail(as_error(failure))
         else:

@@ -14,11 +14,12 @@ import asyncio
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Raw
+from msgspec import Meta, Raw
 
 from carpool.core.errors import CarpoolError, ClientLeft, Malformed, QueueFull, UpstreamProtocolFault
 from carpool.core.outcome import Outcome, Output
@@ -46,6 +47,8 @@ logger = logging.getLogger("carpool.http")
 # OpenAI's own limit.
 INPUTS_MAX = 2048
 TOKEN_ID_MAX = 2**31
+# Beside its inputs no body has more: each field becomes an object, and there could be a hundred thousand.
+OTHERS_BYTES_MAX = 64 * 1024
 # So many bytes of outputs are made into pieces of answers in a turn: some 2 ms of work.
 TURN_BYTES = 512 * 1024
 # A longer answer leaves in parts of this size, so many in a turn.
@@ -54,11 +57,24 @@ PARTS_A_TURN = 16
 
 _decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_list = msgspec.json.Decoder(list[Raw]).decode
-_decode_tokens = msgspec.json.Decoder(list[int]).decode
-_decode_numbers = msgspec.json.Decoder(list[float]).decode
+# Checked while they are read: a loop over a megabyte of them would hold up everybody.
+_decode_tokens = msgspec.json.Decoder(list[Annotated[int, Meta(ge=0, le=TOKEN_ID_MAX)]]).decode
+_decode_floats = msgspec.json.Decoder(list[Annotated[float, Meta(ge=0, le=TOKEN_ID_MAX)]]).decode
 # A text, or a list and how its first element begins.
 _BEGINNING = re.compile(rb'\s*(?:(")|\[\s*(["\[0-9-]))')
 _NUMBERS = re.compile(rb"\s*\[[-+0-9.eE,\s]*\]\s*\Z").match
+
+
+class _Inputs(msgspec.Struct):
+    """Where the inputs are, in any of the faces; all other fields are passed over."""
+
+    input: Raw = Raw()
+    inputs: Raw = Raw()
+    prompt: Raw = Raw()
+    instances: Raw = Raw()
+
+
+_decode_inputs = msgspec.json.Decoder(_Inputs).decode
 
 
 class ListCall(msgspec.Struct, eq=False):
@@ -404,6 +420,10 @@ def id_line(own_id: str) -> bytes:
 def fields_of(body: bytes) -> dict[str, Raw]:
     """The fields of a body that is an object, without those that are null; raises Malformed."""
     try:
+        if len(body) > OTHERS_BYTES_MAX:
+            inputs = _decode_inputs(body)
+            if len(body) - sum(map(len, msgspec.structs.astuple(inputs))) > OTHERS_BYTES_MAX:
+                raise Malformed(f"beside the inputs a body may have {OTHERS_BYTES_MAX} bytes at most")
         fields = _decode_fields(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as failure:
         raise Malformed(body_fault(failure)) from None
@@ -452,13 +472,14 @@ def checked_text(value: bytes, field: str) -> bytes:
     """A text, or the ids of its tokens; raises Malformed."""
     if value[0] == QUOTE:
         return value
-    for decode in (_decode_tokens, _decode_numbers):
-        try:
-            ids = decode(value)
-        except (msgspec.DecodeError, RecursionError):
-            continue
-        if ids and all(0 <= each <= TOKEN_ID_MAX and each == int(each) for each in ids):  # 7.0 is a whole number too
-            return value if decode is _decode_tokens else msgspec.json.encode(list(map(int, ids)))
+    try:
+        if _decode_tokens(value):
+            return value
+    except (msgspec.DecodeError, RecursionError):
+        with suppress(msgspec.DecodeError, RecursionError):
+            ids = _decode_floats(value) if b"." in value else [0.5]
+            if all(map(float.is_integer, ids)):  # 7.0 is a whole number too
+                return msgspec.json.encode(list(map(int, ids)))
     raise Malformed(f"`{field}` must be a text, or the ids of its tokens as a list of whole numbers")
 
 

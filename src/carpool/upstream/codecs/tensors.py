@@ -27,6 +27,7 @@ from carpool.core.tensors import (
     RawTensor,
     element_starts,
     flat,
+    flat_input,
     is_packed,
     pack,
     pack_tensors,
@@ -196,7 +197,7 @@ def _from_json(text: bytes, datatype: str, is_raw: bool) -> tuple[bytes, int]:
     if DATATYPES[datatype].parse is None:
         raise Malformed(f"{datatype} has no form in JSON; send `b64`")
     try:
-        text = flat(text, datatype)
+        text = flat_input(text, datatype)
         if is_raw:
             packed = [(len(elements), pack(elements, datatype)) for elements in parsed(text, datatype)]
             return b"".join([part for _, part in packed]), sum(count for count, _ in packed)
