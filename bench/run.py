@@ -21,6 +21,7 @@ redis-rate  10,000 requests a second for 60 s through the same, Redis with `appe
 door        keys, limits, tiers, fairness and shedding on, beside all off, alternating, embedded and over Redis
 refusal     CPU of a request that is refused (shed; over its limit) as a share of a served one's
 tracing     tracing at its default, and of every request, beside off, alternating
+faces       OpenAI's embeddings of one text (384 floats, base64) beside /v1/inference, same upstream, alternating
 grpc        Predict beside a bare echo of grpcio, PredictStream beside Predict: CPU of the server per answer
 stream      a WebSocket beside /v1/inference and gRPC's Predict: CPU of the gateway per answer
 """
@@ -42,6 +43,7 @@ from urllib.request import urlopen
 import caching
 import distributed
 import door
+import embeddings
 import grpc_face
 import live_page
 import measuring
@@ -288,6 +290,7 @@ SECTIONS: dict[str, Callable[[bool], None]] = {
     "refusal": door.refusal,
     "tracing": tracing.tracing,
     "page": live_page.page,
+    "faces": embeddings.faces,
     "grpc": grpc_face.grpc_face,
     "stream": stream_face.stream_face,
 }

@@ -14,7 +14,18 @@ EXIT_NOT_CLEAN, EXIT_BAD_OPTION, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def bench(
-    url: Annotated[str, typer.Argument(help="Base URL of the gateway, such as http://127.0.0.1:8000.")],
+    url: Annotated[
+        str,
+        typer.Argument(help="Base URL of the gateway, such as http://127.0.0.1:8000; for gRPC that of its gRPC port."),
+    ],
+    face: Annotated[
+        Literal["http", "openai", "grpc", "kserve"],
+        typer.Option(
+            help="What to call: /v1/inference; /v1/embeddings of one text (base64); Predict of carpool.v1.Inference; "
+            "/v2/models/MODEL/infer of one row. All but http send one request first, to see that the answers of this "
+            "model can be verified."
+        ),
+    ] = "http",
     rate: Annotated[float, typer.Option(help="Requests per second.")] = 1000.0,
     duration: Annotated[str, typer.Option(help="For how long: 500ms, 20s, 2m.")] = "20s",
     schedule: Annotated[str | None, typer.Option(help="In place of --rate and --duration. " + SCHEDULE_HELP)] = None,
@@ -27,7 +38,7 @@ def bench(
         int | None,
         typer.Option(
             help="Connections to keep open; each carries one request at a time. By default half the highest "
-            "rate, 100 to 10000: enough for answers within half a second."
+            "rate, 100 to 10000: enough for answers within half a second. Over gRPC: calls at once, 100 a connection."
         ),
     ] = None,
     payload_bytes: Annotated[int, typer.Option(help="Size of each input's JSON value.")] = 2000,
@@ -42,7 +53,7 @@ def bench(
         Literal["sync", "task"],
         typer.Option(help="Wait for the answer, or submit a task and long-poll its result."),
     ] = "sync",
-    model: Annotated[str | None, typer.Option(help="The model to name; by default none.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model to name; by default none (kserve: `default`).")] = None,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -80,6 +91,7 @@ def bench(
         Answered,
         BadOption,
         BenchOptions,
+        NotVerifiable,
         default_connections,
         drive,
         key_from,
@@ -101,6 +113,7 @@ def bench(
             poison=poison,
             poison_every=poison_every,
             same_every=same_every,
+            face=face,
             mode=mode,
             arrivals=arrivals,
             seed=seed,
@@ -111,7 +124,7 @@ def bench(
             retries=retry,
             expect=expect,
         )
-        target = resolve(url)
+        target = resolve(url, face)
         raise_file_limit(options.connections)
     except BadOption as fault:
         _leave(str(fault), EXIT_BAD_OPTION)
@@ -134,6 +147,8 @@ def bench(
                 answers=None if answers is None else recorded,
             )
         )
+    except NotVerifiable as fault:
+        _leave(f"--face {face}: {fault}", EXIT_NOT_CLEAN)
     except ConnectionError as fault:
         _leave(f"cannot connect to {url}: {fault}", EXIT_NOT_CLEAN)
     if json is not None:

@@ -165,13 +165,14 @@ def first_of_vector(value: bytes) -> float:
 
 
 @lru_cache(16)
-def _rest_of_vector(dimensions: int) -> bytes:
+def rest_of_vector(dimensions: int) -> bytes:
+    """The other numbers of every vector, as JSON with the comma before and the bracket behind them."""
     return b"".join(b",%.8f" % ((number * 7919 % 2000 - 1000) / 9999) for number in range(1, dimensions)) + b"]"
 
 
 def vectors_json(batch: SimulatedBatch, count: int, dimensions: int) -> bytes:
     """The same of a model that embeds."""
-    rest = _rest_of_vector(dimensions)
+    rest = rest_of_vector(dimensions)
     vectors = [b"[%r%b" % (first_of_vector(bytes(raw)), rest) for raw in batch.inputs[:count]]
     return b'{"%b":[%b]}' % (batch.field, b",".join(vectors))
 

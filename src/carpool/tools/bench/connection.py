@@ -7,7 +7,7 @@ import msgspec
 
 from carpool.core.clock import monotonic
 from carpool.tools.bench.payload import NOT_TOLD, Journey, Payload
-from carpool.tools.bench.response import HEAD_BYTES_MAX, HEAD_END, BadResponse, read_head
+from carpool.tools.bench.response import HEAD_BYTES_MAX, HEAD_END, BadResponse, read_head, retry_after_s
 from carpool.tools.bench.tally import Tally
 
 if TYPE_CHECKING:
@@ -174,8 +174,8 @@ class Connection(asyncio.Protocol):
 
     def refused(self, status: int, head: bytes) -> None:
         """Count the request as refused, unless it will be sent again."""
-        due, now = self.in_flight, monotonic()
-        if not self.generator.try_again(due, status, head, now):
+        generator, due, now = self.generator, self.in_flight, monotonic()
+        if not generator.may_repeat(status) or not generator.try_again(due, retry_after_s(head), now):
             due.part.tally.failed(str(status), now - due.asked, now)
 
     def next_request(self, stays: bool) -> None:

@@ -24,7 +24,6 @@ from math import inf
 
 from carpool.core.clock import monotonic
 from carpool.tools.bench.connection import Connection, Due, Held, Part, Target, TaskConnection
-from carpool.tools.bench.response import retry_after_s
 from carpool.tools.bench.tally import Tally
 
 # uvloop's timers have steps of 1 ms: a shorter tick would only spin.
@@ -68,7 +67,7 @@ class LoadGenerator:
         # None before the first and after the last request is due.
         self.sending_since: float | None = None
         self.sending_s = 0.0
-        self._protocol = TaskConnection if tasks else Connection
+        self._protocol: type[Connection] = TaskConnection if tasks else Connection
         self._arrivals = arrivals
         self._connection_count = connections
         # Requests take turns through these: each part is there as often as its share says.
@@ -164,11 +163,13 @@ class LoadGenerator:
                 return True
         return False
 
-    def try_again(self, due: Due, status: int, head: bytes, now: float) -> bool:
-        """Whether this request, which was just refused, will be sent again."""
-        if not self._retries or status not in RETRIABLE:
-            return False
-        again_at = now + retry_after_s(head)
+    def may_repeat(self, status: int) -> bool:
+        """Whether a request that was refused so is ever sent again."""
+        return self._retries > 0 and status in RETRIABLE
+
+    def try_again(self, due: Due, after_s: float, now: float) -> bool:
+        """Whether this request, which was just refused for so long, will be sent again."""
+        again_at = now + after_s
         if due.retries >= self._retries or again_at >= due.intended + self.timeout_s:
             return False
         due.part.tally.retried(now - due.asked)
@@ -208,13 +209,16 @@ class LoadGenerator:
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
+    async def _connect(self, connection: Connection) -> None:
+        await self.loop.create_connection(lambda: connection, self.target.address, self.target.port)
+
     async def _open(self, held: Held | None, delay_s: float) -> None:
         if delay_s:
             await asyncio.sleep(delay_s)
         connection = self._protocol(self, held)
         try:
             async with self._opening_limit, asyncio.timeout(self.timeout_s):
-                await self.loop.create_connection(lambda: connection, self.target.address, self.target.port)
+                await self._connect(connection)
         except asyncio.CancelledError:
             # Told made just then, it would never be told lost.
             self.connections.discard(connection)

@@ -76,19 +76,15 @@ class Payload:
         identity = run_id.encode().rjust(RUN_ID_DIGITS, b"0")
         filler_size = size - PAYLOAD_BYTES_MIN
         filler = (FILLER_ALPHABET * (filler_size // len(FILLER_ALPHABET) + 1))[:filler_size]
-        ending = b'"}' if model is None else b'","model":%b}' % msgspec.json.encode(model)
-        length = len(b'{"input":"') + RUN_ID_DIGITS + NUMBER_DIGITS + len(filler) + len(ending)
-        wishes = "Prefer: respond-async\r\n" if respond_async else ""
         # The header line, for whatever else is asked for these requests.
         self.credential = f"Authorization: Bearer {key}\r\n" if key else ""
-        self._head = (
-            f"POST {base_path}/v1/inference HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-            f"{wishes}{self.credential}Content-Length: {length}\r\n\r\n"
-        ).encode() + b'{"input":"%b' % identity
-        self._tail = filler + ending
+        wishes = "Prefer: respond-async\r\n" if respond_async else ""
+        before, ending = self._around(size, host, base_path, model, wishes)
+        self._head = before + b'"' + identity
+        self._tail = filler + b'"' + ending
         # Every so many requests carry the text instead of as much filler; 0: none does.
         self._poison_every = poison_every if poison else 0
-        self._poison_tail = (poison.encode() + filler)[:filler_size] + ending
+        self._poison_tail = (poison.encode() + filler)[:filler_size] + b'"' + ending
         # Every so many requests have one and the same number, and so the same input; 0: none has.
         self._same_every = same_every
         self._reversed = expect == "reversed"
@@ -97,6 +93,19 @@ class Payload:
             self._before, self._after = b'"' + filler[::-1], identity[::-1] + b'",'
         else:
             self._before, self._after = b'"' + identity, filler + b'",'
+
+    def _around(self, size: int, host: str, base_path: str, model: str | None, wishes: str) -> tuple[bytes, bytes]:
+        """What stands in a request before and behind its input, a JSON value of `size` bytes."""
+        path, opening, ending = self._body(model)
+        head = (
+            f"POST {base_path}{path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            f"{wishes}{self.credential}Content-Length: {len(opening) + size + len(ending)}\r\n\r\n"
+        )
+        return head.encode() + opening, ending
+
+    def _body(self, model: str | None) -> tuple[str, bytes, bytes]:
+        """The path, and what the body has before and behind the input."""
+        return "/v1/inference", b'{"input":', b"}" if model is None else b',"model":%b}' % msgspec.json.encode(model)
 
     def number(self, due: int) -> bytes:
         """What the request that is due as this one of all carries: its own number, but for those that are the same."""

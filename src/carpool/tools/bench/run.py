@@ -8,7 +8,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -19,6 +19,7 @@ from rich.console import Console
 
 from carpool.core.clock import monotonic
 from carpool.tools.bench.connection import Part, Target
+from carpool.tools.bench.faces import NEEDS, PAYLOADS, Face
 from carpool.tools.bench.generator import LoadGenerator
 from carpool.tools.bench.payload import PAYLOAD_BYTES_MIN, RUN_ID_DIGITS, Expect, Payload
 from carpool.tools.bench.report import ProgressDisplay
@@ -40,6 +41,8 @@ Mode = Literal["sync", "task"]
 KEY_VARIABLE = "CARPOOL_API_KEY"
 Arrivals = Literal["poisson", "uniform"]
 
+# How often the request that tries a face is sent again if it is refused.
+FIRST_RETRIES = 5
 # Descriptors that are not connections: standard streams, the loop's own, libraries, room for reconnects.
 SPARE_FILES = 64
 # Bounds of the number of connections when the command line does not say it.
@@ -48,6 +51,10 @@ COMMON_LATENCY_S_MAX, CONNECTIONS_MIN, CONNECTIONS_MAX = 0.5, 100, 10_000
 
 class BadOption(ValueError):
     """An option cannot be used; the message says which and why, in one line."""
+
+
+class NotVerifiable(Exception):
+    """The answers of this face cannot be verified; the message says why, and what it takes."""
 
 
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +67,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     poison: str = ""
     poison_every: int = 0
     same_every: int = 0
+    face: Face = "http"
     mode: Mode = "sync"
     arrivals: Arrivals = "poisson"
     seed: int = 0
@@ -77,6 +85,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise BadOption("--connections must be at least 1")
         if self.payload_bytes < PAYLOAD_BYTES_MIN:
             raise BadOption(f"--payload-bytes must be at least {PAYLOAD_BYTES_MIN}")
+        if self.mode == "task" and self.face != "http":
+            raise BadOption(f"--mode task goes with --face http only, not with {self.face}")
 
 
 def segments_from(rate: float, duration: str, schedule: str | None) -> list[Segment]:
@@ -114,7 +124,7 @@ def key_from(file: Path | None, environ: Mapping[str, str]) -> str:
         raise BadOption(f"--api-key-file: {fault}") from None
 
 
-def resolve(url: str) -> Target:
+def resolve(url: str, face: Face = "http") -> Target:
     """Look the base URL's host up, once for all connections."""
     try:
         parts = urlsplit(url)
@@ -125,6 +135,8 @@ def resolve(url: str) -> Target:
         raise BadOption(f"URL {url!r} must look like http://127.0.0.1:8000")
     if parts.query or parts.fragment or parts.username:
         raise BadOption(f"URL {url!r} must be a base URL: no user, query or fragment")
+    if face == "grpc" and parts.path.strip("/"):
+        raise BadOption(f"URL {url!r} must have no path: gRPC has its own")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as fault:
@@ -174,9 +186,12 @@ async def drive(
 ) -> tuple[Report, bool]:
     """Send the load; returns the report and whether it was interrupted. ConnectionError: nobody is there.
 
+    NotVerifiable: of a face other than http, a first request was not answered as it must be; no load was sent.
     Progress goes to a live display on `live`, else line by line to `say`; with no `say` there is none.
     Into `answers`, if given, goes every request in the order in which they were due.
     """
+    if options.face != "http":
+        await _check_face(options, target)
     gaps = even_gaps() if options.arrivals == "uniform" else poisson_gaps(Random(options.seed).random)
     # Not from the seed: with the same inputs again, a run could be answered from a cache.
     run_id = secrets.token_hex(RUN_ID_DIGITS // 2)
@@ -191,16 +206,7 @@ async def drive(
         parts = [by_tier[place] for place in turns(options.tiers, options.seed)]
     else:
         parts = [Part(_payload(options, target, run_id, options.key), tally)]
-    generator = LoadGenerator(
-        target=target,
-        tally=tally,
-        parts=parts,
-        arrivals=arrivals(options.segments, gaps),
-        connections=options.connections,
-        timeout_s=options.timeout_s,
-        tasks=options.mode == "task",
-        retries=options.retries,
-    )
+    generator = _generator(options, target, tally, parts, arrivals(options.segments, gaps))
     interrupted = False
 
     def interrupt() -> None:
@@ -240,8 +246,51 @@ async def drive(
     return report, interrupted
 
 
+def _generator(
+    options: BenchOptions, target: Target, tally: Tally, parts: list[Part], due_times: Iterator[float]
+) -> LoadGenerator:
+    kind = LoadGenerator
+    if options.face == "grpc":
+        # Here, since grpc takes its time to import.
+        from carpool.tools.bench.grpc_calls import GrpcGenerator
+
+        kind = GrpcGenerator
+    return kind(
+        target=target,
+        tally=tally,
+        parts=parts,
+        arrivals=due_times,
+        connections=options.connections,
+        timeout_s=options.timeout_s,
+        tasks=options.mode == "task",
+        retries=options.retries,
+    )
+
+
+async def _check_face(options: BenchOptions, target: Target) -> None:
+    """Send one request; raises NotVerifiable unless its answer is the expected one."""
+    alone = msgspec.structs.replace(options, connections=1, retries=FIRST_RETRIES, poison="", same_every=0)
+    key = next((tier.key for tier in options.tiers if tier.key), options.key)
+    tally = Tally()
+    payload = _payload(alone, target, secrets.token_hex(RUN_ID_DIGITS // 2), key)
+    generator = _generator(alone, target, tally, [Part(payload, tally)], iter([0.0]))
+    try:
+        await generator.open()
+        await generator.run()
+    finally:
+        await generator.close()
+    if tally.ok:
+        return
+    model = "the default model" if options.model is None else f"model {options.model!r}"
+    if tally.wrong:
+        raise NotVerifiable(f"{model} gave another answer than expected: it takes {NEEDS[options.face]}")
+    (status,) = tally.status
+    because = "no such model, or it has no such face" if status in ("404", "NOT_FOUND") else "see the gateway's log"
+    raise NotVerifiable(f"a first request for {model} ended with {status} ({because}); it takes {NEEDS[options.face]}")
+
+
 def _payload(options: BenchOptions, target: Target, run_id: str, key: str) -> Payload:
-    return Payload(
+    return PAYLOADS[options.face](
         host=target.host,
         base_path=target.base_path,
         run_id=run_id,
