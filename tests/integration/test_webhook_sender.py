@@ -1,17 +1,25 @@
 """The way out of webhooks, against servers that misbehave: what is connected to, and what is read."""
 
 import asyncio
+import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 from yarl import URL
 
 from carpool.broker.webhooks.schedule import Answered
 from carpool.broker.webhooks.sender import Sender
 from support.certificates import Certificates
+from support.processes import PATIENCE_S, until
 from support.stream_server import stream_server
 from support.upstreams import answer_bytes
+
+# What asyncio has at most.
+ASYNCIO_THREADS_MAX = 32
 
 
 @asynccontextmanager
@@ -86,3 +94,28 @@ async def test_nothing_there_and_no_answer() -> None:
     async with sender() as way:
         assert await way.send(url, {}, b"x") == Answered(0, "no connection")
         assert (await way.send(URL("http://no-such-name.invalid/"), {}, b"x")).failure == "the name cannot be resolved"
+
+
+async def test_names_that_no_server_answers_for_take_no_threads_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop resolves names of upstreams and of Redis, too, in threads of which it has a few."""
+    over = threading.Event()
+    looked_up: list[str] = []
+    resolve = socket.getaddrinfo
+
+    def slow(host: str, *rest: Any, **named: Any) -> Any:
+        if not host.endswith(".test"):
+            return resolve(host, *rest, **named)
+        looked_up.append(host)
+        over.wait()
+        raise OSError("nobody answers")
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    async with sender() as way:
+        names = [f"https://dead-{number}.test/" for number in range(ASYNCIO_THREADS_MAX + 1)]
+        under_way = [asyncio.ensure_future(way.send(URL(name), {}, b"1")) for name in names]
+        try:
+            await until(lambda: len(looked_up) == len(names))
+            assert await asyncio.wait_for(asyncio.get_running_loop().getaddrinfo("127.0.0.1", 80), PATIENCE_S)
+        finally:
+            over.set()
+        assert {each.failure for each in await asyncio.gather(*under_way)} == {"the name cannot be resolved"}

@@ -3,10 +3,13 @@
 import asyncio
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from io import BytesIO
+from threading import Thread
 from typing import Any
 
 import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from carpool.broker.webhooks.schedule import Answered, retry_after_of
@@ -14,14 +17,69 @@ from carpool.broker.webhooks.schedule import Answered, retry_after_of
 # Read so that the connection can be used again; of a longer answer it is closed.
 ANSWER_BYTES_MAX = 16 * 1024
 KEEPALIVE_S = 30.0
+# Names that are looked up at once.
+RESOLVING_MAX = 64
 
 
 class AddressDeniedError(OSError):
     """A name stands for an address that nothing is sent to."""
 
 
+class Names(AbstractResolver):
+    """Resolves names in threads of its own. Those of the event loop are few, and everybody's: names for which no server
+    answers would hold up each new connection to an upstream or to Redis. Nor does this process wait for them to leave.
+    """
+
+    def __init__(self) -> None:
+        self._room = asyncio.Semaphore(RESOLVING_MAX)
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        """The addresses of a name; raises OSError or ValueError."""
+        async with self._room:
+            loop = asyncio.get_running_loop()
+            found: asyncio.Future[list[ResolveResult]] = loop.create_future()
+            Thread(target=_look_up, args=(loop, found, host, port, family), daemon=True).start()
+            return await found
+
+    async def close(self) -> None:
+        """Nobody waits for what is under way."""
+
+
+def _look_up(
+    loop: asyncio.AbstractEventLoop,
+    found: "asyncio.Future[list[ResolveResult]]",
+    host: str,
+    port: int,
+    family: socket.AddressFamily,
+) -> None:
+    results: list[ResolveResult] = []
+    failure: Exception | None = None
+    try:
+        for kind, _, protocol, _, address in socket.getaddrinfo(host, port, family, socket.SOCK_STREAM):
+            flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+            where = ResolveResult(
+                hostname=host, host=str(address[0]), port=port, family=kind, proto=protocol, flags=flags
+            )
+            results.append(where)
+    except Exception as raised:
+        failure = raised
+
+    def tell() -> None:
+        if found.done():
+            return
+        if failure is None:
+            found.set_result(results)
+        else:
+            found.set_exception(failure)
+
+    with suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(tell)
+
+
 class Sender:
-    """The way out. Names are resolved by aiohttp; the address that is connected to is checked right before that."""
+    """The way out. The address that is connected to is checked right before that."""
 
     def __init__(self, is_allowed: Callable[[str], bool], timeout_s: float) -> None:
         def checked_socket(info: tuple[Any, ...]) -> socket.socket:
@@ -31,7 +89,9 @@ class Sender:
             return socket.socket(family, kind, protocol)
 
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, socket_factory=checked_socket),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEPALIVE_S, socket_factory=checked_socket, resolver=Names()
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=timeout_s),
             auto_decompress=False,
