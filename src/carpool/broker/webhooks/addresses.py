@@ -18,7 +18,7 @@ from carpool.core.errors import CallbackDenied
 from carpool.core.webhook import URL_CHARS_MAX
 
 _URL_CHARS = re.compile(r"[!-~]+")
-_HOST = re.compile(r"(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]")
+_HOST = re.compile(r"[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]")
 _NAT64 = IPv6Network("64:ff9b::/96")
 _PORTS = {"https": 443, "http": 80}
 
@@ -44,7 +44,9 @@ def allowed_host(text: str) -> AllowedHost:
     name, colon, port = text.lower().rpartition(":")
     if not colon or (name.startswith("[") and not name.endswith("]")):
         name, colon, port = text.lower(), "", ""
-    if not _HOST.fullmatch(name) or (colon and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536)):
+    if not _HOST.fullmatch(name.removeprefix("*.")) or (
+        colon and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536)
+    ):
         raise ValueError("a host is like `hooks.example.org`, `*.example.org` or `hooks.example.org:8443`")
     return AllowedHost(name.removeprefix("*.").strip("[]"), int(port) if port else None, name.startswith("*."))
 
@@ -70,6 +72,8 @@ class Callbacks:
             raise CallbackDenied("`callback_url` is not a URL") from None
         if url.scheme not in self._schemes or not name or port is None:
             raise CallbackDenied(f"`callback_url` must begin with {' or '.join(self._schemes)}:// and a host")
+        if not _HOST.fullmatch(f"[{name}]" if ":" in name else name) or (url.raw_authority or "").endswith(":"):
+            raise CallbackDenied("the host of `callback_url` is not written as hosts are")
         if url.user is not None or url.password is not None or "#" in text or "@" in (url.raw_authority or ""):
             raise CallbackDenied("`callback_url` must have neither a user nor a fragment")
         if not any(host.covers(name, port, url.scheme) for host in self._hosts):
@@ -88,6 +92,8 @@ class Callbacks:
             return self._allow_private
         if found.is_multicast or found.is_unspecified or found.is_link_local or found.is_reserved:
             return False
+        if isinstance(found, IPv6Address) and found.is_site_local:  # long out of use; `is_private` does not know it
+            return self._allow_private
         return found.is_global or (self._allow_private and found.is_private)
 
 

@@ -1,7 +1,8 @@
 """What becomes of a webhook after an attempt. Pure.
 
 1. 2xx: delivered. 410: the receiver wants no more of this, given up. Anything else, a redirect too, is sent again.
-2. Pauses double up to an hour, with jitter. A `Retry-After` makes a pause longer, never shorter.
+2. Pauses double up to an hour, with jitter. A `Retry-After` makes a pause longer, never shorter; but one beyond the end
+   does not bring that forward: the last attempt is at the end.
 3. When the next attempt would come later than `retry_for_s` after the outcome, it is given up.
 """
 
@@ -41,10 +42,10 @@ def verdict(
     if answered.status == 410:
         return Verdict("given_up", failure=failure)
     longest = min(PAUSE_S_MAX, backoff_s * (1 << min(attempts, _DOUBLINGS_MAX)))
-    pause_s = max(longest * (0.5 + 0.5 * luck), answered.retry_after_s)
-    if age_s + pause_s > retry_for_s:
+    pause_s, left_s = longest * (0.5 + 0.5 * luck), retry_for_s - age_s
+    if pause_s > left_s:
         return Verdict("given_up", failure=failure)
-    return Verdict("failed", pause_s, failure)
+    return Verdict("failed", max(pause_s, min(answered.retry_after_s, left_s)), failure)
 
 
 def retry_after_of(header: str | None) -> float:
