@@ -284,5 +284,7 @@ def test_bytes_of_an_output() -> None:
     assert octets_in(row(1, "a")) is None
     assert octets_in(b'"aGk="') == octets_in(b'{"b64":"aGk="}') == Octets(b"hi")
     assert octets_in(b'[{"name":"N","datatype":"UINT8","shape":[1,2],"b64":"aGk="}]') == Octets(b"hi", "UINT8", (1, 2))
-    for other in (b'"hello!"', b"[1,2]", b'{"label":"cat"}', b"null", b"[]"):
+    smuggled = b'[{"b64":"aGk=","datatype":"X\\r\\nSet-Cookie: a=b","shape":[1]}]'
+    long = b'[{"b64":"aGk=","datatype":"UINT8","shape":[%b]}]' % b",".join([b"1"] * 33)
+    for other in (smuggled, long, b'"hello!"', b"[1,2]", b'{"label":"cat"}', b"null", b"[]"):
         assert octets_in(other) is None

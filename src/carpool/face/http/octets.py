@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from carpool.core.tensors import Data, element_starts, is_packed, length_of, unpack_tensors
+from carpool.core.tensors import DATATYPES, DIMENSIONS_MAX, Data, element_starts, is_packed, length_of, unpack_tensors
 
 OCTETS = b"application/octet-stream"
 JSON = b"application/json"
@@ -46,6 +46,8 @@ def octets_in(value: Data) -> Octets | None:
         found = _decode_json(value)
         if isinstance(found, list):
             [only] = found
+            if (only.datatype and only.datatype not in DATATYPES) or len(only.shape) > DIMENSIONS_MAX:
+                return None  # no tensor: whatever a model says, it must not get into a header
             return _of_tensor(a2b_base64(only.b64, strict_mode=True), only.datatype, only.shape)
         return Octets(a2b_base64(found if isinstance(found, str) else found.b64, strict_mode=True))
     except (ValueError, RecursionError, Error):
