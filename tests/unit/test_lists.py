@@ -20,7 +20,7 @@ from carpool.core.tensors import Data
 from carpool.face.http import lists
 from carpool.face.http.exchange import Body, Exchange
 from carpool.face.http.lists import Answers, ListCall, ListFace, Singles, Work, fields_of, texts_of, values_of, vector
-from carpool.face.http.openai import as_base64, openai_limit_lines
+from carpool.face.http.openai import CompletionsFace, as_base64, openai_limit_lines
 from carpool.face.intake import ServedModel
 from carpool.testing import make_output, make_request
 
@@ -251,6 +251,14 @@ def test_whoever_left_a_call_of_one_input_is_told_nothing() -> None:
     request.ticket = (desk.exchange, desk.call)
     request.settle(ClientLeft("left"), 1.0)
     assert desk.sink.status == 0
+
+
+def test_a_completion_has_the_number_of_its_prompt() -> None:
+    """Whatever its model says of that: it was asked for one."""
+    call = ListCall(ServedModel("m", 100, bytes), b"", [b'"a"', b'"b"'])
+    face = CompletionsFace.__new__(CompletionsFace)
+    piece = json.loads(face.piece(call, 1, make_output(b'{"text":"b","index":0,"finish_reason":"length"}')))
+    assert piece == {"text": "b", "index": 1, "finish_reason": "length", "logprobs": None}
 
 
 # Bodies

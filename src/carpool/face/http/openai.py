@@ -169,7 +169,8 @@ class CompletionsFace(OpenAiFace):
             raise not_a_text()
         call.prompt_tokens += usage.prompt_tokens
         call.completion_tokens += usage.completion_tokens
-        return _quoted({"index": number, "logprobs": None, "finish_reason": "stop", **choice})
+        # Its own number: a model that tells one knows nothing of this call.
+        return _quoted({"logprobs": None, "finish_reason": "stop", **choice, "index": number})
 
     def ends(self, call: ListCall, own_id: str) -> tuple[bytes, bytes, bytes]:
         """The object around them; as an event, there is one more that says that it was all."""
