@@ -17,6 +17,7 @@ from support.processes import GatewayProcess, running_gateway, until
 from support.redis_fleet import Fleet, fleet_over
 from support.redis_servers import RedisServer, running_redis
 from support.upstreams import scripted_upstream
+from support.webhooks import SECRET
 
 ASYNC = "Prefer: respond-async\r\n"
 SIM = "sim:?latency_ms=5&slots=4"
@@ -225,7 +226,8 @@ async def test_every_endpoint_has_a_state_and_was_heard_of(tmp_path: Path, redis
 
 async def test_every_metric_is_shown_by_those_who_should(tmp_path: Path, redis_server: RedisServer) -> None:
     # What is off has no metrics. Nobody need be there to receive traces.
-    on = {"tracking.store": "sqlite", "tracing.otlp_endpoint": "http://127.0.0.1:9"}
+    on = {"tracking.store": "sqlite", "tracing.otlp_endpoint": "http://127.0.0.1:9", "webhooks.hosts": "example.com"}
+    on["webhooks.secrets"] = SECRET
     settings = {"broker.namespace": tmp_path.name, "broker.persistence": "forbidden", **on}
     shown: dict[str, set[str]] = {}
 
