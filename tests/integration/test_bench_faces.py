@@ -72,6 +72,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, mixed_up: MixedUp) -> Iter
             mode = "keys"
             [keys.main]
             sha256 = "{sha256(KEY.encode()).hexdigest()}"
+            per_minute = 100000
             [models.words]
             endpoints = ["sim:?latency_ms=1&slots=4"]
             [models.vectors]
@@ -126,8 +127,8 @@ def test_another_requests_answer_is_found(
     mixed_up.inputs = 0
     run = Run(gateway, tmp_path / "report.json", face, MIXED[face])
     assert (run.status, run.said) == (1, "")
-    assert mixed_up.inputs == 51
-    assert (run.report["ok"], run.report["wrong"], run.report["errors"]) == (40, 10, 0)
+    assert (mixed_up.inputs, run.report["errors"]) == (51, 0), run.report["status"]
+    assert (run.report["ok"], run.report["wrong"]) == (40, 10)
 
 
 @pytest.mark.parametrize("face", FACES)
