@@ -1,7 +1,7 @@
 # `make` alone lists the targets. Every target does its own set-up.
 PYTHON ?= python3
 BIN := .venv/bin
-INTEROP := triton kserve infinity tritonclient openai2 openai3
+INTEROP := triton kserve infinity tritonclient openai2 openai3 envoy
 # Most tests wait for processes and sockets: more workers than two cores. Unit and property tests compute: one for each.
 WORKERS ?= 4
 
@@ -114,7 +114,7 @@ chaos: setup redis ## kill, cut, overload; prints lost / wrong / duplicates, las
 	@npm install --silent --no-audit --no-fund --prefix .venv-interop/buf @bufbuild/buf@1.74.0
 	@touch $@
 
-interop: setup $(INTEROP:%=.venv-interop/%/.ready) .venv-interop/buf/.ready ## real servers behind Carpool, real clients in front: Triton, KServe, infinity, tritonclient, buf, OpenAI (2 GB to install)
+interop: setup redis $(INTEROP:%=.venv-interop/%/.ready) .venv-interop/buf/.ready ## real servers behind Carpool, real clients in front: Triton, KServe, infinity, tritonclient, buf, OpenAI, Envoy (2 GB to install)
 	@$(BIN)/python -m pytest tests/interop -s
 
 clean: ## remove what the targets made

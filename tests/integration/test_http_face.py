@@ -418,7 +418,7 @@ def test_wrong_method(gateway: GatewayProcess, method: str, target: str, allow: 
 
 
 def test_unknown_paths(gateway: GatewayProcess) -> None:
-    for target in ("/", "/v1", "/v1/inference/", "/internal/health", "/metrics", "/v1/result/"):
+    for target in ("//", "/v1", "/v1/inference/", "/internal/health", "/metrics", "/v1/result/"):
         assert_problem(ask(gateway.port, "GET", target), 404, "/openapi.json")
 
 

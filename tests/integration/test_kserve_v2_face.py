@@ -61,8 +61,8 @@ def raw(name: str, datatype: str, shape: list[int], data: bytes) -> dict[str, An
 def test_what_there_is(gateway: GatewayProcess) -> None:
     about = ask(gateway.port, "GET", "/v2")
     assert about.json["name"] == "carpool" and "binary_tensor_data" in about.json["extensions"]
-    assert ask(gateway.port, "GET", "/v2/health/live").status == 200
-    assert ask(gateway.port, "GET", "/v2/health/ready").status == 200
+    assert ask(gateway.port, "GET", "/v2/health/live").json == {"live": True}
+    assert ask(gateway.port, "GET", "/v2/health/ready").json == {"ready": True}
     assert ask(gateway.port, "GET", "/v2/models/vector/versions/3").json == {
         "name": "vector",
         "versions": ["3"],

@@ -276,6 +276,7 @@ class TestModels:
         model = get(gateway, "/v1/models/words").json
         assert (model["id"], model["name"], model["ready"]) == ("words", "words", True)
         assert model["model_version_status"][0]["state"] == "AVAILABLE"
+        assert get(gateway, "/").json == {"status": "alive"}
         unknown = get(gateway, "/v1/models/none")
         assert (unknown.status, unknown.json["error"]["code"]) == (404, "model_not_found")
 

@@ -180,6 +180,7 @@ def test_every_operation_and_reference_is_there() -> None:
         (
             gateway_openapi(["a", "b"], "a", 30_000, ["b"]),
             {
+                "/",
                 "/v1/inference",
                 "/v1/predict",
                 "/v1/result/{task_id}",

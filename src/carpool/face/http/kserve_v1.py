@@ -12,6 +12,11 @@ from carpool.face.http.lists import ListCall, ListFace, check_size, fields_of, p
 _decode_object = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
+def alive(exchange: Exchange, _: str) -> None:
+    """What KServe's client asks for at `/` to see whether a server lives."""
+    exchange.respond(200, b'{"status":"alive"}')
+
+
 class KServeV1Face(ListFace):
     """The rows of a call are its inputs."""
 

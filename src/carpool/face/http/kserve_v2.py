@@ -80,11 +80,11 @@ class KServeV2Routes:
                 exchange.respond(200, msgspec.json.encode(about))
             case [b"health", b"live"]:
                 check_method(exchange, b"GET")
-                exchange.respond(200, b"{}")
+                exchange.respond(200, b'{"live":true}')
             case [b"health", b"ready"]:
                 check_method(exchange, b"GET")
                 is_ready = any(self._is_up(model.name) for model in self._intake.models())
-                self._tell_if(exchange, is_ready, b"{}")
+                self._tell_if(exchange, is_ready, b'{"ready":true}')
             case [b"models", name, b"versions", version, *rest] if len(rest) <= 1:
                 self._of_model(exchange, name, version.decode("latin-1"), rest)
             case [b"models", name, *rest] if len(rest) <= 1:

@@ -117,6 +117,13 @@ def list_paths(models: list[str], default_model: str) -> Json:
     )
     vectors: Json = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
     return {
+        "/": {
+            "get": {
+                "operationId": "alive",
+                "summary": "KServe V1: whether it lives",
+                "responses": {"200": answers("Yes", obj({"status": {"enum": ["alive"]}}, "status")), **errors(PROBLEM)},
+            }
+        },
         EMBEDDINGS: post("embeddings", "OpenAI: embeddings", embeddings, answers("The embeddings", embedded)),
         COMPLETIONS: post("completions", "OpenAI: completions", completions, completed),
         "/v1/chat/completions": post("chat", "What to use in place of chat", {"type": "object"}, None),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from carpool.core.ports import RequestTraces
 from carpool.face.http.faces import COMPLETIONS, EMBED, EMBEDDINGS
-from carpool.face.http.kserve_v1 import KServeV1Face
+from carpool.face.http.kserve_v1 import KServeV1Face, alive
 from carpool.face.http.lists import Answers
 from carpool.face.http.openai import CompletionsFace, EmbeddingsFace, ModelRoutes
 from carpool.face.http.router import Router
@@ -26,5 +26,6 @@ def add_list_faces(
     router.add(b"POST", EMBED.encode(), TeiFace(intake, answers, traces).serve)
     router.add(b"POST", b"/v1/models/*:predict", KServeV1Face(intake, answers, traces).serve)
     router.add(b"POST", b"/v1/chat/completions", models.chat)
+    router.add(b"GET", b"/", alive)
     router.add(b"GET", b"/v1/models", models.all)
     router.add(b"GET", b"/v1/models/", models.one)

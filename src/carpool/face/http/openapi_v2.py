@@ -109,11 +109,14 @@ def v2_paths(models: Sequence[str], ref: Any, titles: Any) -> Json:
         shared = errors(400, 405, 431, 500)
         return {"get": {"operationId": operation, "summary": summary, "responses": {**responses, **shared}}}
 
-    any_object: Json = {"description": "Yes", "content": {"application/json": {"schema": {"type": "object"}}}}
+    def yes(word: str) -> Json:
+        said: Json = {"type": "object", "properties": {word: {"const": True}}, "required": [word]}
+        return {"description": "Yes", "content": {"application/json": {"schema": said}}}
+
     paths: Json = {
         "/v2": get("v2_server", "What this is", {"200": answer("This server", V2Server)}),
-        "/v2/health/live": get("v2_live", "Whether it lives", {"200": any_object}),
-        "/v2/health/ready": get("v2_ready", "Whether a model can be asked", {"200": any_object, **errors(503)}),
+        "/v2/health/live": get("v2_live", "Whether it lives", {"200": yes("live")}),
+        "/v2/health/ready": get("v2_ready", "Whether a model can be asked", {"200": yes("ready"), **errors(503)}),
     }
     if not models:
         return paths
@@ -135,7 +138,7 @@ def v2_paths(models: Sequence[str], ref: Any, titles: Any) -> Json:
     of_one = "/v2/models/{model}"
     for path, where, end in ((of_one, [model], ""), (of_one + "/versions/{version}", [model, version], "_version")):
         about = get(f"v2_model{end}", "What is known of a model", {"200": known, **refused})
-        ready = {"200": any_object, **refused, **errors(503)}
+        ready = {"200": yes("ready"), **refused, **errors(503)}
         paths[path] = {"parameters": where, **about}
         paths[f"{path}/ready"] = {
             "parameters": where,
