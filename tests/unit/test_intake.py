@@ -24,6 +24,7 @@ from carpool.core.errors import (
     QueueTimeout,
     Shed,
     UnknownModel,
+    UpstreamDown,
 )
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_WISHES, Caller, Wishes
@@ -51,9 +52,8 @@ class House:
         self.broker.when_work_arrives("m", lambda lane: None)
         tasks = Tasks(self.broker, journal, clock=self.clock)
         self.door = Door([TierRule(0.25, 0.5)], [self.broker.standing("m", 0)])
-        gate = self.gate = Gate(
-            self.broker, tasks, {"m": Pool([FakeUpstream()], self.clock)}, lowest_tier=0, doors={"m": self.door}
-        )
+        self.pool = Pool([FakeUpstream()], self.clock)
+        gate = self.gate = Gate(self.broker, tasks, {"m": self.pool}, lowest_tier=0, doors={"m": self.door})
         self.seats = Seats(
             gate.admit,
             gate.admit_task,
@@ -312,6 +312,19 @@ async def test_a_group_is_judged_as_a_whole_at_the_door(house: House) -> None:
     assert house.broker.held == 3
     house.ask_all(b'"y"', wishes=Wishes(timeout_s=1.0))
     assert isinstance(house.told[1][0], Shed)
+
+
+async def test_whether_the_upstream_is_down_is_decided_once_for_a_group(house: House) -> None:
+    """The first of it may be the probe of an endpoint that was down: until that is answered, nobody else comes in."""
+    house.broker.when_work_arrives("m", lambda lane: setattr(house.pool, "is_down", True))
+    house.ask_all(*[b'"x"'] * 3)
+    assert house.pool.is_down
+    assert (house.broker.held, house.told) == (3, [])
+    house.ask_all(*[b'"y"'] * 1)
+    house.ask_all(*[b'"y"'] * 2)
+    assert [type(error) for (error,) in house.told] == [UpstreamDown, UpstreamDown]
+    assert house.numbers == [0, None]
+    assert house.broker.held == 3
 
 
 async def test_what_comes_is_made_something_of_at_once(house: House) -> None:

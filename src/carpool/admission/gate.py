@@ -98,7 +98,9 @@ class Gate:
         if self.closed:
             return leaving()
         upstream = self._upstreams[request.model]
-        if upstream.is_down or (upstream.is_shut_to_some and upstream.is_shut_to(request.owner)):
+        if (
+            upstream.is_down or (upstream.is_shut_to_some and upstream.is_shut_to(request.owner))
+        ) and not request.is_judged:
             return upstream_down(upstream)
         door = self._doors.get(request.model)
         if door is None or request.is_judged:
@@ -111,6 +113,10 @@ class Gate:
     def judge_all(self, requests: Sequence[Request]) -> CarpoolError | None:
         """Why those of one call are not let in, all of them; if they are, each still has to be, with `admit`."""
         first = requests[0]
+        upstream = self._upstreams[first.model]
+        # Once for all: the first of them may take the only probe, by which the endpoint is down for the others.
+        if upstream.is_down or (upstream.is_shut_to_some and upstream.is_shut_to(first.owner)):
+            return upstream_down(upstream)
         if (refusal := self._broker.refusal_of_all(requests)) is not None:
             return refusal
         if (door := self._doors.get(first.model)) is not None:
