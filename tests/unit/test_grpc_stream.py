@@ -12,6 +12,7 @@ from carpool.broker.tasks import Tasks
 from carpool.core.errors import CarpoolError, Malformed
 from carpool.core.ports import Peer
 from carpool.core.request import Request
+from carpool.face.grpc import call as calls
 from carpool.face.grpc import stream as module
 from carpool.face.grpc.call import Problems
 from carpool.face.grpc.inference import Inference, InferenceSettings
@@ -97,6 +98,13 @@ async def stand() -> AsyncIterator[Stand]:
 async def settle_down() -> None:
     for _ in range(50):
         await asyncio.sleep(0)
+
+
+async def some_came_in(stand: Stand) -> None:
+    for _ in range(1000):
+        await asyncio.sleep(0)
+        if stand.broker.held:
+            return
 
 
 async def test_while_nobody_reads_little_is_taken(stand: Stand) -> None:
@@ -228,3 +236,47 @@ async def test_at_a_drain_what_came_is_answered(stand: Stand) -> None:
     assert [each.id for each in stand.call.answers] == ["a"]
     late = await stand.start()
     assert late is not None and late.code == "draining"
+
+
+async def test_many_in_one_message_come_in_over_some_turns(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whatever happens between: all of them came before the drain."""
+    monkeypatch.setattr(calls, "TURN_S", 0.0)
+    running = stand.start()
+    stand.call.is_reading.set()
+    stand.call.ask(*map(str, range(100)))
+    await some_came_in(stand)
+    assert stand.broker.held < 100
+    stand.streams.drain()
+    while not running.done():
+        await asyncio.sleep(0)
+        stand.answer_all()
+    assert sorted(int(each.id) for each in stand.call.answers) == list(range(100))
+    ended = await running
+    assert ended is not None and ended.code == "draining"
+
+
+async def test_who_leaves_while_a_message_is_taken_leaves_nothing(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "TURN_S", 0.0)
+    running = stand.start()
+    stand.call.ask(*map(str, range(100)))
+    await some_came_in(stand)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await settle_down()
+    assert stand.broker.held == 0
+
+
+async def test_a_defect_at_the_door_during_a_drain_leaves_nobody_waiting(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "TURN_S", 0.0)
+    running = stand.start()
+    stand.call.ask(*map(str, range(100)))
+    await some_came_in(stand)
+    stand.streams.drain()
+    monkeypatch.setattr(module.Stream, "_ask", None)
+    ended = await running
+    assert ended is not None and ended.code == "internal"
+    assert stand.broker.held == 0

@@ -5,7 +5,7 @@ that many are told is never raised.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import unquote
@@ -14,6 +14,7 @@ from carpool.core.errors import CarpoolError, Draining, Malformed, ReceiveTimeou
 from carpool.core.ports import Caller, Entry, Peer, RequestTraces
 from carpool.face.grpc.slow import SlowCalls
 from carpool.face.http.ids import request_id
+from carpool.face.http.kserve_v2 import TURN_S
 from carpool.face.intake import Intake
 
 # Of the metadata, what anybody here looks at. The rest is not even copied.
@@ -26,6 +27,7 @@ LINES_KEPT = 4096
 Metadata = tuple[tuple[str, str | bytes], ...]
 Answer = bytes | CarpoolError
 Told = TypeVar("Told")
+Made = TypeVar("Made")
 
 
 class Call:
@@ -193,3 +195,18 @@ def address_of(peer_name: str) -> str:
     """The address in grpcio's name of a peer, such as `ipv4:127.0.0.1:4711`; "" for a Unix socket."""
     kind, _, where = peer_name.partition(":")
     return unquote(where).rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
+
+
+async def in_turns(steps: Generator[None, None, Made]) -> Made:
+    """Do work that takes a while, a few milliseconds in each turn of the event loop."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + TURN_S
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            made: Made = end.value
+            return made
+        if loop.time() >= until:
+            await asyncio.sleep(0)
+            until = loop.time() + TURN_S

@@ -5,14 +5,14 @@ counts as n (face/tensor_rows.py, as over HTTP).
 """
 
 import asyncio
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from carpool.core.errors import CarpoolError, QueueFull, UnknownModel
 from carpool.core.outcome import Output
 from carpool.core.ports import NO_WISHES, Caller, Entry, Wishes
-from carpool.face.grpc.call import Answer, Call, Method, Problems, tell
+from carpool.face.grpc.call import Answer, Call, Method, Problems, in_turns, tell
 from carpool.face.grpc.v2_messages import (
     InferCall,
     ModelName,
@@ -28,13 +28,11 @@ from carpool.face.grpc.v2_messages import (
 from carpool.face.http.faces import INFER, model_with_face
 from carpool.face.http.gateway import too_large_for, wishes_in
 from carpool.face.http.ids import acceptable_id, given_id
-from carpool.face.http.kserve_v2 import TURN_S, check_version, metadata_of
+from carpool.face.http.kserve_v2 import check_version, metadata_of
 from carpool.face.http.lists import Answers
 from carpool.face.intake import Intake, ServedModel, new_request_id
 from carpool.face.tensor_rows import Row, join_rows, read_row
 from carpool.version import __version__
-
-Made = TypeVar("Made")
 
 
 class KServeV2:
@@ -213,18 +211,3 @@ def of_row(error: CarpoolError, number: int) -> CarpoolError:
         predicted_wait_ms=error.predicted_wait_ms,
         header_lines=error.header_lines,
     )
-
-
-async def in_turns(steps: Generator[None, None, Made]) -> Made:
-    """Do work that takes a while, a few milliseconds in each turn of the event loop."""
-    loop = asyncio.get_running_loop()
-    until = loop.time() + TURN_S
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            made: Made = end.value
-            return made
-        if loop.time() >= until:
-            await asyncio.sleep(0)
-            until = loop.time() + TURN_S

@@ -3,6 +3,8 @@
 What is read has limits: a message with too many fields, or too many requests, is Malformed before much of it was read.
 """
 
+from collections.abc import Generator
+
 import msgspec
 
 from carpool.core.errors import CarpoolError, Malformed, RateLimited, all_errors
@@ -98,8 +100,11 @@ def read_submit(message: Message) -> tuple[PredictCall, str]:
     return read_predict(found), callback_url
 
 
-def read_stream(message: bytes) -> tuple[list[tuple[str, Message]], list[str]]:
-    """A PredictStreamRequest: ids with their PredictRequests, which nobody has read yet, and ids to cancel."""
+def read_stream(message: bytes) -> Generator[None, None, tuple[list[tuple[str, Message]], list[str]]]:
+    """A PredictStreamRequest: ids with their PredictRequests, which nobody has read yet, and ids to cancel.
+
+    There may be many: it yields after each, so that others can have a turn.
+    """
     asked: list[tuple[str, Message]] = []
     cancelled: list[str] = []
     try:
@@ -114,6 +119,7 @@ def read_stream(message: bytes) -> tuple[list[tuple[str, Message]], list[str]]:
                     elif part == 2:
                         request = as_message(content)
                 asked.append((own_id, request))
+                yield
             elif number == 2:
                 cancelled.append(as_text(value))
     except BadMessageError as fault:

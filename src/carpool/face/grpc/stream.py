@@ -8,12 +8,13 @@
 5. A message that is not what it should be, or an id that is in flight already, ends the stream: nobody could say whose
    the next answer is. What is wrong with a request is told in its own answer.
 6. At a drain nothing more is read; what came is answered, then the stream ends with UNAVAILABLE.
+7. A message with many requests is taken over some turns of the event loop: others have theirs between.
 
 A read is never cancelled: grpcio would lose what came. The end of the call ends it.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Caller, Entry
 from carpool.core.protobuf import Message
 from carpool.core.request import DONE, Request
-from carpool.face.grpc.call import Call, leaving
+from carpool.face.grpc.call import Call, in_turns, leaving
 from carpool.face.grpc.messages import Answers, error_message, read_predict, read_stream, streamed
 from carpool.face.http.places import Places
 from carpool.face.intake import as_error, new_request_id
@@ -122,7 +123,7 @@ class Stream:
 
     def end(self, why: CarpoolError | None, *, at_once: bool) -> None:
         """Read no more; and wait for no more outcomes, if that is to be."""
-        if not self._is_ended:
+        if not self._is_broken and (at_once or not self._is_ended):
             self._is_ended, self._is_broken, self._end = True, at_once, why
             ring(self._wake)
 
@@ -157,7 +158,7 @@ class Stream:
                 if message is None:
                     self.end(None, at_once=False)
                 elif not self._is_ended:
-                    self._take(message)
+                    await self._take(message)
                     del message
                     while self._is_full() and not self._is_ended:
                         self._room = asyncio.get_running_loop().create_future()
@@ -165,7 +166,7 @@ class Stream:
         except CarpoolError as error:
             self.end(error, at_once=True)
         except Exception as failure:
-            if not self._is_ended:  # else the call has ended meanwhile, and with it the read
+            if not self._is_broken:  # else the call has ended meanwhile, and with it the read
                 self.end(as_error(failure), at_once=True)
 
     def _is_full(self) -> bool:
@@ -176,22 +177,31 @@ class Stream:
         """Who asks: looked at with each message, for a credential may end before the stream does."""
         return self._call.peer.caller or self._intake.identify(self._call.headers, self._call.peer)
 
-    def _take(self, message: bytes) -> None:
+    async def _take(self, message: bytes) -> None:
         caller = self.caller()
-        asked, cancelled = read_stream(message)
-        for own_id, request in asked:
+        asked, cancelled = await in_turns(read_stream(message))
+        if self._is_ended:
+            return
+        for own_id, _ in asked:
             if own_id in self._asked:
                 raise Malformed("an id is in flight already; give each request one of its own")
-            self._asked[own_id] = None
+            self._asked[own_id] = None  # from now on the stream waits for it, also at a drain
+        await in_turns(self._ask_each(caller, asked))
+        for own_id in cancelled:
+            if (taken_back := self._asked.get(own_id)) is not None:
+                self._intake.cancel(taken_back)
+
+    def _ask_each(self, caller: Caller, asked: Sequence[tuple[str, Message]]) -> Generator[None, None, None]:
+        for own_id, request in asked:
+            if self._is_broken:
+                return
             if caller.limit is None:
                 self._ask(own_id, caller, request)
             elif (entry := self._intake.enter(caller)) is None:
                 self._intake.when_known(caller, partial(self._known, own_id, caller, bytes(request)))
             else:
                 self._known(own_id, caller, request, entry)
-        for own_id in cancelled:
-            if (taken_back := self._asked.get(own_id)) is not None:
-                self._intake.cancel(taken_back)
+            yield
 
     def _known(self, own_id: str, caller: Caller, request: Message, entry: Entry) -> None:
         """It is known whether the client is within its limit."""
