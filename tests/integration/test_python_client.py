@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from carpool.client import AsyncClient, Client, Unreachable
+from carpool.client import AsyncClient, Client, Unreachable, asynchronous
 from carpool.client.wire import LostAnswer
 from carpool.core.errors import (
+    BrokerDown,
     CarpoolError,
     DeadlineExceeded,
     InternalError,
+    JournalFailed,
     Malformed,
     OverloadError,
     RateLimited,
@@ -29,7 +31,7 @@ from carpool.core.errors import (
 )
 from carpool.core.problem import problem_json
 from support.gateway import HeldGpu, eventually, serving
-from support.processes import GatewayProcess, until
+from support.processes import PATIENCE_S, GatewayProcess, until
 from support.stream_server import StreamServer, stream_server
 from support.upstreams import answer_bytes
 
@@ -259,6 +261,13 @@ class TestDeadlines:
                 await client.result("t", timeout_s=0.5)
             assert 1 < len(gateway.heads) <= 4  # it did not ask again at once
 
+    async def test_a_look_that_is_not_answered_is_not_the_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        done = answer_bytes(b'{"task_id":"t","status":"SUCCESS","output":1,"timestamp":"2026-01-01T00:00:00Z"}')
+        async with odd(None, done) as gateway, AsyncClient(gateway.url) as client:
+            monkeypatch.setattr(asynchronous, "POLL_S", 0.1)
+            monkeypatch.setattr(asynchronous, "CONNECT_S_MAX", 0.1)
+            assert (await client.result("t", timeout_s=PATIENCE_S)).output == 1
+
     async def test_places_are_free_again_after_cancelled_calls(self) -> None:
         async with odd(None) as gateway, AsyncClient(gateway.url, concurrency=4) as client:
             for round_number in range(20):
@@ -312,6 +321,12 @@ class TestRetries:
             with pytest.raises(LostAnswer):
                 await client.submit("x")
             assert len(gateway.heads) == 1
+        # Redis was lost while the task was written: the gateway does not know either.
+        for doubt in (BrokerDown("it may or may not have been accepted"), JournalFailed("the disk failed")):
+            async with odd(problem(doubt), accepted) as gateway, AsyncClient(gateway.url) as client:
+                with pytest.raises(type(doubt)):
+                    await client.submit("x")
+                assert len(gateway.heads) == 1
         # An answer that is not the gateway's own: a proxy's.
         async with (
             odd(answer_bytes(b"<h1>Bad gateway</h1>", 502), accepted) as gateway,

@@ -37,7 +37,7 @@ from carpool.client.wire import (
     task_in,
     timeout_ms,
 )
-from carpool.core.errors import CarpoolError, TooLarge, own_deadline_passed
+from carpool.core.errors import CarpoolError, DeadlineExceeded, TooLarge, own_deadline_passed
 from carpool.version import __version__
 
 try:
@@ -120,7 +120,10 @@ class AsyncClient:
                 while True:
                     asked = clock()
                     wait_s = max(0.0, min(POLL_S, deadline - asked))
-                    found = task_in(await self._ask(poll(task_id, int(wait_s * 1000)), wait_s + CONNECT_S_MAX))
+                    try:
+                        found = task_in(await self._ask(poll(task_id, int(wait_s * 1000)), wait_s + CONNECT_S_MAX))
+                    except DeadlineExceeded:  # of this look, which had no place or no answer: there is time for more
+                        found = None
                     if isinstance(found, TaskOutput):
                         return found
                     if found is not None:

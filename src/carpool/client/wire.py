@@ -7,10 +7,12 @@ from urllib.parse import quote
 import msgspec
 
 from carpool.core.errors import (
+    BrokerDown,
     CarpoolError,
     ClientError,
     GatewayError,
     InternalError,
+    JournalFailed,
     OverloadError,
     UpstreamError,
     all_errors,
@@ -18,6 +20,8 @@ from carpool.core.errors import (
 from carpool.core.problem import TYPE_PREFIX
 
 T = TypeVar("T")
+# What keeps tasks failed: it may have kept this one.
+DOUBTFUL = (BrokerDown, JournalFailed)
 _ERRORS = {kind.code: kind for kind in all_errors()}
 
 
@@ -104,7 +108,8 @@ class Call(NamedTuple):
 
     def may_repeat(self, error: CarpoolError) -> bool:
         """Whether it may be sent again after this error. One without a code is not the gateway's own refusal."""
-        nothing_came_of_it = error.code != CarpoolError.code or type(error) is Unreachable
+        is_refusal = error.code != CarpoolError.code and not isinstance(error, DOUBTFUL)
+        nothing_came_of_it = is_refusal or type(error) is Unreachable
         return error.retryable and (self.is_repeatable or nothing_came_of_it)
 
 
