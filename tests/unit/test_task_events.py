@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from carpool.core.errors import BrokerDown, CarpoolError, UnknownTask
+from carpool.core.errors import BrokerDown, CarpoolError, Unauthorized, UnknownTask
 from carpool.core.ports import Caller, Peer
 from carpool.core.task import TAKEN, QueuePlace, StoredTask
 from carpool.face.http.connection import Connection
@@ -159,6 +159,30 @@ def test_what_was_heard_is_not_told_again() -> None:
         assert client.told == [("queued", "q4")]
         assert Listening(done(), None, "Last-Event-ID: end").status == 204
         assert Listening(done(), None, "Last-Event-ID: q1").told == [("done", "end")]
+
+    run(main)
+
+
+def test_a_credential_that_is_revoked_hears_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        client = Listening(pending(1))
+        await asyncio.sleep(LOOK_S)
+
+        def nobody_knows(headers: dict[bytes, bytes], peer: Peer) -> Caller:
+            raise BrokerDown("away")
+
+        monkeypatch.setattr(client.board, "identify", nobody_knows)
+        await asyncio.sleep(2 * LOOK_S)
+        assert not client.transport.is_over
+
+        def revoked(headers: dict[bytes, bytes], peer: Peer) -> Caller:
+            raise Unauthorized("no")
+
+        monkeypatch.setattr(client.board, "identify", revoked)
+        await asyncio.sleep(LOOK_S + 1)
+        client.board.tell(done())
+        assert client.told == [("queued", "q1")]
+        assert client.transport.is_over and client.is_forgotten
 
     run(main)
 

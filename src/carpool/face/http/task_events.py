@@ -8,12 +8,13 @@
    misses places, never the outcome; the connection ends it by its own rules.
 4. The number of listeners is bounded, over all and for each owner.
 5. At a drain everybody is told when to come back, and the stream ends.
+6. A credential that is revoked or over ends its streams: it is looked at with each look at the task.
 """
 
 import asyncio
 import logging
 
-from carpool.core.errors import CarpoolError, InternalError
+from carpool.core.errors import CarpoolError, InternalError, Unauthorized
 from carpool.core.ports import Caller
 from carpool.core.task import StoredTask
 from carpool.core.timers import Every
@@ -72,7 +73,14 @@ class TaskEvents:
                 self.end(listener, retry_after(COME_BACK_S))
 
     def look_again(self, listener: "Listener") -> None:
-        """Wait for the outcome of a task that has none yet."""
+        """Wait for the outcome of a task that has none yet, unless the client may not hear of it any more (rule 6)."""
+        try:
+            self._intake.identify(listener.exchange.headers, listener.exchange.sink.peer)
+        except Unauthorized:
+            self.end(listener)
+            return
+        except CarpoolError:
+            pass  # nobody can say right now
         listener.look(self._intake, LOOK_S, forget=self._forget_after_read)
 
     def end(self, listener: "Listener", last: bytes = b"") -> None:
