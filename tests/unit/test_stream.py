@@ -508,6 +508,17 @@ async def test_frames_may_come_with_the_upgrade(stand: StreamStand, size: int) -
 # Rule 10
 
 
+async def test_pings_do_not_hold_up_a_drain(stand: StreamStand) -> None:
+    client = stand.connect()
+    for _ in range(2 * STEPS_A_TURN):
+        client.protocol.send_ping(b"")
+    client.feed(b"".join(client.protocol.data_to_send()))
+    client.feed(b"\x89")  # and a part of one
+    stand.streams.drain()
+    await client.messages()
+    assert client.protocol.close_rcvd is not None and client.protocol.close_rcvd.code == 1012
+
+
 async def test_at_a_drain_answers_come_first(stand: StreamStand) -> None:
     busy, idle = await in_flight(stand, 2), stand.connect()
     stand.streams.drain()

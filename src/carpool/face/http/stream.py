@@ -171,6 +171,7 @@ class Stream:
                     steps -= self._parse(self._unparsed.popleft())
                 else:
                     self._exchange.sink.pump()
+                    self.end_if_drained()  # what came before the drain may have been nothing to answer
                     return
         except Exception:
             logger.exception("a stream failed on what its client sent")
