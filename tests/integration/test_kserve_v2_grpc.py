@@ -1,9 +1,11 @@
 """KServe V2 over gRPC for clients: raw and typed contents, rows that ride apart, and what is refused."""
 
+import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -167,3 +169,15 @@ def test_whoever_leaves_takes_all_rows_with_it(gateway: GatewayProcess, client: 
     assert eventually(lambda: metric(gateway, "carpool_held_requests") == 0)
     assert call(client, "ServerLive").live
     assert Path(gateway.log).read_text().count("Traceback") == 0
+
+
+def test_a_task_of_bytes_has_a_result_that_every_face_can_read(client: GrpcClient, gateway: GatewayProcess) -> None:
+    numbers = struct.pack("<4f", 1, 2, 3, 4)
+    asked = {"model_id": "vector", "input_data": numbers}
+    at_once = client.method("Predict")(message("PredictRequest")(**asked), timeout=PATIENCE_S)
+    task = client.method("Submit")(message("SubmitRequest")(request=asked), timeout=PATIENCE_S)
+    look = message("GetResultRequest")(task_id=task.task_id, wait_ms=30_000)
+    result = client.method("GetResult")(look, timeout=PATIENCE_S)
+    assert json.loads(result.output) == json.loads(at_once.output)
+    with urlopen(f"http://127.0.0.1:{gateway.port}/v1/result/{task.task_id}", timeout=PATIENCE_S) as polled:
+        assert json.load(polled)["output"] == json.loads(at_once.output)

@@ -27,6 +27,7 @@ from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_WISHES, Admission, Caller, Cancels, Peer, Sharing, TaskBoard, Wishes
 from carpool.core.request import Request, Waiter
 from carpool.core.task import StoredTask
+from carpool.core.tensors import as_input
 from carpool.core.trace import Trace
 
 logger = logging.getLogger("carpool.face")
@@ -308,6 +309,7 @@ class Intake:
         if caller.models is not None:
             check_model(caller.models, model.name)
         settings, tier, now = self._settings, caller.tier, self._clock()
+        value = bytes(as_input(value))  # its output is kept as it comes, and read by any face: JSON for JSON
         request = Request(
             id=secrets.token_hex(16),  # unguessable: knowing the id is what lets a client read the result
             model=model.name,
