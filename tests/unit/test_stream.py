@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -506,6 +507,17 @@ async def test_frames_may_come_with_the_upgrade(stand: StreamStand, size: int) -
 
 
 # Rule 10
+
+
+async def test_requests_that_take_long_leave_turns_to_others(stand: StreamStand) -> None:
+    """Parameters of 14 KB each took a tenth of a second for all of a message."""
+    client = stand.connect()
+    times = count()
+    stand.streams.clock = lambda: next(times) / 1000
+    client.send(*[call(n) for n in range(STEPS_A_TURN // 2)])
+    assert 0 < stand.broker.held < STEPS_A_TURN // 2
+    await client.messages()
+    assert stand.broker.held == STEPS_A_TURN // 2
 
 
 async def test_pings_do_not_hold_up_a_drain(stand: StreamStand) -> None:

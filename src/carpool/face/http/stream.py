@@ -58,8 +58,10 @@ PING_S = 20.0
 SILENT_S = 60.0
 # When to come back after a drain.
 COME_BACK_S = 1
-# Work for one stream in a turn of the event loop: requests and frames; bytes of frames that are looked at together.
+# Work for one stream in a turn of the event loop: requests and frames, and seconds, for one may take as long as many;
+# bytes of frames that are looked at together.
 STEPS_A_TURN = 64
+TURN_S = 0.005
 SLICE_BYTES = 8 * 1024
 # A message with answers is not made longer than this, unless it has one alone.
 MESSAGE_BYTES = 256 * 1024
@@ -162,8 +164,9 @@ class Stream:
     def _work(self) -> None:
         """Do some of what there is to do (rule 6), and the rest in the next turn."""
         try:
-            steps = STEPS_A_TURN
-            while steps > 0 and not self._is_over and not self._is_behind:
+            steps, clock = STEPS_A_TURN, self._streams.clock
+            until = clock() + TURN_S
+            while steps > 0 and clock() < until and not self._is_over and not self._is_behind:
                 if self._calls:
                     steps -= 1
                     self._begin(self._calls.popleft())
