@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,22 @@ class TestWhoLeaves:
                 return await held() == 0
 
             await until(is_nobody_there)
+        gpu.release()
+
+    def test_an_interrupt_ends_a_stream_as_itself(
+        self, held_gateway: GatewayProcess, gpu: HeldGpu, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        wait, calls = Future.result, gpu.calls
+
+        def interrupted(future: Future[Any]) -> None:
+            monkeypatch.setattr(Future, "result", wait)
+            assert eventually(lambda: gpu.calls > calls)
+            raise KeyboardInterrupt
+
+        gpu.hold()
+        monkeypatch.setattr(Future, "result", interrupted)
+        with Client(f"http://127.0.0.1:{held_gateway.port}") as client, pytest.raises(KeyboardInterrupt):
+            list(client.stream(["x"]))
         gpu.release()
 
     def test_a_client_that_closes_ends_what_is_under_way(self, held_gateway: GatewayProcess, gpu: HeldGpu) -> None:

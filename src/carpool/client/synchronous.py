@@ -72,7 +72,7 @@ class Client:
                 yield answer
         finally:
             if not self._is_closed:
-                self._run(answers.aclose())
+                self._run(_close(answers))
 
     def map(
         self,
@@ -110,6 +110,13 @@ class Client:
 
 async def _next(answers: AsyncGenerator[Answer, None]) -> Answer | None:
     return await anext(answers, None)
+
+
+async def _close(answers: AsyncGenerator[Answer, None]) -> None:
+    # Whoever was interrupted while it waited has cancelled that, which takes a moment; nothing tells when.
+    while answers.ag_running:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await answers.aclose()
 
 
 def _readable(inputs: Iterable[Any]) -> Iterable[Any] | AsyncIterable[Any]:
