@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.xdist_group("grpc face")
 SIM = "sim:?latency_ms=5&slots=8"
 KEY = "cp_" + "k" * 40
 PATIENT = {"broker.queue_timeout_s": 600, "broker.total_timeout_s": 600, "upstream.timeout_s": 600}
+STREAMS_MAX = 20
 MALFORMED_MESSAGES = int(os.environ.get("CARPOOL_TEST_FUZZ", "400"))
 
 
@@ -61,6 +63,8 @@ def slow(tmp_path_factory: pytest.TempPathFactory, gpu: HeldGpu) -> Iterator[Gat
     folder = tmp_path_factory.mktemp("slow")
     (folder / "carpool.toml").write_text(
         f"""
+        [stream]
+        streams_max = {STREAMS_MAX}
         [auth]
         mode = "keys"
         [keys.one]
@@ -85,7 +89,8 @@ def held(slow: GatewayProcess, gpu: HeldGpu) -> Iterator[GrpcClient]:
     assert eventually(lambda: metric(slow, "carpool_held_requests") == 0)
 
 
-AUTH: dict[str, Any] = {"metadata": [("authorization", f"Bearer {KEY}")]}
+BEARER = "authorization", f"Bearer {KEY}"
+AUTH: dict[str, Any] = {"metadata": [BEARER]}
 
 
 class Stream:
@@ -302,6 +307,21 @@ class TestStream:
         stream.close()
         assert stream.ended() is None
         assert all(json.loads(stream.answers[text[:20]].response.output) == text[::-1] for text in texts)
+
+    def test_who_stays_takes_no_owner_s_place(self, held: GrpcClient, slow: GatewayProcess) -> None:
+        """For reflection no credential is needed, and such a stream may rest for ever."""
+        assert eventually(lambda: metric(slow, "carpool_grpc_calls") == 0)
+        with ExitStack() as stack:
+            for _ in range(STREAMS_MAX):
+                peer = stack.enter_context(Http2Peer(slow.grpc_port))
+                peer.call("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
+            assert eventually(lambda: metric(slow, "carpool_grpc_calls") == STREAMS_MAX)
+            one_more = stack.enter_context(Http2Peer(slow.grpc_port))
+            one_more.call("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
+            assert one_more.status() == "8"  # RESOURCE_EXHAUSTED
+            stack.enter_context(Http2Peer(slow.grpc_port)).call("/carpool.v1.Inference/PredictStream", BEARER)
+            assert eventually(lambda: metric(slow, "carpool_grpc_calls") == STREAMS_MAX + 1)
+        assert eventually(lambda: metric(slow, "carpool_grpc_calls") == 0)
 
     def test_a_bad_message_ends_it(self, client: GrpcClient) -> None:
         call = client.channel.stream_stream("/carpool.v1.Inference/PredictStream")(

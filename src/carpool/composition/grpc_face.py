@@ -31,15 +31,17 @@ def make_grpc_server(
     tasks = settings.tasks
     own = InferenceSettings(tasks.wait_ms_max, tasks.forget_after_read, limits.unread_bytes_max)
     places = Places("streams", settings.stream.streams_max, settings.stream.per_owner_max)
+    # For whoever shows no credential, from as many addresses as it likes: owners' streams are not refused for those.
+    strangers = Places("such streams", settings.stream.streams_max, settings.stream.per_owner_max)
     services: list[Service] = [
         Inference(intake, own, problems, places, callback_check(settings.webhooks)),
         KServeV2(intake, is_up, answers, problems),
     ]
     served = [service.name for service in services]
-    health = Health(check_ready, served, places, ground.clock)
+    health = Health(check_ready, served, strangers, ground.clock)
     services.append(health)
     names = [*served, Health.name, *NAMES]
-    services += [Reflection(name, names, places) for name in NAMES]
+    services += [Reflection(name, names, strangers) for name in NAMES]
     return GrpcServer(
         services,
         GrpcLimits(
