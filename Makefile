@@ -3,10 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 INTEROP := triton kserve infinity tritonclient openai2 openai3 envoy
 # Most tests wait for processes and sockets: more workers than two cores. Unit and property tests compute: one for each.
-WORKERS ?= 4
+WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis promtool postgresql chromium demo check test prometheus eyes pictures lint format docs protos bench overload chaos interop clean
+.PHONY: help setup redis promtool postgresql chromium demo check test prometheus eyes pictures lint format docs protos bench overload chaos interop clean pytest
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -49,7 +49,11 @@ check: setup lint ## while you work: lint, types, unit and property tests
 # several processes. What fails alone too is broken. 1: some tests failed; anything else is no matter of chance.
 again = { test $$? -eq 1 && echo "failed beside others; again, alone:" && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 3; }
 
-test: setup lint redis ## every check: ruff, mypy, import-linter, pytest
+# mypy has one core, the tests wait for processes: beside one another.
+test: setup redis ## every check: ruff, mypy, import-linter, pytest
+	@$(MAKE) --no-print-directory -j 2 lint pytest
+
+pytest: setup redis
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --maxfail 12 || $(again) || $(again)
 
 postgresql: ## install Debian's postgresql if there is none
