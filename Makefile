@@ -45,16 +45,17 @@ demo: setup ## start a gateway and 8 simulated GPUs; shows where to look, and th
 check: setup lint ## while you work: lint, types, unit and property tests
 	@$(BIN)/python -m pytest -n auto tests/property tests/unit
 
-# What fails beside others is run again by itself, twice at most, and told: a machine that stands still for seconds breaks what waits for
-# several processes. What fails alone too is broken. 1: some tests failed; anything else is no matter of chance.
-again = { test $$? -eq 1 && echo "failed beside others; again, alone:" && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 3; }
-
 # mypy has one core, the tests wait for processes: beside one another.
 test: setup redis ## every check: ruff, mypy, import-linter, pytest
 	@$(MAKE) --no-print-directory -j 2 lint pytest
 
+# What fails beside others is run again by itself, twice at most, and told: a machine that stands still for seconds breaks what waits for
+# several processes. What fails alone too is broken. (1: some tests failed; anything else is no matter of chance.)
 pytest: setup redis
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --maxfail 12 || $(again) || $(again)
+	@failed=0; $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --maxfail 12 || failed=$$?; \
+	for time in once twice; do test $$failed -eq 1 || exit $$failed; \
+		echo "failed beside others; $$time more, alone:"; failed=0; \
+		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 3 || failed=$$?; done; exit $$failed
 
 postgresql: ## install Debian's postgresql if there is none
 	@test -n "$$(ls /usr/lib/postgresql/*/bin/postgres 2>/dev/null)" || { $(call install,postgres,postgresql); }

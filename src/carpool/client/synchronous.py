@@ -114,7 +114,7 @@ async def _next(answers: AsyncGenerator[Answer, None]) -> Answer | None:
 
 async def _close(answers: AsyncGenerator[Answer, None]) -> None:
     # Whoever was interrupted while it waited has cancelled that, which takes a moment; nothing tells when.
-    while answers.ag_running:  # noqa: ASYNC110
+    while getattr(answers, "ag_running", False):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     await answers.aclose()
 
