@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INTEROP := triton kserve infinity tritonclient openai2 openai3 envoy
-# Most tests wait for processes and sockets: more workers than two cores. Unit and property tests compute: one for each.
-WORKERS ?= 3
+# Tests of processes and sockets mostly wait: many more workers than two cores. Unit and property tests compute: one for each.
+WORKERS ?= 6
 
 .DEFAULT_GOAL := help
 .PHONY: help setup redis promtool postgresql chromium demo check test prometheus eyes pictures lint format docs protos bench overload chaos interop clean pytest
