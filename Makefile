@@ -5,6 +5,9 @@ INTEROP := triton kserve infinity tritonclient openai2 openai3 envoy
 # Tests of processes and sockets mostly wait: many more workers than two cores. Unit and property tests compute: one for each.
 WORKERS ?= 6
 
+# Each test of processes starts some: compiling Carpool anew for each would take half of their time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup redis promtool postgresql chromium demo check test prometheus eyes pictures lint format docs protos bench overload chaos interop clean pytest
 
