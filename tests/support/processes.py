@@ -200,7 +200,9 @@ def variable(key: str) -> str:
     return "CARPOOL_" + key.upper().replace(".", "_")
 
 
-def carpool(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.CompletedProcess[str]":
+def carpool(
+    *arguments: str, cwd: Path | None = None, patience_s: float = PATIENCE_S, **environment: str
+) -> "subprocess.CompletedProcess[str]":
     """Run a command of `carpool` to its end, in a wide terminal."""
     return subprocess.run(
         [sys.executable, "-m", "carpool", *arguments],
@@ -208,14 +210,14 @@ def carpool(*arguments: str, cwd: Path | None = None, **environment: str) -> "su
         env=CLEAN_ENVIRONMENT | {"COLUMNS": "200"} | environment,
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=patience_s,
         check=False,
     )
 
 
 async def run_dlq(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Run `carpool dlq`; whom it asks may be in this event loop."""
-    return await asyncio.to_thread(lambda: carpool("dlq", *arguments, cwd=None, **environment))
+    return await asyncio.to_thread(lambda: carpool("dlq", *arguments, cwd=None, patience_s=PATIENCE_S, **environment))
 
 
 async def dlq(gateway: GatewayProcess, *arguments: str) -> str:

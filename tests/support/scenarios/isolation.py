@@ -147,8 +147,8 @@ async def one_bad_client(directory: Path, kind: Upstream, per_s: float, seconds:
 async def bursts_with_invalid(directory: Path, kind: Upstream, share: float, seconds: float) -> Run:
     """U6: 64 requests at once, of which this share is invalid, from everybody; then the next 64. One slot of 5 ms.
 
-    To find so many takes 50 calls a burst, and the door would refuse those who cannot be told apart within the 250 ms of
-    the lowest tier. Here everybody has a second.
+    To find so many takes 50 calls a burst, and the door would refuse those who cannot be told apart within the 250 ms
+    of the lowest tier. Here everybody has a second.
     """
     checker = Checker("U6", BAD_INPUTS)
     random = Random(SEED)

@@ -7,6 +7,7 @@ import socket
 import ssl
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
@@ -22,6 +23,9 @@ SWEEP_PARTS = 5
 # A connection this young at the end of listening is not idle: its request is on the way.
 NEW_S = 0.25
 BACKLOG = 4096
+# The event loop accepts one connection from a socket in a turn. At full load a turn takes ten milliseconds: a thousand
+# newcomers would wait for seconds, and be read by nobody. So it is given the same socket many times.
+LISTENERS = 32
 # Connections with TLS that are accepted in one turn of the event loop; and the pause when no file is left for one.
 ACCEPTED_AT_ONCE = 64
 NO_FILES_PAUSE_S = 0.1
@@ -43,7 +47,7 @@ class HttpServer:
 
     def __init__(self, handler: Callable[[Exchange], None], limits: HttpLimits, clock: Clock = monotonic) -> None:
         self.state = HttpState(handler, limits, clock)
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._tls: ssl.SSLContext | None = None
         # Duplicates of the listening sockets: with TLS it is they that accept, and without they still do when the
         # server's own are closed.
@@ -70,12 +74,15 @@ class HttpServer:
         self.state.error_pace = ErrorPace()
         where: dict[str, Any] = {"host": host, "port": port} if listening is None else {"sock": listening}
         # With TLS we accept by ourselves: who has not agreed upon it yet must count, but asyncio does not tell of it.
-        self._server = await loop.create_server(
-            lambda: Connection(self.state), **where, backlog=BACKLOG, start_serving=tls is None
-        )
+        make, options = partial(Connection, self.state), {"backlog": BACKLOG, "start_serving": tls is None}
+        self._servers = [await loop.create_server(make, **where, **options)]
         self._tls = tls
-        self._listeners = [socket.socket(fileno=os.dup(listening.fileno())) for listening in self._server.sockets]
-        if tls is not None:
+        own = self._servers[0].sockets
+        self._listeners = [duplicate(listening) for listening in own]
+        if tls is None:
+            others = [duplicate(listening) for listening in own for _ in range(LISTENERS - 1)]
+            self._servers += [await loop.create_server(make, sock=each, **options) for each in others]
+        else:
             for listener in self._listeners:
                 listener.listen(BACKLOG)
                 listener.setblocking(False)
@@ -102,10 +109,11 @@ class HttpServer:
 
     def stop_listening(self) -> None:
         """Accept no new connection; those there are go on."""
-        if self._server is None:
+        if not self._servers:
             return
-        self._server.close()
-        self._server = None
+        for server in self._servers:
+            server.close()
+        self._servers = []
         for timer in self._accept_timers.values():
             timer.cancel()
         for listener in self._listeners:
@@ -247,6 +255,11 @@ class HttpServer:
             connection.acked_then = acked
         elif now - connection.stalled_since >= limits.write_timeout_s:
             transport.abort()
+
+
+def duplicate(listening: Any) -> socket.socket:
+    """The same socket, with a file of its own."""
+    return socket.socket(fileno=os.dup(listening.fileno()))
 
 
 def close_after_the_last(listener: socket.socket) -> list[socket.socket]:
