@@ -24,7 +24,7 @@ from carpool.tracking.records import RequestEntry
 from carpool.tracking.stores import BadRowsError, StoreAwayError, StoreUnusableError
 from support.client import Connection, inference_body
 from support.postgres import PostgresServer, running_postgres
-from support.processes import PATIENCE_S, GatewayProcess, carpool, running_gateway, until
+from support.processes import PATIENCE_S, GatewayProcess, carpool, carpool_for, running_gateway, until
 from support.redis_fleet import fleet_over
 from support.redis_servers import RedisServer
 from support.tracking import batches, outcomes, tracked, until_written
@@ -372,7 +372,7 @@ async def bench(port: int, report: Path, seconds: float) -> dict[str, Any]:
     url, rate = f"http://127.0.0.1:{port}", f"{RATE:g}"
     flags = ["--rate", rate, "--duration", f"{seconds:g}s", "--payload-bytes", "200", "--timeout", "60s"]
     flags += ["--json", str(report), "--quiet"]
-    done = await asyncio.to_thread(lambda: carpool("bench", url, *flags, patience_s=seconds + PATIENCE_S))
+    done = await asyncio.to_thread(carpool_for, seconds + PATIENCE_S, ["bench", url, *flags])
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(await asyncio.to_thread(report.read_text))
     assert (told["errors"], told["wrong"], told["unanswered"]) == (0, 0, 0)

@@ -200,24 +200,29 @@ def variable(key: str) -> str:
     return "CARPOOL_" + key.upper().replace(".", "_")
 
 
-def carpool(
-    *arguments: str, cwd: Path | None = None, patience_s: float = PATIENCE_S, **environment: str
-) -> "subprocess.CompletedProcess[str]":
+def carpool(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Run a command of `carpool` to its end, in a wide terminal."""
+    return carpool_for(PATIENCE_S, arguments, cwd, environment)
+
+
+def carpool_for(
+    seconds: float, arguments: Sequence[str], cwd: Path | None = None, environment: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """The same for a command that may take so long."""
     return subprocess.run(
         [sys.executable, "-m", "carpool", *arguments],
         cwd=cwd,
-        env=CLEAN_ENVIRONMENT | {"COLUMNS": "200"} | environment,
+        env=CLEAN_ENVIRONMENT | {"COLUMNS": "200"} | dict(environment or {}),
         capture_output=True,
         text=True,
-        timeout=patience_s,
+        timeout=seconds,
         check=False,
     )
 
 
 async def run_dlq(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Run `carpool dlq`; whom it asks may be in this event loop."""
-    return await asyncio.to_thread(lambda: carpool("dlq", *arguments, cwd=None, patience_s=PATIENCE_S, **environment))
+    return await asyncio.to_thread(lambda: carpool("dlq", *arguments, cwd=None, **environment))
 
 
 async def dlq(gateway: GatewayProcess, *arguments: str) -> str:

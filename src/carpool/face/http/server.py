@@ -74,14 +74,14 @@ class HttpServer:
         self.state.error_pace = ErrorPace()
         where: dict[str, Any] = {"host": host, "port": port} if listening is None else {"sock": listening}
         # With TLS we accept by ourselves: who has not agreed upon it yet must count, but asyncio does not tell of it.
-        make, options = partial(Connection, self.state), {"backlog": BACKLOG, "start_serving": tls is None}
-        self._servers = [await loop.create_server(make, **where, **options)]
+        make = partial(Connection, self.state)
+        self._servers = [await loop.create_server(make, **where, backlog=BACKLOG, start_serving=tls is None)]
         self._tls = tls
         own = self._servers[0].sockets
         self._listeners = [duplicate(listening) for listening in own]
         if tls is None:
             others = [duplicate(listening) for listening in own for _ in range(LISTENERS - 1)]
-            self._servers += [await loop.create_server(make, sock=each, **options) for each in others]
+            self._servers += [await loop.create_server(make, sock=each, backlog=BACKLOG) for each in others]
         else:
             for listener in self._listeners:
                 listener.listen(BACKLOG)
