@@ -24,8 +24,9 @@ SWEEP_PARTS = 5
 NEW_S = 0.25
 BACKLOG = 4096
 # The event loop accepts one connection from a socket in a turn. At full load a turn takes ten milliseconds: a thousand
-# newcomers would wait for seconds, and be read by nobody. So it is given the same socket many times.
-LISTENERS = 32
+# newcomers would wait for seconds, and be read by nobody. So it is given the same socket many times. Where processes
+# share it, all of them are woken for each newcomer: less often there.
+LISTENERS, SHARED_LISTENERS = 32, 4
 # Connections with TLS that are accepted in one turn of the event loop; and the pause when no file is left for one.
 ACCEPTED_AT_ONCE = 64
 NO_FILES_PAUSE_S = 0.1
@@ -78,9 +79,10 @@ class HttpServer:
         self._servers = [await loop.create_server(make, **where, backlog=BACKLOG, start_serving=tls is None)]
         self._tls = tls
         own = self._servers[0].sockets
-        self._listeners = [duplicate(listening) for listening in own]
+        self._listeners = [duplicate(each) for each in own]
         if tls is None:
-            others = [duplicate(listening) for listening in own for _ in range(LISTENERS - 1)]
+            times = LISTENERS if listening is None else SHARED_LISTENERS
+            others = [duplicate(each) for each in own for _ in range(times - 1)]
             self._servers += [await loop.create_server(make, sock=each, backlog=BACKLOG) for each in others]
         else:
             for listener in self._listeners:
