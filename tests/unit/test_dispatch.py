@@ -415,7 +415,10 @@ def test_one_who_left_during_the_call_that_works_keeps_its_outcome() -> None:
 
     stand.run(main)
     assert isinstance(stand.witness.outcome(batch[0]), ClientLeft)
-    assert isinstance(stand.witness.outcome(batch[1]), Output)
+    answered = stand.witness.outcome(batch[1])
+    assert isinstance(answered, Output)
+    # The seconds of the call are shared by all whom it answers: no part of them is nobody's.
+    assert answered.call.gpu_s == answered.call.upstream_s > 0.0
 
 
 def test_nobody_is_sent_past_his_own_deadline() -> None:

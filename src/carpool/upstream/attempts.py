@@ -402,7 +402,8 @@ class Attempts:
             attempts=attempt,
             started_s=started - members[0].taken,
             batch_id="" if batch is None else batch.id,
-            gpu_s=seconds / len(members),
+            # Not by those who have left meanwhile: their part would be nobody's.
+            gpu_s=seconds / max(1, sum(request.phase != DONE for request in members)),
             reason="" if batch is None else batch.reason,
             search_s=searched_since(members[0], started) if is_search else 0.0,
             is_traced=traced is not None and is_kept(batch),
