@@ -4,7 +4,9 @@ The receiver is a real server that decodes what comes (tests/support/otlp.py).
 """
 
 import asyncio
+import json
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,9 +22,11 @@ from carpool.core.trace import read_traceparent
 from carpool.embedded import EmbeddedProcess
 from carpool.settings import load_settings
 from support.client import Response, ask_once, inference_body
+from support.grpc_client import message
 from support.otlp import Receiver, SeenSpan, receiver
 from support.processes import until
 from support.redis_servers import RedisServer
+from support.tensor_gpu import tensor_gpu
 from support.upstreams import ScriptedUpstream, scripted_upstream
 
 CALLER_TRACE, CALLER_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -133,11 +137,80 @@ async def test_over_grpc_too(upstream: ScriptedUpstream, taking: Receiver) -> No
             await method(field(3, b'"in"'), metadata=metadata)
             with pytest.raises(grpc.RpcError):
                 await method(field(3, b"{"), metadata=metadata)
-    spans = [span for span in taking.spans if span.name.startswith("POST")]
+    spans = taking.named("carpool.v1.Inference/Predict")
     served, refused = sorted(spans, key=lambda span: "error.type" in span.attributes)
-    assert served.name == "POST /carpool.v1.Inference/Predict"
     assert refused.attributes["error.type"] == "malformed"
-    for span in (served, refused):
+    for span, status in ((served, 0), (refused, 3)):
+        assert (span.trace_id, span.parent_id) == (CALLER_TRACE, CALLER_SPAN)
+        told = span.attributes
+        assert (told["rpc.system"], told["rpc.service"], told["rpc.method"]) == (
+            "grpc",
+            "carpool.v1.Inference",
+            "Predict",
+        )
+        assert told["rpc.grpc.status_code"] == status
+        assert not any(name.startswith("http.") for name in told)
+
+
+async def test_a_caller_who_is_refused_at_the_door_is_traced_on_every_face(
+    upstream: ScriptedUpstream, taking: Receiver
+) -> None:
+    metadata = (("traceparent", f"00-{CALLER_TRACE}-{CALLER_SPAN}-01"),)
+    settings = {"tracing__sample_ratio": 0, "broker__waiting_max": 1, "shedding__mode": "off", "gateway__grpc_port": 0}
+    upstream.gate.clear()
+    async with running("serve", upstream, taking, **settings) as process:
+        held = asyncio.create_task(ask(process))
+        await until(lambda: upstream.in_flight == 1)
+        assert (await ask(process, headers=ASKED)).status == 503
+        for inputs in ("one", ["a", "few"], ["many"] * 300):
+            body = json.dumps({"input": inputs}).encode()
+            assert (await ask_once(process.port, "POST", "/v1/embeddings", body, ASKED)).status == 503
+        assert isinstance(process, EmbeddedProcess) and process.gateway.grpc is not None
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{process.gateway.grpc.port}") as channel:
+            with pytest.raises(grpc.RpcError):
+                await channel.unary_unary("/carpool.v1.Inference/Predict")(field(3, b'"in"'), metadata=metadata)
+            streamed = field(1, field(1, b"own id") + field(2, field(3, b'"in"')))
+            stream = channel.stream_stream("/carpool.v1.Inference/PredictStream")(iter([streamed]), metadata=metadata)
+            assert len([answer async for answer in stream]) == 1
+        upstream.gate.set()
+        assert (await held).status == 200
+    assert Counter(span.name for span in taking.spans) == Counter(
+        {
+            "POST /v1/inference": 1,
+            "POST /v1/embeddings": 3,
+            "carpool.v1.Inference/Predict": 1,
+            "carpool.v1.Inference/PredictStream": 1,
+        }
+    )
+    for span in taking.spans:
+        assert (span.trace_id, span.parent_id) == (CALLER_TRACE, CALLER_SPAN)
+        assert (span.attributes["error.type"], span.attributes["carpool.kept"]) == ("queue-full", "asked")
+
+
+async def test_rows_of_tensors_have_their_callers_trace_and_a_route(
+    upstream: ScriptedUpstream, taking: Receiver
+) -> None:
+    metadata = (("traceparent", f"00-{CALLER_TRACE}-{CALLER_SPAN}-01"),)
+    tensor: dict[str, Any] = {"name": "T", "datatype": "BYTES", "shape": [2, 1], "data": ["a", "b"]}
+    with tensor_gpu() as gpu:
+        gpus = {"upstream__endpoints": [f"http://127.0.0.1:{gpu.ports[0]}"], "upstream__protocol": "kserve_v2"}
+        settings = {"tracing__sample_ratio": 0, "gateway__grpc_port": 0, "model": "mirror"}
+        async with running("serve", upstream, taking, **gpus, **settings) as process:
+            for inputs, status in (([tensor], 200), ([], 400)):
+                body = json.dumps({"inputs": inputs}).encode()
+                answer = await ask_once(process.port, "POST", "/v2/models/mirror/infer", body, ASKED)
+                assert answer.status == status, answer.body
+            assert isinstance(process, EmbeddedProcess) and process.gateway.grpc is not None
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{process.gateway.grpc.port}") as channel:
+                asked = message("inference.ModelInferRequest")(model_name="mirror")
+                asked.inputs.add(name="T", datatype="BYTES", shape=[1, 1]).contents.bytes_contents.append(b"c")
+                method = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+                await method(asked.SerializeToString(), metadata=metadata)
+    over_http = taking.named("POST /v2/models/NAME/infer")
+    assert sorted(span.attributes["http.response.status_code"] for span in over_http) == [200, 200, 400]
+    over_grpc = taking.named("inference.GRPCInferenceService/ModelInfer")
+    assert [span.attributes["rpc.grpc.status_code"] for span in over_grpc] == [0]
+    for span in (*over_http, *over_grpc):
         assert (span.trace_id, span.parent_id) == (CALLER_TRACE, CALLER_SPAN)
 
 

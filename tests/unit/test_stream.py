@@ -104,10 +104,22 @@ async def test_a_message_that_is_not_understood_is_told_so(stand: StreamStand, t
 
 async def test_an_id_that_is_in_flight_cannot_be_used_again(stand: StreamStand) -> None:
     client = await in_flight(stand, 1)
-    client.send(call(0, "another"))
-    assert (await client.answers())[None]["error"]["status"] == 400
+    for another in (call(0, "another"), {"id": 0}):  # the second is no request at all
+        client.send(another)
+        assert (await client.answers())[None]["error"]["status"] == 400
     stand.work()
     assert (await client.answers())[0]["output"] == "input 0"
+
+
+async def test_what_is_wrong_and_has_an_id_in_flight_lets_nobody_have_more(stand: StreamStand) -> None:
+    """Its error made the stream forget the other: so many could be in flight as one liked, and stayed there."""
+    client = stand.connect()
+    for number in range(600):
+        client.send(call(number), {"id": number})
+        await client.messages()
+    assert stand.broker.held == 500
+    client.leave()
+    assert stand.is_clean
 
 
 async def test_a_defect_while_an_answer_is_written_is_that_answer_s_alone(
@@ -552,18 +564,34 @@ class Traces:
     def begin(self, headers: dict[bytes, bytes]) -> Trace:
         return Trace(bytes(16), bytes(8))
 
-    def refused(self, method: bytes, target: bytes, headers: dict[bytes, bytes], error: CarpoolError) -> None:
-        raise AssertionError("a request of a stream is no request of HTTP")
+    def __init__(self) -> None:
+        self.refusals: list[tuple[str, str | None]] = []
+
+    def refused(
+        self,
+        method: bytes,
+        target: bytes,
+        headers: dict[bytes, bytes],
+        error: CarpoolError,
+        route: str | None = None,
+    ) -> None:
+        self.refusals.append((error.code, route))
 
 
 async def test_requests_have_traces_of_their_own(stand: StreamStand) -> None:
-    stand.streams.traces = stand.server.state.traces = Traces()
+    traces = stand.streams.traces = stand.server.state.traces = Traces()
     client = stand.connect()
-    client.send(call(1), call(2, timeout_ms=5000), call(3, model="other"))
+    client.send(call(1), call(2, timeout_ms=5000), call(3, model="other"), call(4))
     assert set(await client.answers()) == {3}
-    done = stand.work()
+    (lane,) = stand.broker.lanes("m")
+    *done, failed = stand.broker.take(lane, 3, stand.clock())
     assert [request.trace is not None for request in done] == [True, True]
     assert [request.own_timeout_s for request in done] == [0.0, 5.0]
+    stand.broker.settle(failed, InputRefused("no"))
+    assert set(await client.answers()) == {4}
+    # Who was refused has no request to be traced with; and a request of a stream is none of HTTP.
+    assert traces.refusals == [("unknown-model", "")]
+    client.leave()
 
 
 async def test_what_frames_hold_is_never_logged(stand: StreamStand, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ from carpool.core.outcome import CallFacts, Output
 from carpool.core.request import Request
 from carpool.core.tally import RequestSeconds
 from carpool.core.trace import Trace, traceparent_of
+from carpool.telemetry import tracer as tracer_module
 from carpool.telemetry.otlp import Envelope
 from carpool.telemetry.tracer import LINE_MAX, Rules, Tracer
 from carpool.testing import FakeClock, Witness, make_output, make_request
@@ -112,6 +113,23 @@ def test_a_traceparent_that_cannot_be_read_begins_a_trace(text: bytes) -> None:
     assert Stand().tracer.begin({b"traceparent": text}) is None
     trace = Stand(ratio=1.0).tracer.begin({b"traceparent": text})
     assert trace is not None and trace.parent_id == b""
+
+
+def test_what_a_caller_says_is_read_once_for_all_requests_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call may have thousands, and a `tracestate` takes long to read: the event loop would stand still."""
+    read: list[str] = []
+
+    def reading(text: str) -> str:
+        read.append(text)
+        return "a=1"
+
+    monkeypatch.setattr(tracer_module, "read_tracestate", reading)
+    tracer = Stand().tracer
+    own, others = (headers(id_ * 16, is_sampled=True, state=b"," * 9000) for id_ in (b"\1", b"\2"))
+    traces = [tracer.begin(own) for _ in range(2048)] + [tracer.begin(others)]
+    assert len(read) == 2
+    assert [trace.trace_id[:1] for trace in traces if trace is not None] == [b"\1"] * 2048 + [b"\2"]
+    assert len({trace.span_id for trace in traces if trace is not None and trace.state == "a=1"}) == 2049
 
 
 def test_where_callers_are_not_followed_they_begin_a_trace() -> None:

@@ -9,6 +9,21 @@ Every refusal or failure that a client can see is one of these classes. A class 
 
 from typing import ClassVar
 
+# gRPC's status codes, by the names that the tree has for them.
+GRPC_STATUS = {
+    "CANCELLED": 1,
+    "UNKNOWN": 2,
+    "INVALID_ARGUMENT": 3,
+    "DEADLINE_EXCEEDED": 4,
+    "NOT_FOUND": 5,
+    "PERMISSION_DENIED": 7,
+    "RESOURCE_EXHAUSTED": 8,
+    "UNIMPLEMENTED": 12,
+    "INTERNAL": 13,
+    "UNAVAILABLE": 14,
+    "UNAUTHENTICATED": 16,
+}
+
 
 class CarpoolError(Exception):
     """The root: never raised itself."""

@@ -454,8 +454,18 @@ class RequestTraces(Protocol):
         """The trace of a new request with these headers (names in lower case); None if it need not have one yet."""
         ...
 
-    def refused(self, method: bytes, target: bytes, headers: dict[bytes, bytes], error: CarpoolError) -> None:
-        """A request was answered with an error and never came in."""
+    def refused(
+        self,
+        method: bytes,
+        target: bytes,
+        headers: dict[bytes, bytes],
+        error: CarpoolError,
+        route: str | None = None,
+    ) -> None:
+        """A request was answered with an error and never came in.
+
+        `route`, where it did not come over HTTP: `service/method` of gRPC, or "" for a message of a stream.
+        """
         ...
 
 

@@ -282,6 +282,8 @@ class Intake:
             if refusal is not None:
                 group.requests.pop()
                 request.settle(refusal, now)
+            else:
+                group.came_in = True
 
     def _end_all(self, requests: Sequence[Request], error: CarpoolError) -> None:
         """Those that did not come in: what they hold is not needed any more."""
@@ -410,6 +412,8 @@ class Group:
         self._missing = size
         # Those that came in.
         self.requests: list[Request] = []
+        # Whether there were such; an error of the call is then traced with them.
+        self.came_in = False
         # Answered, or left.
         self.is_over = False
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from urllib.parse import urlsplit
 
 from carpool.core.batch import Batch
-from carpool.core.errors import CarpoolError
+from carpool.core.errors import GRPC_STATUS, CarpoolError
 from carpool.core.outcome import CallFacts
 from carpool.core.request import Request, facts_of_failure
 from carpool.core.trace import SAMPLED, BatchTrace, CallTrace, Trace, trace_of_batch
@@ -103,16 +103,8 @@ class Spans:
         key = (method, route, trace.why, error.code)
         rest = self._common.get(key) or self._remember(
             key,
-            named(f"{method} {route}" if route else method, SERVER)
-            + attributes(
-                [
-                    ("http.request.method", method),
-                    ("http.route", route or None),
-                    ("http.response.status_code", error.status),
-                    ("error.type", error.code),
-                    ("carpool.kept", trace.why),
-                ]
-            )
+            face_part(method, route, error)
+            + attributes([("error.type", error.code), ("carpool.kept", trace.why)])
             + (ERROR if error.status >= 500 else b""),
         )
         if trace.state:
@@ -142,14 +134,9 @@ class Spans:
             yield span(trace.trace_id, call.span_id, trace.span_id, started_ns, ended_ns, _OF_HERE, rest)
 
     def _request_part(self, request: Request, route: str, why: str, error: CarpoolError | None) -> bytes:
-        is_http = bool(route)
-        status = 200 if error is None else error.status
-        name = named("task", CONSUMER) if request.is_task else named(f"POST {route}" if route else "inference", SERVER)
-        part = name + attributes(
+        part = named("task", CONSUMER) if request.is_task else face_part("POST" if route else "", route, error)
+        part += attributes(
             [
-                ("http.request.method", "POST" if is_http else None),
-                ("http.route", route or None),
-                ("http.response.status_code", status if is_http else None),
                 ("error.type", None if error is None else error.code),
                 ("gen_ai.request.model", request.model),
                 ("carpool.tier", self._tiers[min(request.tier, len(self._tiers) - 1)]),
@@ -158,7 +145,7 @@ class Spans:
             ]
         )
         # A client's own fault is none of the server's, by convention.
-        return part + ERROR if status >= 500 else part
+        return part + ERROR if error is not None and error.status >= 500 else part
 
     def _remember_call(self, call: CallFacts, batch: Batch | None) -> bytes:
         part = attributes(
@@ -184,6 +171,30 @@ class Spans:
             self._common.clear()
         self._common[key] = part
         return part
+
+
+def face_part(method: str, route: str, error: CarpoolError | None) -> bytes:
+    """What a span says of how its request came: over HTTP, by gRPC (`service/method`), or in a message of a stream."""
+    if not method:
+        return named("inference", SERVER)
+    if route and route[0] != "/":
+        service, _, call = route.rpartition("/")
+        status = 0 if error is None else GRPC_STATUS[error.grpc_code]
+        return named(route, SERVER) + attributes(
+            [
+                ("rpc.system", "grpc"),
+                ("rpc.service", service),
+                ("rpc.method", call),
+                ("rpc.grpc.status_code", status),
+            ]
+        )
+    return named(f"{method} {route}" if route else method, SERVER) + attributes(
+        [
+            ("http.request.method", method),
+            ("http.route", route or None),
+            ("http.response.status_code", 200 if error is None else error.status),
+        ]
+    )
 
 
 def link_to_batch(batch_id: str) -> bytes:

@@ -10,6 +10,7 @@
 5. What is to be packed waits in a bounded line, and is packed a little at a time. What has no room is counted.
 """
 
+import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from carpool.core.trace import (
     BY_RATIO,
     BatchTrace,
     CallTrace,
+    Given,
     Trace,
     read_traceparent,
     read_tracestate,
@@ -47,6 +49,11 @@ SPANS_OF_ONE = 2
 # Targets whose name is a route; others may hold anything.
 PATHS = ("/v1/inference", "/v1/predict", "/v1/embeddings", "/v1/completions", "/embed")
 ROUTES = {path.encode(): path for path in PATHS}
+# Those with the name of a model in them.
+OF_MODELS = (
+    (re.compile(rb"/v1/models/[^/]+:predict").fullmatch, "/v1/models/NAME:predict"),
+    (re.compile(rb"/v2/models/[^/]+(/versions/[^/]+)?/infer").fullmatch, "/v2/models/NAME/infer"),
+)
 METHODS = {b"GET": "GET", b"HEAD": "HEAD", b"POST": "POST", b"PUT": "PUT", b"DELETE": "DELETE", b"OPTIONS": "OPTIONS"}
 
 
@@ -95,6 +102,9 @@ class Tracer(Subscriber):
         # By model.
         self._slowest: defaultdict[str, Slowest] = defaultdict(lambda: Slowest(rules.slow_share))
         self._spans = Spans(tiers, self._new_span_id)
+        # The last headers of a caller, and what they say.
+        self._last_read = b"", b""
+        self._last_given: tuple[Given | None, str] = None, ""
         # What waits to be packed, and how many requests and batches that is.
         self._line: deque[tuple[int, Callable[..., None], tuple[Any, ...]]] = deque()
         self._waiting = 0
@@ -132,7 +142,14 @@ class Tracer(Subscriber):
         self._gap = ratio.gap()
         return Trace(ratio.kept_id(), self._new_span_id(), b"", True, "", BY_RATIO)
 
-    def refused(self, method: bytes, target: bytes, headers: dict[bytes, bytes], error: CarpoolError) -> None:
+    def refused(
+        self,
+        method: bytes,
+        target: bytes,
+        headers: dict[bytes, bytes],
+        error: CarpoolError,
+        route: str | None = None,
+    ) -> None:
         """A request was answered with an error and never came in."""
         trace: Trace | None = None
         if b"traceparent" in headers and self._follows:
@@ -146,24 +163,28 @@ class Tracer(Subscriber):
             self._refused_gap = self._ratio.gap()
             trace = Trace(self._ratio.kept_id(), self._new_span_id(), b"", True, "", BY_RATIO)
         if trace.is_sampled:
-            route, name = ROUTES.get(target, ""), METHODS.get(method, "_OTHER")
-            self._enter(1, self._pack_refusal, trace, name, route, error, self._clock())
+            name = "" if route == "" else METHODS.get(method, "_OTHER")
+            self._enter(
+                1,
+                self._pack_refusal,
+                trace,
+                name,
+                route_of(target) if route is None else route,
+                error,
+                self._clock(),
+            )
 
     def _given(self, headers: dict[bytes, bytes]) -> Trace | None:
         """The trace that a caller speaks of."""
-        given = read_traceparent(headers[b"traceparent"].decode("latin-1"))
+        pair = headers[b"traceparent"], headers.get(b"tracestate", b"")
+        if pair != self._last_read:  # the requests of one call have the same, and there may be thousands of them
+            parent, state = (each.decode("latin-1") for each in pair)
+            self._last_read, self._last_given = pair, (read_traceparent(parent), read_tracestate(state))
+        given, state = self._last_given
         if given is None:
             return None
-        state = headers.get(b"tracestate")
         why = ASKED if given.is_sampled else BY_RATIO if self._ratio.keeps(given.trace_id) else ""
-        return Trace(
-            given.trace_id,
-            self._new_span_id(),
-            given.span_id,
-            bool(why),
-            "" if state is None else read_tracestate(state.decode("latin-1")),
-            why,
-        )
+        return Trace(given.trace_id, self._new_span_id(), given.span_id, bool(why), state, why)
 
     # What the upstream stage calls (core.ports.CallTraces).
 
@@ -324,3 +345,9 @@ class Tracer(Subscriber):
 
     def _new_trace_id(self) -> bytes:
         return (self._random_bits(128) or 1).to_bytes(16)
+
+
+def route_of(target: bytes) -> str:
+    """The route of a target; "" if it is none, and so may hold anything."""
+    path = target.partition(b"?")[0]
+    return ROUTES.get(path) or next((route for matches, route in OF_MODELS if matches(path)), "")

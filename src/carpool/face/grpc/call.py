@@ -120,7 +120,7 @@ class Problems:
         """One more; a request that came in is traced by itself."""
         self._count(error.code)
         if self.traces is not None and not came_in:
-            self.traces.refused(b"POST", call.path.encode(), call.headers, error)
+            self.traces.refused(b"POST", b"", call.headers, error, call.path[1:])
 
 
 class Method(NamedTuple):

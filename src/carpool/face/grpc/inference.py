@@ -12,7 +12,7 @@ import msgspec
 from carpool.core.errors import CarpoolError, Malformed
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_WISHES, Caller, Wishes
-from carpool.core.request import Request
+from carpool.core.request import DONE, Request
 from carpool.core.task import StoredTask
 from carpool.core.webhook import URL_CHARS_MAX
 from carpool.face.grpc.call import Answer, Call, Method, Problems, enter, tell
@@ -51,7 +51,7 @@ class Inference:
 
     name = NAME
     # For traces.
-    route = f"/{NAME}/Predict"
+    route = f"{NAME}/Predict"
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Inference:
         model, parameters, value = self._parts(asked)
         wishes = self._wishes(call, asked, remaining_s)
         request = self.intake.ask(caller, model, parameters, value, request_id, waiter, ticket, asked.client_id, wishes)
-        call.came_in = True
+        call.came_in = request.phase != DONE  # else it was refused
         return request
 
     async def submit(self, call: Call) -> Answer:

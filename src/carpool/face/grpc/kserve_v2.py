@@ -110,12 +110,13 @@ class KServeV2:
             came=reply.came,
             wishes=wishes_of(call, timeout_s),
             begin_trace=begin,
+            route=f"{self.name}/ModelInfer",
         )
         is_several = len(rows) > 1
         del given, rows
-        call.came_in = not group.is_over
         try:
             outcomes, number = await reply.told
+            call.came_in = group.came_in
             if isinstance(outcomes[0], CarpoolError):
                 return outcomes[0] if number is None or not is_several else of_row(outcomes[0], number)
             version = reply.version or (model.tensors.version if model.tensors else "")

@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 import msgspec
 
-from carpool.core.errors import CarpoolError, Malformed, RateLimited, all_errors
+from carpool.core.errors import GRPC_STATUS, CarpoolError, Malformed, RateLimited, all_errors
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.problem import TYPE_PREFIX, Problem
 from carpool.core.protobuf import (
@@ -32,20 +32,6 @@ FIELDS_MAX = 32
 # Requests, and ids to cancel, in one message of a stream.
 STREAMED_MAX = 1024
 ID_BYTES_MAX = 128
-# gRPC's status codes, by the names that the error tree has for them.
-STATUS = {
-    "CANCELLED": 1,
-    "UNKNOWN": 2,
-    "INVALID_ARGUMENT": 3,
-    "DEADLINE_EXCEEDED": 4,
-    "NOT_FOUND": 5,
-    "PERMISSION_DENIED": 7,
-    "RESOURCE_EXHAUSTED": 8,
-    "UNIMPLEMENTED": 12,
-    "INTERNAL": 13,
-    "UNAVAILABLE": 14,
-    "UNAUTHENTICATED": 16,
-}
 _NOTHING: Message = b""
 _TASK_STATUS = {"PENDING": 1, "SUCCESS": 2, "FAILED": 3}
 
@@ -190,7 +176,7 @@ def error_message(error: CarpoolError, request_id: str) -> bytes:
 
 
 def _error(kind: type[CarpoolError], detail: str, request_id: str, retry_ms: int | None = None) -> bytes:
-    message = field(1, kind.code.encode()) + number_field(2, STATUS[kind.grpc_code]) + field(3, detail.encode())
+    message = field(1, kind.code.encode()) + number_field(2, GRPC_STATUS[kind.grpc_code]) + field(3, detail.encode())
     if kind.retryable:
         message += number_field(4, 1)
     if retry_ms is not None:
@@ -252,7 +238,7 @@ def status_message(error: CarpoolError, request_id: str) -> bytes:
         details.append(_detail("RetryInfo", field(1, number_field(1, error.retry_after_s))))
     if isinstance(error, RateLimited):
         details.append(_detail("QuotaFailure", field(1, field(1, b"owner") + field(2, error.detail.encode()))))
-    return number_field(1, STATUS[error.grpc_code]) + field(2, error.detail.encode()) + b"".join(details)
+    return number_field(1, GRPC_STATUS[error.grpc_code]) + field(2, error.detail.encode()) + b"".join(details)
 
 
 def _detail(name: str, content: bytes) -> bytes:

@@ -8,10 +8,10 @@ from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
-from carpool.core.errors import CarpoolError, Malformed
+from carpool.core.errors import GRPC_STATUS, CarpoolError, Malformed
 from carpool.core.protobuf import BadMessageError, Message, as_bytes, as_message, as_text, field, fields, number_field
 from carpool.face.grpc.call import Call, Method, leaving
-from carpool.face.grpc.messages import FIELDS_MAX, STATUS, malformed
+from carpool.face.grpc.messages import FIELDS_MAX, malformed
 from carpool.face.http.places import Places
 
 NAMES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
@@ -130,4 +130,4 @@ def answer(question: bytes, services: Sequence[str]) -> bytes:
 def _described(descriptors: Sequence[bytes]) -> bytes:
     if descriptors:
         return field(4, b"".join(field(1, each) for each in descriptors))
-    return field(7, number_field(1, STATUS["NOT_FOUND"]) + field(2, b"there is nothing of this name here"))
+    return field(7, number_field(1, GRPC_STATUS["NOT_FOUND"]) + field(2, b"there is nothing of this name here"))

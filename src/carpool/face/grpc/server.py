@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import CarpoolError, QueueFull
+from carpool.core.errors import GRPC_STATUS, CarpoolError, QueueFull
 from carpool.core.ports import Peer
 from carpool.face.grpc.call import Call, Method, Problems, Service, address_of, metadata_of
-from carpool.face.grpc.messages import STATUS, status_message
+from carpool.face.grpc.messages import status_message
 from carpool.face.grpc.slow import SlowCalls
 from carpool.face.intake import as_error
 
@@ -35,7 +35,7 @@ KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 60_000, 20_000
 CLIENT_PINGS_MS = 10_000
 # Longer than any drain: `finish` says when it is over.
 DRAIN_S_MAX = 86400.0
-_CODES = {name: grpc.StatusCode[name] for name in STATUS}
+_CODES = {name: grpc.StatusCode[name] for name in GRPC_STATUS}
 
 
 class GrpcLimits(msgspec.Struct, frozen=True):

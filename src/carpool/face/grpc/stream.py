@@ -83,7 +83,7 @@ class Stream:
     """One of them. It waits for the outcomes of its requests."""
 
     # For traces.
-    route = "/carpool.v1.Inference/PredictStream"
+    route = "carpool.v1.Inference/PredictStream"
 
     def __init__(self, streams: Streams, call: Call) -> None:
         self._streams = streams
@@ -140,13 +140,14 @@ class Stream:
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Take the outcome of a request."""
         own_id: str = request.ticket
-        if self._asked.pop(own_id, self) is self:
+        asked = self._asked.pop(own_id, self)
+        if asked is self:
             return  # the stream has ended
         try:
             if isinstance(outcome, Output):
                 self._add(streamed(own_id, self._answers.message(request, outcome), None))
             else:
-                self._add_error(own_id, outcome, request.id)
+                self._add_error(own_id, outcome, request.id, came_in=asked is not None)
         except Exception as failure:
             self._add_error(own_id, as_error(failure), request.id)
 

@@ -622,8 +622,9 @@ class Connection(asyncio.Protocol):
         """The response to an exchange is an error."""
         state = self.state
         state.count_problem(error.code)
-        # One that came in has its request there, and is traced with that.
-        if state.traces is not None and exchange.context is None:
+        # One that came in has its request there, or its requests, and is traced with these.
+        came_in = exchange.context is not None and getattr(exchange.context, "came_in", True)
+        if state.traces is not None and not came_in:
             state.traces.refused(exchange.method, exchange.target, exchange.headers, error)
 
     def connection_line(self, exchange: Exchange) -> bytes:

@@ -152,7 +152,6 @@ class KServeV2Routes:
         if call.timeout_s is not None and (wishes.timeout_s is None or call.timeout_s < wishes.timeout_s):
             wishes = replace(wishes, timeout_s=call.timeout_s)
         begin = None if self._begin_trace is None else partial(self._begin_trace, headers)
-        exchange.headers = headers_for_answer(headers)
         reply = Reply(self._answers, exchange, model, replace(call, rows=[]), len(call.rows) > 1)
         group = self._intake.ask_all(
             caller=caller,
@@ -164,9 +163,12 @@ class KServeV2Routes:
             came=reply.came,
             wishes=wishes,
             begin_trace=begin,
+            route=INFER,
         )
         if not group.is_over:
             reply.group = exchange.context = group
+            if group.came_in:  # else it may be refused yet, and its caller may want that to be traced
+                exchange.headers = headers_for_answer(headers)
 
 
 class Reply:

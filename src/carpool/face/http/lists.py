@@ -207,7 +207,6 @@ class ListFace:
         headers, wishes = exchange.headers, NO_WISHES
         if not exchange.is_plain:
             wishes = wishes_in(headers, preferences(headers.get(b"prefer", b"")))
-            exchange.headers = headers_for_answer(headers)
         if len(call.values) == 1:
             if self._begin_trace is not None and (trace := self._begin_trace(headers)) is not None:
                 wishes = with_trace(wishes, trace)
@@ -216,6 +215,7 @@ class ListFace:
             request = ask(caller, call.model, call.parameters, value, own_id, singles, ticket, "", wishes)
             if request.phase != DONE:
                 exchange.context, exchange.when_client_leaves = request, self._client_left
+                exchange.headers = headers_for_answer(headers)
             return
         begin = None if self._begin_trace is None else partial(self._begin_trace, headers)
         work = Work(self, exchange, call, own_id)
@@ -234,6 +234,8 @@ class ListFace:
         call.values = ()  # the requests have them
         if not work.group.is_over:
             exchange.context = work.group
+            if work.group.came_in:  # else it may be refused yet, and its caller may want that to be traced
+                exchange.headers = headers_for_answer(headers)
 
     def _client_left(self, exchange: Exchange) -> None:
         self.intake.cancel(exchange.context)
