@@ -242,7 +242,8 @@ class Stream:
     def _begin(self, call: StreamCall | BadCall) -> None:
         """One request: let it in, or say why not."""
         if isinstance(call, BadCall):
-            self.refuse(call.id, call.error)
+            # Its id may be that of another one, which must not be forgotten for it.
+            self.refuse(None if call.id in self._asked else call.id, call.error)
             return
         own_id, streams = call.id, self._streams
         self._used = self._heard
@@ -323,6 +324,8 @@ class Stream:
     def refuse(self, own_id: str | int | None, error: CarpoolError, request_id: str = "") -> None:
         """Let an error leave with this turn."""
         self._exchange.sink.note_problem(self._exchange, error)
+        if self._streams.traces is not None and (own_id is None or self._asked.get(own_id) is None):
+            self._streams.traces.refused(b"POST", b"", _NO_HEADERS, error, "")  # it never came in
         self.answer(own_id, error_pieces(own_id, error, request_id or new_request_id()))
 
     def forget(self, own_id: str | int | None) -> None:
