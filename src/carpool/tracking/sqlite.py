@@ -147,6 +147,8 @@ class SqliteStore:
 
     def _write(self, packed: Sequence[Rows]) -> None:
         connection = self._connected()
+        while self._remove_oldest():  # first: what fails here is tried again, and nothing was written twice
+            pass
         connection.execute("BEGIN IMMEDIATE")
         try:
             for requests, batches in packed:
