@@ -11,6 +11,7 @@ from carpool.core.errors import CarpoolError
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.ports import NO_WISHES, Wishes
 from carpool.core.request import RUNNING, Request
+from carpool.core.trace import Trace
 from carpool.testing import Witness, make_output, make_request
 
 TARGETS_S = (0.05, 0.15, 0.5)
@@ -74,6 +75,8 @@ class SharedDoor:
             self.results,
             keys[scope == "owner"],
             outcomes=self.broker.outcomes,
+            waited=self.broker.waited,
+            seconds=self.broker.seconds,
             waiting_max=waiting_max,
             bytes_max=bytes_max,
             far=far,
@@ -103,6 +106,7 @@ class SharedDoor:
         parameters: bytes = b"",
         own_timeout_s: float = 0.0,
         permit: Any = None,
+        trace: Trace | None = None,
     ) -> Request:
         """As the face does it."""
         self._serial += 1
@@ -119,7 +123,7 @@ class SharedDoor:
             queue_timeout_s=queue_timeout_s,
             own_timeout_s=own_timeout_s,
         )
-        request.permit = permit
+        request.permit, request.trace = permit, trace
         refusal = self.seats.ask(request, wishes)
         if refusal is not None:
             request.settle(refusal, self.now)

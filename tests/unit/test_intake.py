@@ -61,6 +61,8 @@ class House:
             ResultCache(bytes_max=1000, ttl_s=300.0),
             exact_key,
             outcomes=self.broker.outcomes,
+            waited=self.broker.waited,
+            seconds=self.broker.seconds,
             waiting_max=4,
             bytes_max=1000,
             clock=self.clock,

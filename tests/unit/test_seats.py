@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 
+from carpool.core.batch import Batch
 from carpool.core.errors import ClientLeft, DeadlineExceeded, InputRefused, QueueFull, QueueTimeout, UpstreamFailed
 from carpool.core.outcome import Output
 from carpool.core.ports import Wishes
-from carpool.core.request import DONE, QUEUED, Request
+from carpool.core.request import DONE, QUEUED, Request, facts_of_failure
+from carpool.core.trace import Trace
 from carpool.testing import make_output
 from support.shared_seats import FarAway, SharedDoor
 
@@ -49,6 +51,45 @@ class TestSharing:
         assert third.taken == third.arrived  # it came while the seat ran
         assert third.ended - third.arrived == pytest.approx(0.1)
         assert door.outcome(first) == door.outcome(third) == b'"x"'
+
+    def test_each_is_counted_where_its_time_is(self) -> None:
+        door = SharedDoor()
+        door.ask(tier=2)
+        door.pass_time(0.2)
+        door.ask(tier=0)
+        batch = door.take()
+        door.pass_time(0.1)
+        door.ask(tier=0)  # it comes while the seat runs
+        door.pass_time(0.1)
+        door.answer(batch)
+        door.ask(tier=0)  # its result was kept
+        seconds = door.broker.seconds
+        assert {tier: sum(each.counts) for tier, each in seconds.by_tier.items()} == {0: 2, 2: 1}
+        assert seconds.by_tier[2].total == pytest.approx(0.4)
+        assert seconds.by_tier[0].total == pytest.approx(0.2 + 0.1)
+        assert sum(door.broker.waited.counts) == 3
+        assert door.broker.waited.total == seconds.queue.total == pytest.approx(0.2)
+
+    def test_a_member_that_fails_knows_of_its_batch(self) -> None:
+        door = SharedDoor()
+        first, second, late = door.ask(), door.ask(), door.ask(total_timeout_s=0.5)
+        [seat] = door.take()
+        seat.batch = Batch("b1", "m", 1, "full", door.now, sent=door.now, endpoint="e", attempts=2)
+        door.pass_time(0.6)
+        door.broker.settle(seat, InputRefused("no"))
+        for request in (first, second, late):
+            facts = facts_of_failure(door.seats.own(request))
+            assert facts is not None and (facts.batch_id, facts.endpoint, facts.attempts) == ("b1", "e", 2)
+
+    def test_a_member_whose_caller_asks_has_its_batch_traced(self) -> None:
+        door = SharedDoor()
+        asked = Trace(b"1" * 16, b"2" * 8, is_sampled=True)
+        first = door.ask(trace=Trace(b"3" * 16, b"4" * 8))
+        second = door.ask(trace=asked)
+        [seat] = door.take()
+        assert seat.trace is asked is second.trace
+        door.answer([seat])
+        assert door.seats.own(first).trace is not asked
 
     def test_other_parameters_or_owners_share_nothing(self) -> None:
         door = SharedDoor(scope="owner")

@@ -207,7 +207,7 @@ class MemoryBroker:
         request.settle(outcome, self._clock())
         if request.held_by is None:
             self.outcomes[request.result_code] += 1  # bounded: codes come from the error tree
-            if request.taken:
+            if request.taken and not request.is_seat:
                 self.waited.observe(request.taken - request.arrived)
             if self.events.subscribers:
                 self.events.settled(request, outcome)
@@ -230,7 +230,7 @@ class MemoryBroker:
                     counted += 1
                     if request.is_task:
                         self.waited.observe(request.taken - request.arrived)
-                    else:
+                    elif not request.is_seat:  # else those who share it are counted
                         seconds[request.tier].append(now - request.arrived)
                 # Before it is told: the next request of the same client may come from there.
                 self.held -= 1

@@ -164,12 +164,14 @@ class Parking:
             self.held_bytes -= request.size
             if not request.is_task:
                 self._shares[request.model, request.tier].remove(request)
-                age_s = now - request.arrived
-                since_taken_s[call] = age_s - queue_s
-                seconds[call][request.tier].append(age_s)
+                if not request.is_seat:  # else those who share it are counted
+                    age_s = now - request.arrived
+                    since_taken_s[call] = age_s - queue_s
+                    seconds[call][request.tier].append(age_s)
             request.taken = request.arrived + queue_s
             request.held_by = None
-            waits.append(queue_s)
+            if not request.is_seat:
+                waits.append(queue_s)
             output = Output(value, facts, tokens_used)
             request.settle(output, now)
             if is_heard:
@@ -180,7 +182,8 @@ class Parking:
             self._events.all_settled(requests, given)
         if settled:
             self.outcomes["ok"] += settled
-            self.waited.observe_all(waits)
+            if waits:
+                self.waited.observe_all(waits)
             for answered in zip(seconds, since_taken_s, calls, strict=True):
                 self.seconds.answered(*answered)
             if self.sampled is not None and request is not None:

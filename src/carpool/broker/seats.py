@@ -15,7 +15,7 @@
    offender, the others have it queued anew, for one of them.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence, Set
 from copy import copy
 from functools import partial
@@ -27,9 +27,10 @@ from carpool.broker.deadlines import Deadlines, queue_timeout
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull
 from carpool.core.events import Events
-from carpool.core.outcome import Outcome, Output
+from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.ports import NO_WISHES, FarResults, RequestQueue, Results, SameKey, Wishes
 from carpool.core.request import ADMITTED, DONE, QUEUED, RUNNING, Request, Waiter
+from carpool.core.tally import Histogram, RequestSeconds
 
 
 class Seat:
@@ -68,8 +69,10 @@ class Seats:
         results: Results,
         key_of: Callable[[Request], SameKey],
         *,
-        # Where the broker counts outcomes.
+        # Where the broker counts outcomes, and how long requests waited and took.
         outcomes: Counter[str],
+        waited: Histogram,
+        seconds: RequestSeconds,
         waiting_max: int,
         bytes_max: int,
         # Where others keep results; without, the broker is this process's own, and looks at requests as they are now.
@@ -87,6 +90,8 @@ class Seats:
         self._kept = results.numbers
         self._key_of = key_of
         self._outcomes = outcomes
+        self._waited = waited
+        self._seconds = seconds
         self._waiting_max = waiting_max
         self._bytes_max = bytes_max
         self._far = far
@@ -241,11 +246,14 @@ class Seats:
             self._keep(seat.key, outcome)
             members = list(seat.members.values())
             for member in members:
-                member.taken = max(request.taken, member.arrived)
+                ride_along(member, request)
             self._settle_all(seat, members, outcome)
+            self._count_seconds(members, request.taken, outcome.call)
         elif not seat.requests:  # else another is under way for them
             self._close(seat)
             members = self._go_again(seat, outcome) if outcome.retryable else list(seat.members.values())
+            for member in members:
+                ride_along(member, request)
             self._settle_all(seat, members, outcome)
 
     # Results.
@@ -338,6 +346,8 @@ class Seats:
         if seat.members is None:
             self._share(seat, seated)
         self.shared += 1
+        if is_sampled(request) and not is_sampled(seated):
+            seated.trace = request.trace  # so that its batch is kept, too
         # The same bytes need not be held twice.
         request.input, request.prepared = seated.input, seated.prepared
         if self._events.subscribers:
@@ -467,6 +477,8 @@ class Seats:
         is_last = not seat.members
         if is_last:
             self._close(seat)
+        if seat.requests and seat.requests[0].phase == RUNNING:
+            ride_along(member, seat.requests[0])
         self._settle(member, outcome)
         if is_last:
             self._give_up(seat)
@@ -522,6 +534,21 @@ class Seats:
         if self._events.subscribers:
             self._events.settled(request, outcome)
 
+    def _count_seconds(self, members: Sequence[Request], taken: float, call: CallFacts) -> None:
+        """Where the time of those went who shared a seat; the seat itself counts nowhere."""
+        together: defaultdict[int, list[float]] = defaultdict(list)
+        for member in members:
+            if member.result_code != "ok":
+                continue  # who was told before has made it leave
+            self._waited.observe(member.taken - member.arrived)
+            seconds = member.ended - member.arrived
+            if member.taken == taken:
+                together[member.tier].append(seconds)
+            else:  # it came while the seat ran
+                self._seconds.answered({member.tier: [seconds]}, seconds, call)
+        if together:
+            self._seconds.answered(together, self._clock() - taken, call)
+
     def _may_run(self, seat: Seat, member: Request) -> bool:
         """Whether a seat has left the queue, or somebody else sees to it that it does not wait for too long."""
         if self._far is None:
@@ -534,6 +561,14 @@ class Seats:
         return None
 
 
+def ride_along(member: Request, seated: Request) -> None:
+    """What became of a seat became of those who share it."""
+    if seated.taken:
+        member.taken = max(seated.taken, member.arrived)
+    member.batch, member.call = seated.batch, seated.call
+    member.sends, member.searched_s = seated.sends, seated.searched_s
+
+
 def by_place(member: Request) -> tuple[int, float]:
     """The best place first."""
     return member.tier, member.place
@@ -543,6 +578,11 @@ def rides_again(seat: Seat, member: Request, now: float) -> bool:
     """Whether a failure that may pass is not this member's: it was not the first, and has not ridden twice."""
     has_time = now < min(member.arrived + member.queue_timeout_s, member.deadline)
     return member is not seat.first and not member.sends and has_time
+
+
+def is_sampled(request: Request) -> bool:
+    """Whether it is known that its trace is kept."""
+    return request.trace is not None and request.trace.is_sampled
 
 
 def expired(request: Request, now: float) -> CarpoolError | None:

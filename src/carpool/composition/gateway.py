@@ -20,6 +20,7 @@ from carpool.composition.webhooks import callback_check
 from carpool.core.ports import Availability, FarResults, RateLimit, RateLimits, RequestQueue, TaskBoard
 from carpool.core.request import Request
 from carpool.core.snapshot import CacheNumbers, DoorNumbers
+from carpool.core.tally import Histogram
 from carpool.face.http.cors import Cors
 from carpool.face.http.faces import INFER, has_face
 from carpool.face.http.gateway import GatewayRoutes, HttpFaceSettings
@@ -66,6 +67,11 @@ class ExpiringQueue(RequestQueue, Protocol):
     @property
     def outcomes(self) -> Counter[str]:
         """What became of requests, by code."""
+        ...
+
+    @property
+    def waited(self) -> Histogram:
+        """How long requests waited for a slot."""
         ...
 
     def expire(self, now: float) -> None:
@@ -200,6 +206,8 @@ class GatewayHalf:
             self.results,
             key_of,
             outcomes=self._queue.outcomes,
+            waited=self._queue.waited,
+            seconds=self._ground.seconds,
             waiting_max=broker.waiting_max,
             bytes_max=broker.bytes_max,
             far=far,

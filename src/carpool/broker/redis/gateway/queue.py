@@ -43,7 +43,7 @@ from carpool.core.events import Events
 from carpool.core.outcome import Outcome
 from carpool.core.request import DONE, QUEUED, Request
 from carpool.core.snapshot import Mode
-from carpool.core.tally import RequestSeconds
+from carpool.core.tally import Histogram, RequestSeconds
 from carpool.core.timers import Every, OncePerTurn
 
 logger = logging.getLogger("carpool.broker")
@@ -153,6 +153,11 @@ class RedisQueue:
     def outcomes(self) -> Counter[str]:
         """What became of requests, by code."""
         return self.parking.outcomes
+
+    @property
+    def waited(self) -> Histogram:
+        """How long requests waited for a slot."""
+        return self.parking.waited
 
     @property
     def to_withdraw(self) -> int:
