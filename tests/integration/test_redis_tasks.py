@@ -475,13 +475,13 @@ async def test_a_task_that_no_batcher_ends_fails_when_its_time_is_over(office: O
     now = 1_000_000
     ended: list[tuple[EndedTask, str]] = []
     tasks = office.gateway(now_ms=lambda: b"%d" % now, ended=lambda task, error: ended.append((task, error.code)))
-    task_id = await office.submit(tasks)  # for ten minutes
+    task_id = await office.submit(tasks, tier=1)  # for ten minutes
     now += 599_000
     assert (await look(tasks, task_id)).status == "PENDING"
     now += 30_000
     task = await look(tasks, task_id)
     assert task.status == "FAILED"
-    assert ended == [(EndedTask(task_id, "owner", "m", 629_000), "deadline-exceeded")]
+    assert ended == [(EndedTask(task_id, "owner", "m", 629_000, 1), "deadline-exceeded")]
     assert b"deadline-exceeded" in (task.error or b"")
     assert await office.counts() == (0, 0)
     assert (await look(tasks, task_id)).status == "FAILED"

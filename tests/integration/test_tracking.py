@@ -131,8 +131,8 @@ async def test_over_redis_rows_are_what_metrics_count(tmp_path: Path, redis_serv
         await until(has_every_batch)
     tasks = rows(path, "SELECT id, count(*) FROM carpool_requests WHERE is_task GROUP BY id")
     assert len(tasks) == 22 and {count for _, count in tasks} == {1}
-    deleted = rows(path, "SELECT model FROM carpool_requests WHERE is_task AND error = 'client-left'")
-    assert deleted == [("default",)]
+    deleted = rows(path, "SELECT model, tier FROM carpool_requests WHERE is_task AND error = 'client-left'")
+    assert deleted == [("default", "free")]
     known = rows(path, "SELECT count(*) FROM carpool_requests r JOIN carpool_batches b ON b.id = r.batch_id")
     assert known[0][0] >= counted["ok"]
 

@@ -149,7 +149,7 @@ class ShardBench:
 
     def standing(self, task: str) -> tuple[str, int] | None:
         """The model of a task that waits, and how many go before it; -1 if it was taken."""
-        *_, was_over, model, ahead = self.run(LOOK, task, "", self._now(), "late", 60_000, 1)
+        *_, was_over, model, ahead, _ = self.run(LOOK, task, "", self._now(), "late", 60_000, 1)
         return None if model is None or was_over else (model.decode(), ahead)
 
     def forget(self, task: str) -> bool:
@@ -271,7 +271,7 @@ class ShardBench:
         cursor, self.letters_dropped, self.tasks_ended, self.sweeps = b"0", 0, 0, []
         while cursor:
             cursor, dropped, tasks, is_more = self.run(SWEEP, cursor, self._now(), *about)
-            ended = len(tasks) // 4
+            ended = len(tasks) // 5
             self.letters_dropped += dropped
             self.tasks_ended += ended
             self.sweeps.append((ended, bool(is_more)))

@@ -279,7 +279,7 @@ class Meeting:
         self._count_outcome(error.code)
         if self.ground.events.subscribers:
             now = self.ground.clock()
-            request = ended_elsewhere(task.id, task.owner, task.model, now - task.age_ms / 1000, now, error)
+            request = ended_elsewhere(task.id, task.owner, task.tier, task.model, now - task.age_ms / 1000, now, error)
             self.ground.events.settled(request, error)
 
     def _heard(self, view: FleetView) -> None:

@@ -181,10 +181,10 @@ class _Nobody:
 
 
 def ended_elsewhere(
-    request_id: str, owner: str, model: str, arrived: float, ended: float, error: CarpoolError
+    request_id: str, owner: str, tier: int, model: str, arrived: float, ended: float, error: CarpoolError
 ) -> Request:
     """A task that got its outcome where no process has it, for those who are told of outcomes."""
-    request = Request(request_id, model, b"", b"", 0, 0, arrived, arrived, 0.0, ended, _Nobody(), is_task=True)
+    request = Request(request_id, model, b"", b"", 0, tier, arrived, arrived, 0.0, ended, _Nobody(), is_task=True)
     request.owner = owner
     request.settle(error, ended)
     return request

@@ -110,7 +110,8 @@ class Collector(Subscriber):
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request got its outcome."""
-        tier, is_ok = request.tier, request.result_code == "ok"
+        # A task may come from a process with more tiers.
+        tier, is_ok = min(request.tier, len(self._failed) - 1), request.result_code == "ok"
         if is_ok:
             self._answered[tier] += 1
         else:

@@ -23,7 +23,7 @@ from carpool.broker.redis.client.link import (
 )
 from carpool.broker.redis.client.nodes import Nodes, Script
 from carpool.broker.redis.formats import FAILED, PENDING, SUCCESS
-from carpool.broker.redis.keys import GROUP, Keys, Shard
+from carpool.broker.redis.keys import GROUP, Keys, Shard, tier_of
 from carpool.broker.redis.terms import Budget, Claim, Head, QueueStream, Stream, Taken, View
 from carpool.core.ports import RateAsk, RateTold
 from carpool.core.problem import code_of
@@ -88,6 +88,7 @@ class EndedTask(NamedTuple):
     model: str
     # From its submission to its end.
     age_ms: int
+    tier: int
 
 
 class Swept(NamedTuple):
@@ -653,7 +654,7 @@ def read_queued(reply: Any) -> Queued:
 
 def read_looked_at(task_id: str, reply: Any) -> LookedAt:
     """From look.lua."""
-    status, owner, milliseconds, result, was_over, model, ahead = reply
+    status, owner, milliseconds, result, was_over, model, ahead, field = reply
     if status is None or owner is None or milliseconds is None:
         return LookedAt(None, None)
     task = StoredTask(
@@ -665,20 +666,20 @@ def read_looked_at(task_id: str, reply: Any) -> LookedAt:
         int(milliseconds) / 1000,
     )
     if was_over:
-        return LookedAt(task, ended_task(task_id, owner, model, ahead))
+        return LookedAt(task, ended_task(task_id, owner, model, ahead, field or b""))
     return LookedAt(task, None, None if model is None else (model.decode(), int(ahead)))
 
 
-def ended_task(task_id: bytes | str, owner: bytes, model: bytes, age_ms: int) -> EndedTask:
+def ended_task(task_id: bytes | str, owner: bytes, model: bytes, age_ms: int, field: bytes) -> EndedTask:
     """As the scripts tell of it."""
     name = task_id if isinstance(task_id, str) else task_id.decode()
-    return EndedTask(name, owner.decode(), model.decode(), int(age_ms))
+    return EndedTask(name, owner.decode(), model.decode(), int(age_ms), max(0, tier_of(field.partition(b":")[2])))
 
 
 def read_swept(reply: Any) -> Swept:
     """From sweep.lua."""
     cursor, letters_dropped, facts, is_more = reply
-    ended = [ended_task(*facts[first : first + 4]) for first in range(0, len(facts), 4)]
+    ended = [ended_task(*facts[first : first + 5]) for first in range(0, len(facts), 5)]
     return Swept(bytes(cursor), int(letters_dropped), ended, int(is_more))
 
 

@@ -250,7 +250,7 @@ class ReplyWriter:
         self._outcomes[error.code] += 1  # bounded: codes come from the error tree
         if self._events.subscribers:
             now = self._clock()
-            request = ended_elsewhere(task.id, task.owner, task.model, now - task.age_ms / 1000, now, error)
+            request = ended_elsewhere(task.id, task.owner, task.tier, task.model, now - task.age_ms / 1000, now, error)
             self._events.settled(request, error)
 
     def _count_task(

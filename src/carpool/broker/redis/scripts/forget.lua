@@ -1,7 +1,7 @@
 -- Remove a task in any state, and its entry. Whoever took it is told, and finds no task for its result.
 -- ARGV: id of the task, now
--- Returns: names of the gateways where somebody waits for it; if it had no result its owner, its model and its age in ms;
---          nil if there is no such task
+-- Returns: names of the gateways where somebody waits for it; if it had no result its owner, its model, its age in ms and
+--          its field; nil if there is no such task
 local task = task_of(ARGV[1])
 local state = redis.call('HMGET', task, 's', 'f', 'e', 'w', 'b', 'n', 'o')
 if not state[1] then
@@ -13,7 +13,7 @@ local ended = {}
 if state[1] == 'P' then
   local field, id = state[2], state[3]
   local _, _, model = about(field)
-  ended = { state[7] or '', model or '', id and clock(ARGV[2] or '') - ms_of(id) or 0 }
+  ended = { state[7] or '', model or '', id and clock(ARGV[2] or '') - ms_of(id) or 0, field or '' }
   local lease = lease_of(field, id)
   if lease then
     nobody_waits({ { field, id, lease[2] } })

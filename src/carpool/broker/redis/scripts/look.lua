@@ -2,7 +2,7 @@
 -- batcher ends, because none serves its model any more, has failed.
 -- ARGV: id of the task, the gateway's name, without spaces ('': it need not be told), now, the result of one whose time is
 --       over, ms that this is kept, 1 to be told where it stands
--- Returns: status, owner, ms, result, each nil if there is none; 1 if its time was over; then its model and its age in ms;
+-- Returns: status, owner, ms, result, each nil if there is none; 1 if its time was over; then its model, its age in ms and its field;
 --          if it waits, and that was asked for: model, how many of this shard go before it; -1 if it was taken
 local NAMES_BYTES_MAX = 4096
 
@@ -77,4 +77,4 @@ end
 if state[1] == 'P' and ARGV[6] == '1' then
   model, ahead = ahead_of(state[6], state[7], tonumber(state[9]), now)
 end
-return { state[1], state[2], state[3], state[4], was_over, model or false, ahead or false }
+return { state[1], state[2], state[3], state[4], was_over, model or false, ahead or false, state[6] }

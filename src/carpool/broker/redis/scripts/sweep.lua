@@ -6,7 +6,7 @@
 --       task whose time is over, with @ for its id, ms that this is kept (without
 --       these two, none is ended)
 -- Returns: where to go on ('': that was the last part), how many letters were dropped before their time, of
---          each task that was ended its id, owner, model and age in ms, 1 if more is due than this part did
+--          each task that was ended its id, owner, model, age in ms and field, 1 if more is due than this part did
 -- Work is counted in units of about 10 microseconds.
 local WORK_MAX, STREAM_WORK, ENDED_WORK, LOOKED_WORK, BYTES_A_UNIT = 256, 12, 6, 1, 2048
 local STREAMS_AT_ONCE, DROPPED_AT_ONCE, LETTERS_AT_ONCE, COUNTED_ALWAYS_MAX = 64, 32, 256, 128
@@ -67,7 +67,7 @@ local function end_late(field)
           local counted = gone_at and gone_at > now and facts[3]
           keep_result(task, counted, 'F', result, now, tonumber(ARGV[10]))
           local _, _, model = about(field)
-          for _, fact in ipairs({ id, facts[4] or '', model or '', now - ms_of(seen) }) do
+          for _, fact in ipairs({ id, facts[4] or '', model or '', now - ms_of(seen), field }) do
             late_tasks[#late_tasks + 1] = fact
           end
         end
