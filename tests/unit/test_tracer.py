@@ -16,7 +16,7 @@ from carpool.core.tally import RequestSeconds
 from carpool.core.trace import Trace, traceparent_of
 from carpool.telemetry import tracer as tracer_module
 from carpool.telemetry.otlp import Envelope
-from carpool.telemetry.tracer import LINE_MAX, Rules, Tracer
+from carpool.telemetry.tracer import LINE_MAX, PACK_S, PACK_S_MAX, Rules, Tracer
 from carpool.testing import FakeClock, Witness, make_output, make_request
 from support.otlp import SeenSpan, spans_in
 
@@ -35,18 +35,25 @@ class Stand:
         self.packed: list[bytes] = []
         self.seconds = RequestSeconds()
         drawn = random.Random(5)
+        # Seconds that pass each time when somebody looks at the clock.
+        self.tick_s = 0.0
+        self._ticked_s = 0.0
         self.tracer = Tracer(
             Rules(ratio, slow_share, errors, follows),
             ["first", "last"],
             lambda packed, spans: self.packed.append(packed),
             seconds=self.seconds,
-            clock=self.clock,
+            clock=self._look_at_the_clock,
             wall=lambda: WALL + self.clock(),
             random_bits=drawn.getrandbits,
             random_share=drawn.random,
         )
         self.events = Events()
         self.events.subscribe(self.tracer)
+
+    def _look_at_the_clock(self) -> float:
+        self._ticked_s += self.tick_s
+        return self.clock() + self._ticked_s
 
     def run(self, work: Callable[["Stand"], None], seconds: float = 3.0) -> list[SeenSpan]:
         """What is kept of this."""
@@ -268,3 +275,23 @@ def test_rule_5_packing_takes_several_turns() -> None:
         assert stand.packed == []
 
     assert len(stand.run(work)) == 2000
+
+
+def test_rule_5_no_turn_is_held_for_long() -> None:
+    stand, at_a_time = Stand(ratio=1.0), 0
+
+    def work(stand: Stand) -> None:
+        for number in range(1000):
+            stand.settle(stand.request(f"{number}", stand.tracer.begin({})), Output(b"", CALL))
+        stand.tick_s = 0.001  # each that is packed takes so long
+
+        def look(before: int) -> None:
+            nonlocal at_a_time
+            at_a_time = max(at_a_time, len(stand.packed) - before)
+            if len(stand.packed) < 1000:
+                asyncio.get_running_loop().call_later(PACK_S, look, len(stand.packed))
+
+        look(0)
+
+    assert len(stand.run(work, seconds=10.0)) == 2000
+    assert 0 < at_a_time <= PACK_S_MAX / 0.001

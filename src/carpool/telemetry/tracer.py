@@ -13,6 +13,7 @@
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 from carpool.core.batch import Batch
@@ -38,8 +39,8 @@ from carpool.core.trace import (
 from carpool.telemetry.sampling import ErrorRate, Ratio, Slowest
 from carpool.telemetry.spans import Spans
 
-# Packing: how often, and how many at least; where more wait, this part of them.
-PACK_S = 0.01
+# Packing: how often, for how long at most, and how many at least; where more wait, this part of them.
+PACK_S, PACK_S_MAX = 0.01, 0.005
 PACKED_MIN, PACKED_PART = 64, 8
 LINE_MAX = 20_000
 # The window of the slowest; and how often the wall clock is looked at.
@@ -290,13 +291,13 @@ class Tracer(Subscriber):
         self._line.append((weight, pack, arguments))
 
     def _pack_some(self) -> None:
-        self._pack(max(PACKED_MIN, self._waiting // PACKED_PART))
+        self._pack(max(PACKED_MIN, self._waiting // PACKED_PART), self._clock() + PACK_S_MAX)
         if not self._line:
             self._packs.stop()
 
-    def _pack(self, most: int) -> None:
-        line = self._line
-        while line and most > 0:
+    def _pack(self, most: int, until: float = inf) -> None:
+        line, clock = self._line, self._clock
+        while line and most > 0 and clock() < until:
             weight, pack, arguments = line.popleft()
             self._waiting -= weight
             most -= weight
