@@ -79,6 +79,11 @@ def test_a_tracestate_is_passed_on_in_its_order(state: dict[str, str]) -> None:
         assert passed == ",".join(members)
 
 
+def test_empty_members_are_passed_over_but_not_thousands_of_them() -> None:
+    assert read_tracestate("a=1" + "," * 32 + "b=2,") == "a=1,b=2"
+    assert read_tracestate("a=1" + "," * 16_000) == ""
+
+
 @given(st.text(max_size=100))
 @example("a=1,a=2")
 @example("A=1")

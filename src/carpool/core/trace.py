@@ -14,6 +14,8 @@ import msgspec
 
 STATE_CHARS_MAX = 512
 STATE_MEMBERS_MAX = 32
+# Members may be empty. A header can have thousands: nobody looks at those.
+COMMAS_MAX = 64
 SAMPLED = 0x01
 # Why a trace is kept, where that is known from its start: its caller asks, or the ratio falls on it.
 ASKED, BY_RATIO = WHY_FROM_THE_START = ("asked", "ratio")
@@ -109,6 +111,8 @@ def read_traceparent(text: str) -> Given | None:
 
 def read_tracestate(text: str) -> str:
     """The header as it is passed on: "" if it cannot be read; without its last members if it is too long."""
+    if text.count(",") > COMMAS_MAX:
+        return ""
     members = [member for each in text.split(",") if (member := each.strip(" \t"))]
     keys = {member.partition("=")[0] for member in members}
     if len(keys) < len(members) or len(members) > STATE_MEMBERS_MAX or not all(map(_member, members)):
