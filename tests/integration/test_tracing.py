@@ -230,6 +230,23 @@ async def test_each_request_has_its_own_trace_and_a_batch_has_links_to_all(
     assert not {span.trace_id for span in batches} & {span.trace_id for span in requests}
 
 
+async def test_who_asks_and_shares_a_seat_that_is_sent_already_has_its_batch_kept(
+    upstream: ScriptedUpstream, taking: Receiver
+) -> None:
+    upstream.gate.clear()
+    settings = {"tracing__sample_ratio": 0, "cache__enabled": "true"}
+    async with running("serve", upstream, taking, **settings) as process:
+        first = asyncio.create_task(ask(process))
+        await until(lambda: upstream.in_flight == 1)
+        others = [asyncio.create_task(ask(process, headers=ASKED)) for _ in range(2)]
+        await until(lambda: metric(process, "cache_lookups")["shared"] == 2)
+        upstream.gate.set()
+        await asyncio.gather(first, *others)
+    batch, requests = one(taking.named("batch")), taking.named(REQUEST)
+    assert len(requests) == 2 and links_of(batch) == set(map(itself, requests))
+    assert all(links_of(span) == {itself(batch)} for span in requests)
+
+
 async def test_over_redis_the_gateway_writes_the_request_and_the_batcher_the_batch(
     upstream: ScriptedUpstream, taking: Receiver, redis_server: RedisServer
 ) -> None:

@@ -238,7 +238,7 @@ class Tracer(Subscriber):
         trace = request.trace
         if trace is not None and trace.is_sampled:
             call, error = (outcome.call, None) if isinstance(outcome, Output) else (None, outcome)
-            self._enter(1, self._pack_request, request, trace, trace.why, call, error)
+            self._keep(request, trace.why, call, error)
         elif isinstance(outcome, Output):
             slowest = self._slowest[request.model]
             slowest.seen += 1
@@ -246,7 +246,7 @@ class Tracer(Subscriber):
             if seconds >= slowest.threshold_s and not request.is_task:
                 slowest.add(seconds, (request, outcome.call))
         elif not isinstance(outcome, ClientLeft) and self._errors.takes(request.ended):
-            self._keep_late(request, "error", None, outcome)
+            self._keep(request, "error", None, outcome)
 
     def ended(self, batch: Batch, requests: Sequence[Request]) -> None:
         """A batch is over: keep it, or not."""
@@ -256,15 +256,16 @@ class Tracer(Subscriber):
         if traced.links or (batch.result not in ("ok", "not-sent") and self._batch_errors.takes(batch.ended)):
             self._write_batch(batch, traced)
 
-    def _keep_late(self, request: Request, why: str, call: CallFacts | None, error: CarpoolError | None) -> None:
-        """Keep a request of which nobody else was told."""
+    def _keep(self, request: Request, why: str, call: CallFacts | None, error: CarpoolError | None) -> None:
+        """Keep a request, and its batch, of which that may not have been known: it was decided late, or it shared."""
         trace = request.trace
         if trace is None:
             trace = request.trace = Trace(self._new_trace_id(), self._new_span_id())
         self._enter(1, self._pack_request, request, trace, why, call, error)
         batch = request.batch
         if batch is not None and batch.trace is not None and not batch.trace.is_written:
-            batch.trace.links.append(trace)
+            if trace not in batch.trace.links:
+                batch.trace.links.append(trace)
             if batch.ended:
                 self._write_batch(batch, batch.trace)
 
@@ -276,7 +277,7 @@ class Tracer(Subscriber):
         self._spans.offset_ns = int(self._wall() * 1e9) - int(self._clock() * 1e9)
         for slowest in self._slowest.values():
             for request, call in slowest.pick():
-                self._keep_late(request, "slow", call, None)
+                self._keep(request, "slow", call, None)
 
     # Packing.
 
