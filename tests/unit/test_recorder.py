@@ -14,6 +14,7 @@ from carpool.core.errors import QueueTimeout, UpstreamFailed
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.request import Request
 from carpool.testing import Witness, make_request
+from carpool.tracking import sqlite
 from carpool.tracking.questions import RequestQuestion, UsageQuestion
 from carpool.tracking.recorder import Recorder
 from carpool.tracking.records import BatchRow, Entry, RequestRow
@@ -274,6 +275,26 @@ async def test_the_file_keeps_its_size_and_the_oldest_rows_go_first(tmp_path: Pa
     kept = await rows_in(path)
     assert 1000 < len(kept) < written / 2
     assert kept == [f"r{each}" for each in reversed(range(written - len(kept), written))]
+
+
+@pytest.mark.parametrize("batch_size", [1, 50])
+async def test_in_a_file_that_is_full_requests_keep_their_batches(
+    tmp_path: Path, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of batches, which are fewer, a tenth went with each part of the requests: soon only the last ones were there."""
+    monkeypatch.setattr(sqlite, "REMOVED_AT_ONCE", 50)  # as few of the file's rows as in one of its usual size
+    store = store_at(tmp_path / "t.db", bytes_max=2**20)
+    for at in range(0, 15_000, 500):
+        requests = [request_row(each, WALL + each) for each in range(at, at + 500)]
+        batches = [batch_row(each, WALL + each) for each in range(at, at + 500, batch_size)]
+        await store.write([(requests, batches)])
+    await store.close()
+    connection = sqlite3.connect(tmp_path / "t.db")
+    [[requests_kept, first]] = connection.execute("SELECT count(*), min(completed_at) FROM carpool_requests")
+    [[batches_kept]] = connection.execute("SELECT count(*) FROM carpool_batches WHERE created_at >= ?", (first,))
+    connection.close()
+    assert 500 < requests_kept < 10_000
+    assert batches_kept >= requests_kept // batch_size
 
 
 async def test_a_file_of_a_newer_version_is_used_as_it_is(tmp_path: Path) -> None:

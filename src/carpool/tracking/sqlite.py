@@ -56,6 +56,8 @@ MIGRATIONS = (
     CREATE INDEX carpool_batches_created ON carpool_batches (created_at);
     """,
 )
+# When a row of each table was written, about: in this order they go.
+TIMES = {"carpool_requests": "completed_at", "carpool_batches": "created_at"}
 BUSY_S = 5.0
 # Rows in one statement, as far as SQLite's bound on parameters allows.
 ROWS_A_STATEMENT = 100
@@ -99,7 +101,7 @@ class SqliteStore:
     async def tidy(self, now: float) -> None:
         """Let go what is too old, or too much."""
         too_old = microseconds(now - self._retention_s)
-        while await self._do(lambda: self._remove_old(too_old)):
+        while await self._do(lambda: self._remove_old(too_old)) >= REMOVED_AT_ONCE:
             pass
         while await self._do(self._remove_oldest):
             pass
@@ -159,15 +161,15 @@ class SqliteStore:
             connection.execute("ROLLBACK")
             raise
 
-    def _remove_old(self, too_old: int) -> bool:
-        """Remove some of what ended before; whether there may be more."""
+    def _remove_old(self, too_old: int) -> int:
+        """Remove some of what ended before, of each table so many at most; how many of the one with more of them."""
         connection = self._connected()
         removed = 0
-        for table, column in (("carpool_requests", "completed_at"), ("carpool_batches", "created_at")):
+        for table, column in TIMES.items():
             some = f"SELECT rowid FROM {table} WHERE {column} < ? ORDER BY {column} LIMIT ?"
             done = connection.execute(f"DELETE FROM {table} WHERE rowid IN ({some})", (too_old, REMOVED_AT_ONCE))
             removed = max(removed, done.rowcount)
-        return removed == REMOVED_AT_ONCE
+        return removed
 
     def _remove_oldest(self) -> bool:
         """Where the file is too large, remove the oldest; pages that are free then are used again."""
@@ -179,14 +181,18 @@ class SqliteStore:
         used = (pragma("page_count") - pragma("freelist_count")) * pragma("page_size")
         if used <= self._bytes_max * (1 - SHARE_REMOVED):
             return False
-        removed = 0
-        for table in ("carpool_requests", "carpool_batches"):
-            # Rows were written in the order in which they ended.
+        found = []
+        for table in TIMES:
             first, last = connection.execute(f"SELECT min(rowid), max(rowid) FROM {table}").fetchone()
             if first is not None:
-                share = max(1, min(int((last - first + 1) * SHARE_REMOVED), REMOVED_AT_ONCE))
-                removed += connection.execute(f"DELETE FROM {table} WHERE rowid < ?", (first + share,)).rowcount
-        return removed > 0
+                found.append((last - first + 1, first, table))
+        if not found:
+            return False
+        # The larger table says how old is too old, for both: requests keep the batches that they were in.
+        number, first, table = max(found)
+        share = max(1, min(int(number * SHARE_REMOVED), REMOVED_AT_ONCE))
+        latest = f"SELECT max({TIMES[table]}) FROM {table} WHERE rowid < ?"
+        return self._remove_old(connection.execute(latest, (first + share,)).fetchone()[0] + 1) > 0
 
     def _close(self) -> None:
         if self._connection is not None:
