@@ -16,8 +16,9 @@ pytestmark = pytest.mark.timeout(2000)
 
 HERE = Path(__file__).parent
 PROGRAM = HERE / "clients" / "openai_sdk.py"
-SINGLES = 2000
 VERSIONS = ["openai2", "openai3"]
+# At once, from one process. The pool of 2.x has 1,000 connections, and takes many minutes for twice as many calls.
+SINGLES = {"openai2": 1000, "openai3": 2000}
 PATIENT = {
     "shedding.mode": "off",
     "broker.queue_timeout_s": 60,
@@ -56,19 +57,19 @@ def test_by_value(version: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_single_calls_ride_together(version: str, tmp_path: Path) -> None:
-    [port] = free_ports(1)
+    [port], count = free_ports(1), SINGLES[version]
     command = [sys.executable, str(HERE / "servers" / "embeddings.py"), str(port)]
     with running_server(command, {}, (port, "/stats"), tmp_path / "server.log"):
         configure(tmp_path, f"http://127.0.0.1:{port}")
         with serving(tmp_path, "", settings=PATIENT) as gateway:
-            found = run(version, PROGRAM, f"http://127.0.0.1:{gateway.port}/v1", str(SINGLES))
+            found = run(version, PROGRAM, f"http://127.0.0.1:{gateway.port}/v1", str(count))
             through = get_json(port, "/stats")
-        direct = run(version, PROGRAM, f"http://127.0.0.1:{port}/v1", str(SINGLES))
+        direct = run(version, PROGRAM, f"http://127.0.0.1:{port}/v1", str(count))
     mean = through["inputs"] / through["calls"]
     show_version(environment_python(version), "openai")
-    show(f"{SINGLES} single calls: {found}, mean batch {mean:.1f}; against the server itself {direct}")
+    show(f"{count} single calls: {found}, mean batch {mean:.1f}; against the server itself {direct}")
     # A few may be sent twice: whose answer is in doubt, or whose connection was dead.
-    assert (found["answers"], found["wrong"]) == (SINGLES, 0) and through["inputs"] < 1.1 * SINGLES
+    assert (found["answers"], found["wrong"]) == (count, 0) and through["inputs"] < 1.1 * count
     assert mean >= 30
 
 
