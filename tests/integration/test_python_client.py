@@ -1,10 +1,11 @@
 """The Python client, against a real gateway and against one that misbehaves on command; every example of its page."""
 
 import asyncio
+import gc
 import json
 import re
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
@@ -161,6 +162,25 @@ class TestWithAGateway:
     def test_an_input_may_be_asked_for_with_the_client_itself(self, client: Client) -> None:
         assert client.map(client.predict(text).output for text in ("ab", "cd")) == ["ab", "cd"]
 
+    def test_a_sequence_may_take_its_time(self, client: Client) -> None:
+        class Lazy(Sequence[str]):
+            def __len__(self) -> int:
+                return 2
+
+            def __getitem__(self, place: Any) -> Any:
+                if place > 1:
+                    raise IndexError
+                return client.predict("abc"[place:], timeout_s=PATIENCE_S).output
+
+        assert client.map(Lazy()) == ["abc", "bc"]
+
+    def test_a_gateway_that_makes_tasks_of_what_says_nothing_else(self, tmp_path: Path) -> None:
+        with (
+            serving(tmp_path, settings={"gateway.default_mode": "async"}) as running,
+            Client(f"http://127.0.0.1:{running.port}") as client,
+        ):
+            assert client.predict("abc").output == "cba"
+
     def test_a_closed_client_says_so(self, gateway: GatewayProcess) -> None:
         with Client(f"http://127.0.0.1:{gateway.port}") as closed:
             assert closed.predict("a").output == "a"
@@ -231,6 +251,34 @@ class TestWhoLeaves:
         with Client(f"http://127.0.0.1:{held_gateway.port}") as client, pytest.raises(KeyboardInterrupt):
             list(client.stream(["x"]))
         gpu.release()
+
+    def test_a_stream_that_the_collector_finds_holds_up_nobody(self, gateway: GatewayProcess) -> None:
+        class Collecting(float):
+            """A timeout; whoever adds it to the time, which is the client's own thread, collects."""
+
+            def __radd__(self, other: Any) -> Any:
+                gc.collect()
+                return other + float(self)
+
+        def leave_a_stream(client: Client) -> None:
+            answers = client.stream(["a"] * 100)
+            assert next(answers).output == "a"
+            itself: list[Any] = [answers]
+            itself.append(itself)
+
+        client, asked = Client(f"http://127.0.0.1:{gateway.port}"), Future[Any]()
+
+        def ask() -> None:
+            asked.set_result(client.predict("x", timeout_s=Collecting(PATIENCE_S)).output)
+
+        gc.disable()
+        try:
+            leave_a_stream(client)
+            threading.Thread(target=ask, daemon=True).start()
+            assert asked.result(PATIENCE_S) == "x"
+        finally:
+            gc.enable()
+        client.close()
 
     def test_a_client_that_closes_ends_what_is_under_way(self, held_gateway: GatewayProcess, gpu: HeldGpu) -> None:
         gpu.hold()
@@ -384,6 +432,8 @@ class TestOddAnswers:
             (answer_bytes(b'{"output": "\xff", "request_id": "r"}'), InternalError),
             (answer_bytes(b"x" * 2000), TooLarge),
             (answer_bytes(b"<html>", 503, "Retry-After: soon\r\n"), OverloadError),
+            (answer_bytes(b"<html>", 503, "Retry-After: \xb2\r\n"), OverloadError),
+            (answer_bytes(b"<html>", 503, f"Retry-After: {'9' * 5000}\r\n"), OverloadError),
             (answer_bytes(b'{"type":"urn:carpool:error:of-the-future","detail":"d"}', 503), OverloadError),
         ],
     )

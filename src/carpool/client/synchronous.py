@@ -6,7 +6,7 @@ threads may use one.
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Iterable, Iterator
 from typing import Any, Literal, TypeVar, Unpack
 
 from carpool.client.asynchronous import AsyncClient, ClientSettings
@@ -22,8 +22,9 @@ class Client:
     def __init__(self, url: str = "http://127.0.0.1:8000", **settings: Unpack[ClientSettings]) -> None:
         self._client = AsyncClient(url, **settings)
         self._is_running = threading.Event()
-        # So that what is begun before the end is ended with it, and nothing is begun later.
-        self._lock = threading.Lock()
+        # So that what is begun before the end is ended with it, and nothing is begun later. The collector may end a
+        # stream where this is held.
+        self._lock = threading.RLock()
         self._is_closed = False
         # Of the thread.
         self._loop: asyncio.AbstractEventLoop
@@ -71,7 +72,8 @@ class Client:
             while (answer := self._run(_next(answers))) is not None:
                 yield answer
         finally:
-            if not self._is_closed:
+            # In the client's own thread nobody may wait: there the collector found it, and asyncio closes `answers`.
+            if not self._is_closed and threading.current_thread() is not self._thread:
                 self._run(_close(answers))
 
     def map(
@@ -120,8 +122,8 @@ async def _close(answers: AsyncGenerator[Answer, None]) -> None:
 
 
 def _readable(inputs: Iterable[Any]) -> Iterable[Any] | AsyncIterable[Any]:
-    """What may take its time to give an input must not hold up the loop."""
-    return inputs if isinstance(inputs, Sequence) else _from_threads(inputs)
+    """What may take its time to give an input must not hold up the loop; a sequence of another type may, too."""
+    return inputs if type(inputs) in (list, tuple) else _from_threads(inputs)
 
 
 async def _from_threads(inputs: Iterable[Any]) -> AsyncGenerator[Any, None]:

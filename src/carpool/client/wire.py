@@ -140,9 +140,9 @@ _problem = msgspec.json.Decoder(_Problem).decode
 
 
 def prediction_call(value: Any, options: CallOptions, request_id: str) -> Call:
-    """A synchronous request."""
-    headers = headers_of(options, request_id)
-    return Call("POST", "/v1/inference", headers, _encode(body_of(value, options)), has_deadline=True)
+    """A synchronous request. It says so: a gateway may make tasks of those that say nothing."""
+    body = body_of(value, options) | {"mode": "sync"}
+    return Call("POST", "/v1/inference", headers_of(options, request_id), _encode(body), has_deadline=True)
 
 
 def submission(value: Any, options: SubmitOptions, request_id: str) -> Call:
@@ -208,7 +208,8 @@ def error_in(status: int, body: bytes, retry_after: str | None) -> CarpoolError:
         problem = _problem(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         problem = _Problem()
-    return _error(problem, status, int(retry_after) if retry_after and retry_after.isdigit() else None)
+    is_seconds = retry_after is not None and retry_after.isascii() and retry_after.isdigit() and len(retry_after) < 10
+    return _error(problem, status, int(retry_after or 0) if is_seconds else None)
 
 
 def _error(problem: _Problem, status: int, retry_after_s: int | None) -> CarpoolError:
