@@ -8,6 +8,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -212,6 +213,9 @@ class TestPredict:
         by_field = held.refused("Predict", message("PredictRequest")(input_json='"3"', timeout_ms=200), **AUTH)
         assert (by_call.code, by_field.code) == ("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED")
         assert by_field.reason == "DEADLINE_EXCEEDED"
+        told = by_field.request_id
+        with urllib.request.urlopen(f"http://127.0.0.1:{slow.admin_port}/internal/requests/{told}") as found:
+            assert json.load(found)["status"] == "failed"
         assert eventually(lambda: metric(slow, "carpool_held_requests") == 1)
         gpu.release()
         assert first.result(PATIENCE_S).output

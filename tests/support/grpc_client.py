@@ -72,6 +72,13 @@ class Refusal:
         reason: str = parts(self.details["ErrorInfo"])[1][0].decode()
         return reason
 
+    @property
+    def request_id(self) -> str:
+        """Of the ErrorInfo."""
+        facts = {fact[1][0]: fact[2][0] for fact in map(parts, parts(self.details["ErrorInfo"])[3])}
+        told: str = facts[b"request_id"].decode()
+        return told
+
 
 def details_in(status: bytes) -> dict[str, bytes]:
     """The details of a google.rpc.Status."""

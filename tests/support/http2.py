@@ -6,7 +6,7 @@ import time
 
 from support.processes import PATIENCE_S
 
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
 _INITIAL_WINDOW_SIZE = 4
 
@@ -48,6 +48,10 @@ class Http2Peer:
     def message(self, message: bytes) -> None:
         """A whole message, and no more."""
         self.data(b"\x00" + struct.pack(">I", len(message)) + message, ends=True)
+
+    def open_window(self, size: int) -> None:
+        """Read so much more of the answer."""
+        self.frame(WINDOW_UPDATE, 0, 1, struct.pack(">I", size))
 
     def status(self) -> str:
         """The `grpc-status` of the call, from its trailers, which are not compressed much."""

@@ -1,7 +1,7 @@
 """One PredictStream (face/grpc/stream.py) with a client that does what the test wants."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -38,6 +38,7 @@ class FakeCall:
         self.taken = 0
         self.is_reading = asyncio.Event()
         self.answers: list[Any] = []
+        self.when_unread: Callable[[], None] | None = None
 
     async def next(self) -> bytes | None:
         self.taken += 1
@@ -155,6 +156,25 @@ async def test_too_much_unread_is_dropped(stand: Stand) -> None:
     stand.call.is_reading.set()  # it reads after all, and must not take what it got for everything
     ended = await running
     assert ended is not None and ended.code == "queue-full"
+
+
+async def test_one_that_is_given_up_takes_all_back_and_is_told_so_if_it_reads_on(stand: Stand) -> None:
+    call, running = stand.call, stand.start()
+    call.ask("a", "b", "c")
+    await settle_down()
+    first, *_ = stand.waiting()
+    stand.broker.settle(first, make_output(b'"y"'))
+    await settle_down()
+    assert call.when_unread is not None
+    for _ in range(2):
+        call.when_unread()
+    call.ask("d")
+    await settle_down()
+    assert stand.broker.held == 0 and not running.done() and stand.places.taken == 1
+    call.is_reading.set()
+    ended = await running
+    assert ended is not None and ended.code == "queue-full"
+    assert [each.id for each in call.answers] == ["a"]
 
 
 async def test_a_defect_with_one_request_is_its_own(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 """The rules of a stream (numbered at the top of `face/http/stream.py`), from bytes to bytes."""
 
+import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from itertools import count
 from typing import Any
@@ -13,11 +15,13 @@ from carpool.core.errors import BrokerDown, CarpoolError, InputRefused, RateLimi
 from carpool.core.outcome import Output
 from carpool.core.ports import Caller, Entry, Peer, RateLimit
 from carpool.core.request import Request
+from carpool.core.timers import TURN_S
 from carpool.core.trace import Trace
 from carpool.face.http.places import Places
 from carpool.face.http.state import HttpLimits
 from carpool.face.http.stream import FRAGMENTS_MAX, MESSAGE_BYTES, PING_S, SILENT_S, STEPS_A_TURN, StreamLimits
 from carpool.testing import make_output
+from support.processes import until
 from support.streams import StreamClient, StreamStand, upgrade_request
 
 
@@ -301,8 +305,41 @@ async def test_a_flood_of_pings_leaves_room_for_others(stand: StreamStand) -> No
     client.feed(b"".join(client.protocol.data_to_send()) * 5_000)
     assert not client.transport.reading
     other.send(call(1))
+    await asyncio.sleep(0)
     stand.work()
     assert set(await other.answers()) == {1}
+
+
+async def test_all_streams_share_turns_and_who_waits_for_one_is_not_read_from(
+    stand: StreamStand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = stand.intake.ask
+
+    def ask_slowly(*given: Any) -> Any:
+        time.sleep(2 * TURN_S / STEPS_A_TURN)
+        return ask(*given)
+
+    monkeypatch.setattr(stand.intake, "ask", ask_slowly)
+    clients = [stand.connect() for _ in range(10)]
+    for client in clients:
+        client.send(*[call(n) for n in range(100)])
+    assert 0 < stand.broker.held <= 2 * STEPS_A_TURN
+    assert not any(client.transport.reading for client in clients)
+    await until(lambda: stand.broker.held == 1000)
+    await until(lambda: all(client.transport.reading for client in clients))
+
+
+async def test_who_reads_on_is_read_from_when_what_came_is_done(stand: StreamStand) -> None:
+    client = await in_flight(stand, 1)
+    client.protocol.send_ping(b"")
+    client.feed(b"".join(client.protocol.data_to_send()) * 10_000)
+    client.connection.pause_writing()
+    stand.work()
+    await asyncio.sleep(0)
+    client.connection.resume_writing()
+    assert not client.transport.reading
+    await until(lambda: client.transport.reading)
+    assert set(await client.answers()) == {0}
 
 
 # Rule 7

@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+import time
+from collections import Counter
 
 import pytest
 
-from carpool.core.timers import Every, OncePerTurn, repeat
+from carpool.core.timers import TURN_S, Every, OncePerTurn, SharedTurns, repeat
 from carpool.testing import FakeClock
 
 
@@ -171,3 +173,50 @@ def test_repeat_waits_for_its_work_and_survives_it(
         clock.run(main())
     assert work.done_at == [1.0, 2.5]
     assert len(caplog.records) == 2
+
+
+async def test_of_those_who_share_turns_one_has_a_whole_one() -> None:
+    turns, done, turn = SharedTurns(), Counter[tuple[int, int]](), 0
+
+    def work(number: int, rounds: int) -> None:
+        done[turn, number] += 1
+        time.sleep(1.1 * TURN_S)
+        if rounds > 1:
+            turns.later(lambda: work(number, rounds - 1))
+
+    for number in range(3):
+        turns.now(lambda number=number: work(number, 3))  # type: ignore[misc]
+    assert done == {(0, 0): 1}  # the others wait
+    while len(done) < 9:
+        turn += 1
+        await asyncio.sleep(0)
+    assert max(Counter(each for each, _ in done).values()) == 2  # what came, and some of what was left
+    assert Counter(number for _, number in done) == {0: 3, 1: 3, 2: 3}
+
+
+async def test_what_comes_goes_before_what_is_left_which_goes_on_all_the_same() -> None:
+    turns, done = SharedTurns(), list[str]()
+
+    def work(name: str, is_long: bool) -> None:
+        done.append(name)
+        time.sleep(1.1 * TURN_S)
+        if is_long:
+            turns.later(lambda: work(name, is_long=False))
+
+    turns.now(lambda: work("long", is_long=True))
+    for name in ("b", "c"):
+        turns.now(lambda name=name: work(name, is_long=False))  # type: ignore[misc]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert done == ["long", "b", "long", "c"]
+
+
+async def test_a_defect_of_one_who_shares_turns_is_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    turns, done = SharedTurns(), list[int]()
+    turns.later(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    turns.later(lambda: done.append(1))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert done == [1] and "failed" in caplog.text
+    with pytest.raises(ZeroDivisionError):
+        turns.now(lambda: 1 / 0)  # type: ignore[arg-type, return-value]

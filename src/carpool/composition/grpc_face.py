@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from carpool.admission.owners import Owners
 from carpool.composition.ground import Ground
 from carpool.composition.webhooks import callback_check
 from carpool.face.grpc.call import Problems, Service
@@ -57,6 +58,7 @@ def make_grpc_server(
         problems,
         ground.clock,
         when_draining=health.leave,
+        is_proxy=Owners(settings.gateway.trusted_proxies).is_trusted,
     )
 
 

@@ -6,9 +6,13 @@ it runs on virtual time.
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
 
 logger = logging.getLogger("carpool")
+
+# So long a turn of the event loop may be held up by work that can wait, about.
+TURN_S = 0.005
 
 
 class Every:
@@ -74,6 +78,69 @@ class OncePerTurn:
     def _run(self) -> None:
         self.is_due = False
         self._work()
+
+
+class SharedTurns:
+    """Work of many that can wait: of a turn of the event loop all of them together get TURN_S, one after the other.
+
+    1. Whoever is called does some of its work, TURN_S of it at most, and asks for a later turn if there is more.
+    2. What has just come goes before what is left of longer work, so that nobody waits for those who have much to do;
+       but in each turn some of that is done too.
+    3. A defect in work that waited is logged; the others go on.
+    """
+
+    __slots__ = ("_left", "_new", "_next", "_spent_s")
+
+    def __init__(self) -> None:
+        self._new: deque[Callable[[], None]] = deque()
+        self._left: deque[Callable[[], None]] = deque()
+        # In this turn.
+        self._spent_s = 0.0
+        # Made when there is an event loop.
+        self._next: OncePerTurn | None = None
+
+    def now(self, work: Callable[[], None]) -> None:
+        """Call `work`, which has just come: at once, if there is time."""
+        self._ring()
+        if self._spent_s > TURN_S:
+            self._new.append(work)
+        else:
+            self._do(work)
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Call `work`, of which some was done, in a later turn."""
+        self._ring()
+        self._left.append(work)
+
+    def _ring(self) -> None:
+        if self._next is None:
+            self._next = OncePerTurn(self._turn)
+        self._next.ring()
+
+    def _turn(self) -> None:
+        self._spent_s = 0.0
+        number, is_first = len(self._left), True  # who asks again has its next turn after this one
+        while self._new and self._spent_s <= TURN_S:
+            self._do_waiting(self._new)
+        while number and (is_first or self._spent_s <= TURN_S):
+            self._do_waiting(self._left)
+            number, is_first = number - 1, False
+        if self._new or self._left or self._spent_s:
+            self._ring()
+
+    def _do_waiting(self, queue: deque[Callable[[], None]]) -> None:
+        try:
+            self._do(queue.popleft())
+        except Exception:
+            logger.exception("something that waited for its turn failed; the others go on")
+
+    def _do(self, work: Callable[[], None]) -> None:
+        time = asyncio.get_running_loop().time
+        began = time()
+        try:
+            work()
+        finally:
+            self._spent_s += time() - began
 
 
 async def repeat(pause_s: Callable[[], float], work: Callable[[], Awaitable[None]]) -> None:

@@ -10,11 +10,11 @@ A face translates: bytes of its protocol to the arguments here, outcomes back to
 5. `cancel` whoever has left.
 """
 
-import asyncio
 import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -28,6 +28,7 @@ from carpool.core.ports import NO_WISHES, Admission, Caller, Cancels, Peer, Shar
 from carpool.core.request import Request, Waiter
 from carpool.core.task import StoredTask
 from carpool.core.tensors import as_input
+from carpool.core.timers import SharedTurns
 from carpool.core.trace import Trace
 
 logger = logging.getLogger("carpool.face")
@@ -117,6 +118,8 @@ class Intake:
         self._clock = clock
         # The last requests, found by looking at them all: only a person who looks for one pays.
         self._recent: deque[Request] = deque(maxlen=RECENT_KEPT)
+        # In which long calls come in.
+        self._turns = SharedTurns()
 
     def model(self, name: str) -> ServedModel:
         """The model with this name; raises UnknownModel."""
@@ -203,7 +206,10 @@ class Intake:
         group = Group(self, answer, came, len(values), route)
         if values:
             coming = _Coming(group, caller, model, parameters, values, request_id, wishes, begin_trace)
-            self._prepare_some(coming)
+            if len(values) > PREPARED_A_TURN:
+                self._turns.now(partial(self._prepare_some, coming))
+            else:
+                self._prepare_some(coming)
         else:
             group.tell([])
         return group
@@ -218,7 +224,7 @@ class Intake:
             for number in range(len(requests), min(len(requests) + PREPARED_A_TURN, len(values))):
                 requests.append(self._make(coming, number))
             if len(requests) < len(values):
-                asyncio.get_running_loop().call_soon(self._prepare_some, coming)
+                self._turns.later(partial(self._prepare_some, coming))
                 return
         except Exception as failure:
             error, number = as_error(failure), len(requests)

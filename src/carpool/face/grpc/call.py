@@ -12,9 +12,9 @@ from urllib.parse import unquote
 
 from carpool.core.errors import CarpoolError, Draining, Malformed, ReceiveTimeout
 from carpool.core.ports import Caller, Entry, Peer, RequestTraces
+from carpool.core.timers import TURN_S, SharedTurns
 from carpool.face.grpc.slow import SlowCalls
 from carpool.face.http.ids import request_id
-from carpool.face.http.kserve_v2 import TURN_S
 from carpool.face.intake import Intake
 
 # Of the metadata, what anybody here looks at. The rest is not even copied.
@@ -33,7 +33,19 @@ Made = TypeVar("Made")
 class Call:
     """One call. `context` is grpcio's."""
 
-    __slots__ = ("_interruption", "_reader", "_slow", "came_in", "context", "headers", "path", "peer", "peer_name")
+    __slots__ = (
+        "_interruption",
+        "_reader",
+        "_slow",
+        "came_in",
+        "context",
+        "headers",
+        "own_id",
+        "path",
+        "peer",
+        "peer_name",
+        "when_unread",
+    )
 
     def __init__(self, context: Any, path: str, peer_name: str, peer: Peer, slow: SlowCalls) -> None:
         self.context = context
@@ -43,6 +55,10 @@ class Call:
         self.headers = headers_of(context.invocation_metadata())
         # It became a request: if that fails, it is traced with it.
         self.came_in = False
+        # The id of its request; "" while nobody asked for it.
+        self.own_id = ""
+        # What is done if its answers are not read, and others share its connection.
+        self.when_unread: Callable[[], None] | None = None
         self._slow = slow
         # Who waits for a message, and why it is not to wait any longer.
         self._reader: asyncio.Task[Any] | None = None
@@ -87,6 +103,11 @@ class Call:
         """The message has taken too long."""
         self.interrupt(ReceiveTimeout("the message did not arrive in time; send it sooner"))
 
+    def give_up_writing(self) -> None:
+        """What was written is not read; it is told so if it ever is."""
+        if self.when_unread is not None:
+            self.when_unread()
+
     def interrupt(self, why: CarpoolError) -> None:
         """Whoever waits for a message gets this error in its place. One that comes at this moment is lost."""
         if self._reader is not None and self._interruption is None:
@@ -104,8 +125,10 @@ class Call:
             self.context.set_trailing_metadata(metadata_of(lines))
 
     def request_id(self) -> str:
-        """The client's own id, or a new one."""
-        return request_id(self.headers)
+        """The client's own id, or a new one: the same each time, for its error names it too."""
+        if not self.own_id:
+            self.own_id = request_id(self.headers)
+        return self.own_id
 
 
 class Problems:
@@ -197,16 +220,26 @@ def address_of(peer_name: str) -> str:
     return unquote(where).rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
 
 
-async def in_turns(steps: Generator[None, None, Made]) -> Made:
-    """Do work that takes a while, a few milliseconds in each turn of the event loop."""
-    loop = asyncio.get_running_loop()
-    until = loop.time() + TURN_S
-    while True:
-        try:
+async def in_turns(turns: SharedTurns, steps: Generator[None, None, Made]) -> Made:
+    """Do work that takes a while, a few milliseconds in a turn of the event loop, beside others who do."""
+    made: asyncio.Future[Made] = asyncio.get_running_loop().create_future()
+    turns.now(partial(_work, turns, steps, made))
+    return await made
+
+
+def _work(turns: SharedTurns, steps: Generator[None, None, Made], made: "asyncio.Future[Made]") -> None:
+    """Some of it."""
+    if made.done():
+        return  # whoever waited for it has left
+    time = made.get_loop().time
+    until = time() + TURN_S
+    try:
+        next(steps)
+        while time() < until:
             next(steps)
-        except StopIteration as end:
-            made: Made = end.value
-            return made
-        if loop.time() >= until:
-            await asyncio.sleep(0)
-            until = loop.time() + TURN_S
+    except StopIteration as end:
+        made.set_result(end.value)
+    except Exception as failure:
+        made.set_exception(failure)
+    else:
+        turns.later(partial(_work, turns, steps, made))

@@ -98,6 +98,7 @@ class KServeV2:
         if isinstance(entry, CarpoolError):
             return entry
         parameters, timeout_s = own_parameters(asked)
+        call.own_id = given_id(call.headers) or acceptable_id(asked.id) or new_request_id()
         reply = Reply(self._answers)
         begin = None if self._begin_trace is None else partial(self._begin_trace, call.headers)
         group = self._intake.ask_all(
@@ -105,7 +106,7 @@ class KServeV2:
             model=model,
             parameters=parameters,
             values=rows,
-            request_id=given_id(call.headers) or acceptable_id(asked.id) or new_request_id(),
+            request_id=call.own_id,
             answer=reply.answer,
             came=reply.came,
             wishes=wishes_of(call, timeout_s),
@@ -121,7 +122,8 @@ class KServeV2:
                 return outcomes[0] if number is None or not is_several else of_row(outcomes[0], number)
             version = reply.version or (model.tensors.version if model.tensors else "")
             return await in_turns(
-                write_infer(model.name, version, asked.id, join_rows(outcomes), asked.wanted, is_raw=asked.is_raw)
+                self._answers.turns,
+                write_infer(model.name, version, asked.id, join_rows(outcomes), asked.wanted, is_raw=asked.is_raw),
             )
         except asyncio.CancelledError:
             group.leave()
@@ -136,7 +138,7 @@ class KServeV2:
         model = self._model(asked.model)
         if len(message) > model.body_bytes_max:
             raise too_large_for(model)
-        rows = await in_turns(rows_of(asked, len(message)))
+        rows = await in_turns(self._answers.turns, rows_of(asked, len(message)))
         is_raw = asked.is_raw
         asked.tensors, asked.raw = [], [b""] if is_raw else []
         return model, asked, rows

@@ -32,6 +32,8 @@ FIELDS_MAX = 32
 # Requests, and ids to cancel, in one message of a stream.
 STREAMED_MAX = 1024
 ID_BYTES_MAX = 128
+# Of the text of an error, which is in a status twice: clients take 8 KB of trailers, and three for a byte beyond ASCII.
+TEXT_BYTES_MAX = 1024
 _NOTHING: Message = b""
 _TASK_STATUS = {"PENDING": 1, "SUCCESS": 2, "FAILED": 3}
 
@@ -225,8 +227,15 @@ def malformed(fault: BadMessageError) -> Malformed:
     return Malformed(f"the message is not what this method takes: {fault}")
 
 
+def status_text(error: CarpoolError) -> str:
+    """What is told of an error in a status: as much as every client takes."""
+    data = error.detail.encode()
+    return error.detail if len(data) <= TEXT_BYTES_MAX else data[:TEXT_BYTES_MAX].decode(errors="ignore") + "…"
+
+
 def status_message(error: CarpoolError, request_id: str) -> bytes:
     """A google.rpc.Status with its details, for `grpc-status-details-bin`."""
+    detail = status_text(error).encode()
     facts = {"request_id": request_id}
     if error.predicted_wait_ms is not None:
         facts["predicted_wait_ms"] = str(error.predicted_wait_ms)
@@ -237,8 +246,8 @@ def status_message(error: CarpoolError, request_id: str) -> bytes:
     if error.retry_after_s is not None:
         details.append(_detail("RetryInfo", field(1, number_field(1, error.retry_after_s))))
     if isinstance(error, RateLimited):
-        details.append(_detail("QuotaFailure", field(1, field(1, b"owner") + field(2, error.detail.encode()))))
-    return number_field(1, GRPC_STATUS[error.grpc_code]) + field(2, error.detail.encode()) + b"".join(details)
+        details.append(_detail("QuotaFailure", field(1, field(1, b"owner") + field(2, detail))))
+    return number_field(1, GRPC_STATUS[error.grpc_code]) + field(2, detail) + b"".join(details)
 
 
 def _detail(name: str, content: bytes) -> bytes:

@@ -18,7 +18,7 @@ from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import GRPC_STATUS, CarpoolError, QueueFull
 from carpool.core.ports import Peer
 from carpool.face.grpc.call import Call, Method, Problems, Service, address_of, metadata_of
-from carpool.face.grpc.messages import status_message
+from carpool.face.grpc.messages import status_message, status_text
 from carpool.face.grpc.slow import SlowCalls
 from carpool.face.intake import as_error
 
@@ -69,6 +69,8 @@ class GrpcServer:
         clock: Clock = monotonic,
         *,
         when_draining: Callable[[], None] = lambda: None,
+        # Whether the peer with this address is a proxy, over whose connections many clients come.
+        is_proxy: Callable[[str], bool] = lambda address: False,
     ) -> None:
         self.services = services
         self._when_draining = when_draining
@@ -81,7 +83,13 @@ class GrpcServer:
         self.port = 0
         # Calls under way, streams included.
         self.calls = 0
-        self.slow = SlowCalls(limits.receive_timeout_s, limits.write_timeout_s, limits.unread_bytes_max, clock)
+        self.slow = SlowCalls(
+            limits.receive_timeout_s,
+            limits.write_timeout_s,
+            limits.unread_bytes_max,
+            clock,
+            is_shared=lambda peer_name: is_proxy(address_of(peer_name)),
+        )
         # By grpcio's names for them.
         self._peers: dict[str, Peer] = {}
 
@@ -193,7 +201,7 @@ class GrpcServer:
         self._problems.note(call, error, came_in=call.came_in)
         details = ("grpc-status-details-bin", status_message(error, call.request_id()))
         metadata = (details, *call.context.trailing_metadata(), *metadata_of(error.header_lines))
-        await call.context.abort(_CODES[error.grpc_code], error.detail, metadata)
+        await call.context.abort(_CODES[error.grpc_code], status_text(error), metadata)
 
     def _peer(self, name: str) -> Peer:
         peer = self._peers.get(name)

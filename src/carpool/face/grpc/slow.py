@@ -2,8 +2,9 @@
 
 1. The message of a call must have come within `receive_timeout_s`. One that has not is refused.
 2. An answer must have been read in `write_timeout_s`, and a second for each 64 KB. grpcio cannot end a call whose
-   client does not read: a status waits behind the answer. So the client's connection is ended.
-3. If more than `unread_bytes_max` of answers wait to be read, all who do not read are cut off.
+   client does not read: a status waits behind the answer. So the client's connection is ended. Over that of a proxy
+   others come too: there a stream is given up, and waits to be told so; its owner has no more places than it had.
+3. If more than `unread_bytes_max` of answers wait to be read, those who leave UNREAD_BYTES_MIN unread are cut off.
 
 They are looked at twice a second; a call pays for being put on a list.
 """
@@ -11,38 +12,54 @@ They are looked at twice a second; a call pays for being put on a list.
 import asyncio
 import os
 import socket
+from collections import Counter
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
 from carpool.core.clock import STOOD_STILL_S, Clock
 from carpool.core.timers import Every
+from carpool.face.http.connection import UNREAD_BYTES_MIN
 
 SWEEP_S = 0.5
 READ_BYTES_PER_S = 65536
 _SOCKETS = "/proc/self/fd"
 
 
-class Receiving(Protocol):
-    """A call without its message."""
+class Watched(Protocol):
+    """A call without its message, or one whose answer is being written."""
 
     def give_up_receiving(self) -> None:
         """The message has taken too long."""
+        ...
+
+    def give_up_writing(self) -> None:
+        """The answer is not read."""
         ...
 
 
 class SlowCalls:
     """Watches over the calls of one server."""
 
-    def __init__(self, receive_timeout_s: float, write_timeout_s: float, unread_bytes_max: int, clock: Clock) -> None:
+    def __init__(
+        self,
+        receive_timeout_s: float,
+        write_timeout_s: float,
+        unread_bytes_max: int,
+        clock: Clock,
+        # Whether others come over the connection of the peer with this name.
+        is_shared: Callable[[str], bool] = lambda peer_name: False,
+    ) -> None:
         self._receive_timeout_s = receive_timeout_s
         self._write_timeout_s = write_timeout_s
         self._unread_bytes_max = unread_bytes_max
         self._clock = clock
+        self._is_shared = is_shared
         # As of the last look.
         self.now = clock()
         # Those whose message is to come, with the time when they began; and peers with the end of a stream's write.
-        self.receiving: dict[Receiving, float] = {}
-        self.writing: dict[object, tuple[str, float]] = {}
+        self.receiving: dict[Watched, float] = {}
+        self.writing: dict[Watched, tuple[str, float]] = {}
         # Answers that grpcio has, and may still have: who waits for its end, whose it is, until when, and its size.
         self._unread: list[tuple[asyncio.Task[Any] | None, str, float, int]] = []
         self._sweeps = Every(SWEEP_S, self.sweep)
@@ -76,12 +93,24 @@ class SlowCalls:
             if now - since >= self._receive_timeout_s:
                 call.give_up_receiving()
         self._unread = [each for each in self._unread if each[0] is not None and not each[0].done()]
-        is_too_much = sum(each[3] for each in self._unread) > self._unread_bytes_max
-        slow = {peer_name for _, peer_name, until, _ in self._unread if is_too_much or now >= until}
-        slow |= {peer_name for peer_name, until in self.writing.values() if now >= until}
+        slow = {peer_name for _, peer_name, until, _ in self._unread if now >= until}
+        for call, (peer_name, until) in list(self.writing.items()):
+            if now >= until:
+                slow.add(peer_name)
+                call.give_up_writing()
+        slow = {peer_name for peer_name in slow if not self._is_shared(peer_name)} | self._leave_too_much()
         if slow:
             # In a thread: with ten thousand connections it takes a while.
             asyncio.get_running_loop().run_in_executor(None, cut_off, slow)
+
+    def _leave_too_much(self) -> set[str]:
+        """Who is cut off for the sake of all (rule 3)."""
+        unread: Counter[str] = Counter()
+        for _, peer_name, _, size in self._unread:
+            unread[peer_name] += size
+        if unread.total() <= self._unread_bytes_max:
+            return set()
+        return {peer_name for peer_name, size in unread.items() if size >= UNREAD_BYTES_MIN}
 
 
 def cut_off(peer_names: AbstractSet[str]) -> None:

@@ -8,7 +8,7 @@
 5. A message that is not what it should be, or an id that is in flight already, ends the stream: nobody could say whose
    the next answer is. What is wrong with a request is told in its own answer.
 6. At a drain nothing more is read; what came is answered, then the stream ends with UNAVAILABLE.
-7. A message with many requests is taken over some turns of the event loop: others have theirs between.
+7. A message with many requests is taken over some turns of the event loop, of which all streams together have a part.
 
 A read is never cancelled: grpcio would lose what came. The end of the call ends it.
 """
@@ -23,6 +23,7 @@ from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Caller, Entry
 from carpool.core.protobuf import Message
 from carpool.core.request import DONE, Request
+from carpool.core.timers import SharedTurns
 from carpool.face.grpc.call import Call, in_turns, leaving
 from carpool.face.grpc.messages import Answers, error_message, read_predict, read_stream, streamed
 from carpool.face.http.places import Places
@@ -49,6 +50,7 @@ class Streams:
         self._open: set[Stream] = set()
         self._readers: set[asyncio.Task[None]] = set()
         self._is_draining = False
+        self.turns = SharedTurns()
 
     async def serve(self, call: Call) -> CarpoolError | None:
         """One stream, from its beginning to its end."""
@@ -103,6 +105,7 @@ class Stream:
         # The writer waits for answers, the reader for room.
         self._wake: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
+        call.when_unread = self._give_up
 
     def __repr__(self) -> str:
         return f"<Stream asked={len(self._asked)} ready={len(self._ready)} {'ended' if self._is_ended else 'open'}>"
@@ -180,14 +183,14 @@ class Stream:
 
     async def _take(self, message: bytes) -> None:
         caller = self.caller()
-        asked, cancelled = await in_turns(read_stream(message))
+        asked, cancelled = await in_turns(self._streams.turns, read_stream(message))
         if self._is_ended:
             return
         for own_id, _ in asked:
             if own_id in self._asked:
                 raise Malformed("an id is in flight already; give each request one of its own")
             self._asked[own_id] = None  # from now on the stream waits for it, also at a drain
-        await in_turns(self._ask_each(caller, asked))
+        await in_turns(self._streams.turns, self._ask_each(caller, asked))
         for own_id in cancelled:
             if (taken_back := self._asked.get(own_id)) is not None:
                 self._intake.cancel(taken_back)
@@ -241,10 +244,14 @@ class Stream:
         self._ready_bytes += len(answer)
         streams.unread_bytes += len(answer)
         if streams.unread_bytes > streams.unread_bytes_max and self._ready_bytes > UNREAD_BYTES_MAX:
-            # Its connection is ended soon, if it does not begin to read.
+            self._give_up()  # its connection is ended soon, if it does not begin to read
+        ring(self._wake)
+
+    def _give_up(self) -> None:
+        """The client does not read: it gets nothing more, and is told so if it reads on."""
+        if not self._is_broken:
             self._end = QueueFull("answers were left unread; read them sooner, or ask for less", retry_after_s=1)
             self.close()
-        ring(self._wake)
 
     def _drop_ready(self) -> None:
         self._streams.unread_bytes -= self._ready_bytes

@@ -271,9 +271,12 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """The client has read on."""
         self.writing_paused = False
+        is_told = False
         if self.transport is not None and self.pending and self.pending[0].is_unfinished:
+            is_told = self.upgraded is not None and self.pending[0].is_told_to_wait
             self.write_part(self.transport, self.pending[0])
-        self.pump()
+        if not is_told:  # else who has the connection reads on when it has done what came before
+            self.pump()
 
     # httptools' callbacks
 

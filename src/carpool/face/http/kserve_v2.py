@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from carpool.core.errors import CarpoolError, ClientLeft, MethodNotAllowed, NotFound, QueueFull, UnknownModel
 from carpool.core.outcome import Output
 from carpool.core.ports import Caller, Entry, RequestTraces
+from carpool.core.timers import TURN_S
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.faces import INFER, model_with_face
 from carpool.face.http.gateway import (
@@ -34,9 +35,6 @@ from carpool.face.http.v2_wire import V2Answer, V2Call, parse_call, write_answer
 from carpool.face.intake import Group, Intake, ServedModel, as_error, new_request_id
 from carpool.face.tensor_rows import Row, join_rows, read_row
 from carpool.version import __version__
-
-# So long an answer is written in a turn of the event loop, about.
-TURN_S = 0.005
 
 
 class KServeV2Routes:
@@ -215,7 +213,7 @@ class Reply:
         except Exception as failure:
             self._fail(as_error(failure))
         else:
-            self._go_on(steps)
+            self._answers.turns.now(partial(self._go_on, steps))
 
     def _fail(self, error: CarpoolError, where: str = "") -> None:
         self._end()
@@ -248,7 +246,7 @@ class Reply:
             except StopIteration as end:
                 self._send(end.value)
                 return
-        loop.call_soon(self._go_on, steps)
+        self._answers.turns.later(partial(self._go_on, steps))
 
     def _send(self, answer: V2Answer) -> None:
         exchange = self._exchange

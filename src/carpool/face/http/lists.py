@@ -25,7 +25,7 @@ from carpool.core.errors import CarpoolError, ClientLeft, Malformed, QueueFull, 
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_WISHES, Caller, Entry, RequestTraces
 from carpool.core.request import DONE, Request
-from carpool.core.timers import OncePerTurn
+from carpool.core.timers import OncePerTurn, SharedTurns
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.gateway import (
     check_encoding,
@@ -100,6 +100,8 @@ class Answers:
         self._left = TURN_BYTES
         # Made when there is an event loop.
         self._turn: OncePerTurn | None = None
+        # For work that is measured in seconds.
+        self.turns = SharedTurns()
 
     def may_work(self, size: int) -> bool:
         """Whether so many bytes may be worked on in this turn; one piece always may."""

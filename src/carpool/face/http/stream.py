@@ -10,7 +10,8 @@ Rules, each with a test:
 4. Rate limits, permits and shedding are those of `/v1/inference`, for each request.
 5. A client that leaves takes all its requests with it.
 6. A client that does not read gets no new work done: nothing is read from it, and the connection's own rules cut it
-   off. So much work is done for one stream in a turn of the event loop; the rest of what it sent waits for the next.
+   off. So much work is done for one stream in a turn of the event loop, and for all of them together; what else it sent
+   waits for a later one, and nothing more is read from it until then.
 7. Limits: bytes of a message (1009) and its fragments (1008), the time that it may take to come (3008), requests in
    flight (a 429 each), streams of this process (503) and of an owner (429). Compression is not offered.
 8. Pings are answered. Who is silent is sent one, and is cut off if it stays so; who asks for nothing for
@@ -43,7 +44,7 @@ from carpool.core.errors import (
 from carpool.core.ports import NO_WISHES, Caller, Entry, RequestTraces, Wishes
 from carpool.core.request import DONE, Request, Waiter
 from carpool.core.tensors import Data
-from carpool.core.timers import OncePerTurn
+from carpool.core.timers import TURN_S, OncePerTurn, SharedTurns
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.gateway import too_large_for, with_trace
 from carpool.face.http.state import HttpState
@@ -61,8 +62,7 @@ COME_BACK_S = 1
 # Work for one stream in a turn of the event loop: requests and frames, and seconds, for one may take as long as many;
 # bytes of frames that are looked at together.
 STEPS_A_TURN = 64
-TURN_S = 0.005
-SLICE_BYTES = 8 * 1024
+SLICE_BYTES = 2 * 1024
 # A message with answers is not made longer than this, unless it has one alone.
 MESSAGE_BYTES = 256 * 1024
 FRAGMENTS_MAX = 1024
@@ -93,6 +93,8 @@ class Home(Waiter, Protocol):
     # None where nothing is traced.
     traces: RequestTraces | None
     is_draining: bool
+    # In which all streams work.
+    turns: SharedTurns
 
     def closed(self, stream: "Stream") -> None:
         """One of them is over."""
@@ -110,6 +112,7 @@ class Stream:
         "_fragments",
         "_heard",
         "_is_behind",
+        "_is_due",
         "_is_over",
         "_message",
         "_out",
@@ -121,7 +124,6 @@ class Stream:
         "_streams",
         "_unparsed",
         "_used",
-        "_work_soon",
         "owner",
     )
 
@@ -144,7 +146,8 @@ class Stream:
         # Answers that leave with this turn, each with its bytes.
         self._out: list[tuple[int, Pieces]] = []
         self._flush_soon = OncePerTurn(self._flush)
-        self._work_soon = OncePerTurn(self._work)
+        # It waits for a turn to work.
+        self._is_due = False
         self._is_behind = False
         self._is_over = False
         self._heard = self._used = self._pinged = streams.clock()
@@ -158,11 +161,20 @@ class Stream:
         """Something came."""
         self._heard = self._streams.clock()
         self._unparsed.append(data)
-        if not self._work_soon.is_due and not self._is_behind:
-            self._work()
+        if not self._is_due and not self._is_behind:
+            self._is_due = True
+            self._streams.turns.now(self._work)
+        if self._is_due:
+            self._exchange.sink.pause_reading()
+
+    def _work_later(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            self._streams.turns.later(self._work)
 
     def _work(self) -> None:
-        """Do some of what there is to do (rule 6), and the rest in the next turn."""
+        """Do some of what there is to do (rule 6), and the rest in a later turn."""
+        self._is_due = False
         try:
             steps, clock = STEPS_A_TURN, self._streams.clock
             until = clock() + TURN_S
@@ -182,7 +194,7 @@ class Stream:
         if not self._is_over:
             self._exchange.sink.pause_reading()
             if not self._is_behind:
-                self._work_soon.ring()
+                self._work_later()
 
     def _parse(self, data: bytes | memoryview) -> int:
         """Take frames out of some bytes; returns how many."""
@@ -369,7 +381,7 @@ class Stream:
     def _writable(self, _: Exchange) -> None:
         """The client has read on."""
         self._is_behind = False
-        self._work_soon.ring()
+        self._work_later()
 
     # The end.
 
