@@ -23,6 +23,7 @@ from carpool.face.http.connection import UNREAD_BYTES_MIN
 
 SWEEP_S = 0.5
 READ_BYTES_PER_S = 65536
+GIVEN_UP_A_TURN = 32
 _SOCKETS = "/proc/self/fd"
 
 
@@ -62,6 +63,8 @@ class SlowCalls:
         self.writing: dict[Watched, tuple[str, float]] = {}
         # Answers that grpcio has, and may still have: who waits for its end, whose it is, until when, and its size.
         self._unread: list[tuple[asyncio.Task[Any] | None, str, float, int]] = []
+        # Those whose message should have come by now.
+        self._late: list[Watched] = []
         self._sweeps = Every(SWEEP_S, self.sweep)
 
     def __repr__(self) -> str:
@@ -89,9 +92,10 @@ class SlowCalls:
         self.now = now
         if now - before > STOOD_STILL_S:
             return  # what clients sent and read meanwhile is seen first
-        for call, since in list(self.receiving.items()):
-            if now - since >= self._receive_timeout_s:
-                call.give_up_receiving()
+        is_giving_up = bool(self._late)
+        self._late = [call for call, since in self.receiving.items() if now - since >= self._receive_timeout_s]
+        if self._late and not is_giving_up:
+            self._give_up_some()
         self._unread = [each for each in self._unread if each[0] is not None and not each[0].done()]
         slow = {peer_name for _, peer_name, until, _ in self._unread if now >= until}
         for call, (peer_name, until) in list(self.writing.items()):
@@ -102,6 +106,14 @@ class SlowCalls:
         if slow:
             # In a thread: with ten thousand connections it takes a while.
             asyncio.get_running_loop().run_in_executor(None, cut_off, slow)
+
+    def _give_up_some(self) -> None:
+        """Refuse some of those whose message did not come, and the rest in the next turns: each takes a while."""
+        late, self._late = self._late[:GIVEN_UP_A_TURN], self._late[GIVEN_UP_A_TURN:]
+        for call in late:
+            call.give_up_receiving()
+        if self._late:
+            asyncio.get_running_loop().call_soon(self._give_up_some)
 
     def _leave_too_much(self) -> set[str]:
         """Who is cut off for the sake of all (rule 3)."""
