@@ -62,7 +62,7 @@ COME_BACK_S = 1
 # Work for one stream in a turn of the event loop: requests and frames, and seconds, for one may take as long as many;
 # bytes of frames that are looked at together.
 STEPS_A_TURN = 64
-SLICE_BYTES = 4 * 1024
+SLICE_BYTES = 2 * 1024
 # A message with answers is not made longer than this, unless it has one alone.
 MESSAGE_BYTES = 256 * 1024
 FRAGMENTS_MAX = 1024
