@@ -395,6 +395,12 @@ async def test_dead_letters_on_the_command_line(workshop: Workshop) -> None:
     await until(lambda: workshop.holds(0, 0))
 
 
+async def sees_slots(gateway: GatewayProcess, number: int) -> bool:
+    """Whether a gateway has heard of so many that work."""
+    healthy: int = (await gateway.health())["healthy_slots"]
+    return healthy == number
+
+
 async def test_a_gateway_sees_batchers_come_and_endpoints_go(tmp_path: Path, redis_server: RedisServer) -> None:
     settings: dict[str, object] = {"upstream.health_interval_s": 0.2, "gateway.drain_grace_s": 0.1}
     gpu = WatchedUpstream()
@@ -415,25 +421,60 @@ async def test_a_gateway_sees_batchers_come_and_endpoints_go(tmp_path: Path, red
             await fleet.wait_until_ready()
             assert (await result(gateway, task_id, WAIT_MS)).json["output"] == "ylrae"
 
-            async def slots(number: int) -> bool:
-                healthy: int = (await gateway.health())["healthy_slots"]
-                return healthy == number
-
-            await until(lambda: slots(3))
+            await until(lambda: sees_slots(gateway, 3))
             page = (await ask_once(gateway.admin_port, "GET", "/internal/fleet")).json
             assert [each["name"] for each in page["batchers"]] == [batcher.name]
             assert [each["name"] for each in page["gateways"]] == [gateway.name]
             [endpoint] = page["models"]["default"]["endpoints"]
             assert (endpoint["batcher"], endpoint["slots"]) == (batcher.name, 3)
         await gpu.hang_up()
-        await until(lambda: slots(0))
-        refused = await ask(gateway, "nobody there")
-        assert (refused.status, "retry-after" in refused.headers) == (503, True)
+        await until(lambda: sees_slots(gateway, 0))
+
+        async def is_refused() -> bool:  # but for one now and then, to try it with
+            answer = await ask(gateway, "nobody there")
+            return (answer.status, "retry-after" in answer.headers) == (503, True)
+
+        await until(is_refused)
 
         batcher.kill()
         gateway.terminate()
         assert await gateway.exit_code() == 0
         assert await client.exists(Keys(namespace).replies(gateway.name.encode())) == 0
+
+
+async def test_endpoints_that_have_all_failed_are_tried_again_by_requests(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    gpu = WatchedUpstream()
+    async with (
+        own_namespace(redis_server) as namespace,
+        fleet_over(tmp_path, redis_server.url, {"broker.namespace": namespace}) as fleet,
+        scripted_upstream(gpu),
+    ):
+        gateway = (await fleet.add("gateway")).process
+        await fleet.add("batcher", "--upstream", gpu.url)
+        await fleet.wait_until_ready()
+        assert (await ask(gateway, "abc")).json["output"] == "cba"
+        gpu.behaviour = "garbage"
+
+        async def is_told(code: str) -> bool:
+            return problem(await ask(gateway, "abc")) == code
+
+        await until(lambda: is_told("upstream-down"))
+        seen = gpu.calls
+        await until(lambda: is_told("upstream-protocol-fault"))  # by a try, which fails
+        assert gpu.calls > seen
+        await until(lambda: is_told("upstream-down"))
+        gpu.behaviour = "good"
+
+        async def is_back() -> bool:
+            return (await ask(gateway, "abc")).status == 200
+
+        await until(is_back)
+        # For all of them, not for one now and then.
+        await until(lambda: sees_slots(gateway, 1))
+        answers = await asyncio.gather(*(ask(gateway, "abc") for _ in range(20)))
+        assert {answer.status for answer in answers} == {200}
 
 
 @asynccontextmanager

@@ -28,6 +28,9 @@ class Up:
 
     is_down = is_shut_to_some = False
 
+    def takes_probe(self) -> bool:
+        return False
+
     def is_shut_to(self, owner: str) -> bool:
         return False
 

@@ -98,9 +98,8 @@ class Gate:
         if self.closed:
             return leaving()
         upstream = self._upstreams[request.model]
-        if (
-            upstream.is_down or (upstream.is_shut_to_some and upstream.is_shut_to(request.owner))
-        ) and not request.is_judged:
+        is_any_shut = upstream.is_down or upstream.is_shut_to_some
+        if is_any_shut and not request.is_judged and is_closed_to(request.owner, upstream):
             return upstream_down(upstream)
         door = self._doors.get(request.model)
         if door is None or request.is_judged:
@@ -115,7 +114,7 @@ class Gate:
         first = requests[0]
         upstream = self._upstreams[first.model]
         # Once for all: the first of them may take the only probe, by which the endpoint is down for the others.
-        if upstream.is_down or (upstream.is_shut_to_some and upstream.is_shut_to(first.owner)):
+        if is_closed_to(first.owner, upstream):
             return upstream_down(upstream)
         if (refusal := self._broker.refusal_of_all(requests)) is not None:
             return refusal
@@ -152,6 +151,11 @@ class OnlyDoor:
     def refusal(self, caller: Caller) -> CarpoolError | None:
         """Why a request of this caller is refused, whatever is in its body; None if it is not, as far as is known."""
         return self._door.refusal_if_full(caller.tier, caller.owner, self._clock())
+
+
+def is_closed_to(owner: str, upstream: Availability) -> bool:
+    """Whether no endpoint may be called for this owner, nor tried with its request."""
+    return (upstream.is_down and not upstream.takes_probe()) or upstream.is_shut_to(owner)
 
 
 def upstream_down(upstream: Availability) -> UpstreamDown:

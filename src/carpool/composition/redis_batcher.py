@@ -127,6 +127,7 @@ def model_beat(service: ModelService) -> ModelBeat:
         mean_batch_size=service.mean_batch_size(),
         capacity_rps=state.capacity_rps if service.loop.is_capacity_known() else 0.0,
         batch_s=service.loop.service_s,
+        probes=0 if state.healthy_slots else service.pool.free(),
         endpoints=tuple(map(endpoint_beat, state.endpoints)),
         offenders=tuple(service.offenders_seen()),
     )

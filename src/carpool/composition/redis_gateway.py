@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from carpool.admission.shared_limits import SharedLimits
 from carpool.admission.shedding import pressure
 from carpool.broker.redis.fleet.api_keys import ApiKeyWatch
-from carpool.broker.redis.fleet.view import Beat
+from carpool.broker.redis.fleet.view import Beat, FleetView
 from carpool.broker.redis.formats import Reply
 from carpool.broker.redis.gateway.queue import RedisQueue
 from carpool.broker.redis.gateway.rates import RedisRateBudget
@@ -49,6 +49,15 @@ class FleetAvailability:
         self.is_down = False
         # Batchers answer for owners of their own.
         self.is_shut_to_some = False
+        # While it is down: requests that are let in all the same, until batchers are heard of again.
+        self.probes = 0
+
+    def takes_probe(self) -> bool:
+        """While it is down: whether one more request is let in. Batchers want it to try an endpoint with."""
+        if not self.probes:
+            return False
+        self.probes -= 1
+        return True
 
     def is_shut_to(self, owner: str) -> bool:
         """Nobody is, here."""
@@ -111,6 +120,7 @@ class RedisGatewayHalf(GatewayHalf):
         meeting.counted = self.queue.parking
         meeting.when_nodes_change.append(self.queue.nodes_changed)
         meeting.when_fleet_changes.append(self._look_at_fleet)
+        meeting.when_heard.append(self._offer_probes)
         self._door_ticks = Ticks(doors, ground.clock)
         self._batchers_seen = ground.clock()
         # Requests a second that came in at this process's own door, lately.
@@ -194,6 +204,11 @@ class RedisGatewayHalf(GatewayHalf):
                 availability.is_down = registry.is_fresh() and view.healthy_slots(name) == 0
             else:
                 availability.is_down = now - self._batchers_seen > BATCHERS_GONE_S
+
+    def _offer_probes(self, view: FleetView) -> None:
+        """One request at a time: with its answer the door opens for all, and till then the others are told soon."""
+        for name, availability in self.availability.items():
+            availability.probes = min(view.probes(name), 1)
 
     def _look_at_doors(self) -> None:
         """Tell the doors what can be served: by the fleet, or while Redis is gone by this process."""

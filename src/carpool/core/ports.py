@@ -143,6 +143,10 @@ class Availability(Protocol):
     # True while some owner may call none; see `is_shut_to`.
     is_shut_to_some: bool
 
+    def takes_probe(self) -> bool:
+        """While it is down: whether this one request may come in all the same, to try an endpoint with."""
+        ...
+
     def is_shut_to(self, owner: str) -> bool:
         """Whether no endpoint may be called for this owner."""
         ...

@@ -291,6 +291,10 @@ class Pool:
         self.has_batch_limits = any(member.batch_limit.learned is not None for member in self.members)
         return min((limit.allows(now, wanted) for limit in in_use), default=wanted)
 
+    def takes_probe(self) -> bool:
+        """Never while it is down: it is not while a probe is on offer (rule 5)."""
+        return False
+
     def is_shut_to(self, owner: str) -> bool:
         """Whether no endpoint may be called for this owner, though others may have theirs."""
         now = self._clock()

@@ -71,6 +71,8 @@ class ModelBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     capacity_rps: Rate = 0.0
     # How long a batch takes.
     batch_s: Seconds = 0.0
+    # While nothing is known to work: slots on offer, for calls by which that is found out.
+    probes: Count = 0
     endpoints: Annotated[tuple[EndpointBeat, ...], Meta(max_length=ENDPOINTS_MAX)] = ()
     # Owners whose inputs this batcher saw refused again and again.
     offenders: Annotated[tuple[Owner, ...], Meta(max_length=OWNERS_MAX)] = ()
@@ -145,6 +147,10 @@ class FleetView(msgspec.Struct, frozen=True):
     def healthy_slots(self, model: str) -> int:
         """Calls that the endpoints of a model that work may have at once, over all live batchers."""
         return sum(beat.healthy_slots for _, beat in self._serving(model))
+
+    def probes(self, model: str) -> int:
+        """Where no endpoint of a model is known to work: calls that are wanted to try some with."""
+        return sum(beat.probes for _, beat in self._serving(model))
 
     def capacity_rps(self, model: str) -> float:
         """Requests a second that all live batchers together can serve; 0 while none of them knows.
@@ -316,6 +322,7 @@ def _bounded_models(said: Mapping[str, ModelBeat]) -> dict[str, ModelBeat]:
             mean_batch_size=_rate(beat.mean_batch_size),
             capacity_rps=_rate(beat.capacity_rps),
             batch_s=max(0.0, min(beat.batch_s, 1e6)),
+            probes=_count(beat.probes),
             endpoints=endpoints,
             offenders=tuple(owner[:64] for owner in beat.offenders[:OWNERS_MAX]),
         )
@@ -395,7 +402,7 @@ def _facts(member: Member) -> dict[str, Any]:
 
 def _share_of(beat: ModelBeat) -> ModelShare:
     facts = msgspec.structs.asdict(beat)
-    del facts["endpoints"], facts["batch_s"]
+    del facts["endpoints"], facts["batch_s"], facts["probes"]
     return ModelShare(**facts)
 
 
