@@ -82,6 +82,7 @@ class SharedDoor:
             far=far,
             strict_order=strict_order,
             offenders=self.offenders,
+            standing=self.broker.standing,
             clock=self.clock,
         )
         self.witness = Witness()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from carpool.admission.cache import ResultCache, exact_key
+from carpool.admission.cache import ResultCache, digest_key, exact_key
 from carpool.admission.gate import Gate
 from carpool.admission.shedding import Door, TierRule
 from carpool.broker.journal import Journal
@@ -35,6 +35,7 @@ from carpool.testing import ANYBODY, FakeClock, FakeUpstream, Witness, make_outp
 from carpool.upstream.pool import Pool
 from support.processes import until
 from support.rates import limited
+from support.shared_seats import FarAway
 from support.tasks import open_journal
 
 
@@ -46,7 +47,7 @@ def prepare(request: Request) -> None:
 class House:
     """An intake over an embedded broker with room for four requests; the upstream is whoever calls `answer`."""
 
-    def __init__(self, journal: Journal, *, is_cached: bool = False) -> None:
+    def __init__(self, journal: Journal, *, is_cached: bool = False, far: FarAway | None = None) -> None:
         self.clock = FakeClock()
         self.broker = MemoryBroker(waiting_max=4, bytes_max=1000, lanes_max=9, tiers=1, clock=self.clock)
         self.broker.when_work_arrives("m", lambda lane: None)
@@ -59,12 +60,13 @@ class House:
             gate.admit_task,
             self.broker,
             ResultCache(bytes_max=1000, ttl_s=300.0),
-            exact_key,
+            exact_key if far is None else digest_key,
             outcomes=self.broker.outcomes,
             waited=self.broker.waited,
             seconds=self.broker.seconds,
             waiting_max=4,
             bytes_max=1000,
+            far=far,
             clock=self.clock,
         )
         self.model = ServedModel("m", 1000, lambda data: data, prepare, self.seats if is_cached else None)
@@ -445,6 +447,79 @@ async def test_a_group_with_inputs_twice_takes_a_seat_for_each_once(cached_house
     house.door.learn([0.0], [1.0], [house.broker.standing("m", 0)])  # nothing is served any more
     house.ask_all(*[b'"b"'] * 4)
     assert len(house.told[2]) == 4  # what is kept is never refused for load
+
+
+class TestAGroupWhoseResultsMayBeFarAway:
+    """Over Redis: what others keep is asked for before the call is judged."""
+
+    @pytest.fixture
+    async def far(self) -> FarAway:
+        far = FarAway()
+        for value in (b'"a"', b'"b"'):
+            key = digest_key(make_request("r", Witness(), now=0.0, value=value))
+            assert isinstance(key, bytes)
+            far.keep(key, make_output(value))
+        return far
+
+    @pytest.fixture
+    async def house(self, far: FarAway) -> House:
+        return House(open_journal(), is_cached=True, far=far)
+
+    async def test_what_is_kept_is_never_refused_for_load(self, house: House, far: FarAway) -> None:
+        house.door.learn([0.0], [1.0], [house.broker.standing("m", 0)])  # nothing is served any more
+        house.pool.is_down = True
+        house.ask_all(b'"a"', b'"b"', b'"a"')
+        assert house.seats.held == 2
+        for _ in range(2):
+            far.answer()
+        assert [[each.value for each in outcomes if isinstance(each, Output)] for outcomes in house.told] == [
+            [b'"a"', b'"b"', b'"a"']
+        ]
+        house.ask_all(b'"a"', b'"c"')
+        while far.asked:
+            far.answer()
+        ((error,),) = house.told[1:]
+        assert isinstance(error, UpstreamDown)
+        assert (house.seats.held, house.seats.held_bytes, house.broker.held) == (0, 0, 0)
+
+    async def test_others_are_asked_once(self, house: House, far: FarAway) -> None:
+        house.ask_all(b'"c"', b'"a"', b'"c"')
+        for _ in range(2):
+            far.answer()
+        assert not far.asked
+        other = house.ask(b'"c"')  # shares its seat
+        (seat,) = house.take()
+        house.broker.settle(seat, make_output(seat.input))
+        assert [len(outcomes) for outcomes in house.told] == [3]
+        assert isinstance(house.witness.outcome(other), Output)
+        assert (house.seats.held, house.seats.held_bytes, house.seats.queued, house.broker.held) == (0, 0, 0, 0)
+
+    async def test_who_leaves_meanwhile_does_not_come_in(self, house: House, far: FarAway) -> None:
+        house.ask_all(b'"c"', b'"d"', caller=limited(60, concurrent=2))
+        house.group.leave()
+        for _ in range(2):
+            far.answer()
+        assert house.take() == [] and house.told == []
+        assert (house.seats.held, house.seats.held_bytes, house.broker.held) == (0, 0, 0)
+        house.ask_all(b'"a"', b'"b"', caller=limited(60, concurrent=2))  # its places are free
+        for _ in range(2):
+            far.answer()
+        assert [len(outcomes) for outcomes in house.told] == [2]
+
+    async def test_a_defect_is_told(self, house: House, far: FarAway, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(house.gate, "judge_all", lambda requests: 1 / 0)
+        house.ask_all(b'"c"', b'"d"')
+        for _ in range(2):
+            far.answer()
+        ((error,),) = house.told
+        assert isinstance(error, InternalError)
+        assert (house.seats.held, house.seats.held_bytes, house.broker.held) == (0, 0, 0)
+
+    async def test_what_is_asked_for_is_bounded(self, house: House, far: FarAway) -> None:
+        house.ask_all(*(b'"%d"' % number for number in range(5)))
+        assert not far.asked
+        ((error,),) = house.told
+        assert isinstance(error, QueueFull)
 
 
 async def test_a_group_with_inputs_twice_that_leaves_frees_all(cached_house: House) -> None:

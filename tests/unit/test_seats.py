@@ -302,6 +302,49 @@ class TestResults:
 
 
 class TestPlaceAndDeadline:
+    @pytest.mark.parametrize("is_far", [False, True], ids=["embedded", "far"])
+    def test_nobody_waits_in_the_line_of_an_owner_with_far_more_waiting(self, is_far: bool) -> None:
+        far = FarAway() if is_far else None
+        door = SharedDoor(far=far)
+        mine = [door.ask(b'"%d"' % number, owner="greedy") for number in range(40)]
+        mine.append(door.ask(owner="greedy"))
+        while far is not None and far.asked:
+            far.answer(is_broken=True)
+        for request in mine:
+            request.is_over = is_far  # over Redis it stands in a second line then
+        others = [door.ask(owner=owner) for owner in ("modest", "modest", "another")]
+        batch = door.take(4)
+        assert [request.input for request in batch].count(b'"x"') == 1
+        door.answer(batch)
+        assert [door.outcome(request) for request in (mine[-1], *others)] == [b'"x"'] * 4
+        rest = door.take(100)
+        assert len(rest) == 40 - 3  # nor is it sent again
+        door.answer(rest)
+        assert door.counts() == {"ok": 44}
+        assert (door.seats.held, door.seats.queued, door.broker.held) == (0, 0, 0)
+
+    def test_the_first_place_is_kept_as_well(self) -> None:
+        door = SharedDoor()
+        mine = [door.ask(owner="greedy")]
+        mine += [door.ask(b'"%d"' % number, owner="greedy") for number in range(40)]
+        other = door.ask(owner="modest")
+        batch = door.take(1)
+        assert [request.input for request in batch] == [b'"x"']
+        door.answer(batch)
+        assert [door.outcome(request) for request in (mine[0], other)] == [b'"x"'] * 2
+        assert len(door.take(100)) == 40
+
+    def test_a_better_tier_takes_all_places_along(self) -> None:
+        door = SharedDoor()
+        for number in range(40):
+            door.ask(b'"%d"' % number, owner="greedy", tier=2)
+        requests = [door.ask(owner=owner, tier=tier) for owner, tier in (("greedy", 2), ("modest", 2), ("pays", 0))]
+        batch = door.take(2)
+        assert (batch[0].input, batch[0].owner) == (b'"x"', "pays")
+        door.answer(batch)
+        assert [door.outcome(request) for request in requests] == [b'"x"'] * 3
+        assert b'"x"' not in [request.input for request in door.take(100)]
+
     def test_a_better_tier_moves_the_seat_up(self) -> None:
         door = SharedDoor()
         low = door.ask(b'"a"', tier=2)

@@ -4,8 +4,9 @@
    nobody shares it, that is the client's request itself, so that a request which stays alone costs little more than
    without; when a second one comes, the first gets a request of its own too, and the seat is nobody's any more.
 2. A shared seat has the best place and the latest deadline of those who share it. One that waits is queued anew for a
-   member with a better place. Where it is not known whether it still waits (Redis), the old one stays in the queue as
-   well, and the first result counts: nobody ever waits longer for it, and the model may see the input twice.
+   member with a better place: of a higher tier, or of an owner with far less waiting. Where it is not known whether it
+   still waits (Redis), or which one goes first (owners take turns), the old one stays in the queue as well, and the
+   first result counts: nobody ever waits longer for it, and the model may see the input twice.
 3. Each member has its own deadline and its own time in the queue. The last one who leaves takes the seat along.
 4. An output is everybody's. So is an error that will come again. Another one is the first's alone: the others, if they
    have time left, ride once more, together, in a new seat; what comes of that is everybody's.
@@ -28,9 +29,12 @@ from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull
 from carpool.core.events import Events
 from carpool.core.outcome import CallFacts, Outcome, Output
-from carpool.core.ports import NO_WISHES, FarResults, RequestQueue, Results, SameKey, Wishes
+from carpool.core.ports import NO_WISHES, FarResults, RequestQueue, Results, SameKey, Standing, Wishes
 from carpool.core.request import ADMITTED, DONE, QUEUED, RUNNING, Request, Waiter
 from carpool.core.tally import Histogram, RequestSeconds
+
+# Rule 2: so many times as much waiting is far more.
+FAR_MORE = 4
 
 
 class Seat:
@@ -80,6 +84,8 @@ class Seats:
         strict_order: bool = False,
         # Model and owner of those who ride with one another only. Empty is false.
         offenders: Set[tuple[str, str]] = frozenset(),
+        # Who waits of a model and a tier; None where owners are all alike.
+        standing: Callable[[str, int], Standing] | None = None,
         events: Events | None = None,
         clock: Clock = monotonic,
     ) -> None:
@@ -97,6 +103,7 @@ class Seats:
         self._far = far
         self._strict_order = strict_order
         self._offenders = offenders
+        self._standing = standing
         # Those whom nobody waits for any more.
         self._parted: Set[tuple[str, str]] = frozenset()
         self._events = events or Events()
@@ -121,6 +128,10 @@ class Seats:
 
     def ask(self, request: Request, wishes: Wishes) -> CarpoolError | None:
         """Let a synchronous request in, or say why not. It may have its outcome when this returns."""
+        if request.result is not None:  # `needing` has found it
+            found, request.result = request.result, None
+            self._hit(request, found)
+            return None
         if wishes is not NO_WISHES:
             if wishes.no_store:
                 return self._admit(request)
@@ -138,7 +149,7 @@ class Seats:
             if not self._offenders or self._may_share(shared, request):
                 seated = shared.requests[0] if isinstance(shared, Seat) else shared
                 return self._join(key, shared, seated, request)
-        if self._far is not None:
+        if self._far is not None and not request.is_judged:  # else `needing` has asked them
             request.waiter = seat = self._open[key] = Seat(self, key, request)
             return self._look(seat, request, self._far)
         self.misses += 1
@@ -146,18 +157,42 @@ class Seats:
         self._open[key] = request
         return self._admit(request)
 
-    def needing(self, requests: Sequence[Request], wishes: Wishes) -> Sequence[Request]:
-        """Those of one call that would take a seat: none for which there is a result, or another of them."""
+    def needing(self, requests: Sequence[Request], wishes: Wishes, told: Callable[[Sequence[Request]], None]) -> None:
+        """Tell those of one call that would take a seat: none for which there is a result, or another of them."""
         if wishes.no_store or wishes.no_cache:
-            return requests
-        needing: dict[SameKey, Request] = {}
+            told(requests)
+            return
+        needing: defaultdict[SameKey, list[Request]] = defaultdict(list)
         for request in requests:
             key = self._key_of(request)
             if key not in self._open and (
                 hash(key) not in self._kept or self._results.find(key, request.arrived) is None
             ):
-                needing.setdefault(key, request)
-        return list(needing.values())
+                needing[key].append(request)
+        sizes = {key: those[0].size for key, those in needing.items()}
+        size, missing = sum(sizes.values()), len(sizes)
+        has_room = self.held + missing <= self._waiting_max and self.held_bytes + size <= self._bytes_max
+        if self._far is None or not needing or not has_room:
+            told([those[0] for those in needing.values()])
+            return
+
+        def found(key: SameKey, output: Output | None, age_s: float) -> None:
+            nonlocal missing
+            missing -= 1
+            self.held -= 1
+            self.held_bytes -= sizes[key]
+            if output is not None:
+                self._results.keep(key, output, self._clock(), age_s)
+                for request in needing.pop(key):
+                    request.result = output
+            if not missing:
+                told([those[0] for those in needing.values()])
+
+        self.held += missing
+        self.held_bytes += size
+        for key in sizes:
+            assert isinstance(key, bytes)
+            self._far.look(key, partial(found, key))
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request that was alone to its end has its outcome."""
@@ -355,10 +390,20 @@ class Seats:
         self._add(seat, request)
         if self._far is None or seat.is_looked_for:
             seated.deadline = max(seated.deadline, request.deadline)
-        is_better = request.tier < seated.tier and (self._strict_order or request.place < seated.place)
-        if is_better and not self._offends(request):
-            self._move_up(seat, seat.requests[-1], request)
+        last = seat.requests[-1]
+        is_better = request.tier < last.tier and (self._strict_order or request.place < last.place)
+        if (is_better or self._has_less_waiting(request, seat, last)) and not self._offends(request):
+            self._move_up(seat, last, request)
         return None
+
+    def _has_less_waiting(self, member: Request, seat: Seat, seated: Request) -> bool:
+        """Whether a seat of this member's tier waits in the line of an owner who has far more waiting."""
+        if self._standing is None or member.tier != seated.tier or member.owner == seated.owner:
+            return False
+        if self._far is not None and not (seated.is_over or seat.is_looked_for):
+            return False  # there only what exceeds its owner's share goes later
+        standing = self._standing(seated.model, seated.tier)
+        return FAR_MORE * (standing.of(member.owner) + 1) < standing.of(seated.owner)
 
     def _share(self, seat: Seat, seated: Request) -> None:
         """The first is not alone any more: give it a request of its own. What the broker has is the seat now."""
@@ -387,12 +432,11 @@ class Seats:
         if seat.is_looked_for:
             seated.tier, seated.place, seated.owner = member.tier, member.place, member.owner
             return
-        if seated.taken or seated.tier <= member.tier:
-            return
-        self._queue_anew(seat, seated, member)
+        if member.tier <= seated.tier and not any(each.taken for each in seat.requests):
+            self._queue_anew(seat, seated, member, stays=member.tier == seated.tier)
 
-    def _queue_anew(self, seat: Seat, seated: Request, member: Request) -> bool:
-        """Let a seat wait where this member would, if there is room."""
+    def _queue_anew(self, seat: Seat, seated: Request, member: Request, *, stays: bool = False) -> bool:
+        """Let a seat wait where this member would, if there is room. `stays`: where it waits as well."""
         assert seat.members is not None
         latest = max(each.deadline for each in seat.members.values())
         moved = self._seat_for(seat, member, latest, seated.queue_timeout_s)
@@ -400,11 +444,12 @@ class Seats:
         if self._queue.submit(moved) is not None:
             return False  # it stays where it is
         self.queued += 1
-        if self._far is not None:
+        if stays or self._far is not None:
             seat.requests.append(moved)  # a batcher may have the old one already
         else:
-            seat.requests = [moved]
-            self._queue.cancel(seated)
+            before, seat.requests = seat.requests, [moved]
+            for each in before:
+                self._queue.cancel(each)
         return True
 
     def _may_share(self, shared: Seat | Request, request: Request) -> bool:
@@ -438,7 +483,7 @@ class Seats:
         request = copy(member)
         request.waiter, request.ticket, request.held_by, request.number = seat, None, None, 0
         request.phase, request.is_seat, request.is_apart, request.taken = ADMITTED, True, False, 0.0
-        request.permit, request.own_timeout_s = None, 0.0
+        request.permit, request.own_timeout_s, request.is_over = None, 0.0, False
         request.place += now - request.arrived
         request.arrived, request.deadline, request.queue_timeout_s = now, deadline, queue_timeout_s
         return request

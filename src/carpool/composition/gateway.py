@@ -17,7 +17,7 @@ from carpool.broker.seats import Seats
 from carpool.composition.credentials import configured_keys, make_credentials, warn_if_open, watch_token_keys
 from carpool.composition.ground import Ground
 from carpool.composition.webhooks import callback_check
-from carpool.core.ports import Availability, FarResults, RateLimit, RateLimits, RequestQueue, TaskBoard
+from carpool.core.ports import Availability, FarResults, RateLimit, RateLimits, RequestQueue, Standing, TaskBoard
 from carpool.core.request import Request
 from carpool.core.snapshot import CacheNumbers, DoorNumbers
 from carpool.core.tally import Histogram
@@ -76,6 +76,10 @@ class ExpiringQueue(RequestQueue, Protocol):
 
     def expire(self, now: float) -> None:
         """Look at the deadlines."""
+        ...
+
+    def standing(self, model: str, tier: int) -> Standing:
+        """Who has synchronous requests of a model and a tier in it."""
         ...
 
 
@@ -213,6 +217,7 @@ class GatewayHalf:
             far=far,
             strict_order=broker.order == "strict",
             offenders=self._ground.offenders.riders,
+            standing=self._queue.standing,
             events=self._ground.events,
             clock=self._ground.clock,
         )

@@ -357,8 +357,11 @@ class Sharing(Protocol):
         """Let a synchronous request in, or say why not. It may have its outcome when this returns."""
         ...
 
-    def needing(self, requests: Sequence[Request], wishes: "Wishes") -> Sequence[Request]:
-        """Those of one call that must be let in, since neither a result nor another request serves them."""
+    def needing(self, requests: Sequence[Request], wishes: "Wishes", told: Callable[[Sequence[Request]], None]) -> None:
+        """Tell those of one call that must be let in, since neither a result nor another request serves them.
+
+        Once: at once, or soon, where others have to be asked for results. Then each is to be asked for, with `ask`.
+        """
         ...
 
     def submit(self, request: Request, wishes: "Wishes", accepted: Callable[[CarpoolError | None], None]) -> None:

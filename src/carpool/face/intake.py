@@ -231,11 +231,15 @@ class Intake:
             self._end_all(requests, error)
             group.fail(error, number)
             return
+        self._guarded(coming, self._let_in)
+
+    def _guarded(self, coming: "_Coming", step: Callable[["_Coming"], None]) -> None:
+        """Do a step of letting a call in; whatever fails, nobody is left waiting."""
         try:
-            self._let_in(coming)
+            step(coming)
         except Exception as failure:
-            rest = requests[len(group.requests) :]
-            group.fail(as_error(failure))
+            rest = coming.requests[len(coming.group.requests) :]
+            coming.group.fail(as_error(failure))
             self._end_all(rest, ClientLeft("the client left"))
 
     def _make(self, coming: "_Coming", number: int) -> Request:
@@ -261,7 +265,7 @@ class Intake:
         return request
 
     def _let_in(self, coming: "_Coming") -> None:
-        group, requests, wishes, settings = coming.group, coming.requests, coming.wishes, self._settings
+        requests, wishes, settings = coming.requests, coming.wishes, self._settings
         gate, limit, sharing, now = self._gate, coming.caller.limit, coming.model.sharing, self._clock()
         place, deadline = now + settings.tier_target_s[coming.caller.tier], now + settings.total_timeout_s
         for request in requests:
@@ -270,15 +274,32 @@ class Intake:
                 apply(wishes, request)
             if coming.begin_trace is not None:
                 request.trace = coming.begin_trace()
-        refusal = gate.hold_all(requests, limit.concurrent) if limit is not None and limit.concurrent else None
-        if refusal is None and len(requests) > 1:
-            needing = requests if sharing is None else sharing.needing(requests, wishes)
-            refusal = gate.judge_all(needing) if needing else None
         self._recent.extend(requests)
+        refusal = gate.hold_all(requests, limit.concurrent) if limit is not None and limit.concurrent else None
         if refusal is not None:
-            self._end_all(requests, refusal)
-            group.fail(refusal)
-            return
+            self._refuse_all(coming, refusal)
+        elif len(requests) == 1:
+            self._admit_all(coming)
+        elif sharing is None:
+            self._judge(requests, coming)
+        else:  # which may take a moment
+            sharing.needing(requests, wishes, lambda needing: self._guarded(coming, partial(self._judge, needing)))
+
+    def _judge(self, needing: Sequence[Request], coming: "_Coming") -> None:
+        """Let a call in of which these need a seat, or say why not."""
+        refusal = self._gate.judge_all(needing) if needing and not coming.group.is_over else None
+        if refusal is not None:
+            self._refuse_all(coming, refusal)
+        else:
+            self._admit_all(coming)
+
+    def _refuse_all(self, coming: "_Coming", refusal: CarpoolError) -> None:
+        self._end_all(coming.requests, refusal)
+        coming.group.fail(refusal)
+
+    def _admit_all(self, coming: "_Coming") -> None:
+        group, requests, wishes = coming.group, coming.requests, coming.wishes
+        gate, sharing, now = self._gate, coming.model.sharing, self._clock()
         for number, request in enumerate(requests):
             if group.is_over:  # what came before has failed: nobody waits for the rest
                 self._end_all(requests[number:], ClientLeft("the client left"))
@@ -295,7 +316,7 @@ class Intake:
         """Those that did not come in: what they hold is not needed any more."""
         now = self._clock()
         for request in requests:
-            request.waiter = NOBODY
+            request.waiter, request.result = NOBODY, None
             request.settle(error, now)
 
     def submit(

@@ -41,6 +41,7 @@ from carpool.core.errors import (
 )
 from carpool.core.events import Events
 from carpool.core.outcome import Outcome
+from carpool.core.ports import Standing
 from carpool.core.request import DONE, QUEUED, Request
 from carpool.core.snapshot import Mode
 from carpool.core.tally import Histogram, RequestSeconds
@@ -189,6 +190,10 @@ class RedisQueue:
         if self.mode != "redis":
             return out_of_reach() if self._local is None else self._local.refusal_of_all(requests)
         return memory_full() if self._is_memory_full() else self.parking.refusal_of_all(requests)
+
+    def standing(self, model: str, tier: int) -> Standing:
+        """Who has synchronous requests of a model and a tier parked here."""
+        return self.parking.standing(model, tier)
 
     def cancel(self, request: Request) -> None:
         """The client left: never send it if it has not been sent yet, discard its result otherwise."""
