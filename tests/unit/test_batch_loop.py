@@ -21,7 +21,7 @@ from carpool.core.request import QUEUED, Request
 from carpool.testing import Answer, AttemptFailedError, Call, FakeClock, FakeUpstream, Witness, echo, make_request
 from carpool.upstream.codecs import JsonCodec
 from carpool.upstream.dispatch import UpstreamDispatcher
-from carpool.upstream.pool import Pool
+from carpool.upstream.pool import Pool, Wish
 
 MAX_BATCH, MAX_WAIT_S, SERVICE_S = 4, 0.05, 0.2
 START = 1000.0
@@ -761,6 +761,44 @@ class TestBatchesLeaveApart:
             third = [at for at in stand.sent.at if 2 * service_s <= at < 3 * service_s]
             assert sum(after - before < 0.001 for before, after in pairwise(third)) < slots / 8
             await asyncio.sleep(20.0)
+
+        stand.run(main)
+
+    def test_they_do_so_again_after_the_process_stood_still(self) -> None:
+        """No slot was kept idle on purpose for all that time: nothing of what may be spent on it is gone."""
+        slots, service_s = 32, 0.2
+        stand = Stand(slots=slots, gpu=FakeUpstream(slots=slots).then(echo, delay_s=service_s, times=5000), max_batch=1)
+        stood: list[float] = []
+
+        def stand_still() -> None:
+            if not stood and stand.loop.free_slots() > slots / 2 > stand.loop.slots_due():
+                stand.loop.look(stand.clock())
+                stand.clock.advance(30.0)
+                stood.append(stand.clock() - START)
+
+        async def main() -> None:
+            stand.loop.left_apart = stand_still
+            await keep_busy(stand, 30.0 + 6 * service_s)
+            assert stood
+            stand.loop.look(stand.clock())
+            await keep_busy(stand, 10 * service_s)
+            late = [at for at in stand.sent.at if at > stood[0] + 10 * service_s]
+            assert max(after - before for before, after in pairwise(late)) < service_s / 4
+            await asyncio.sleep(20.0)
+
+        stand.run(main)
+
+    def test_slots_that_others_take_are_not_remembered_as_free(self) -> None:
+        """Searches and retries take slots too. What is remembered of slots must not grow with every one of them."""
+        stand = Stand(slots=4)
+
+        async def main() -> None:
+            for _ in range(100):
+                member = stand.pool.take_at_once(Wish(frozenset(), known_well=False))
+                assert member is not None
+                stand.pool.give_back(member)
+                await asyncio.sleep(0.001)
+            assert repr(stand.loop) == "<BatchLoop m free_since=4>"
 
         stand.run(main)
 

@@ -133,6 +133,9 @@ class BatchLoop:
         # Who is told that the next batch is due (`slots_due`): what it is made of may have to be fetched.
         self.left_apart: Callable[[], None] | None = None
 
+    def __repr__(self) -> str:
+        return f"<BatchLoop {self.model} free_since={len(self._free_since)}>"
+
     def arrived(self, lane: LaneQueue) -> None:
         """A request came. A batch that is full leaves now: left to the end of the turn, all that filled in it would
         leave together, and come back together, and so on.
@@ -146,6 +149,8 @@ class BatchLoop:
     def _slot_freed(self) -> None:
         self._freed_at = self._clock()
         self._free_since.append(self._freed_at)
+        while len(self._free_since) > self._slots.free():  # retries and searches take some as well
+            self._free_since.popleft()
         self.ring()
 
     def ring(self) -> None:
@@ -193,7 +198,8 @@ class BatchLoop:
 
     def _send_what_is_ready(self, now: float) -> float:
         """Fill free slots, best lane first; returns when to look again."""
-        self._purse_s -= self._idle_slots * (now - self._idle_since)
+        # No longer than they are kept: the rest of the time this process stood still.
+        self._purse_s -= self._idle_slots * min(now - self._idle_since, self.max_wait_s)
         self._idle_slots = 0
         if self.free_slots() <= 0:
             return inf  # a freed slot, or an outcome that makes room, will ring
