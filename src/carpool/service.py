@@ -322,8 +322,9 @@ class ModelService(ModelFace):
         self._arrivals_then, self._busy_s_then = arrivals, busy_s
 
     def capacity_rps(self) -> float:
-        """Requests a second that the slots that work can serve."""
-        return self.loop.capacity_rps(self.fleet.healthy_slots())
+        """Requests a second that the slots that work can serve; where others call them as well, this process's share."""
+        share = self._slots.total() / self.pool.total()
+        return self.loop.capacity_rps(self.fleet.healthy_slots()) * share
 
     def numbers(self) -> ModelNumbers:
         """What `/metrics` shows of this model."""

@@ -1,0 +1,29 @@
+"""Gateways without Redis call the same endpoints, each its share of the slots: what they can serve is a share too."""
+
+import aiohttp
+
+from carpool.broker.memory import MemoryBroker
+from carpool.core.errors import CarpoolError
+from carpool.core.request import Request
+from carpool.service import ModelService
+from carpool.settings import Settings, models_of
+from carpool.settings.schema import UpstreamSettings
+from carpool.upstream.offenders import Offenders
+
+
+class NoLetters:
+    def bury(self, request: Request, error: CarpoolError, sends: int) -> None:
+        """Nobody looks at them here."""
+
+
+async def test_the_door_of_one_of_four_does_not_count_on_what_the_others_use() -> None:
+    settings = Settings(model="m", upstream=UpstreamSettings(endpoints=["sim:?slots=8"]))
+    broker = MemoryBroker(waiting_max=9, bytes_max=9, lanes_max=9, tiers=1)
+    [model] = models_of(settings).values()
+    async with aiohttp.ClientSession() as session:
+        gateways = 1
+        service = ModelService(model, lambda: session, broker, NoLetters(), Offenders(), lambda: gateways)
+        of_all = service.capacity_rps()
+        gateways = 4
+        assert of_all > 0.0
+        assert service.capacity_rps() == of_all / 4
