@@ -452,12 +452,13 @@ async def test_endpoints_that_have_all_failed_are_tried_again_by_requests(
         scripted_upstream(gpu),
     ):
         gateway = (await fleet.add("gateway")).process
-        await fleet.add("batcher", "--upstream", gpu.url)
+        await fleet.add("batcher", "--upstream", gpu.url, settings={"upstream.breaker_pause_s": 0.3})
         await fleet.wait_until_ready()
         assert (await ask(gateway, "abc")).json["output"] == "cba"
         gpu.behaviour = "garbage"
 
         async def is_told(code: str) -> bool:
+            await asyncio.sleep(0.02)  # most of these are answered at once
             return problem(await ask(gateway, "abc")) == code
 
         await until(lambda: is_told("upstream-down"))
@@ -468,6 +469,7 @@ async def test_endpoints_that_have_all_failed_are_tried_again_by_requests(
         gpu.behaviour = "good"
 
         async def is_back() -> bool:
+            await asyncio.sleep(0.02)
             return (await ask(gateway, "abc")).status == 200
 
         await until(is_back)

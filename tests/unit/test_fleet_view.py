@@ -20,6 +20,7 @@ from carpool.broker.redis.fleet.view import (
     fleet_state,
     read_view,
 )
+from carpool.composition.redis_gateway import FleetAvailability
 from carpool.core.snapshot import Health
 
 NOW_MS = 1_700_000_000_000
@@ -238,6 +239,22 @@ def test_the_outline_changes_with_what_matters_alone() -> None:
 
     assert outline() == outline(rate=1.0, in_flight=4)
     assert outline() != outline(healthy_slots=2)
+
+
+def test_where_nothing_works_one_request_is_let_in_with_each_view() -> None:
+    def heard(**batchers: Any) -> FleetAvailability:
+        seen = view(None, {name.encode(): batcher(m=model(**facts)) for name, facts in batchers.items()})
+        availability = FleetAvailability()
+        availability.heard(seen, "m")
+        return availability
+
+    down = {"healthy_slots": 0, "capacity_rps": 0.0}
+    pausing = heard(one={**down, "retry_after_s": 9}, two={**down, "retry_after_s": 4})
+    assert (pausing.takes_probe(), pausing.retry_after_s()) == (False, 4)
+    tried = heard(one={**down, "probes": 1}, two={**down, "probes": 3}, three={**down, "retry_after_s": 4})
+    assert [tried.takes_probe() for _ in range(3)] == [True, False, False]
+    assert tried.retry_after_s() == 1
+    assert (heard().takes_probe(), heard().retry_after_s()) == (False, 1)
 
 
 def test_what_can_be_served_and_what_is_wanted() -> None:

@@ -128,6 +128,7 @@ def model_beat(service: ModelService) -> ModelBeat:
         capacity_rps=state.capacity_rps if service.loop.is_capacity_known() else 0.0,
         batch_s=service.loop.service_s,
         probes=0 if state.healthy_slots else service.pool.free(),
+        retry_after_s=service.pool.retry_after_s() if service.pool.is_down else 0,
         endpoints=tuple(map(endpoint_beat, state.endpoints)),
         offenders=tuple(service.offenders_seen()),
     )

@@ -51,6 +51,14 @@ class FleetAvailability:
         self.is_shut_to_some = False
         # While it is down: requests that are let in all the same, until batchers are heard of again.
         self.probes = 0
+        self._retry_after_s = 1
+
+    def heard(self, view: FleetView, model: str) -> None:
+        """Batchers have told how they are. One request at a time is a try: with its answer the door opens for all, and
+        until then the others are told soon.
+        """
+        self.probes = min(view.probes(model), 1)
+        self._retry_after_s = view.retry_after_s(model)
 
     def takes_probe(self) -> bool:
         """While it is down: whether one more request is let in. Batchers want it to try an endpoint with."""
@@ -65,7 +73,7 @@ class FleetAvailability:
 
     def retry_after_s(self) -> int:
         """While it is down: whole seconds until it is tried again."""
-        return 1
+        return self._retry_after_s
 
 
 class RedisGatewayHalf(GatewayHalf):
@@ -120,7 +128,7 @@ class RedisGatewayHalf(GatewayHalf):
         meeting.counted = self.queue.parking
         meeting.when_nodes_change.append(self.queue.nodes_changed)
         meeting.when_fleet_changes.append(self._look_at_fleet)
-        meeting.when_heard.append(self._offer_probes)
+        meeting.when_heard.append(self._heard)
         self._door_ticks = Ticks(doors, ground.clock)
         self._batchers_seen = ground.clock()
         # Requests a second that came in at this process's own door, lately.
@@ -205,10 +213,9 @@ class RedisGatewayHalf(GatewayHalf):
             else:
                 availability.is_down = now - self._batchers_seen > BATCHERS_GONE_S
 
-    def _offer_probes(self, view: FleetView) -> None:
-        """One request at a time: with its answer the door opens for all, and till then the others are told soon."""
+    def _heard(self, view: FleetView) -> None:
         for name, availability in self.availability.items():
-            availability.probes = min(view.probes(name), 1)
+            availability.heard(view, name)
 
     def _look_at_doors(self) -> None:
         """Tell the doors what can be served: by the fleet, or while Redis is gone by this process."""

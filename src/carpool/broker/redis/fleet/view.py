@@ -71,8 +71,9 @@ class ModelBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     capacity_rps: Rate = 0.0
     # How long a batch takes.
     batch_s: Seconds = 0.0
-    # While nothing is known to work: slots on offer, for calls by which that is found out.
+    # While nothing is known to work: slots on offer, for calls by which that is found out; seconds until there is one.
     probes: Count = 0
+    retry_after_s: Count = 0
     endpoints: Annotated[tuple[EndpointBeat, ...], Meta(max_length=ENDPOINTS_MAX)] = ()
     # Owners whose inputs this batcher saw refused again and again.
     offenders: Annotated[tuple[Owner, ...], Meta(max_length=OWNERS_MAX)] = ()
@@ -151,6 +152,10 @@ class FleetView(msgspec.Struct, frozen=True):
     def probes(self, model: str) -> int:
         """Where no endpoint of a model is known to work: calls that are wanted to try some with."""
         return sum(beat.probes for _, beat in self._serving(model))
+
+    def retry_after_s(self, model: str) -> int:
+        """Where no endpoint of a model is known to work: whole seconds until one is tried, at least one."""
+        return max(1, min((beat.retry_after_s for _, beat in self._serving(model)), default=1))
 
     def capacity_rps(self, model: str) -> float:
         """Requests a second that all live batchers together can serve; 0 while none of them knows.
@@ -323,6 +328,7 @@ def _bounded_models(said: Mapping[str, ModelBeat]) -> dict[str, ModelBeat]:
             capacity_rps=_rate(beat.capacity_rps),
             batch_s=max(0.0, min(beat.batch_s, 1e6)),
             probes=_count(beat.probes),
+            retry_after_s=_count(beat.retry_after_s),
             endpoints=endpoints,
             offenders=tuple(owner[:64] for owner in beat.offenders[:OWNERS_MAX]),
         )
@@ -402,7 +408,7 @@ def _facts(member: Member) -> dict[str, Any]:
 
 def _share_of(beat: ModelBeat) -> ModelShare:
     facts = msgspec.structs.asdict(beat)
-    del facts["endpoints"], facts["batch_s"], facts["probes"]
+    del facts["endpoints"], facts["batch_s"], facts["probes"], facts["retry_after_s"]
     return ModelShare(**facts)
 
 
