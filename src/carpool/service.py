@@ -322,7 +322,7 @@ class ModelService(ModelFace):
         self._arrivals_then, self._busy_s_then = arrivals, busy_s
 
     def capacity_rps(self) -> float:
-        """Requests a second that the slots that work can serve; where others call them as well, this process's share."""
+        """Requests a second that the slots that work can serve; where others call them too, this process's share."""
         share = self._slots.total() / self.pool.total()
         return self.loop.capacity_rps(self.fleet.healthy_slots()) * share
 

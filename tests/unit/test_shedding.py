@@ -342,6 +342,19 @@ def test_the_guard_trusts_less_while_even_the_shortest_wait_is_too_long() -> Non
     assert trust == 1.0
 
 
+def test_over_redis_an_owner_is_not_refused_for_what_is_served_of_it() -> None:
+    """Calls of two seconds, 16 requests a second, 32 at once: one owner floods, the other asks for an eighth of that."""
+    scene = Scene()
+    scene.learn(16.0, batch_s=2.0)
+    scene.stands[FREE].set(flood=36, modest=4)
+    scene.door.tick(1.0, scene.now)
+    assert scene.ask(FREE, "flood") is not None
+    assert scene.ask(FREE, "modest") is None
+    assert scene.ask(FREE, "somebody else") is None
+    scene.stands[FREE].set(flood=36, modest=21)  # five more than are served of it
+    assert scene.ask(FREE, "modest") is not None
+
+
 def test_over_redis_those_that_are_served_do_not_wait() -> None:
     """Slots have 200 at once. Of 300 that stand, 100 wait."""
     scene = Scene()

@@ -14,7 +14,7 @@
 6. The lowest tier always has room for a trickle: it must not starve while others use everything.
 7. `thresholds` is the simple way: by how many wait, and by the rate that comes in.
 8. Over Redis a gateway does not see who of its requests still waits and who is being served. As many as the slots can
-   have at once are; of each tier in proportion to what was served of it lately.
+   have at once are; of each tier in proportion to what was served of it lately, and of each owner as many.
 9. One batch may always wait, however slow the model is: a slot that becomes free must find a full one.
 10. A call of many comes in whole or not at all: where its first would come in, and its last would get a slot before its
     time in the queue is over. By thresholds: where there is room for all of them, or nobody waits.
@@ -324,11 +324,14 @@ class Door:
                     ahead += self._waiting(lower) * (1.0 - head_start_s / wait_s)
         return ahead
 
-    def _turns(self, tier: int, owner: str, count: int = 1) -> int:
+    def _turns(self, tier: int, owner: str, count: int = 1) -> float:
         """Rule 3: what is served of a tier until it is the turn of one more request of this owner, or of so many."""
         standing = self._standings[tier]
         own = standing.of(owner)
-        return (own + count) * (standing.owners + (own == 0))
+        owners = standing.owners + (own == 0)
+        if self._batch_s:  # rule 8: of what is being served, owners have equal shares
+            own = max(0.0, own - self._running[tier] / owners)
+        return (own + count) * owners
 
     def _overtaking(self, tier: int) -> float:
         """What comes later, within the longest wait of this tier, and is served before."""
