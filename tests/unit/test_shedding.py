@@ -343,7 +343,7 @@ def test_the_guard_trusts_less_while_even_the_shortest_wait_is_too_long() -> Non
 
 
 def test_over_redis_an_owner_is_not_refused_for_what_is_served_of_it() -> None:
-    """Calls of two seconds, 16 requests a second, 32 at once: one owner floods, the other asks for an eighth of that."""
+    """Calls of two seconds, 16 requests a second, 32 at once: one owner floods, the other wants an eighth of that."""
     scene = Scene()
     scene.learn(16.0, batch_s=2.0)
     scene.stands[FREE].set(flood=36, modest=4)
