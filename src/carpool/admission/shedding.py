@@ -327,7 +327,7 @@ class Door:
     def _turns(self, tier: int, owner: str, count: int = 1) -> float:
         """Rule 3: what is served of a tier until it is the turn of one more request of this owner, or of so many."""
         standing = self._standings[tier]
-        own = standing.of(owner)
+        own: float = standing.of(owner)
         owners = standing.owners + (own == 0)
         if self._batch_s:  # rule 8: of what is being served, owners have equal shares
             own = max(0.0, own - self._running[tier] / owners)
