@@ -108,6 +108,7 @@ class SharedDoor:
         own_timeout_s: float = 0.0,
         permit: Any = None,
         trace: Trace | None = None,
+        client_id: str = "",
     ) -> Request:
         """As the face does it."""
         self._serial += 1
@@ -124,7 +125,7 @@ class SharedDoor:
             queue_timeout_s=queue_timeout_s,
             own_timeout_s=own_timeout_s,
         )
-        request.permit, request.trace = permit, trace
+        request.permit, request.trace, request.client_id = permit, trace, client_id
         refusal = self.seats.ask(request, wishes)
         if refusal is not None:
             request.settle(refusal, self.now)

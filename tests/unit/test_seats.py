@@ -121,8 +121,24 @@ class TestSharing:
         requests = [door.ask() for _ in range(5)]
         assert [isinstance(door.outcome(request), QueueFull) for request in requests] == [False] * 3 + [True] * 2
         door = SharedDoor(bytes_max=7)
-        requests = [door.ask() for _ in range(4)]  # of three bytes each
+        requests = [door.ask(client_id="you") for _ in range(4)]
         assert [isinstance(door.outcome(request), QueueFull) for request in requests] == [False, False, True, True]
+
+    @pytest.mark.parametrize("is_far", [False, True], ids=["embedded", "far"])
+    def test_one_large_input_that_comes_often_keeps_nobody_out(self, is_far: bool) -> None:
+        far = FarAway() if is_far else None
+        door = SharedDoor(far=far, bytes_max=1000)
+        large = b'"%b"' % (b"x" * 600)
+        requests = [door.ask(large, owner="greedy", parameters=b'{"p":1}') for _ in range(50)]
+        while far is not None and far.asked:
+            far.answer()
+        assert len({(id(request.input), id(request.parameters)) for request in requests}) == 1  # held once
+        others = [door.ask(b'"%d"' % (number // 2), owner="modest") for number in range(20)]
+        while far is not None and far.asked:
+            far.answer()
+        door.answer(door.take())
+        assert [door.outcome(request) for request in requests] == [large] * 50
+        assert [door.outcome(request) for request in others] == [b'"%d"' % (number // 2) for number in range(20)]
 
 
 BAD = ("m", "bad")

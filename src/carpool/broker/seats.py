@@ -10,7 +10,8 @@
 3. Each member has its own deadline and its own time in the queue. The last one who leaves takes the seat along.
 4. An output is everybody's. So is an error that will come again. Another one is the first's alone: the others, if they
    have time left, ride once more, together, in a new seat; what comes of that is everybody's.
-5. Members count against bounds of their own, as many requests and bytes as the broker may have.
+5. Members count against bounds of their own, as many requests and bytes as the broker may have. Input and parameters
+   are one object for all of them, which the broker counts: so nobody fills that bound by sending one large input often.
 6. Where others keep results too (Redis), they are asked before a seat is queued. It can be shared meanwhile.
 7. Nobody waits for the seat of an offender: those ride apart, for longer. Where one who shares a seat is found to be an
    offender, the others have it queued anew, for one of them.
@@ -309,7 +310,7 @@ class Seats:
 
     def _look(self, seat: Seat, request: Request, far: FarResults) -> CarpoolError | None:
         """Ask others for the result of a new seat."""
-        if (refusal := self._refusal(request)) is not None:
+        if (refusal := self._refusal(request.size)) is not None:
             return refusal
         self.held += 1
         self.held_bytes += request.size
@@ -371,7 +372,7 @@ class Seats:
 
     def _join(self, key: SameKey, shared: Seat | Request, seated: Request, request: Request) -> CarpoolError | None:
         """Let a request wait for the result of another."""
-        if (refusal := self._refusal(request)) is not None:
+        if (refusal := self._refusal(own_bytes(request))) is not None:
             return refusal
         if isinstance(shared, Seat):
             seat = shared
@@ -384,7 +385,7 @@ class Seats:
         if is_sampled(request) and not is_sampled(seated):
             seated.trace = request.trace  # so that its batch is kept, too
         # The same bytes need not be held twice.
-        request.input, request.prepared = seated.input, seated.prepared
+        request.input, request.prepared, request.parameters = seated.input, seated.prepared, seated.parameters
         if self._events.subscribers:
             self._events.admitted(request)
         self._add(seat, request)
@@ -422,7 +423,7 @@ class Seats:
     def _add(self, seat: Seat, member: Request) -> None:
         assert seat.members is not None
         self.held += 1
-        self.held_bytes += member.size
+        self.held_bytes += own_bytes(member)
         seat.members[id(member)] = member
         member.phase, member.held_by = QUEUED, seat
         self._deadlines.add_unordered(member, min(member.arrived + member.queue_timeout_s, member.deadline))
@@ -569,7 +570,7 @@ class Seats:
     def _settle(self, member: Request, outcome: Outcome) -> None:
         """Give a member its one outcome, and back what it counts for."""
         self.held -= 1
-        self.held_bytes -= member.size
+        self.held_bytes -= own_bytes(member)
         member.held_by = None
         self._count(member, outcome)
 
@@ -600,8 +601,8 @@ class Seats:
             return any(request.taken for request in seat.requests)
         return not seat.is_looked_for and any(request.arrived <= member.arrived for request in seat.requests)
 
-    def _refusal(self, request: Request) -> CarpoolError | None:
-        if self.held >= self._waiting_max or self.held_bytes + request.size > self._bytes_max:
+    def _refusal(self, size: int) -> CarpoolError | None:
+        if self.held >= self._waiting_max or self.held_bytes + size > self._bytes_max:
             return QueueFull("the queue is full; try again soon", retry_after_s=1)
         return None
 
@@ -612,6 +613,11 @@ def ride_along(member: Request, seated: Request) -> None:
         member.taken = max(seated.taken, member.arrived)
     member.batch, member.call = seated.batch, seated.call
     member.sends, member.searched_s = seated.sends, seated.searched_s
+
+
+def own_bytes(member: Request) -> int:
+    """What a member holds that is not the same object for all who share its seat."""
+    return len(member.client_id)
 
 
 def by_place(member: Request) -> tuple[int, float]:
