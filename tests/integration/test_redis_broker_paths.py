@@ -466,6 +466,11 @@ async def test_endpoints_that_have_all_failed_are_tried_again_by_requests(
         await until(lambda: is_told("upstream-protocol-fault"))  # by a try, which fails
         assert gpu.calls > seen
         await until(lambda: is_told("upstream-down"))
+
+        async def is_ready() -> bool:  # some clients ask that before they send anything
+            return (await ask_once(gateway.port, "GET", "/v1/models/default")).json["ready"] is True
+
+        await until(is_ready)
         gpu.behaviour = "good"
 
         async def is_back() -> bool:

@@ -252,6 +252,7 @@ def test_where_nothing_works_one_request_is_let_in_with_each_view() -> None:
     pausing = heard(one={**down, "retry_after_s": 9}, two={**down, "retry_after_s": 4})
     assert (pausing.takes_probe(), pausing.retry_after_s()) == (False, 4)
     tried = heard(one={**down, "probes": 1}, two={**down, "probes": 3}, three={**down, "retry_after_s": 4})
+    assert tried.probes == 1
     assert [tried.takes_probe() for _ in range(3)] == [True, False, False]
     assert tried.retry_after_s() == 1
     assert (heard().takes_probe(), heard().retry_after_s()) == (False, 1)

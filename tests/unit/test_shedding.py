@@ -27,6 +27,7 @@ class Up:
     """Endpoints that work."""
 
     is_down = is_shut_to_some = False
+    probes = 0
 
     def takes_probe(self) -> bool:
         return False

@@ -171,7 +171,7 @@ class GatewayHalf:
             routes.router,
             self.intake,
             answers,
-            lambda model: availability[model].is_down,
+            self._is_down,
             ground.tracer,
         )
         v2 = KServeV2Routes(self.intake, is_up=self._is_up, answers=answers, traces=ground.tracer)
@@ -194,7 +194,12 @@ class GatewayHalf:
 
     def _is_up(self, model: str) -> bool:
         """Whether requests for a model are taken, and somebody answers them."""
-        return not self._ground.draining and not self._availability[model].is_down
+        return not self._ground.draining and not self._is_down(model)
+
+    def _is_down(self, model: str) -> bool:
+        """Whether requests for a model are refused: not while one is wanted, for some clients ask first."""
+        upstream = self._availability[model]
+        return upstream.is_down and not upstream.probes
 
     def _make_seats(self, far: FarResults | None) -> Seats:
         settings, broker = self._ground.settings, self._ground.settings.broker

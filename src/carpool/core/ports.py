@@ -142,6 +142,8 @@ class Availability(Protocol):
     is_down: bool
     # True while some owner may call none; see `is_shut_to`.
     is_shut_to_some: bool
+    # While it is down: requests that may come in all the same, to try an endpoint with.
+    probes: int
 
     def takes_probe(self) -> bool:
         """While it is down: whether this one request may come in all the same, to try an endpoint with."""

@@ -183,6 +183,8 @@ class Pool:
         self._busy_s_gone = 0.0
         # True while no endpoint may be called: synchronous requests are refused at the door then.
         self.is_down = False
+        # None while it is down: it is not while a probe is on offer (rule 5).
+        self.probes = 0
         # True while an endpoint is closed to one owner only; see `is_shut_to`.
         self.is_shut_to_some = False
         # True while a limit of some endpoint is known; see `batch_max`.
