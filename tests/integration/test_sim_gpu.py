@@ -174,6 +174,17 @@ async def test_any_ports_are_looked_for_again_when_the_second_is_taken(monkeypat
                 assert answer.status == 200
 
 
+async def test_one_that_is_gone_keeps_its_port() -> None:
+    async with fleet_of(2, latency_ms=1) as (fleet, session):
+        fleet.kill("127.0.0.1", 1)
+        assert not _accepts(fleet.ports[1])
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", fleet.ports[1]))
+        await fleet.revive("127.0.0.1", 1)
+        async with session.post(url(fleet, "/infer", 1), json={"inputs": ["a"]}) as answer:
+            assert answer.status == 200
+
+
 async def test_a_taken_port_is_named_and_nothing_is_left_listening() -> None:
     with taken_port_after_a_free_one() as taken:
         with pytest.raises(CannotListenError, match=f"127.0.0.1:{taken}: address already in use"):

@@ -134,7 +134,7 @@ async def _obey(fleet: "GpuFleet", host: str, orders: "asyncio.Queue[bytes]") ->
         for line in (await orders.get()).split(b"\n"):
             match line.split():
                 case [b"kill", number]:
-                    fleet.kill(int(number))
+                    fleet.kill(host, int(number))
                 case [b"revive", number]:
                     await fleet.revive(host, int(number))
 

@@ -131,6 +131,8 @@ class GpuFleet:
         seeds = [None if settings.seed is None else f"{settings.seed}/{n}" for n in range(workers)]
         self.servers = [GpuServer(SimulatedGpu(settings, Random(seed), seen), self) for seed in seeds]
         self.ports: list[int] = []
+        # Of those that are gone: what keeps their ports for them. Nobody listens there.
+        self._kept_ports: dict[int, socket.socket] = {}
 
     async def start(self, host: str, port: int) -> None:
         """Listen on consecutive ports, any that are free if `port` is 0; raises CannotListenError, and then listens on
@@ -158,10 +160,19 @@ class GpuFleet:
             port = port or bound
             self.ports.append(bound)
 
-    def kill(self, number: int) -> None:
+    def kill(self, host: str, number: int) -> None:
         """Let one GPU be gone, as if its machine were: its calls are cut off, and nobody listens."""
         server = self.servers[number].http
         server.stop_listening()
+        if number not in self._kept_ports:
+            kept = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                kept.bind((host, self.ports[number]))
+            except OSError:
+                kept.close()  # somebody was quicker; it may be free again when it is wanted
+            else:
+                self._kept_ports[number] = kept
         for connection in list(server.connections):
             connection.break_off()
 
@@ -170,6 +181,8 @@ class GpuFleet:
         server = self.servers[number]
         await server.http.finish(0.0)
         server.http = HttpServer(server.handle, LIMITS)
+        if (kept := self._kept_ports.pop(number, None)) is not None:
+            kept.close()
         await server.http.start(host, self.ports[number])
 
     def total(self) -> GpuStats:
@@ -189,6 +202,8 @@ class GpuFleet:
         """Stop at once: running calls are cut off."""
         listening = self.servers[: len(self.ports)]
         self.ports = []
+        for kept in self._kept_ports.values():
+            kept.close()
         for server in listening:
             server.http.stop_listening()
         for server in listening:
