@@ -17,9 +17,10 @@ from carpool.core.errors import CarpoolError, ClientLeft, InputRefused, Malforme
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Peer
 from carpool.core.tensors import Data
-from carpool.face.http import lists
+from carpool.face.http import list_bodies, lists
 from carpool.face.http.exchange import Body, Exchange
-from carpool.face.http.lists import Answers, ListCall, ListFace, Singles, Work, fields_of, texts_of, values_of, vector
+from carpool.face.http.list_bodies import fields_of, texts_of, values_of, vector
+from carpool.face.http.lists import Answers, ListCall, ListFace, Singles, Work
 from carpool.face.http.openai import CompletionsFace, as_base64, openai_limit_lines
 from carpool.face.intake import ServedModel
 from carpool.testing import make_output, make_request
@@ -285,7 +286,7 @@ def test_any_value_is_inputs_or_refused(value: Any) -> None:
 
     def is_token(each: Any) -> bool:
         is_number = isinstance(each, int | float) and not isinstance(each, bool)
-        return is_number and each == int(each) and 0 <= each <= lists.TOKEN_ID_MAX
+        return is_number and each == int(each) and 0 <= each <= list_bodies.TOKEN_ID_MAX
 
     expected = is_text(value) or (isinstance(value, list) and bool(value) and all(map(is_text, value)))
     try:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from carpool.core.errors import Malformed
-from carpool.face.http.lists import fields_of, texts_of
+from carpool.face.http.list_bodies import fields_of, texts_of
 from carpool.face.http.v2_wire import parse_call
 
 MIB = 1024 * 1024

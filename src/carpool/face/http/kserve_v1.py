@@ -7,7 +7,8 @@ from carpool.core.errors import CarpoolError, Malformed
 from carpool.core.outcome import Output
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.faces import PREDICT, model_with_face
-from carpool.face.http.lists import ListCall, ListFace, check_size, fields_of, parameters_of, text_of, values_of
+from carpool.face.http.list_bodies import check_size, fields_of, parameters_of, text_of, values_of
+from carpool.face.http.lists import ListCall, ListFace
 
 _decode_object = msgspec.json.Decoder(dict[str, Raw]).decode
 

@@ -5,7 +5,7 @@ from typing import Any
 from carpool.core.errors import all_errors
 from carpool.core.problem import Problem
 from carpool.face.http.faces import COMPLETIONS, EMBED, EMBEDDINGS
-from carpool.face.http.lists import INPUTS_MAX, TOKEN_ID_MAX
+from carpool.face.http.list_bodies import INPUTS_MAX, TOKEN_ID_MAX
 
 Json = dict[str, Any]
 

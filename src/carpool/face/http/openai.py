@@ -23,18 +23,8 @@ from carpool.core.outcome import Output
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.faces import COMPLETIONS, EMBEDDINGS, model_with_face
 from carpool.face.http.ids import request_id
-from carpool.face.http.lists import (
-    ListCall,
-    ListFace,
-    check_size,
-    fields_of,
-    id_line,
-    not_a_vector,
-    parameters_of,
-    text_of,
-    texts_of,
-    vector,
-)
+from carpool.face.http.list_bodies import check_size, fields_of, not_a_vector, parameters_of, text_of, texts_of, vector
+from carpool.face.http.lists import ListCall, ListFace, id_line
 from carpool.face.http.problem import advice_lines
 from carpool.face.http.strict_json import QUOTE
 from carpool.face.intake import Intake, ServedModel, as_error

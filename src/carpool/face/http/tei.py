@@ -6,7 +6,8 @@ from carpool.core.errors import CarpoolError, ClientError, OverloadError, Unknow
 from carpool.core.outcome import Output
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.faces import EMBED, has_face, model_with_face
-from carpool.face.http.lists import ListCall, ListFace, check_size, fields_of, parameters_of, texts_of, vector
+from carpool.face.http.list_bodies import check_size, fields_of, parameters_of, texts_of, vector
+from carpool.face.http.lists import ListCall, ListFace
 from carpool.face.intake import ServedModel
 
 _KINDS: tuple[tuple[type[CarpoolError], str], ...] = (

@@ -1,0 +1,132 @@
+"""How the bodies of calls with a list of inputs are read: their fields, their inputs, and what else is in them."""
+
+import re
+from contextlib import suppress
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Raw
+
+from carpool.core.errors import Malformed, UpstreamProtocolFault
+from carpool.face.http.exchange import Exchange
+from carpool.face.http.gateway import too_large_for
+from carpool.face.http.strict_json import QUOTE
+from carpool.face.http.wire import body_fault, canonical_parameters, checked_input
+from carpool.face.intake import ServedModel
+
+# OpenAI's own limit.
+INPUTS_MAX = 2048
+TOKEN_ID_MAX = 2**31
+# Beside its inputs no body has more: each field becomes an object, and there could be a hundred thousand.
+OTHERS_BYTES_MAX = 64 * 1024
+
+_decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
+_decode_list = msgspec.json.Decoder(list[Raw]).decode
+# Checked while they are read: a loop over a megabyte of them would hold up everybody.
+_decode_tokens = msgspec.json.Decoder(list[Annotated[int, Meta(ge=0, le=TOKEN_ID_MAX)]]).decode
+_decode_floats = msgspec.json.Decoder(list[Annotated[float, Meta(ge=0, le=TOKEN_ID_MAX)]]).decode
+# A text, or a list and how its first element begins.
+_BEGINNING = re.compile(rb'\s*(?:(")|\[\s*(["\[0-9-]))')
+_NUMBERS = re.compile(rb"\s*\[[-+0-9.eE,\s]*\]\s*\Z").match
+
+
+class _Inputs(msgspec.Struct):
+    """Where the inputs are, in any of the faces; all other fields are passed over."""
+
+    input: Raw = Raw()
+    inputs: Raw = Raw()
+    prompt: Raw = Raw()
+    instances: Raw = Raw()
+
+
+_decode_inputs = msgspec.json.Decoder(_Inputs).decode
+
+
+def fields_of(body: bytes) -> dict[str, Raw]:
+    """The fields of a body that is an object, without those that are null; raises Malformed."""
+    try:
+        if len(body) > OTHERS_BYTES_MAX:
+            inputs = _decode_inputs(body)
+            if len(body) - sum(map(len, msgspec.structs.astuple(inputs))) > OTHERS_BYTES_MAX:
+                raise Malformed(f"beside the inputs a body may have {OTHERS_BYTES_MAX} bytes at most")
+        fields = _decode_fields(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as failure:
+        raise Malformed(body_fault(failure)) from None
+    return {name: value for name, value in fields.items() if len(value) != 4 or bytes(value) != b"null"}
+
+
+def text_of(fields: dict[str, Raw], name: str) -> str | None:
+    """A field that is a text, taken out; None if there is none."""
+    value = fields.pop(name, None)
+    if value is None:
+        return None
+    try:
+        return msgspec.json.decode(value, type=str)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise Malformed(f"`{name}` must be a text") from None
+
+
+def values_of(value: Raw | None, field: str) -> list[bytes]:
+    """The elements of a list of inputs, each safe between others; raises Malformed."""
+    try:
+        elements = _decode_list(value or b"")
+    except (msgspec.DecodeError, RecursionError):
+        raise Malformed(f"`{field}` must be a list") from None
+    if not elements:
+        raise Malformed(f"`{field}` is empty; it must have an input at least")
+    if len(elements) > INPUTS_MAX:
+        raise Malformed(
+            f"Invalid '{field}': array too long. Expected an array with maximum length {INPUTS_MAX}, "
+            f"but got an array with length {len(elements)} instead."
+        )
+    return [checked_input(element, f"{field}[{number}]") for number, element in enumerate(elements)]
+
+
+def texts_of(value: Raw | None, field: str) -> list[bytes]:
+    """The texts in a field, or the token ids in place of them: one, or a list of them; raises Malformed."""
+    begins = None if value is None else _BEGINNING.match(value)
+    if value is None or begins is None:
+        raise Malformed(f"`{field}` must be a text, a list of token ids, or a list of those; it must not be empty")
+    if begins[2] is None or begins[2].isdigit():  # a text, or one list of numbers
+        return [checked_text(checked_input(value, field), field)]
+    values = values_of(value, field)
+    return [checked_text(each, f"{field}[{number}]") for number, each in enumerate(values)]
+
+
+def checked_text(value: bytes, field: str) -> bytes:
+    """A text, or the ids of its tokens; raises Malformed."""
+    if value[0] == QUOTE:
+        return value
+    try:
+        if _decode_tokens(value):
+            return value
+    except (msgspec.DecodeError, RecursionError):
+        if b"." in value:  # 7.0 is a whole number too
+            with suppress(msgspec.DecodeError, RecursionError):
+                ids = _decode_floats(value)
+                if all(map(float.is_integer, ids)):
+                    return msgspec.json.encode(list(map(int, ids)))
+    raise Malformed(f"`{field}` must be a text, or the ids of its tokens as a list of whole numbers")
+
+
+def parameters_of(fields: dict[str, Raw]) -> bytes:
+    """Fields that are passed on, as canonical parameters; raises Malformed."""
+    return canonical_parameters(Raw(msgspec.json.encode(fields))) if fields else b""
+
+
+def check_size(exchange: Exchange, model: ServedModel) -> None:
+    """Raise TooLarge for a body that is longer than the model's may be."""
+    if len(exchange.body) > model.body_bytes_max:
+        raise too_large_for(model)
+
+
+def vector(value: bytes) -> bytes:
+    """An output that is a list of numbers; raises UpstreamProtocolFault for any other."""
+    if _NUMBERS(value) is None:
+        raise not_a_vector()
+    return bytes(value)
+
+
+def not_a_vector() -> UpstreamProtocolFault:
+    """What is told where a model does not embed."""
+    return UpstreamProtocolFault("the model's output is no list of numbers; ask it at /v1/inference")
