@@ -16,7 +16,8 @@ from carpool.core.tally import RequestSeconds
 from carpool.core.trace import Trace, traceparent_of
 from carpool.telemetry import tracer as tracer_module
 from carpool.telemetry.otlp import Envelope
-from carpool.telemetry.tracer import LINE_MAX, PACK_S, PACK_S_MAX, Rules, Tracer
+from carpool.telemetry.spans import LINKS_MAX
+from carpool.telemetry.tracer import LINE_MAX, PACK_S, PACK_S_MAX, PACKED_MIN, Rules, Tracer
 from carpool.testing import FakeClock, Witness, make_output, make_request
 from support.otlp import SeenSpan, spans_in
 
@@ -295,3 +296,32 @@ def test_rule_5_no_turn_is_held_for_long() -> None:
 
     assert len(stand.run(work, seconds=10.0)) == 2000
     assert 0 < at_a_time <= PACK_S_MAX / 0.001
+
+
+def test_rule_5_a_large_batch_is_packed_in_parts() -> None:
+    stand = Stand(ratio=1.0)
+
+    def work(stand: Stand) -> None:
+        members = [stand.request(f"{number}", stand.tracer.begin({})) for number in range(1000)]
+        stand.events.all_settled(members, [Output(b"", CALL)] * len(members))
+
+    assert len(requests_in(stand.run(work))) == 1000
+    assert max(len(requests_in(spans_in(ENVELOPE.wrap([each])))) for each in stand.packed) <= PACKED_MIN
+
+
+def test_no_more_links_are_remembered_of_a_batch_than_are_told() -> None:
+    """Thousands who ask may share one seat. To look through as many links for each of them would take seconds."""
+    batch = Batch("0011223344556677", "m", 1, "full", 0.0)
+
+    def work(stand: Stand) -> None:
+        members = [stand.request(f"{number}", stand.tracer.begin({})) for number in range(LINKS_MAX + 100)]
+        for member in members:
+            member.batch = batch
+        stand.tracer.call_begins(members[:1], "http://gpu/", 1, stand.clock(), is_search=False)
+        for member in members:
+            stand.settle(member, Output(b"", CALL))
+        stand.events.ended(batch, members[:1])
+
+    spans = Stand(ratio=1.0).run(work)
+    assert batch.trace is not None and len(batch.trace.links) == LINKS_MAX
+    assert [len(span.links) for span in spans if span.name == "batch"] == [LINKS_MAX]

@@ -37,7 +37,7 @@ from carpool.core.trace import (
     traceparent_of,
 )
 from carpool.telemetry.sampling import ErrorRate, Ratio, Slowest
-from carpool.telemetry.spans import Spans
+from carpool.telemetry.spans import LINKS_MAX, Spans
 
 # Packing: how often, for how long at most, and how many at least; where more wait, this part of them.
 PACK_S, PACK_S_MAX = 0.01, 0.005
@@ -230,8 +230,9 @@ class Tracer(Subscriber):
                     kept.append((request, output.call))
             elif request.arrived <= slow_before and not (request.is_task or request.is_seat):
                 slowest.add(request.ended - request.arrived, (request, output.call))
-        if kept:
-            self._enter(len(kept), self._pack_outputs, kept)
+        for start in range(0, len(kept), PACKED_MIN):  # so that no turn has to pack more of them at once
+            some = kept[start : start + PACKED_MIN]
+            self._enter(len(some), self._pack_outputs, some)
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request got its outcome: keep it, or not."""
@@ -264,8 +265,9 @@ class Tracer(Subscriber):
         self._enter(1, self._pack_request, request, trace, why, call, error)
         batch = request.batch
         if batch is not None and batch.trace is not None and not batch.trace.is_written:
-            if trace not in batch.trace.links:
-                batch.trace.links.append(trace)
+            links = batch.trace.links
+            if len(links) < LINKS_MAX and trace not in links:  # thousands may share a seat: nobody looks through all
+                links.append(trace)
             if batch.ended:
                 self._write_batch(batch, batch.trace)
 
