@@ -21,7 +21,10 @@ from carpool.broker.redis.fleet.view import (
     read_view,
 )
 from carpool.composition.redis_gateway import FleetAvailability
+from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, UpstreamFailed
+from carpool.core.request import Request
 from carpool.core.snapshot import Health
+from carpool.testing import Witness, make_request
 
 NOW_MS = 1_700_000_000_000
 
@@ -241,6 +244,10 @@ def test_the_outline_changes_with_what_matters_alone() -> None:
     assert outline() != outline(healthy_slots=2)
 
 
+def a_request() -> Request:
+    return make_request("1", Witness(), now=0.0)
+
+
 def test_where_nothing_works_one_request_is_let_in_with_each_view() -> None:
     def heard(**batchers: Any) -> FleetAvailability:
         seen = view(None, {name.encode(): batcher(m=model(**facts)) for name, facts in batchers.items()})
@@ -250,12 +257,26 @@ def test_where_nothing_works_one_request_is_let_in_with_each_view() -> None:
 
     down = {"healthy_slots": 0, "capacity_rps": 0.0}
     pausing = heard(one={**down, "retry_after_s": 9}, two={**down, "retry_after_s": 4})
-    assert (pausing.takes_probe(), pausing.retry_after_s()) == (False, 4)
+    assert (pausing.takes_probe(a_request()), pausing.retry_after_s()) == (False, 4)
     tried = heard(one={**down, "probes": 1}, two={**down, "probes": 3}, three={**down, "retry_after_s": 4})
     assert tried.probes == 1
-    assert [tried.takes_probe() for _ in range(3)] == [True, False, False]
+    assert [tried.takes_probe(a_request()) for _ in range(3)] == [True, False, False]
     assert tried.retry_after_s() == 1
-    assert (heard().takes_probe(), heard().retry_after_s()) == (False, 1)
+    assert (heard().takes_probe(a_request()), heard().retry_after_s()) == (False, 1)
+
+
+@pytest.mark.parametrize(
+    ("end", "is_next"), [(ClientLeft("left"), True), (DeadlineExceeded("late"), True), (UpstreamFailed("no"), False)]
+)
+def test_who_is_let_in_to_try_and_does_not_wait_keeps_nobody_else_out(end: CarpoolError, is_next: bool) -> None:
+    availability = FleetAvailability()
+    availability.heard(view(None, {b"one": batcher(m=model(healthy_slots=0, probes=1))}), "m")
+    hasty, patient = a_request(), a_request()
+    assert availability.takes_probe(hasty)
+    assert not availability.takes_probe(a_request())
+    hasty.settle(end, 0.0)
+    assert availability.takes_probe(patient) == is_next
+    assert not availability.takes_probe(a_request())
 
 
 def test_what_can_be_served_and_what_is_wanted() -> None:

@@ -20,6 +20,7 @@ from carpool.admission.shedding import (
 )
 from carpool.composition.shedding import Ticks, learn_share
 from carpool.core.errors import Shed
+from carpool.core.request import Request
 from carpool.testing import FakeClock, Witness, make_request
 
 
@@ -29,7 +30,7 @@ class Up:
     is_down = is_shut_to_some = False
     probes = 0
 
-    def takes_probe(self) -> bool:
+    def takes_probe(self, request: Request) -> bool:
         return False
 
     def is_shut_to(self, owner: str) -> bool:

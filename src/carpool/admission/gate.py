@@ -99,7 +99,7 @@ class Gate:
             return leaving()
         upstream = self._upstreams[request.model]
         is_any_shut = upstream.is_down or upstream.is_shut_to_some
-        if is_any_shut and not request.is_judged and is_closed_to(request.owner, upstream):
+        if is_any_shut and not request.is_judged and is_closed_to(request, upstream):
             return upstream_down(upstream)
         door = self._doors.get(request.model)
         if door is None or request.is_judged:
@@ -114,7 +114,7 @@ class Gate:
         first = requests[0]
         upstream = self._upstreams[first.model]
         # Once for all: the first of them may take the only probe, by which the endpoint is down for the others.
-        if is_closed_to(first.owner, upstream):
+        if is_closed_to(first, upstream):
             return upstream_down(upstream)
         if (refusal := self._broker.refusal_of_all(requests)) is not None:
             return refusal
@@ -153,9 +153,9 @@ class OnlyDoor:
         return self._door.refusal_if_full(caller.tier, caller.owner, self._clock())
 
 
-def is_closed_to(owner: str, upstream: Availability) -> bool:
-    """Whether no endpoint may be called for this owner, nor tried with its request."""
-    return (upstream.is_down and not upstream.takes_probe()) or upstream.is_shut_to(owner)
+def is_closed_to(request: Request, upstream: Availability) -> bool:
+    """Whether no endpoint may be called for the owner of a request, nor tried with it."""
+    return (upstream.is_down and not upstream.takes_probe(request)) or upstream.is_shut_to(request.owner)
 
 
 def upstream_down(upstream: Availability) -> UpstreamDown:

@@ -27,7 +27,7 @@ from carpool.composition.shedding import (
     standings_of,
     wanted,
 )
-from carpool.core.errors import CarpoolError
+from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded
 from carpool.core.request import QUEUED, Request
 from carpool.core.snapshot import Mode, RedisGatewayNumbers
 from carpool.core.story import Queue, RequestState, state_of
@@ -39,6 +39,8 @@ WATCH_S = 0.25
 RATE_TICK_S = 1.0
 # Weight of the last second in the rate that is shown.
 RATE_WEIGHT = 0.5
+# Codes of requests that nobody may have been asked for.
+GIVEN_UP = (ClientLeft.code, DeadlineExceeded.code)
 MODE_NUMBERS: dict[Mode, int] = {"down": 0, "redis": 1, "direct": 2}
 
 
@@ -51,20 +53,28 @@ class FleetAvailability:
         self.is_shut_to_some = False
         # While it is down: requests that are let in all the same, until batchers are heard of again.
         self.probes = 0
+        # The last of them.
+        self._probe: Request | None = None
         self._retry_after_s = 1
 
     def heard(self, view: FleetView, model: str) -> None:
         """Batchers have told how they are. One request at a time is a try: with its answer the door opens for all, and
         until then the others are told soon.
         """
-        self.probes = min(view.probes(model), 1)
+        self.probes, self._probe = min(view.probes(model), 1), None
         self._retry_after_s = view.retry_after_s(model)
 
-    def takes_probe(self) -> bool:
-        """While it is down: whether one more request is let in. Batchers want it to try an endpoint with."""
+    def takes_probe(self, request: Request) -> bool:
+        """While it is down: whether one more request is let in. Batchers want it to try an endpoint with.
+
+        One that was given up is none: else who comes often, and never waits, would keep the door shut for all.
+        """
+        if self._probe is not None and self._probe.result_code in GIVEN_UP:
+            self.probes, self._probe = 1, None
         if not self.probes:
             return False
         self.probes -= 1
+        self._probe = request
         return True
 
     def is_shut_to(self, owner: str) -> bool:

@@ -145,7 +145,7 @@ class Availability(Protocol):
     # While it is down: requests that may come in all the same, to try an endpoint with.
     probes: int
 
-    def takes_probe(self) -> bool:
+    def takes_probe(self, request: Request) -> bool:
         """While it is down: whether this one request may come in all the same, to try an endpoint with."""
         ...
 

@@ -29,6 +29,7 @@ from math import inf
 from typing import NamedTuple
 
 from carpool.core.clock import Clock, monotonic
+from carpool.core.request import Request
 from carpool.upstream.breaker import Breaker
 from carpool.upstream.endpoint import Endpoint
 from carpool.upstream.limits import BatchLimit
@@ -293,7 +294,7 @@ class Pool:
         self.has_batch_limits = any(member.batch_limit.learned is not None for member in self.members)
         return min((limit.allows(now, wanted) for limit in in_use), default=wanted)
 
-    def takes_probe(self) -> bool:
+    def takes_probe(self, request: Request) -> bool:
         """Never while it is down: it is not while a probe is on offer (rule 5)."""
         return False
 
