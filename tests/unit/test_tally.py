@@ -98,3 +98,19 @@ def test_a_time_is_split_whole(total_s: float, queue_s: float, before_s: float, 
     if min(queue_s, before_s, call_s or 0.0) >= 0.0 and queue_s + before_s + (call_s or 0.0) <= total_s:
         assert split[:2] == pytest.approx((queue_s, before_s), abs=1e-9)
         assert call_s is None or split.upstream == pytest.approx(call_s, abs=1e-9)
+
+
+@given(st.dictionaries(st.integers(0, 2), AGES, min_size=1), TOLD, st.none() | TOLD)
+def test_those_who_came_while_the_call_ran_count_as_one_by_one(
+    ages: dict[int, list[float]], started_s: float, call_s: float | None
+) -> None:
+    call = CallFacts(1, call_s, started_s=started_s)
+    together, singly = RequestSeconds(), RequestSeconds()
+    together.answered_late(ages, call)
+    for tier, those in ages.items():
+        for age_s in those:
+            singly.answered({tier: [age_s]}, age_s, call)
+    pairs = [(together.by_tier[tier], singly.by_tier[tier]) for tier in ages]
+    for one, other in [*pairs, *zip(together.stages().values(), singly.stages().values(), strict=True)]:
+        assert one.counts == other.counts
+        assert one.total == pytest.approx(other.total, abs=1e-9)

@@ -583,17 +583,19 @@ class Seats:
     def _count_seconds(self, members: Sequence[Request], taken: float, call: CallFacts) -> None:
         """Where the time of those went who shared a seat; the seat itself counts nowhere."""
         together: defaultdict[int, list[float]] = defaultdict(list)
+        late: defaultdict[int, list[float]] = defaultdict(list)
+        waits: list[float] = []
         for member in members:
             if member.result_code != "ok":
                 continue  # who was told before has made it leave
-            self._waited.observe(member.taken - member.arrived)
-            seconds = member.ended - member.arrived
-            if member.taken == taken:
-                together[member.tier].append(seconds)
-            else:  # it came while the seat ran
-                self._seconds.answered({member.tier: [seconds]}, seconds, call)
+            waits.append(member.taken - member.arrived)
+            # There may be thousands who came while the seat ran.
+            (together if member.taken == taken else late)[member.tier].append(member.ended - member.arrived)
+        if waits:
+            self._waited.observe_all(waits)
         if together:
             self._seconds.answered(together, self._clock() - taken, call)
+        self._seconds.answered_late(late, call)
 
     def _may_run(self, seat: Seat, member: Request) -> bool:
         """Whether a seat has left the queue, or somebody else sees to it that it does not wait for too long."""
