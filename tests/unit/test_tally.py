@@ -100,9 +100,9 @@ def test_a_time_is_split_whole(total_s: float, queue_s: float, before_s: float, 
         assert call_s is None or split.upstream == pytest.approx(call_s, abs=1e-9)
 
 
-@given(st.dictionaries(st.integers(0, 2), AGES, min_size=1), TOLD, st.none() | TOLD)
+@given(st.dictionaries(st.integers(0, 2), AGES, min_size=1), TOLD, TOLD)
 def test_those_who_came_while_the_call_ran_count_as_one_by_one(
-    ages: dict[int, list[float]], started_s: float, call_s: float | None
+    ages: dict[int, list[float]], started_s: float, call_s: float
 ) -> None:
     call = CallFacts(1, call_s, started_s=started_s)
     together, singly = RequestSeconds(), RequestSeconds()
