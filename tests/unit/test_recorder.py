@@ -4,8 +4,10 @@ import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from math import inf, nan
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -244,6 +246,28 @@ async def test_two_processes_may_share_a_file(tmp_path: Path) -> None:
             settle_many(recorder, 2000)
     assert len(await rows_in(path)) == 4000
     assert one.failures == other.failures == 0
+
+
+async def test_two_processes_may_make_room_in_a_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, raced = tmp_path / "t.db", 0
+
+    class Raced(sqlite3.Connection):
+        """Where another process removes the oldest rows between two looks at them."""
+
+        def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+            nonlocal raced
+            if statement.startswith("SELECT max(completed_at)"):
+                raced += 1
+                super().execute("DELETE FROM carpool_requests WHERE rowid < (SELECT max(rowid) FROM carpool_requests)")
+            return super().execute(statement, *values)
+
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Raced))
+    store = store_at(path, bytes_max=2**20)
+    for at in range(0, 20_000, 500):
+        await store.write([([request_row(each, WALL + each) for each in range(at, at + 500)], [])])
+    await store.close()
+    assert raced
+    assert (await rows_in(path))[:500] == [f"r{each}" for each in reversed(range(19_500, 20_000))]
 
 
 # The file

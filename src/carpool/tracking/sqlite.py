@@ -191,8 +191,10 @@ class SqliteStore:
         # The larger table says how old is too old, for both: requests keep the batches that they were in.
         number, first, table = max(found)
         share = max(1, min(int(number * SHARE_REMOVED), REMOVED_AT_ONCE))
-        latest = f"SELECT max({TIMES[table]}) FROM {table} WHERE rowid < ?"
-        return self._remove_old(connection.execute(latest, (first + share,)).fetchone()[0] + 1) > 0
+        select = f"SELECT max({TIMES[table]}) FROM {table} WHERE rowid < ?"
+        [latest] = connection.execute(select, (first + share,)).fetchone()
+        # None: another process has removed them just now. It may be enough.
+        return latest is None or self._remove_old(latest + 1) > 0
 
     def _close(self) -> None:
         if self._connection is not None:
