@@ -9,7 +9,7 @@ WORKERS ?= 6
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis promtool postgresql chromium demo check test prometheus eyes pictures lint format docs protos bench overload chaos interop clean pytest
+.PHONY: help setup redis promtool postgresql chromium demo check test prometheus eyes pictures lint format docs protos bench overload chaos fuzz interop clean pytest
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -102,6 +102,9 @@ overload: setup ## load from half to ten times the capacity, by tier: the pictur
 
 chaos: setup redis ## kill, cut, overload; prints lost / wrong / duplicates, last the share answered as promised (many minutes)
 	@$(BIN)/python -m pytest tests/chaos -s
+
+fuzz: setup redis ## 10,000 malformed messages and frames to the gRPC face and to streams (minutes)
+	@CARPOOL_TEST_FUZZ=10000 $(BIN)/python -m pytest tests/integration/test_grpc_face.py tests/integration/test_streams.py -k TestFuzz
 
 # Each server has an environment of its own: what they need excludes one another.
 .venv-interop/%/.ready: requirements/interop-%.txt

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import queue
 import secrets
 import socket
@@ -22,7 +21,7 @@ import pytest
 
 from carpool.face.grpc.stream import OPEN_MAX
 from support.certificates import Certificates
-from support.gateway import HeldGpu, eventually, metric, serving
+from support.gateway import MALFORMED, HeldGpu, eventually, metric, serving
 from support.grpc_client import PROTOS, GrpcClient, Refusal, grpc_client, message, parts
 from support.http2 import Http2Peer
 from support.processes import PATIENCE_S, GatewayProcess, carpool, running_role, until
@@ -34,7 +33,6 @@ SIM = "sim:?latency_ms=5&slots=8"
 KEY = "cp_" + "k" * 40
 PATIENT = {"broker.queue_timeout_s": 600, "broker.total_timeout_s": 600, "upstream.timeout_s": 600}
 STREAMS_MAX = 20
-MALFORMED_MESSAGES = int(os.environ.get("CARPOOL_TEST_FUZZ", "400"))
 
 
 @pytest.fixture(scope="module")
@@ -578,8 +576,6 @@ async def test_over_redis_processes_share_a_port_and_a_budget(tmp_path: Path, re
 
 
 class TestFuzz:
-    """CARPOOL_TEST_FUZZ=10000 sends as many."""
-
     def test_malformed_messages(self, gateway: GatewayProcess, client: GrpcClient) -> None:
         random = Random(7)
         good = message("PredictStreamRequest")(
@@ -598,7 +594,7 @@ class TestFuzz:
                     data[random.randrange(len(data))] = random.randrange(256)
             return bytes(data[: random.randrange(len(data) + 1)])
 
-        jobs = [(random.choice(methods), malformed()) for _ in range(MALFORMED_MESSAGES)]
+        jobs = [(random.choice(methods), malformed()) for _ in range(MALFORMED)]
 
         def send(job: tuple[str, bytes]) -> str:
             path, data = job
@@ -617,7 +613,7 @@ class TestFuzz:
 
     def test_malformed_frames(self, gateway: GatewayProcess, client: GrpcClient) -> None:
         random = Random(7)
-        for _ in range(MALFORMED_MESSAGES // 10):
+        for _ in range(MALFORMED // 10):
             with Http2Peer(gateway.grpc_port) as peer:
                 if random.random() < 0.5:
                     peer.call("/carpool.v1.Inference/" + random.choice(["Predict", "PredictStream"]))

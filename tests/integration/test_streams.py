@@ -7,23 +7,28 @@ import socket
 import ssl
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from websockets.asyncio.client import connect as connect_async
+from websockets.client import ClientProtocol
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.protocol import OPEN
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Origin
+from websockets.uri import parse_uri
 
 from carpool.core.problem import Problem
 from carpool.face.http.answers import StreamTicket, TaskAccepted
 from support.certificates import Certificates
 from support.client import ask_once
-from support.gateway import HeldGpu, Peer, ask, eventually, metric, serving
+from support.gateway import MALFORMED, HeldGpu, Peer, ask, eventually, metric, serving
 from support.processes import PATIENCE_S, GatewayProcess, carpool, running_gateway, running_role, until
 from support.redis_servers import RedisServer
 
@@ -132,6 +137,58 @@ class TestStreams:
         script.write_text(code.replace("127.0.0.1:8000", f"127.0.0.1:{gateway.port}"))
         done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
         assert done.stdout.splitlines() == [f"{n} {f'text {n}'[::-1]}" for n in range(100)]
+
+
+class TestFuzz:
+    """Frames of random bytes, and good ones of which some bytes are wrong, cut off or missing."""
+
+    @staticmethod
+    def malformed(random: Random) -> bytes:
+        if random.random() < 0.2:
+            return random.randbytes(random.randrange(1, 40))
+        text = bytearray(json.dumps([{"id": random.randrange(4), "input": "x" * random.randrange(200)}]).encode())
+        for _ in range(random.randrange(4)):
+            text[random.randrange(len(text))] = random.randrange(256)
+        size = bytes((0x80 | len(text),)) if len(text) < 126 else bytes((0xFE, *len(text).to_bytes(2, "big")))
+        frame = bytearray(
+            bytes((random.choice([0x01, 0x02, 0x80, 0x81, 0x81, 0x82, 0x89, 0x8A]),)) + size + bytes(4) + text
+        )
+        if random.random() < 0.5:
+            frame[random.randrange(8)] = random.randrange(256)
+        return bytes(frame[: random.randrange(1, len(frame) + 1)] if random.random() < 0.1 else frame)
+
+    def test_malformed_frames(self, gateway: GatewayProcess) -> None:
+        random, closed = Random(7), Counter[int]()
+        opening = ["Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13"]
+        opening.append("Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==")
+        with stream(gateway) as bystander:
+            sent = 0
+            while sent < MALFORMED:
+                with Peer(gateway.port) as peer:
+                    assert peer.ask("GET", "/v1/stream", b"", *opening).status == 101
+                    frames = [self.malformed(random) for _ in range(random.randrange(1, 20))]
+                    sent += len(frames)
+                    for frame in frames:
+                        peer.send_until_refused(frame)
+                    if random.random() < 0.5:  # else it leaves without a word
+                        closed[self.close_code(peer)] += 1
+                bystander.send(json.dumps({"id": sent, "input": f"text {sent}"}))
+                assert read(bystander, 1)[sent]["output"] == f"text {sent}"[::-1]
+        # Frames that go on in the next, and too long ones, are told from broken ones. 0: it waits for more.
+        assert set(closed) <= {0, 1000, 1002, 1007, 1008, 1009} and closed[1002], closed
+        assert eventually(lambda: metric(gateway, "carpool_held_requests") == 0)
+        assert eventually(lambda: metric(gateway, "carpool_streams") == 0)
+        assert gateway.log_messages("error") == []
+
+    @staticmethod
+    def close_code(peer: Peer) -> int:
+        """Why the gateway ended it; 0 where it did not."""
+        client = ClientProtocol(parse_uri("ws://localhost/"), state=OPEN)
+        peer.socket.settimeout(0.05)
+        with suppress(OSError):
+            while data := peer.socket.recv(65536):
+                client.receive_data(data)
+        return client.close_rcvd.code if client.close_rcvd else 0
 
 
 class Events:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import socket
 import ssl
 import threading
@@ -16,6 +17,8 @@ from support.processes import PATIENCE_S, GatewayProcess, running_gateway
 from support.upstreams import ScriptedUpstream, scripted_upstream
 
 SIM = "sim:?latency_ms=20&slots=64"
+# How many malformed frames or messages a face is sent; `make fuzz` sends 10,000 to each.
+MALFORMED = int(os.environ.get("CARPOOL_TEST_FUZZ", "400"))
 
 
 @contextmanager
