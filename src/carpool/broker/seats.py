@@ -15,6 +15,7 @@
 6. Where others keep results too (Redis), they are asked before a seat is queued. It can be shared meanwhile.
 7. Nobody waits for the seat of an offender: those ride apart, for longer. Where one who shares a seat is found to be an
    offender, the others have it queued anew, for one of them.
+8. Where nobody asks twice, requests pass by all this (broker/asked_twice.py).
 """
 
 from collections import Counter, defaultdict
@@ -25,6 +26,7 @@ from math import inf
 
 from msgspec.structs import replace
 
+from carpool.broker.asked_twice import AskedTwice
 from carpool.broker.deadlines import Deadlines, queue_timeout
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull
@@ -36,6 +38,7 @@ from carpool.core.tally import Histogram, RequestSeconds
 
 # Rule 2: so many times as much waiting is far more.
 FAR_MORE = 4
+LOOKUPS = ("hit", "miss", "shared", "passed")
 
 
 class Seat:
@@ -95,6 +98,7 @@ class Seats:
         self._queue = queue
         self._results = results
         self._kept = results.numbers
+        self._asked_twice = AskedTwice()
         self._key_of = key_of
         self._outcomes = outcomes
         self._waited = waited
@@ -117,13 +121,18 @@ class Seats:
         self.held_bytes = 0
         # Requests that the broker has and that are nobody's own.
         self.queued = 0
-        # For metrics: requests whose result was kept, that took a seat, that shared one.
+        # For metrics: requests whose result was kept, that took a seat, that shared one, that passed by.
         self.hits = 0
         self.misses = 0
         self.shared = 0
+        self.passed = 0
 
     def __repr__(self) -> str:
         return f"<Seats open={len(self._open)} held={self.held} bytes={self.held_bytes} queued={self.queued}>"
+
+    def lookups(self) -> dict[str, int]:
+        """What became of requests, by what `/metrics` calls it."""
+        return dict(zip(LOOKUPS, (self.hits, self.misses, self.shared, self.passed), strict=True))
 
     # What the face calls.
 
@@ -142,14 +151,20 @@ class Seats:
                 return self._admit(request)
         key = self._key_of(request)
         # Most are found nowhere: what follows is written so that these cost little.
-        if hash(key) in self._kept and (found := self._results.find(key, request.arrived)) is not None:
+        number = hash(key)
+        if number in self._kept and (found := self._results.find(key, request.arrived)) is not None:
             self._hit(request, found)
             return None
-        if key in self._open:
+        if self._open and key in self._open:  # there is none in a rest, mostly
             shared = self._open[key]
             if not self._offenders or self._may_share(shared, request):
                 seated = shared.requests[0] if isinstance(shared, Seat) else shared
                 return self._join(key, shared, seated, request)
+        if self._asked_twice.passes(key, number, request.arrived):
+            self.passed += 1
+            if (refusal := self._admit(request)) is not None:
+                self._asked_twice.forget(number)
+            return refusal
         if self._far is not None and not request.is_judged:  # else `needing` has asked them
             request.waiter = seat = self._open[key] = Seat(self, key, request)
             return self._look(seat, request, self._far)
@@ -170,10 +185,15 @@ class Seats:
                 hash(key) not in self._kept or self._results.find(key, request.arrived) is None
             ):
                 needing[key].append(request)
-        sizes = {key: those[0].size for key, those in needing.items()}
+        if any(len(those) > 1 for those in needing.values()):
+            self._asked_twice.again()  # or each of them would be queued
+        far, sizes = self._far, dict[SameKey, int]()
+        if far is not None:
+            passes = self._asked_twice.would_pass
+            sizes = {key: those[0].size for key, those in needing.items() if not passes(key, those[0].arrived)}
         size, missing = sum(sizes.values()), len(sizes)
         has_room = self.held + missing <= self._waiting_max and self.held_bytes + size <= self._bytes_max
-        if self._far is None or not needing or not has_room:
+        if far is None or not sizes or not has_room:
             told([those[0] for those in needing.values()])
             return
 
@@ -193,7 +213,7 @@ class Seats:
         self.held_bytes += size
         for key in sizes:
             assert isinstance(key, bytes)
-            self._far.look(key, partial(found, key))
+            far.look(key, partial(found, key))
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request that was alone to its end has its outcome."""
@@ -201,6 +221,7 @@ class Seats:
         if (shared := self._open.pop(key, request)) is not request:
             self._open[key] = shared  # others share another one with this key
         if isinstance(outcome, Output):
+            self._asked_twice.kept(request.ended)
             if self._far is None:
                 self._results.keep(key, outcome, request.ended)
             else:
@@ -268,6 +289,7 @@ class Seats:
         if not request.is_seat:
             self._close(seat)
             if isinstance(outcome, Output):
+                self._asked_twice.kept(request.ended)
                 self._keep(seat.key, outcome)
             seat.waiter.settled(request, outcome)
             return
@@ -296,6 +318,7 @@ class Seats:
 
     def _hit(self, request: Request, output: Output) -> None:
         self.hits += 1
+        self._asked_twice.again()
         request.taken = request.arrived
         if self._events.subscribers:
             self._events.admitted(request)
@@ -336,6 +359,7 @@ class Seats:
                 self._hit(request, output)
                 return
             self.hits += 1
+            self._asked_twice.again()
             drop(request)
             members = list(seat.members.values())
             for member in members:
@@ -367,6 +391,7 @@ class Seats:
             self.misses += 1
         else:
             self.hits += 1
+            self._asked_twice.again()
 
     # Members.
 
@@ -382,6 +407,7 @@ class Seats:
         if seat.members is None:
             self._share(seat, seated)
         self.shared += 1
+        self._asked_twice.again()
         if is_sampled(request) and not is_sampled(seated):
             seated.trace = request.trace  # so that its batch is kept, too
         # The same bytes need not be held twice.

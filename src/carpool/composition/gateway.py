@@ -13,7 +13,7 @@ from carpool.admission.cache import ResultCache, digest_key, digest_key_of_owner
 from carpool.admission.gate import Gate
 from carpool.admission.limits import LocalLimits
 from carpool.admission.shedding import Door, pressure
-from carpool.broker.seats import Seats
+from carpool.broker.seats import LOOKUPS, Seats
 from carpool.composition.credentials import configured_keys, make_credentials, warn_if_open, watch_token_keys
 from carpool.composition.ground import Ground
 from carpool.composition.webhooks import callback_check
@@ -345,10 +345,8 @@ class GatewayHalf:
 
     def describe_cache(self) -> CacheNumbers:
         """What `/metrics` shows of results that are kept."""
-        seats = self.seats
-        hits, misses, shared = (0, 0, 0) if seats is None else (seats.hits, seats.misses, seats.shared)
         return CacheNumbers(
-            cache_lookups={"hit": hits, "miss": misses, "shared": shared},
+            cache_lookups=dict.fromkeys(LOOKUPS, 0) if self.seats is None else self.seats.lookups(),
             cache_entries=len(self.results),
             cache_bytes=self.results.bytes,
         )

@@ -248,7 +248,8 @@ class CacheNumbers(Numbers, frozen=True, kw_only=True):
         Counts,
         counter(
             "Requests to models whose results are kept: the result was there (`hit`), they shared the seat of an "
-            "identical one (`shared`), or they had a seat of their own (`miss`).",
+            "identical one (`shared`), they had a seat of their own (`miss`), or nobody asked twice lately and they "
+            "were sent without a look (`passed`).",
             "result",
         ),
     ]

@@ -1,0 +1,166 @@
+"""Whether anybody asks twice: the rules of broker/asked_twice.py, each with a test, and what seats make of them."""
+
+from hashlib import blake2b
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from carpool.broker.asked_twice import ALWAYS, REST_S, TRIAL, TRIAL_S, AskedTwice
+from carpool.core.errors import Shed
+from carpool.core.ports import NO_WISHES, SameKey
+from carpool.core.request import Request
+from carpool.testing import make_request
+from support.shared_seats import FarAway, SharedDoor
+
+
+def resting() -> AskedTwice:
+    asked = AskedTwice()
+    for _ in range(TRIAL):
+        asked.kept(0.0)
+    return asked
+
+
+def key(number: int) -> SameKey:
+    return ("m", b"", b"", "", b"%d" % number)
+
+
+def passes(asked: AskedTwice, which: SameKey, now: float = 1.0) -> bool:
+    would = asked.would_pass(which, now)
+    assert asked.passes(which, hash(which), now) == would
+    return would
+
+
+class TestRests:
+    def test_where_nobody_asks_twice_requests_pass_by(self) -> None:
+        asked = resting()
+        assert all(passes(asked, key(number)) for number in range(1000))
+
+    def test_a_key_that_comes_again_ends_a_rest(self) -> None:
+        asked = resting()
+        assert passes(asked, key(1)) and passes(asked, key(2))
+        assert not passes(asked, key(1)) and not passes(asked, key(3))
+
+    def test_one_that_was_refused_may_come_again(self) -> None:
+        asked = resting()
+        assert passes(asked, key(1))
+        asked.forget(hash(key(1)))
+        assert passes(asked, key(1))
+
+    def test_a_result_that_is_found_ends_it(self) -> None:
+        asked = resting()
+        asked.again()
+        assert not passes(asked, key(1))
+
+    def test_then_there_is_another_trial(self) -> None:
+        asked = resting()
+        assert passes(asked, key(1), REST_S - 1) and not passes(asked, key(2), REST_S)
+        for _ in range(TRIAL):
+            assert not passes(asked, key(2), REST_S)
+            asked.kept(REST_S)
+        assert passes(asked, key(2), REST_S)
+
+    def test_where_little_comes_there_is_no_rest(self) -> None:
+        asked = AskedTwice()
+        for number in range(3 * TRIAL):
+            now = 1.01 * TRIAL_S / TRIAL * number
+            assert not passes(asked, key(1), now)
+            asked.kept(now)
+
+    @given(st.lists(st.integers(1, TRIAL - 1), max_size=5))
+    def test_somebody_who_asks_twice_now_and_then_is_enough(self, numbers: list[int]) -> None:
+        asked = AskedTwice()
+        for number in numbers:
+            for _ in range(number):
+                asked.kept(0.0)
+            assert not passes(asked, key(1))
+            asked.again()
+
+    def test_a_part_of_what_processes_have_in_common_never_passes(self) -> None:
+        asked = resting()
+        digests = [blake2b(b"%d" % number, digest_size=32).digest() for number in range(10_000)]
+        assert [each for each in digests if not passes(asked, each)] == [d for d in digests if d[0] < ALWAYS]
+
+
+class Door(SharedDoor):
+    """A door through which so much came that nobody asked for twice."""
+
+    def __init__(self, far: FarAway | None = None) -> None:
+        super().__init__(far=far)
+        self.compute(*(b"%d" % number for number in range(TRIAL)))
+
+    def compute(self, *values: bytes) -> list[Request]:
+        """Requests that are answered before more come."""
+        requests: list[Request] = []
+        for start in range(0, len(values), 500):
+            requests += [self.ask(value) for value in values[start : start + 500]]
+            while self.far is not None and self.far.asked:
+                self.far.answer()
+            self.answer(self.take(500))
+        return requests
+
+
+class TestSeats:
+    def test_of_three_the_last_finds_a_result(self) -> None:
+        door = Door()
+        kept = len(door.results)
+        for computed, hits in ((1, 0), (1, 0), (0, 1)):
+            before = door.admitted
+            [request] = door.compute(b'"again"')
+            assert door.outcome(request) == b'"again"'
+            assert (door.admitted - before, door.seats.hits) == (computed, hits)
+        assert len(door.results) == kept + 1
+        assert door.seats.lookups() == {"hit": 1, "miss": TRIAL + 1, "shared": 0, "passed": 1}
+        assert door.counts() == {"ok": TRIAL + 3}
+
+    def test_of_three_in_flight_the_last_shares_a_seat(self) -> None:
+        door = Door()
+        requests = [door.ask(b'"trend"') for _ in range(3)]
+        batch = door.take()
+        assert len(batch) == 2
+        door.answer(batch)
+        assert [door.outcome(request) for request in requests] == [b'"trend"'] * 3
+        assert (door.seats.shared, door.seats.held, door.seats.queued, door.broker.held) == (1, 0, 0, 0)
+
+    def test_who_leaves_is_sent_to_nobody(self) -> None:
+        door = Door()
+        door.seats.cancel(door.ask(b'"left"'))
+        assert door.take() == [] and door.broker.held == 0
+
+    def test_a_retry_of_what_was_refused_asks_for_nothing_twice(self) -> None:
+        door = Door()
+        door.refusal = Shed("too much")
+        for _ in range(3):
+            door.ask(b'"refused"')
+        door.refusal = None
+        kept = len(door.results)
+        door.compute(b'"refused"', b'"another"')
+        assert len(door.results) == kept
+
+    def test_what_was_kept_is_found_in_a_rest(self) -> None:
+        door = Door()
+        [request] = door.compute(b"%d" % (TRIAL - 1))
+        assert door.seats.hits == 1 and request.result_code == "ok"
+
+    def test_those_far_away_are_asked_only_when_somebody_asks_twice(self) -> None:
+        far = FarAway()
+        door = Door(far)
+        values = [b'"%d"' % number for number in range(1000)]
+        door.compute(*values)
+        kept = {output.value for output in far.kept.values()}
+        passed = [value for value in values if value not in kept]
+        assert len(passed) > 0.8 * len(values)
+        door.compute(passed[0], *(b'"new %d"' % number for number in range(100)))
+        kept = {output.value for output in far.kept.values()}
+        assert passed[0] in kept and b'"new 99"' in kept
+
+    def test_a_call_with_two_that_are_the_same_takes_one_seat_for_both(self) -> None:
+        door = Door()
+        requests = [
+            make_request(name, door.witness, now=door.now, value=name[:1].encode()) for name in ("a1", "b", "a2")
+        ]
+        needing: list[Request] = []
+        door.seats.needing(requests, NO_WISHES, needing.extend)
+        assert [request.id for request in needing] == ["a1", "b"]
+        for request in requests:
+            assert door.seats.ask(request, NO_WISHES) is None
+        assert len(door.take()) == 2
