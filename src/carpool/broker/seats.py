@@ -98,7 +98,7 @@ class Seats:
         self._queue = queue
         self._results = results
         self._kept = results.numbers
-        self._asked_twice = AskedTwice()
+        self._asked_twice = AskedTwice(is_one_of_many=far is not None)
         self._key_of = key_of
         self._outcomes = outcomes
         self._waited = waited
@@ -149,22 +149,21 @@ class Seats:
                 self.misses += 1
                 request.result_key, request.result, request.waiter = self._key_of(request), request.waiter, self
                 return self._admit(request)
-        key = self._key_of(request)
         # Most are found nowhere: what follows is written so that these cost little.
-        number = hash(key)
-        if number in self._kept and (found := self._results.find(key, request.arrived)) is not None:
+        if request.arrived < self._asked_twice.rests_until and self._asked_twice.passes(request):
+            self.passed += 1
+            if (refusal := self._admit(request)) is not None:
+                self._asked_twice.forget(request)
+            return refusal
+        key = self._key_of(request)
+        if hash(key) in self._kept and (found := self._results.find(key, request.arrived)) is not None:
             self._hit(request, found)
             return None
-        if self._open and key in self._open:  # there is none in a rest, mostly
+        if key in self._open:
             shared = self._open[key]
             if not self._offenders or self._may_share(shared, request):
                 seated = shared.requests[0] if isinstance(shared, Seat) else shared
                 return self._join(key, shared, seated, request)
-        if self._asked_twice.passes(key, number, request.arrived):
-            self.passed += 1
-            if (refusal := self._admit(request)) is not None:
-                self._asked_twice.forget(number)
-            return refusal
         if self._far is not None and not request.is_judged:  # else `needing` has asked them
             request.waiter = seat = self._open[key] = Seat(self, key, request)
             return self._look(seat, request, self._far)
@@ -185,12 +184,12 @@ class Seats:
                 hash(key) not in self._kept or self._results.find(key, request.arrived) is None
             ):
                 needing[key].append(request)
-        if any(len(those) > 1 for those in needing.values()):
-            self._asked_twice.again()  # or each of them would be queued
+        if len(needing) < len(requests):
+            self._asked_twice.again()  # or others than these would be queued, too
         far, sizes = self._far, dict[SameKey, int]()
         if far is not None:
             passes = self._asked_twice.would_pass
-            sizes = {key: those[0].size for key, those in needing.items() if not passes(key, those[0].arrived)}
+            sizes = {key: those[0].size for key, those in needing.items() if not passes(those[0])}
         size, missing = sum(sizes.values()), len(sizes)
         has_room = self.held + missing <= self._waiting_max and self.held_bytes + size <= self._bytes_max
         if far is None or not sizes or not has_room:
