@@ -20,8 +20,17 @@ from carpool.broker.redis.fleet.view import (
     fleet_state,
     read_view,
 )
-from carpool.composition.redis_gateway import FleetAvailability
-from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, UpstreamFailed
+from carpool.composition.redis_gateway import OTHERS_FIRST_S, FleetAvailability
+from carpool.core.errors import (
+    BrokerDown,
+    CarpoolError,
+    ClientLeft,
+    DeadlineExceeded,
+    QueueFull,
+    QueueTimeout,
+    UpstreamDown,
+    UpstreamFailed,
+)
 from carpool.core.request import Request
 from carpool.core.snapshot import Health
 from carpool.testing import Witness, make_request
@@ -244,8 +253,8 @@ def test_the_outline_changes_with_what_matters_alone() -> None:
     assert outline() != outline(healthy_slots=2)
 
 
-def a_request() -> Request:
-    return make_request("1", Witness(), now=0.0)
+def a_request(owner: str = "", now: float = 0.0) -> Request:
+    return make_request("1", Witness(), now=now, owner=owner)
 
 
 def test_where_nothing_works_one_request_is_let_in_with_each_view() -> None:
@@ -266,17 +275,55 @@ def test_where_nothing_works_one_request_is_let_in_with_each_view() -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "is_next"), [(ClientLeft("left"), True), (DeadlineExceeded("late"), True), (UpstreamFailed("no"), False)]
+    ("end", "is_next"),
+    [
+        (ClientLeft("left"), True),
+        (DeadlineExceeded("late"), True),
+        (QueueTimeout("late"), True),
+        (QueueFull("full"), True),
+        (BrokerDown("away"), True),
+        (UpstreamDown("shut to this owner"), True),
+        (UpstreamFailed("no"), False),
+    ],
 )
-def test_who_is_let_in_to_try_and_does_not_wait_keeps_nobody_else_out(end: CarpoolError, is_next: bool) -> None:
-    availability = FleetAvailability()
-    availability.heard(view(None, {b"one": batcher(m=model(healthy_slots=0, probes=1))}), "m")
-    hasty, patient = a_request(), a_request()
+def test_who_is_let_in_to_try_and_tells_nothing_keeps_nobody_else_out(end: CarpoolError, is_next: bool) -> None:
+    availability = tried_at_last()
+    hasty = a_request("hasty")
     assert availability.takes_probe(hasty)
-    assert not availability.takes_probe(a_request())
-    hasty.settle(end, 0.0)
-    assert availability.takes_probe(patient) == is_next
-    assert not availability.takes_probe(a_request())
+    assert not availability.takes_probe(a_request("patient"))
+    hasty.settle(end, 0.01)
+    # However often the same owner comes: now it is the others' turn, for a moment.
+    assert not any(availability.takes_probe(a_request("hasty", now=0.02)) for _ in range(100))
+    assert availability.takes_probe(a_request("patient", now=0.02)) == is_next
+    assert not availability.takes_probe(a_request("other", now=0.02))
+
+
+def test_where_nobody_else_comes_the_same_owner_tries_again() -> None:
+    availability = tried_at_last()
+    hasty = a_request("hasty")
+    assert availability.takes_probe(hasty)
+    hasty.settle(ClientLeft("left"), 0.01)
+    assert availability.takes_probe(a_request("hasty", now=0.01 + OTHERS_FIRST_S))
+
+
+def test_who_tries_in_vain_does_not_take_the_next_try_as_well() -> None:
+    availability = tried_at_last()
+    seen_at = view().seen_at
+    assert availability.takes_probe(a_request("poison"))
+    tried_at_last(availability)  # the model is down still, and wants another one
+    assert not availability.takes_probe(a_request("poison", now=seen_at + 0.01))
+    assert availability.takes_probe(a_request("other", now=seen_at + 0.2))
+    tried_at_last(availability)
+    assert availability.takes_probe(a_request("poison", now=seen_at + 0.01))
+    tried_at_last(availability)
+    assert availability.takes_probe(a_request("poison", now=seen_at + OTHERS_FIRST_S))
+
+
+def tried_at_last(availability: FleetAvailability | None = None) -> FleetAvailability:
+    """It hears that nothing works, and that a batcher would try an endpoint."""
+    availability = availability or FleetAvailability()
+    availability.heard(view(None, {b"one": batcher(m=model(healthy_slots=0, probes=1))}), "m")
+    return availability
 
 
 def test_what_can_be_served_and_what_is_wanted() -> None:

@@ -27,8 +27,8 @@ from carpool.composition.shedding import (
     standings_of,
     wanted,
 )
-from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded
-from carpool.core.request import QUEUED, Request
+from carpool.core.errors import CarpoolError, UpstreamFailed, UpstreamProtocolFault, UpstreamRefused
+from carpool.core.request import DONE, QUEUED, Request
 from carpool.core.snapshot import Mode, RedisGatewayNumbers
 from carpool.core.story import Queue, RequestState, state_of
 from carpool.face.http.admin import FoundRequest
@@ -39,8 +39,10 @@ WATCH_S = 0.25
 RATE_TICK_S = 1.0
 # Weight of the last second in the rate that is shown.
 RATE_WEIGHT = 0.5
-# Codes of requests that nobody may have been asked for.
-GIVEN_UP = (ClientLeft.code, DeadlineExceeded.code)
+# Codes of requests that tell of the upstream: it answered, or failed. Of others nobody may have been asked for it.
+TELLS = frozenset(("ok", UpstreamFailed.code, UpstreamProtocolFault.code, UpstreamRefused.code))
+# Where one owner's request told nothing, or nothing good, the next try is for others, who have so long to come.
+OTHERS_FIRST_S = 0.25
 MODE_NUMBERS: dict[Mode, int] = {"down": 0, "redis": 1, "direct": 2}
 
 
@@ -53,28 +55,34 @@ class FleetAvailability:
         self.is_shut_to_some = False
         # While it is down: requests that are let in all the same, until batchers are heard of again.
         self.probes = 0
-        # The last of them.
+        # The last of them, its owner, and until when it is the others' turn.
         self._probe: Request | None = None
+        self._tried_by = ""
+        self._others_until = -inf
         self._retry_after_s = 1
 
     def heard(self, view: FleetView, model: str) -> None:
         """Batchers have told how they are. One request at a time is a try: with its answer the door opens for all, and
         until then the others are told soon.
         """
+        if self._probe is not None:
+            self._others_until = view.seen_at + OTHERS_FIRST_S
         self.probes, self._probe = min(view.probes(model), 1), None
         self._retry_after_s = view.retry_after_s(model)
 
     def takes_probe(self, request: Request) -> bool:
         """While it is down: whether one more request is let in. Batchers want it to try an endpoint with.
 
-        One that was given up is none: else who comes often, and never waits, would keep the door shut for all.
+        One that tells nothing (it was given up, or refused elsewhere) is none; and whose request it was lets others go
+        first. Else an owner that comes often, and never waits or is refused, would keep the door shut for all.
         """
-        if self._probe is not None and self._probe.result_code in GIVEN_UP:
-            self.probes, self._probe = 1, None
-        if not self.probes:
+        probe = self._probe
+        if probe is not None and probe.phase == DONE and probe.result_code not in TELLS:
+            self.probes, self._probe, self._others_until = 1, None, probe.ended + OTHERS_FIRST_S
+        if not self.probes or (request.owner == self._tried_by and request.arrived < self._others_until):
             return False
         self.probes -= 1
-        self._probe = request
+        self._probe, self._tried_by = request, request.owner
         return True
 
     def is_shut_to(self, owner: str) -> bool:
