@@ -20,7 +20,7 @@ def answer(exchange: Exchange) -> None:
 
 async def turns_for_newcomers() -> tuple[int, bytes]:
     """In how many turns of the event loop many who connected during one turn are taken in; and what the last gets."""
-    server = HttpServer(answer, HttpLimits())
+    server = HttpServer(answer, HttpLimits(accepted_a_turn=32))
     port = await server.start("127.0.0.1", 0)
     with ExitStack() as stack:
         for _ in range(NEWCOMERS):

@@ -174,6 +174,13 @@ async def test_any_ports_are_looked_for_again_when_the_second_is_taken(monkeypat
                 assert answer.status == 200
 
 
+async def test_many_need_few_files() -> None:
+    """A process may have 1,024 in most places, and there are 32 GPUs if nothing else is said."""
+    before = len(os.listdir("/proc/self/fd"))
+    async with fleet_of(32):
+        assert len(os.listdir("/proc/self/fd")) - before < 4 * 32
+
+
 async def test_one_that_is_gone_keeps_its_port() -> None:
     async with fleet_of(2, latency_ms=1) as (fleet, session):
         fleet.kill("127.0.0.1", 1)

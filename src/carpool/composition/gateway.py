@@ -48,8 +48,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("carpool")
 
-# Files that are not client connections: upstream connections, the journal, logs.
+# Files that are not client connections: upstream connections, the journal, logs, and those by which newcomers come in.
 FILES_RESERVED = 256
+ACCEPTED_A_TURN = 32
 FILES_WANTED = 65536
 
 
@@ -398,6 +399,7 @@ def http_limits(settings: Settings, models: Sequence[ModelFace]) -> HttpLimits:
         write_timeout_s=gateway.write_timeout_s,
         pipeline_max=gateway.pipeline_max,
         connections_max=gateway.connections_max or files - min(FILES_RESERVED, files // 2),
+        accepted_a_turn=ACCEPTED_A_TURN,
     )
 
 

@@ -24,9 +24,9 @@ SWEEP_PARTS = 5
 NEW_S = 0.25
 BACKLOG = 4096
 # The event loop accepts one connection from a socket in a turn. At full load a turn takes ten milliseconds: a thousand
-# newcomers would wait for seconds, and be read by nobody. So it is given the same socket many times. Where processes
-# share it, all of them are woken for each newcomer: less often there.
-LISTENERS, SHARED_LISTENERS = 32, 4
+# newcomers would wait for seconds, and be read by nobody. So it is given the same socket `accepted_a_turn` times. Where
+# processes share it, all of them are woken for each newcomer: less often there.
+SHARED_LISTENERS = 4
 # Connections with TLS that are accepted in one turn of the event loop; and the pause when no file is left for one.
 ACCEPTED_AT_ONCE = 64
 NO_FILES_PAUSE_S = 0.1
@@ -81,7 +81,9 @@ class HttpServer:
         own = self._servers[0].sockets
         self._listeners = [duplicate(each) for each in own]
         if tls is None:
-            times = LISTENERS if listening is None else SHARED_LISTENERS
+            times = self.state.limits.accepted_a_turn
+            if listening is not None:
+                times = min(times, SHARED_LISTENERS)
             others = [duplicate(each) for each in own for _ in range(times - 1)]
             self._servers += [await loop.create_server(make, sock=each, backlog=BACKLOG) for each in others]
         else:

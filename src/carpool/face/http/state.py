@@ -33,6 +33,8 @@ class HttpLimits(msgspec.Struct, frozen=True):
     write_timeout_s: float = 10.0
     pipeline_max: int = 32
     connections_max: int = 10_000
+    # Newcomers that are taken in in a turn of the event loop, about: so many files are needed for it (server.py).
+    accepted_a_turn: int = 1
 
 
 class HttpState:
