@@ -494,6 +494,22 @@ class TestAGroupWhoseResultsMayBeFarAway:
         assert isinstance(house.witness.outcome(other), Output)
         assert (house.seats.held, house.seats.held_bytes, house.seats.queued, house.broker.held) == (0, 0, 0, 0)
 
+    async def test_it_is_judged_with_those_whose_seat_is_gone_meanwhile(self, house: House, far: FarAway) -> None:
+        def ask(value: bytes) -> Request:
+            request = house.ask(value)
+            far.answer(-1)
+            return request
+
+        other = ask(b'"c"')
+        house.ask_all(b'"c"', b'"d"')  # the first would share that one's seat
+        house.intake.cancel(other)
+        for number in range(3):
+            ask(b'"%d"' % number)
+        far.answer()
+        assert len(house.take()) == 3  # of the call nothing was queued, for there is room for one of it only
+        ((error,),) = house.told
+        assert isinstance(error, QueueFull)
+
     async def test_who_leaves_meanwhile_does_not_come_in(self, house: House, far: FarAway) -> None:
         house.ask_all(b'"c"', b'"d"', caller=limited(60, concurrent=2))
         house.group.leave()

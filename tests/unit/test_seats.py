@@ -5,12 +5,21 @@ from typing import Any
 import pytest
 
 from carpool.core.batch import Batch
-from carpool.core.errors import ClientLeft, DeadlineExceeded, InputRefused, QueueFull, QueueTimeout, UpstreamFailed
+from carpool.core.errors import (
+    CarpoolError,
+    ClientLeft,
+    DeadlineExceeded,
+    InputRefused,
+    InternalError,
+    QueueFull,
+    QueueTimeout,
+    UpstreamFailed,
+)
 from carpool.core.outcome import Output
-from carpool.core.ports import Wishes
+from carpool.core.ports import NO_WISHES, Wishes
 from carpool.core.request import DONE, QUEUED, Request, facts_of_failure
 from carpool.core.trace import Trace
-from carpool.testing import make_output
+from carpool.testing import make_output, make_request
 from support.shared_seats import FarAway, SharedDoor
 
 NO_STORE, NO_CACHE = Wishes(no_store=True), Wishes(no_cache=True)
@@ -580,6 +589,21 @@ class TestFarAway:
         door.refusal = QueueFull("full")
         far.answer()
         assert all(isinstance(door.outcome(request), QueueFull) for request in requests)
+        assert (door.seats.held, door.seats.queued) == (0, 0)
+
+    @pytest.mark.parametrize("number", [1, 2])
+    def test_a_defect_at_the_door_leaves_nobody_waiting(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        far = FarAway()
+        door = SharedDoor(far=far)
+        requests = [door.ask() for _ in range(number)]
+        accepted: list[CarpoolError | None] = []
+        task = make_request("t", door.witness, now=door.now, value=b'"y"', is_task=True)
+        door.seats.submit(task, NO_WISHES, accepted.append)
+        monkeypatch.setattr(door.broker, "submit", lambda request: 1 / 0)
+        for _ in range(2):
+            far.answer()
+        assert all(isinstance(door.outcome(request), InternalError) for request in requests)
+        assert [type(each) for each in accepted] == [InternalError]
         assert (door.seats.held, door.seats.queued) == (0, 0)
 
     def test_the_deadline_passes_meanwhile(self) -> None:

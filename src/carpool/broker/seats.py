@@ -18,6 +18,7 @@
 8. Where nobody asks twice, requests pass by all this (broker/asked_twice.py).
 """
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence, Set
 from copy import copy
@@ -29,12 +30,14 @@ from msgspec.structs import replace
 from carpool.broker.asked_twice import AskedTwice
 from carpool.broker.deadlines import Deadlines, queue_timeout
 from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull
+from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, InternalError, QueueFull
 from carpool.core.events import Events
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.ports import NO_WISHES, FarResults, RequestQueue, Results, SameKey, Standing, Wishes
 from carpool.core.request import ADMITTED, DONE, QUEUED, RUNNING, Request, Waiter
 from carpool.core.tally import Histogram, RequestSeconds
+
+logger = logging.getLogger("carpool.broker")
 
 # Rule 2: so many times as much waiting is far more.
 FAR_MORE = 4
@@ -177,13 +180,8 @@ class Seats:
         if wishes.no_store or wishes.no_cache:
             told(requests)
             return
-        needing: defaultdict[SameKey, list[Request]] = defaultdict(list)
-        for request in requests:
-            key = self._key_of(request)
-            if key not in self._open and (
-                hash(key) not in self._kept or self._results.find(key, request.arrived) is None
-            ):
-                needing[key].append(request)
+        keyed = [(self._key_of(request), request) for request in requests]
+        needing = self._needing(keyed)
         if len(needing) < len(requests):
             self._asked_twice.again()  # or others than these would be queued, too
         far, sizes = self._far, dict[SameKey, int]()
@@ -203,16 +201,28 @@ class Seats:
             self.held_bytes -= sizes[key]
             if output is not None:
                 self._results.keep(key, output, self._clock(), age_s)
-                for request in needing.pop(key):
+                for request in needing[key]:
                     request.result = output
-            if not missing:
-                told([those[0] for those in needing.values()])
+            if not missing:  # once more: whom one of them would have shared a seat with may have left meanwhile
+                told([those[0] for those in self._needing(keyed).values()])
 
         self.held += missing
         self.held_bytes += size
         for key in sizes:
             assert isinstance(key, bytes)
             far.look(key, partial(found, key))
+
+    def _needing(self, keyed: Sequence[tuple[SameKey, Request]]) -> defaultdict[SameKey, list[Request]]:
+        """Those for which there is neither a result nor a seat, by their keys."""
+        needing: defaultdict[SameKey, list[Request]] = defaultdict(list)
+        for key, request in keyed:
+            if (
+                request.result is None
+                and key not in self._open
+                and (hash(key) not in self._kept or self._results.find(key, request.arrived) is None)
+            ):
+                needing[key].append(request)
+        return needing
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """A request that was alone to its end has its outcome."""
@@ -366,7 +376,10 @@ class Seats:
             self._settle_all(seat, members, output)
             return
         self.misses += 1
-        refusal = expired(request, now) or self._admit(request)
+        try:
+            refusal = expired(request, now) or self._admit(request)
+        except Exception as failure:
+            refusal = defect(failure)
         self.queued += request.is_seat
         if refusal is not None:
             self._outcomes[refusal.code] += request.is_seat  # `ended` counts it out
@@ -383,7 +396,10 @@ class Seats:
             self._results.keep(request.result_key, output, self._clock(), age_s)
         request.result = output
         self._count_task(request)
-        self._admit_task(request, accepted)
+        try:
+            self._admit_task(request, accepted)
+        except Exception as failure:
+            accepted(defect(failure))
 
     def _count_task(self, request: Request) -> None:
         if request.result is None:
@@ -666,6 +682,12 @@ def is_sampled(request: Request) -> bool:
 def expired(request: Request, now: float) -> CarpoolError | None:
     """What a request gets whose time is over before it was queued."""
     return DeadlineExceeded("no result in time; the request was given up") if request.deadline <= now else None
+
+
+def defect(failure: Exception) -> InternalError:
+    """What those are told whom a defect keeps out: nobody else would, they waited for others to be asked."""
+    logger.error("a request failed at the door", exc_info=failure)
+    return InternalError("the gateway failed on this request")
 
 
 def drop(request: Request) -> None:
