@@ -5,13 +5,15 @@ loop, and with it everybody else, for a tenth of a second and more.
 """
 
 import sys
+import tracemalloc
 from collections.abc import Callable
 
 import msgspec
 import pytest
+from msgspec import Raw
 
 from carpool.core.errors import Malformed
-from carpool.face.http.list_bodies import fields_of, texts_of
+from carpool.face.http.list_bodies import fields_of, texts_of, values_of
 from carpool.face.http.v2_wire import parse_call
 
 MIB = 1024 * 1024
@@ -55,6 +57,45 @@ def repeated(element: bytes, size: int = MIB) -> bytes:
 )
 def test_lists(body: bytes) -> None:
     assert steps_of(lambda: texts_of(fields_of(body).get("input"), "input")) < STEPS_MAX
+
+
+@pytest.mark.parametrize("element", [b"0", b"[0]", b'""'])
+def test_a_list_that_is_far_too_long_is_not_read_to_its_end(element: bytes) -> None:
+    value = fields_of(b'{"instances":' + repeated(element) + b"}")["instances"]
+    tracemalloc.start()
+    try:
+        with pytest.raises(Malformed, match="maximum length 2048, but got a longer one"):
+            values_of(value, "instances")
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < MIB
+
+
+@pytest.mark.parametrize("last", [b"1", b"1.0", b"-1", b"2000000000"])
+def test_of_many_ids_no_objects_are_made(last: bytes) -> None:
+    value = fields_of(b'{"input":' + repeated(b"1")[:-1] + b",%b]}" % last)["input"]
+    tracemalloc.start()
+    try:
+        if last == b"1":
+            assert texts_of(value, "input") == [bytes(value)]
+        else:
+            with pytest.raises(Malformed, match="whole numbers"):
+                texts_of(value, "input")
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 4 * MIB
+
+
+def test_a_long_list_is_read_as_a_short_one_is() -> None:
+    for number in (1, 2048):
+        text = b'"%b"' % (b"a," * (MIB // 2 // number))
+        assert values_of(Raw(repeated(text, number * (len(text) + 1))), "instances") == [text] * number
+    with pytest.raises(Malformed, match="must be a list"):
+        values_of(Raw(b'"%b"' % (b"a" * MIB)), "instances")
+    with pytest.raises(Malformed, match="is empty"):
+        values_of(Raw(b"[%b]" % (b" " * MIB)), "instances")
 
 
 def test_many_fields_are_not_made_into_objects() -> None:
