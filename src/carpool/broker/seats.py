@@ -182,8 +182,6 @@ class Seats:
             return
         keyed = [(self._key_of(request), request) for request in requests]
         needing = self._needing(keyed)
-        if len(needing) < len(requests):
-            self._asked_twice.again()  # or others than these would be queued, too
         far, sizes = self._far, dict[SameKey, int]()
         if far is not None:
             passes = self._asked_twice.would_pass
@@ -222,6 +220,8 @@ class Seats:
                 and (hash(key) not in self._kept or self._results.find(key, request.arrived) is None)
             ):
                 needing[key].append(request)
+        if len(needing) < len(keyed):
+            self._asked_twice.again()  # or others than these would be queued, too
         return needing
 
     def settled(self, request: Request, outcome: Outcome) -> None:
