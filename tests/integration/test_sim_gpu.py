@@ -181,6 +181,18 @@ async def test_many_need_few_files() -> None:
         assert len(os.listdir("/proc/self/fd")) - before < 4 * 32
 
 
+async def test_any_row_of_ports_where_the_kernel_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with taken_port_after_a_free_one() as taken:
+        start = GpuFleet._start
+
+        async def start_before_it(fleet: GpuFleet, host: str, port: int) -> None:
+            await start(fleet, host, port or taken - 1)
+
+        monkeypatch.setattr(GpuFleet, "_start", start_before_it)
+        async with fleet_of(2) as (fleet, _):
+            assert fleet.ports[1] == fleet.ports[0] + 1 and taken not in fleet.ports
+
+
 async def test_one_that_is_gone_keeps_its_port() -> None:
     async with fleet_of(2, latency_ms=1) as (fleet, session):
         fleet.kill("127.0.0.1", 1)

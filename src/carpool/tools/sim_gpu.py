@@ -16,7 +16,7 @@ import re
 import socket
 import struct
 from functools import partial
-from random import Random
+from random import Random, choice
 from typing import Any
 
 import msgspec
@@ -117,8 +117,10 @@ def _reset(exchange: Exchange) -> None:
         transport.abort()
 
 
-# How often a row of free ports is looked for.
+# How often a row of free ports is looked for: where the kernel finds one, then below those that it gives to clients,
+# of which a busy machine has no long row.
 ANY_PORTS_ATTEMPTS = 64
+PORTS_OF_SERVERS = range(10_000, 32_000)
 
 
 class GpuFleet:
@@ -138,13 +140,15 @@ class GpuFleet:
         """Listen on consecutive ports, any that are free if `port` is 0; raises CannotListenError, and then listens on
         none.
         """
+        first = port
         for attempts_left in reversed(range(1 if port else ANY_PORTS_ATTEMPTS)):
             try:
-                await self._start(host, port)
+                await self._start(host, first)
                 return
             except CannotListenError:  # the first one was free, but one behind it was not
                 if not attempts_left:
                     raise
+            first = choice(PORTS_OF_SERVERS)
 
     async def _start(self, host: str, port: int) -> None:
         for server in self.servers:
