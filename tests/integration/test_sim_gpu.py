@@ -23,7 +23,7 @@ import pytest
 from carpool.cli.sim import show_banner, simulated_gpus
 from carpool.face.http.server import HttpServer
 from carpool.settings import Settings
-from carpool.tools.sim_gpu import CannotListenError, GpuFleet, serve_gpus
+from carpool.tools.sim_gpu import PORTS_OF_SERVERS, CannotListenError, GpuFleet, serve_gpus
 from carpool.upstream.simulated import SimulationSettings
 from support.gateway import eventually
 from support.processes import PATIENCE_S, until
@@ -167,7 +167,7 @@ async def test_any_ports_are_looked_for_again_when_the_second_is_taken(monkeypat
 
     monkeypatch.setattr(HttpServer, "start", start_late)
     async with fleet_of(2) as (fleet, session):
-        assert asked[2] == 0  # from the beginning; on a busy machine more than once
+        assert asked[2] in PORTS_OF_SERVERS  # where there is room
         assert fleet.ports == [fleet.ports[0], fleet.ports[0] + 1]
         for worker in range(2):
             async with session.post(url(fleet, "/infer", worker), json={"inputs": ["a"]}) as answer:
@@ -179,18 +179,6 @@ async def test_many_need_few_files() -> None:
     before = len(os.listdir("/proc/self/fd"))
     async with fleet_of(32):
         assert len(os.listdir("/proc/self/fd")) - before < 4 * 32
-
-
-async def test_any_row_of_ports_where_the_kernel_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    with taken_port_after_a_free_one() as taken:
-        start = GpuFleet._start
-
-        async def start_before_it(fleet: GpuFleet, host: str, port: int) -> None:
-            await start(fleet, host, port or taken - 1)
-
-        monkeypatch.setattr(GpuFleet, "_start", start_before_it)
-        async with fleet_of(2) as (fleet, _):
-            assert fleet.ports[1] == fleet.ports[0] + 1 and taken not in fleet.ports
 
 
 async def test_one_that_is_gone_keeps_its_port() -> None:
