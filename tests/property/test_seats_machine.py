@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from carpool.broker import asked_twice
 from carpool.core.errors import (
     CarpoolError,
     ClientLeft,
@@ -28,8 +30,15 @@ ERRORS = st.sampled_from([UpstreamFailed, InputRefused, QueueFull, Draining])
 class SeatsMachine(RuleBasedStateMachine):
     asked = Bundle("asked")
 
-    @initialize(is_far=st.booleans(), scope=st.sampled_from(["all", "owner"]), strict=st.booleans())
-    def begin(self, is_far: bool, scope: str, strict: bool) -> None:
+    @initialize(
+        is_far=st.booleans(),
+        scope=st.sampled_from(["all", "owner"]),
+        strict=st.booleans(),
+        trial=st.sampled_from([asked_twice.TRIAL, 1]),
+    )
+    def begin(self, is_far: bool, scope: str, strict: bool, trial: int) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(asked_twice, "TRIAL", trial)  # with 1 there is a rest after each result that is kept
         self.far = FarAway() if is_far else None
         self.scope = scope
         self.door = SharedDoor(far=self.far, scope=scope, strict_order=strict, waiting_max=12, ttl_s=6.0)
@@ -131,6 +140,7 @@ class SeatsMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "door"):
             return
+        self.patch.undo()
         door = self.door
         while self.far is not None and self.far.asked:
             self.tell(is_broken=True, is_closed=False)

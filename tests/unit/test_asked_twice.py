@@ -1,11 +1,13 @@
 """Whether anybody asks twice: the rules of broker/asked_twice.py, each with a test, and what seats make of them."""
 
 from typing import Any
+from zlib import crc32
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carpool.broker.asked_twice import COMMON, REST_S, TRIAL, TRIAL_S, AskedTwice
+from carpool.broker.asked_twice import COMMON, PLACES, REST_S, TRIAL, TRIAL_S, AskedTwice
 from carpool.core.errors import Shed
 from carpool.core.ports import NO_WISHES
 from carpool.core.request import Request
@@ -22,9 +24,10 @@ def resting(*, is_one_of_many: bool = False) -> AskedTwice:
 
 def passes(asked: AskedTwice, number: int, now: float = 1.0, **other: Any) -> bool:
     request = make_request("", Witness(), now=now, value=b"%d" % number, **other)
-    would = asked.would_pass(request)
-    assert (now < asked.rests_until and asked.passes(request)) == would
-    return would
+    passing = asked.passes(request) if now < asked.rests_until else 0
+    if passing:
+        asked.remember(passing)
+    return bool(passing)
 
 
 class TestRests:
@@ -43,9 +46,15 @@ class TestRests:
 
     def test_one_that_was_refused_may_come_again(self) -> None:
         asked = resting()
-        assert passes(asked, 1)
-        asked.forget(make_request("", Witness(), now=0.0, value=b"1"))
-        assert passes(asked, 1)
+        refused = make_request("", Witness(), now=1.0, value=b"1")
+        assert asked.passes(refused) and asked.passes(refused)
+
+    def test_those_who_are_refused_take_nobodys_place(self) -> None:
+        asked = resting()
+        assert passes(asked, -1)
+        for number in range(20 * PLACES // 16):
+            assert asked.passes(make_request("", Witness(), now=1.0, value=b"%d" % number))
+        assert not passes(asked, -1)
 
     def test_a_result_that_is_found_ends_it(self) -> None:
         asked = resting()
@@ -138,6 +147,49 @@ class TestSeats:
         door.compute(b'"refused"', b'"another"')
         assert len(door.results) == kept
 
+    @pytest.mark.parametrize("far", [None, FarAway()])
+    def test_a_result_that_is_there_is_never_shed(self, far: FarAway | None) -> None:
+        door = Door(far)
+        door.refusal = Shed("too much")
+        kept, other = b"%d" % (TRIAL - 1), b'"new"'
+        if far is not None:  # one that passes
+            kept = next(value for value in map(b"%d".__mod__, range(TRIAL)) if crc32(value) % COMMON)
+        requests = [door.ask(value) for value in (other, kept, kept, other)]
+        while far is not None and far.asked:
+            far.answer()
+        assert [door.outcome(request) for request in requests] == [door.refusal, kept, kept, door.refusal]
+        assert sum(door.seats.lookups().values()) == TRIAL + 4
+        assert (door.seats.held, door.seats.held_bytes, door.seats.queued) == (0, 0, 0)
+        assert door.counts()["ok"] == TRIAL + 2
+
+    def test_who_shares_a_seat_that_was_open_before_is_not_shed(self) -> None:
+        door = SharedDoor()
+        first = door.ask(b'"slow"')
+        batch = door.take()
+        for number in range(TRIAL):
+            door.ask(b"%d" % number)
+            door.answer(door.take())
+        door.refusal = Shed("too much")
+        second = door.ask(b'"slow"')
+        door.answer(batch)
+        assert [door.outcome(request) for request in (first, second)] == [b'"slow"'] * 2
+        assert (door.seats.held, door.seats.queued, door.broker.held) == (0, 0, 0)
+
+    def test_what_was_refused_and_looked_for_is_judged_anew_for_those_who_share_it(self) -> None:
+        far = FarAway()
+        door = Door(far)
+        value = next(value for value in map(b'"n%d"'.__mod__, range(99)) if crc32(value) % COMMON)
+        door.refusal = Shed("too much")
+        first = door.ask(value, tier=2)
+        door.refusal = None
+        second, third = door.ask(value, tier=1), door.ask(value, tier=0)
+        while far.asked:
+            far.answer()
+        door.answer(door.take())
+        outcomes = [door.outcome(request) for request in (first, second, third)]
+        assert outcomes == [value] * 3
+        assert (door.seats.held, door.seats.held_bytes, door.seats.queued, door.broker.held) == (0, 0, 0, 0)
+
     def test_what_was_kept_before_is_found_by_the_second(self) -> None:
         door = Door()
         for hits in (0, 1):
@@ -178,3 +230,14 @@ class TestSeats:
         for request in requests:
             assert door.seats.ask(request, NO_WISHES) is None
         assert door.admitted - before == len(needing) == 1
+
+    def test_a_call_whose_results_are_all_there_needs_no_seat(self) -> None:
+        far = FarAway()
+        door = Door(far)
+        values = [b"%d" % number for number in range(100)]
+        requests = [make_request(value.decode(), door.witness, now=door.now, value=value) for value in values]
+        needing: list[list[Request]] = []
+        door.seats.needing(requests, NO_WISHES, lambda those: needing.append(list(those)))
+        while far.asked:
+            far.answer()
+        assert needing == [[]]

@@ -5,7 +5,8 @@ Where nobody does, shared seats and results that are kept are pure cost: a fifth
 1. After TRIAL results in a row that were kept and nobody asked for, within TRIAL_S, there is a rest of REST_S: requests
    pass by. Then there is another trial. Where less comes than that, the cost does not matter, and there is no rest.
 2. Meanwhile those who pass are remembered. The first one that comes again ends the rest. So in a rest the second of
-   three identical requests takes a seat like any other, and the third need not.
+   three identical requests takes a seat like any other, and the third need not. Who is refused is not remembered: it
+   will come again by itself.
 3. Where many processes keep results, some requests never pass by: it may be that each process sees an input once, and
    all together many times.
 """
@@ -59,28 +60,17 @@ class AskedTwice:
                 self.rests_until = now + REST_S
                 self._numbers = self._numbers or array("q", bytes(8 * PLACES))
 
-    def passes(self, request: Request) -> bool:
-        """Whether a request that comes in a rest passes by. It is remembered then."""
+    def passes(self, request: Request) -> int:
+        """Whether a request that comes in a rest passes by: its number then, to be remembered if it is let in; else 0."""
         number = number_of(request)
-        place = number % PLACES
-        if self._numbers[place] == number:
+        if self._numbers[number % PLACES] == number:
             self.again()
-            return False
-        if self._is_common(request):
-            return False
-        self._numbers[place] = number
-        return True
+            return 0
+        return 0 if self._is_common(request) else number
 
-    def would_pass(self, request: Request) -> bool:
-        """Whether it will pass; nothing is remembered."""
-        if request.arrived >= self.rests_until:
-            return False
-        number = number_of(request)
-        return self._numbers[number % PLACES] != number and not self._is_common(request)
-
-    def forget(self, request: Request) -> None:
-        """One that passed was refused: it will come again by itself."""
-        self._numbers[number_of(request) % PLACES] = 0
+    def remember(self, number: int) -> None:
+        """One that passes was let in."""
+        self._numbers[number % PLACES] = number
 
     def _is_common(self, request: Request) -> bool:
         # Where it is the same in all processes, as Python's own hashes are not.

@@ -47,7 +47,7 @@ LOOKUPS = ("hit", "miss", "shared", "passed")
 class Seat:
     """What the requests with one key have in common. It is the waiter of those that the broker has for it."""
 
-    __slots__ = ("_seats", "first", "is_looked_for", "key", "members", "requests", "waiter")
+    __slots__ = ("_seats", "first", "is_looked_for", "key", "members", "refusal", "requests", "waiter")
 
     def __init__(self, seats: "Seats", key: SameKey, request: Request) -> None:
         self._seats = seats
@@ -61,6 +61,8 @@ class Seat:
         self.first: Request | None = None
         # Others are asked for a result: nothing is queued yet.
         self.is_looked_for = False
+        # What its first request gets if they have none, and nobody shares it: it was refused before they were asked.
+        self.refusal: CarpoolError | None = None
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """One of its requests has an outcome."""
@@ -153,11 +155,13 @@ class Seats:
                 request.result_key, request.result, request.waiter = self._key_of(request), request.waiter, self
                 return self._admit(request)
         # Most are found nowhere: what follows is written so that these cost little.
-        if request.arrived < self._asked_twice.rests_until and self._asked_twice.passes(request):
-            self.passed += 1
-            if (refusal := self._admit(request)) is not None:
-                self._asked_twice.forget(request)
-            return refusal
+        refusal, asked = None, self._asked_twice
+        if request.arrived < asked.rests_until and (number := asked.passes(request)):
+            if (refusal := self._admit(request)) is None:
+                asked.remember(number)
+                self.passed += 1
+                return None
+            # Nobody is refused for load whose result is there.
         key = self._key_of(request)
         if hash(key) in self._kept and (found := self._results.find(key, request.arrived)) is not None:
             self._hit(request, found)
@@ -169,8 +173,11 @@ class Seats:
                 return self._join(key, shared, seated, request)
         if self._far is not None and not request.is_judged:  # else `needing` has asked them
             request.waiter = seat = self._open[key] = Seat(self, key, request)
+            seat.refusal = refusal
             return self._look(seat, request, self._far)
         self.misses += 1
+        if refusal is not None:
+            return refusal
         request.result_key, request.result, request.waiter = key, request.waiter, self
         self._open[key] = request
         return self._admit(request)
@@ -182,13 +189,11 @@ class Seats:
             return
         keyed = [(self._key_of(request), request) for request in requests]
         needing = self._needing(keyed)
-        far, sizes = self._far, dict[SameKey, int]()
-        if far is not None:
-            passes = self._asked_twice.would_pass
-            sizes = {key: those[0].size for key, those in needing.items() if not passes(those[0])}
+        # Also where they would pass by: nobody else looks for them before they are judged.
+        sizes = {key: those[0].size for key, those in needing.items()}
         size, missing = sum(sizes.values()), len(sizes)
         has_room = self.held + missing <= self._waiting_max and self.held_bytes + size <= self._bytes_max
-        if far is None or not sizes or not has_room:
+        if self._far is None or not needing or not has_room:
             told([those[0] for those in needing.values()])
             return
 
@@ -208,7 +213,7 @@ class Seats:
         self.held_bytes += size
         for key in sizes:
             assert isinstance(key, bytes)
-            far.look(key, partial(found, key))
+            self._far.look(key, partial(found, key))
 
     def _needing(self, keyed: Sequence[tuple[SameKey, Request]]) -> defaultdict[SameKey, list[Request]]:
         """Those for which there is neither a result nor a seat, by their keys."""
@@ -377,7 +382,7 @@ class Seats:
             return
         self.misses += 1
         try:
-            refusal = expired(request, now) or self._admit(request)
+            refusal = seat.refusal or expired(request, now) or self._admit(request)
         except Exception as failure:
             refusal = defect(failure)
         self.queued += request.is_seat
@@ -449,7 +454,7 @@ class Seats:
 
     def _share(self, seat: Seat, seated: Request) -> None:
         """The first is not alone any more: give it a request of its own. What the broker has is the seat now."""
-        seat.members = {}
+        seat.members, seat.refusal = {}, None
         first = seat.first = copy(seated)
         first.waiter, first.number = seat.waiter, 0
         seated.is_seat, seated.ticket, seated.permit, seated.own_timeout_s = True, None, None, 0.0
