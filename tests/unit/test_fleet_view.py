@@ -20,7 +20,7 @@ from carpool.broker.redis.fleet.view import (
     fleet_state,
     read_view,
 )
-from carpool.composition.redis_gateway import OTHERS_FIRST_S, FleetAvailability
+from carpool.composition.redis_gateway import OTHERS_FIRST_MAX, OTHERS_FIRST_S, FleetAvailability
 from carpool.core.errors import (
     BrokerDown,
     CarpoolError,
@@ -298,6 +298,27 @@ def test_who_is_let_in_to_try_and_tells_nothing_keeps_nobody_else_out(end: Carpo
     assert not availability.takes_probe(a_request("other", now=0.02))
 
 
+def test_two_owners_who_tell_nothing_do_not_take_turns_before_others() -> None:
+    availability = tried_at_last()
+    for name in ("hasty", "rash"):
+        hasty = a_request(name)
+        assert availability.takes_probe(hasty)
+        hasty.settle(ClientLeft("left"), 0.01)
+    assert not availability.takes_probe(a_request("hasty", now=0.02))
+    assert not availability.takes_probe(a_request("rash", now=0.02))
+    assert availability.takes_probe(a_request("patient", now=0.02))
+
+
+def test_of_owners_who_tell_nothing_so_many_are_remembered() -> None:
+    availability = tried_at_last()
+    for number in range(OTHERS_FIRST_MAX + 2):  # the last is seen to have left by the next who comes
+        hasty = a_request(f"{number}")
+        assert availability.takes_probe(hasty)
+        hasty.settle(ClientLeft("left"), 0.01)
+    assert not availability.takes_probe(a_request("2", now=0.02))
+    assert availability.takes_probe(a_request("1", now=0.02))
+
+
 def test_where_nobody_else_comes_the_same_owner_tries_again() -> None:
     availability = tried_at_last()
     hasty = a_request("hasty")
@@ -313,8 +334,6 @@ def test_who_tries_in_vain_does_not_take_the_next_try_as_well() -> None:
     tried_at_last(availability)  # the model is down still, and wants another one
     assert not availability.takes_probe(a_request("poison", now=seen_at + 0.01))
     assert availability.takes_probe(a_request("other", now=seen_at + 0.2))
-    tried_at_last(availability)
-    assert availability.takes_probe(a_request("poison", now=seen_at + 0.01))
     tried_at_last(availability)
     assert availability.takes_probe(a_request("poison", now=seen_at + OTHERS_FIRST_S))
 

@@ -61,7 +61,7 @@ class AskedTwice:
                 self._numbers = self._numbers or array("q", bytes(8 * PLACES))
 
     def passes(self, request: Request) -> int:
-        """Whether a request that comes in a rest passes by: its number then, to be remembered if it is let in; else 0."""
+        """If a request that comes in a rest passes by, its number, to be remembered if it is let in; else 0."""
         number = number_of(request)
         if self._numbers[number % PLACES] == number:
             self.again()

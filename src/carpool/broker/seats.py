@@ -157,12 +157,12 @@ class Seats:
         # Most are found nowhere: what follows is written so that these cost little.
         refusal, asked = None, self._asked_twice
         if request.arrived < asked.rests_until and (number := asked.passes(request)):
-            if (refusal := self._admit(request)) is None:
+            refusal = self._admit(request)
+            if refusal is None:
                 asked.remember(number)
                 self.passed += 1
                 return None
-            # Nobody is refused for load whose result is there.
-        key = self._key_of(request)
+        key = self._key_of(request)  # also of those who are refused: nobody is for load whose result is there
         if hash(key) in self._kept and (found := self._results.find(key, request.arrived)) is not None:
             self._hit(request, found)
             return None

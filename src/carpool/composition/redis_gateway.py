@@ -41,8 +41,10 @@ RATE_TICK_S = 1.0
 RATE_WEIGHT = 0.5
 # Codes of requests that tell of the upstream: it answered, or failed. Of others nobody may have been asked for it.
 TELLS = frozenset(("ok", UpstreamFailed.code, UpstreamProtocolFault.code, UpstreamRefused.code))
-# Where one owner's request told nothing, or nothing good, the next try is for others, who have so long to come.
+# Where one owner's request told nothing, or nothing good, the next try is for others, who have so long to come; so many
+# such owners are remembered.
 OTHERS_FIRST_S = 0.25
+OTHERS_FIRST_MAX = 64
 MODE_NUMBERS: dict[Mode, int] = {"down": 0, "redis": 1, "direct": 2}
 
 
@@ -55,10 +57,9 @@ class FleetAvailability:
         self.is_shut_to_some = False
         # While it is down: requests that are let in all the same, until batchers are heard of again.
         self.probes = 0
-        # The last of them, its owner, and until when it is the others' turn.
+        # The last of them; and by owners who tried in vain, until when it is the others' turn.
         self._probe: Request | None = None
-        self._tried_by = ""
-        self._others_until = -inf
+        self._others_until: dict[str, float] = {}
         self._retry_after_s = 1
 
     def heard(self, view: FleetView, model: str) -> None:
@@ -66,7 +67,7 @@ class FleetAvailability:
         until then the others are told soon.
         """
         if self._probe is not None:
-            self._others_until = view.seen_at + OTHERS_FIRST_S
+            self._let_others_first(self._probe.owner, view.seen_at)
         self.probes, self._probe = min(view.probes(model), 1), None
         self._retry_after_s = view.retry_after_s(model)
 
@@ -78,12 +79,19 @@ class FleetAvailability:
         """
         probe = self._probe
         if probe is not None and probe.phase == DONE and probe.result_code not in TELLS:
-            self.probes, self._probe, self._others_until = 1, None, probe.ended + OTHERS_FIRST_S
-        if not self.probes or (request.owner == self._tried_by and request.arrived < self._others_until):
+            self.probes, self._probe = 1, None
+            self._let_others_first(probe.owner, probe.ended)
+        if not self.probes or request.arrived < self._others_until.get(request.owner, -inf):
             return False
         self.probes -= 1
-        self._probe, self._tried_by = request, request.owner
+        self._probe = request
         return True
+
+    def _let_others_first(self, owner: str, now: float) -> None:
+        waiting = {each: until for each, until in self._others_until.items() if until > now and each != owner}
+        if len(waiting) == OTHERS_FIRST_MAX:
+            del waiting[next(iter(waiting))]
+        self._others_until = {**waiting, owner: now + OTHERS_FIRST_S}
 
     def is_shut_to(self, owner: str) -> bool:
         """Nobody is, here."""
