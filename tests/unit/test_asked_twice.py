@@ -4,7 +4,7 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from carpool.broker.asked_twice import COMMON, PLACES, REST_S, TRIAL, TRIAL_S, AskedTwice
@@ -90,6 +90,15 @@ class TestRests:
         stay = [number for number in range(10_000) if not passes(one, number)]
         assert 0.7 / COMMON < len(stay) / 10_000 < 1.3 / COMMON
         assert stay == [number for number in range(10_000) if not passes(other, number)]
+
+    @example(b"0," * 512)
+    @given(st.binary(max_size=3000))
+    @settings(max_examples=5)
+    def test_so_it_is_where_all_inputs_end_alike(self, end: bytes) -> None:
+        asked = resting(is_one_of_many=True)
+        requests = (make_request("", Witness(), now=1.0, value=b"%d," % number + end) for number in range(2000))
+        stay = sum(not asked.passes(request) for request in requests)
+        assert 0.3 / COMMON < stay / 2000 < 1.7 / COMMON
 
 
 class Door(SharedDoor):

@@ -21,9 +21,9 @@ TRIAL_S = 60.0
 REST_S = 60.0
 # Rule 2: how many are remembered, about. Each has one place, and the later takes it.
 PLACES = 2**16
-# Rule 3: one in so many, by the end of its input.
-COMMON = 64
-END_BYTES = 512
+# Rule 3: one in so many, by the whole of its input: many are alike but for some bytes, wherever these are. A prime: the
+# lowest bits of a CRC are too much alike where inputs are.
+COMMON = 61
 
 
 class AskedTwice:
@@ -74,7 +74,7 @@ class AskedTwice:
 
     def _is_common(self, request: Request) -> bool:
         # Where it is the same in all processes, as Python's own hashes are not.
-        return self._is_one_of_many and crc32(request.input[-END_BYTES:]) % COMMON == 0
+        return self._is_one_of_many and crc32(request.input) % COMMON == 0
 
 
 def number_of(request: Request) -> int:
