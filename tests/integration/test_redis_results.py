@@ -345,3 +345,19 @@ async def test_while_redis_is_not_asked_they_are_to_be_kept_elsewhere_too(tmp_pa
         await until(lambda: bool(kept))
         assert kept == [False]
         server.go_on()
+
+
+async def test_who_fails_when_told_keeps_nobody_else_waiting(tmp_path: Path, redis_server: RedisServer) -> None:
+    def fail(output: Output | None, age_s: float) -> None:
+        raise ZeroDivisionError
+
+    def tell(key: bytes, output: Output | None, age_s: float) -> None:
+        told.append(key)
+
+    async with results_in(redis_server, tmp_path.name) as results:
+        results.keep(KEYS[0], make_output(b"0"))  # found here, and the others are asked for
+        told: list[bytes] = []
+        for key in KEYS[:3]:
+            results.look(key, fail)
+            results.look(key, partial(tell, key))
+        await until(lambda: sorted(told) == KEYS[:3])

@@ -16,7 +16,7 @@
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from carpool.broker.redis.client.link import RedisFailure, Refused, ignore
@@ -146,14 +146,13 @@ class RedisResults:
         wanted, self._wanted = self._wanted, []
         now = self._clock()
         if now < self._rests_until:
-            for _, found in wanted:
-                found(*NOTHING)
+            tell((found for _, found in wanted), NOTHING)
             return
         self._ask_time(now)
         groups: defaultdict[int, defaultdict[bytes, list[Found]]] = defaultdict(lambda: defaultdict(list))
         for key, found in wanted:
             if (kept := self._leaving.get(key)) is not None:
-                found(*self._told(kept, now * 1000))
+                tell((found,), self._told(kept, now * 1000))
             else:
                 groups[self._shard_number(key)][key].append(found)
         for number, by_key in groups.items():
@@ -185,9 +184,7 @@ class RedisResults:
             return
         now_ms = self._clock() * 1000
         for (_, those), value in zip(wanted, values, strict=True):
-            told = NOTHING if value is None else self._read(value, now_ms)
-            for found in those:
-                found(*told)
+            tell(those, NOTHING if value is None else self._read(value, now_ms))
 
     def _read(self, value: bytes, now_ms: float) -> Told:
         try:
@@ -284,5 +281,13 @@ class RedisResults:
 def tell_nothing(wanted: Wanted) -> None:
     """There is no result for these."""
     for _, those in wanted:
-        for found in those:
-            found(*NOTHING)
+        tell(those, NOTHING)
+
+
+def tell(those: Iterable[Found], told: Told) -> None:
+    """Tell all of them: one that fails must not keep the others waiting, whom nobody else would tell."""
+    for found in those:
+        try:
+            found(*told)
+        except Exception:
+            logger.exception("one who looked for a result failed")
