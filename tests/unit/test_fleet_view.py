@@ -33,7 +33,7 @@ from carpool.core.errors import (
 )
 from carpool.core.request import Request
 from carpool.core.snapshot import Health
-from carpool.testing import Witness, make_request
+from carpool.testing import Witness, make_output, make_request
 
 NOW_MS = 1_700_000_000_000
 
@@ -336,6 +336,15 @@ def test_who_tries_in_vain_does_not_take_the_next_try_as_well() -> None:
     assert availability.takes_probe(a_request("other", now=seen_at + 0.2))
     tried_at_last(availability)
     assert availability.takes_probe(a_request("poison", now=seen_at + OTHERS_FIRST_S))
+
+
+def test_whose_try_went_well_need_not_let_others_go_first() -> None:
+    availability = tried_at_last()
+    tried = a_request("good")
+    assert availability.takes_probe(tried)
+    tried.settle(make_output(b"1"), 0.01)
+    tried_at_last(availability)  # it has not been heard yet
+    assert availability.takes_probe(a_request("good", now=view().seen_at + 0.01))
 
 
 def tried_at_last(availability: FleetAvailability | None = None) -> FleetAvailability:

@@ -66,8 +66,9 @@ class FleetAvailability:
         """Batchers have told how they are. One request at a time is a try: with its answer the door opens for all, and
         until then the others are told soon.
         """
-        if self._probe is not None:
-            self._let_others_first(self._probe.owner, view.seen_at)
+        probe = self._probe
+        if probe is not None and not (probe.phase == DONE and probe.result_code == "ok"):
+            self._let_others_first(probe.owner, view.seen_at)
         self.probes, self._probe = min(view.probes(model), 1), None
         self._retry_after_s = view.retry_after_s(model)
 
