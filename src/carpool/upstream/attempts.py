@@ -370,7 +370,8 @@ class Attempts:
         try:
             if not 200 <= answer.status < 300:
                 return self._refused(answer, members, member, started, call_id)
-            sent = still_there(Merged(sent, places), members)
+            if places is not None:
+                sent = still_there(Merged(sent, places), members)
             parts = self._codec.decode(answer, sent, call_id)
             del answer, call  # what was made of it may be as large
         except ProtocolFaultError as fault:
