@@ -106,6 +106,18 @@ async def test_an_endpoint_that_fails_three_probes_is_offline_and_one_good_one_b
     assert setup.gpu.asked == ["/health"] * 4
 
 
+async def test_an_endpoint_that_is_closed_to_one_owner_has_a_slot_for_the_others_also_while_they_try_it() -> None:
+    setup = Setup()
+    breaker = setup.member.breaker
+    while breaker.state == "closed":
+        breaker.failed(setup.clock(), 0.5, owners=["bad"])
+    assert healthy_slots(setup.pool.members, setup.clock()) == 1
+    breaker.started(setup.clock())
+    assert healthy_slots(setup.pool.members, setup.clock()) == 1
+    breaker.failed(setup.clock(), 0.5, probe=True, owners=["good"])  # now it is closed to all
+    assert healthy_slots(setup.pool.members, setup.clock()) == 0
+
+
 @pytest.mark.parametrize(
     ("status", "is_alive"),
     [(200, True), (204, True), (404, True), (401, True), (500, False), (503, False), (400, False)],

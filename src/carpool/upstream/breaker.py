@@ -91,6 +91,11 @@ class Breaker:
         """Whose inputs are all that is known against the endpoint; None if there is more, or nothing."""
         return None if self._is_for_all else self._only_owner
 
+    @property
+    def is_closed_to_one(self) -> bool:
+        """Whether calls are kept from `blamed_owner` alone. The others have a probe at a time: one may be under way."""
+        return self.state != "closed" and self.blamed_owner is not None
+
     def allows(self, now: float) -> bool:
         """Whether a call may start now."""
         return self.state == "closed" or (self.state == "open" and now >= self._probe_until)

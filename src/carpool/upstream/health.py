@@ -196,8 +196,9 @@ def healthy_slots(members: Sequence[Member], now: float) -> int:
     in_use = sum(
         member.limit for member in members if member.breaker.state == "closed" and state_of(member, now) != "offline"
     )
-    # One that is closed to a single owner has a call for the others.
-    return in_use + sum(member.breaker.allows_others() for member in members)
+    # One that is closed to a single owner has a call for the others: also while that is under way, or gateways that
+    # hear of it just then would refuse them all.
+    return in_use + sum(member.breaker.is_closed_to_one for member in members)
 
 
 def endpoint_state(member: Member, now: float, wall: float) -> EndpointState:

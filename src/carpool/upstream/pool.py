@@ -560,9 +560,7 @@ class Pool:
                 future.set_result(member)
 
     def _notice_if_down(self) -> None:
-        self.is_shut_to_some = any(
-            member.breaker.state != "closed" and member.breaker.blamed_owner is not None for member in self.members
-        )
+        self.is_shut_to_some = any(member.breaker.is_closed_to_one for member in self.members)
         is_none_closed = all(member.breaker.state != "closed" for member in self.members)
         # What is closed to one owner is, or will be in a moment, on offer for the others.
         self.is_down = is_none_closed and not self._free and not self.is_shut_to_some
