@@ -62,21 +62,16 @@ class AskedTwice:
 
     def passes(self, request: Request) -> int:
         """If a request that comes in a rest passes by, its number, to be remembered if it is let in; else 0."""
-        number = number_of(request)
+        # Of which owner they are does not count: others will hardly be taken for the same.
+        number = hash((request.input, request.model, request.parameters, request.lane))
         if self._numbers[number % PLACES] == number:
             self.again()
             return 0
-        return 0 if self._is_common(request) else number
+        # By what is the same in all processes, as Python's own hashes are not.
+        if self._is_one_of_many and crc32(request.input) % COMMON == 0:
+            return 0
+        return number
 
     def remember(self, number: int) -> None:
         """One that passes was let in."""
         self._numbers[number % PLACES] = number
-
-    def _is_common(self, request: Request) -> bool:
-        # Where it is the same in all processes, as Python's own hashes are not.
-        return self._is_one_of_many and crc32(request.input) % COMMON == 0
-
-
-def number_of(request: Request) -> int:
-    """What two requests have in common that are the same, and hardly others: of which owner they are does not count."""
-    return hash((request.input, request.model, request.parameters, request.lane))
