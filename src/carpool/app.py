@@ -60,8 +60,9 @@ def make_process(settings: Settings, role: Role, listen: socket.socket | None = 
 def spare_the_collector() -> None:
     """Let the garbage collector run rarely.
 
-    Requests make no reference cycles, so it finds next to nothing; with tens of thousands of them waiting its passes
-    would cost milliseconds each. What was built at start never dies: it need not be looked at again.
+    Requests make no reference cycles (`tests/integration/test_uncollected.py` holds that), so it finds next to nothing;
+    with tens of thousands of them waiting its passes would cost milliseconds each. What was built at start never dies:
+    it need not be looked at again.
     """
     gc.collect()
     gc.freeze()

@@ -147,6 +147,8 @@ class RedisGateway(RedisProcess):
         """Ready when Redis answers and a batcher lives, or when it can do the work itself; else the reason why not."""
         if self.ground.draining:
             answer("draining")
+        elif self.meeting.registry.refusal:
+            answer(self.meeting.registry.refusal)
         elif self.gateway.is_connected():
             answer(None if self.meeting.registry.view.live_batchers() else "no batcher lives")
         elif self.batcher.services:
@@ -206,6 +208,8 @@ class RedisBatcher(RedisProcess):
         """Ready when it takes work, and Redis takes its outcomes; else the reason why not."""
         if self.ground.draining:
             answer("draining")
+        elif self.meeting.registry.refusal:
+            answer(self.meeting.registry.refusal)
         elif self.meeting.are_all_nodes_up():
             self.own.check_ready(answer)
         else:
@@ -266,6 +270,8 @@ class RedisServe(RedisGateway):
         """Ready when its batcher half is, or without Redis when it can do the work itself; else the reason why not."""
         if self.ground.draining:
             answer("draining")
+        elif self.meeting.registry.refusal:
+            answer(self.meeting.registry.refusal)
         elif self.gateway.is_connected():
             self.own.check_ready(answer)
         else:

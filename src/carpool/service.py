@@ -13,7 +13,7 @@ from carpool.batching.policy import make_policy
 from carpool.broker.memory import MemoryBroker
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, QueueFull
-from carpool.core.ports import CallTraces, DeadLetters, Sharing, Slots
+from carpool.core.ports import CallTraces, DeadLetters, OtherBatchers, Sharing, Slots
 from carpool.core.request import Request
 from carpool.core.snapshot import ModelNumbers, ModelState
 from carpool.core.tensors import is_packed
@@ -43,7 +43,7 @@ MakeSession = Callable[[], "aiohttp.ClientSession"]
 # Weight of the last second in the rates that are shown.
 RATE_WEIGHT = 0.5
 # The longest that an endpoint is left alone between two probes.
-BREAKER_PAUSE_S_MAX = 30.0
+BREAKER_PAUSE_S_MAX = 4.0
 # How long a page that tells limits is waited for.
 INFO_TIMEOUT_S = 2.0
 OFFENDERS_SHOWN_MAX = 64
@@ -159,6 +159,7 @@ class ModelService(ModelFace):
         dead_letters: DeadLetters,
         offenders: Offenders,
         sharers: Callable[[], int] | None = None,
+        others: OtherBatchers | None = None,
         traces: CallTraces | None = None,
         clock: Clock = monotonic,
         random_share: Callable[[], float] = random.random,
@@ -185,6 +186,7 @@ class ModelService(ModelFace):
             all_waiting=self._all_waiting,
             when_limit_is_learned=self._limit_is_learned,
             merge=partial(merge_same, is_owned=model.is_cached_by_owner) if model.is_cached else None,
+            others=others,
             events=broker.events,
             traces=traces,
             clock=clock,
@@ -208,6 +210,7 @@ class ModelService(ModelFace):
         )
         self.loop.is_waiting = lambda: broker.is_waiting(self.name) or self.waiting_elsewhere() > 0
         self._broker = broker
+        self._others = others
         self.riders_apart = offenders
         # Kept by `measure`, once a second.
         self.rate = 0.0
@@ -236,8 +239,25 @@ class ModelService(ModelFace):
 
         While a search is under way every call counts: then one batch is fetched ahead, so that no slot waits for Redis.
         """
-        is_ahead = self.dispatcher.isolation.running > 0 and not self.pool.is_down
-        return max(self.loop.slots_due(), int(is_ahead))
+        if self.pool.is_none_closed:
+            return min(self.loop.slots_due(), 1)
+        return max(self.loop.slots_due(), int(self.dispatcher.isolation.running > 0))
+
+    def may_go_elsewhere(self, request: Request) -> bool:
+        """Whether another batcher can serve a request that this one cannot."""
+        return self._others is not None and self._others.may_serve(request)
+
+    def is_probing(self) -> bool:
+        """Whether every endpoint has failed, and one request at a time is wanted to try one with."""
+        return self.pool.is_none_closed
+
+    def is_in_doubt(self) -> bool:
+        """Whether no endpoint is known to work: each has failed and not answered since."""
+        return self.pool.is_in_doubt()
+
+    def is_served_elsewhere(self) -> bool:
+        """Whether another batcher has an endpoint that works."""
+        return self._others is not None and self._others.are_well()
 
     def largest_batch(self) -> int:
         """The most requests in a batch."""
@@ -256,7 +276,7 @@ class ModelService(ModelFace):
 
     def refusal_of(self, request: Request) -> CarpoolError | None:
         """Why a request that another process admitted is not taken up now; None if it is."""
-        if self.pool.is_shut_to_some and self.pool.is_shut_to(request.owner):
+        if self.pool.is_down or (self.pool.is_shut_to_some and self.pool.is_shut_to(request.owner)):
             return upstream_down(self.pool)
         if self.riders_apart and (self.name, request.owner) in self.riders_apart:
             apart_max = APART_BATCHES_MAX * self.largest_batch()
@@ -324,7 +344,9 @@ class ModelService(ModelFace):
     def capacity_rps(self) -> float:
         """Requests a second that the slots that work can serve; where others call them too, this process's share."""
         share = self._slots.total() / self.pool.total()
-        return self.loop.capacity_rps(self.fleet.healthy_slots()) * share
+        # An endpoint that is closed to one owner only has a call at a time for the others.
+        slots = self.fleet.healthy_slots() or int(self.pool.is_shut_to_some)
+        return self.loop.capacity_rps(slots) * share
 
     def numbers(self) -> ModelNumbers:
         """What `/metrics` shows of this model."""

@@ -17,13 +17,14 @@ from support.counted_load import CountedLoad
 from support.live import viewing
 from support.processes import GatewayProcess, carpool, running_gateway, start_gateway, until
 from support.redis_fleet import Place, fleet_over
-from support.redis_servers import RedisServer
+from support.redis_servers import RedisServer, running_redis
 from support.tracking import outcomes, problems, rows, rows_by_outcome, until_written
 
 POISON = "arsenic"
 SIM = f"sim:?latency_ms=5&slots=8&poison={POISON}"
 BENCH = ["--rate", "300", "--duration", "5s", "--payload-bytes", "100", "--poison", POISON, "--poison-every", "100"]
 LOST_S_MAX = 1.0
+STALLS, STALL_S = 10, 0.8
 
 
 def tracked_in(path: Path) -> dict[str, object]:
@@ -165,6 +166,41 @@ async def test_over_redis_a_kill_costs_a_second_of_the_dead(tmp_path: Path, redi
         lost = check_tasks(load, tasks, [*kills, killed])
         report("two gateways and two batchers, one of each killed", load, len(missing) + lost)
         assert load.broken > 0 and len(load.counts()) > 1
+
+
+@pytest.mark.timeout(240)
+async def test_over_redis_stalls_cost_no_record(tmp_path: Path) -> None:
+    """Replies that a stall had swallowed were asked for again, and then no process counted: 80 of 967 had no record."""
+    async with running_redis(tmp_path / "redis") as redis, fleet_over(tmp_path, redis.url, {}) as fleet:
+        paths = [tmp_path / f"{number}.db" for number in range(3)]
+        await fleet.add("gateway", settings=tracked_in(paths[0]))
+        for path in paths[1:]:
+            await fleet.add("batcher", "--upstream", SIM, settings=tracked_in(path))
+        await fleet.wait_until_ready()
+        processes = [place.process for place in (*fleet.gateways, *fleet.batchers)]
+        load = CountedLoad(lambda: processes[:1], may_refuse=True)
+        for _ in range(STALLS):
+            await load.more(150)
+            redis.stop()
+            await asyncio.sleep(STALL_S)
+            redis.go_on()
+        await load.more(150)
+        await load.stop()
+        await until(lambda: is_all_confirmed(redis))
+        await until_written(*processes)
+        tasks = sum((ids_in(path, are_tasks=True) for path in paths), Counter())
+        told = sum(1 for each in load.tasks.values() if each is not None)
+        what = f"{STALLS} stalls of {STALL_S:g} s, {load.refused} tasks refused"
+        report(what, load, told - len(tasks))
+        assert tasks == dict.fromkeys(load.tasks, 1), "each that was accepted once, and none that was refused"
+        for path, process in zip(paths, processes, strict=True):
+            assert rows_by_outcome(path) == await outcomes(process)
+
+
+async def is_all_confirmed(redis: RedisServer) -> bool:
+    """Whether no entry is left in Redis: each has its outcome."""
+    async with redis.client() as client:
+        return not any([await client.xlen(key) for key in await client.keys("*:q:*")])
 
 
 @pytest.mark.timeout(240)

@@ -7,6 +7,7 @@ import pytest
 from support.scenarios.redis_outages import (
     Failovers,
     gateways_go_direct,
+    keys_are_deleted,
     primaries_of_a_cluster_die,
     primary_under_sentinels_dies,
     redis_forgets,
@@ -106,4 +107,12 @@ async def test_gateways_with_upstreams_serve_on_without_redis(tmp_path: Path, ho
         f"{seen.refusal_ms:.1f} ms, normal {seen.back_s:.2f} s after the return, {dict(seen.checker.tally)}"
     )
     seen.verdict.report("F3", what, passed=passed)
+    assert passed
+
+
+async def test_who_waits_is_served_when_keys_are_deleted(tmp_path: Path) -> None:
+    seen = await keys_are_deleted(tmp_path, times=6)
+    passed = seen.verdict.is_clean and seen.statuses.keys() == {200} and seen.slowest_s < 1.5
+    what = f"3 x reply stream deleted, 3 x FLUSHALL: {dict(seen.statuses)}, the slowest {seen.slowest_s:.2f} s"
+    seen.verdict.report("R6", what, passed=passed)
     assert passed

@@ -133,7 +133,7 @@ class BrokerContract(ABC):
         self.broker.settle(first, UpstreamFailed("down"))
         self.broker.settle_batch([second], [make_output(b"1")])
         assert (self.broker.bytes_running("m"), rings) == (3, [6, 3])
-        self.broker.settle(third, DeadlineExceeded("late"))
+        self.broker.settle(third, UpstreamFailed("late"))
         assert (self.broker.bytes_running("m"), rings) == (0, [6, 3, 0])
         assert self.broker.settle(first, UpstreamFailed("again")) is False
         assert (self.broker.bytes_running("m"), rings) == (0, [6, 3, 0])

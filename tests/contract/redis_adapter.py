@@ -117,6 +117,18 @@ class SuiteModel:
     def free_slots(self) -> int:
         return 0
 
+    def may_go_elsewhere(self, request: Request) -> bool:
+        return False
+
+    def is_probing(self) -> bool:
+        return False
+
+    def is_in_doubt(self) -> bool:
+        return False
+
+    def is_served_elsewhere(self) -> bool:
+        return False
+
     def largest_batch(self) -> int:
         return 1
 

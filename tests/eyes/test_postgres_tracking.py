@@ -160,6 +160,18 @@ async def test_a_row_reads_back_as_it_was_written(url: str) -> None:
     ]
 
 
+async def test_of_a_task_that_ended_twice_the_last_row_stays(url: str) -> None:
+    """After a failover of Redis some had two, and `usage` counted both."""
+    async with store_at(url) as store:
+        await write(store, [entry(1, is_task=True, code="draining"), entry(2, is_task=True), entry(3)])
+        later = [entry(1, NOW + 5, is_task=True), entry(3, NOW + 5), entry(1, NOW + DAY_S / 2, is_task=True)]
+        await write(store, later)
+        found = await query(url, "SELECT id, error FROM carpool_requests ORDER BY id")
+        assert found == [("r1", None), ("r2", None), ("r3", None), ("r3", None)]
+        [used] = await store.usage(UsageQuestion(since=NOW - 1))
+        assert (used.requests, used.failed) == (4, 0)
+
+
 async def test_days_are_partitions_and_old_ones_are_dropped(url: str) -> None:
     async with store_at(url, retention_days=3) as store:
         for number, age in enumerate([0, 1, 2.9, 5, 40]):

@@ -622,6 +622,7 @@ class TestLeases:
         clock = FakeClock(monotonic())
         gateway, batcher = await halves.gateway(), await halves.batcher(clock=clock)
         feed, model = batcher.feed, batcher.model
+        model.elsewhere = True
         tick_s = NEVER_MS / 1000 / LOOKS_A_LEASE
 
         async def stage(name: str) -> None:

@@ -164,3 +164,36 @@ async def test_on_a_cluster(redis_cluster: RedisCluster, keys: Keys) -> None:
         one.start()
         await until(lambda: live(one) == (["s"], ["s"]))
         await one.leave()
+
+
+async def test_another_number_of_shards_is_not_let_in(redis_server: RedisServer, keys: Keys) -> None:
+    """It would look for entries, and put some, where the others never look."""
+    other_keys = Keys(keys.namespace.decode(), 8)
+    async with connected(redis_server.url) as nodes:
+        member, odd = registry(nodes, keys, b"g", "gateway"), registry(nodes, other_keys, b"b", "batcher")
+        member.start()
+        await until(lambda: member.is_in)
+        odd.start()
+        await until(lambda: odd.refusal != "")
+        assert "broker.shards is 8 here and 16 in the fleet" in odd.refusal
+        seen = member.view
+        await until(lambda: member.view is not seen)
+        assert live(member) == (["g"], [])
+        # The last of the others has left.
+        await member.leave()
+        await until(lambda: odd.is_in)
+        assert odd.refusal == ""
+        odd.close()
+
+
+async def test_one_that_was_let_in_stays(redis_server: RedisServer, keys: Keys) -> None:
+    """Whatever somebody else writes there."""
+    async with connected(redis_server.url) as nodes, redis_server.client() as client:
+        member = registry(nodes, keys, b"g", "gateway")
+        member.start()
+        await until(lambda: member.is_in)
+        seconds, _ = await client.time()
+        await client.hset(keys.batchers.decode(), "odd", f'{seconds * 1000} {{"status":"ok","shards":3}}')
+        await until(lambda: live(member) == (["g"], ["odd"]))
+        assert (member.is_in, member.refusal) == (True, "")
+        member.close()

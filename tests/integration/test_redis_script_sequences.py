@@ -42,6 +42,8 @@ class Lease:
         self.owner = owner
         self.deliveries = 1
         self.is_over = False
+        # By its owner, which does not get it again at once.
+        self.is_given_back = False
 
 
 class ShardMachine(RuleBasedStateMachine):
@@ -108,9 +110,10 @@ class ShardMachine(RuleBasedStateMachine):
             task = self.tasks[entry.field, entry.id]
             was_there = self.shard.client.exists(self.shard.shard.task(task)) == 1
             letter = b"\0" * 8 if is_dead else b""
-            bounds = {"letters_max": LETTERS_MAX, "bytes_max": LETTER_BYTES_MAX}
             before = self.shard.true_bytes()["input_bytes"]
-            first, dropped = self.shard.finish(entry, task, b"r" * size, letter=letter, **bounds)
+            first, dropped = self.shard.finish(
+                entry, task, b"r" * size, letter=letter, letters_max=LETTERS_MAX, bytes_max=LETTER_BYTES_MAX
+            )
             assert first == was_there
             if first and is_dead:
                 value_bytes = before - self.shard.true_bytes()["input_bytes"] - TASK_BYTES
@@ -222,7 +225,11 @@ class ShardMachine(RuleBasedStateMachine):
 
     @rule(consumer=batchers, budget=budgets)
     def claim(self, consumer: str, budget: Budget) -> None:
-        lapsed = [key for key, lease in self.taken.items() if lease.is_over and LANES[key[0][0]] == "m"]
+        lapsed = [
+            key
+            for key, lease in self.taken.items()
+            if lease.is_over and LANES[key[0][0]] == "m" and not (lease.is_given_back and lease.owner == consumer)
+        ]
         got = self.shard.claim(budget, consumer=consumer)
         assert len({(entry.field, entry.id) for entry in got}) == len(got)
         # Those of a lane that were delivered equally often ride together.
@@ -235,7 +242,7 @@ class ShardMachine(RuleBasedStateMachine):
             assert key in lapsed
             lapsed.remove(key)
             lease = self.taken[key]
-            lease.owner, lease.is_over = consumer, False
+            lease.owner, lease.is_over, lease.is_given_back = consumer, False, False
             lease.deliveries += 1
             assert entry.deliveries == lease.deliveries
         for key in lapsed:  # what stays found no room
@@ -256,7 +263,7 @@ class ShardMachine(RuleBasedStateMachine):
         for entry in entries:
             lease = self.taken[entry.field, entry.id]
             if lease.owner == consumer:
-                lease.is_over = False
+                lease.is_over = lease.is_given_back = False
             else:
                 expected.append((entry.field, entry.id))
         assert lost == expected
@@ -268,7 +275,7 @@ class ShardMachine(RuleBasedStateMachine):
         for entry in entries:
             lease = self.taken[entry.field, entry.id]
             if lease.owner == consumer:
-                lease.is_over = True
+                lease.is_over = lease.is_given_back = True
                 lease.deliveries = max(lease.deliveries - 1, 0)
 
     @rule(picks=choices)
@@ -276,7 +283,8 @@ class ShardMachine(RuleBasedStateMachine):
         entries = self.some_taken(picks)
         self.shard.let_lapse(*entries)
         for entry in entries:
-            self.taken[entry.field, entry.id].is_over = True
+            lease = self.taken[entry.field, entry.id]
+            lease.is_over, lease.is_given_back = True, False
 
     @rule(picks=choices)
     def done(self, picks: list[int]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import redis
 
+from carpool.broker.redis.batcher.history import History, history_of
 from carpool.broker.redis.formats import encode_record
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.scripts import CLAIM
@@ -425,7 +426,7 @@ class TestClaim:
         shard.let_lapse(first, deliveries=2)
         shard.let_lapse(alone, deliveries=4)
         for models in (("m", "other"), ("other", "m")):
-            of_models = [part for model in models for part in (model, 4, 64, 2, 0)]
+            of_models = [part for model in models for part in (model, 4, 64, 2, 0, 0)]
             _, _, _, *streams = shard.run(CLAIM, "b2", shard.now or "", LEASE_MS, 6, 64, *of_models)
             assert streams[::3] == [b"a:s0"]  # it was there first
             shard.let_lapse(first, deliveries=2)
@@ -531,6 +532,64 @@ class TestLeases:
         assert [entry.deliveries for entry in shard.claim(PLENTY)] == [2, 2]
         assert shard.counts() == shard.true_counts() == {"held": 2, "unread": 0}
 
+    def test_what_is_given_back_carries_its_history_along(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 2)
+        first, second = shard.take(PLENTY)
+        shard.release(first, carried=History(failures=1, returns=1, was_probe=True).carried)
+        shard.release(second, carried=History(returns=2, was_blamed=True).carried)
+        claimed = shard.claim(PLENTY)
+        assert [history_of(entry.deliveries) for entry in claimed] == [
+            History(1, failures=1, returns=1, was_probe=True),
+            History(1, returns=2, was_blamed=True),
+        ]
+        shard.let_lapse(*claimed)  # its batcher died: that counts beside what is carried
+        again = shard.claim(PLENTY, consumer="b3")
+        assert [history_of(entry.deliveries).deliveries for entry in again] == [2, 2]
+        assert [history_of(entry.deliveries).returns for entry in again] == [1, 2]
+
+    def test_who_gave_it_back_does_not_get_it_again_at_once(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 1)
+        taken = shard.take(PLENTY)
+        shard.release(*taken)
+        assert shard.claim(PLENTY, consumer="b1") == []
+        assert not shard.has_more
+        # Where no other batcher is well, its own may have it.
+        assert shard.claim(PLENTY, consumer="b1", left=0) == taken
+
+    def test_a_probe_is_no_probe_again(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 2)
+        probe, other = shard.take(PLENTY)
+        shard.release(probe, carried=History(failures=1, returns=1, was_probe=True).carried)
+        shard.release(other, carried=History(returns=1).carried)
+        assert [entry.id for entry in shard.claim(PLENTY, left=2)] == [other.id]
+        assert [entry.id for entry in shard.claim(PLENTY, consumer="b3")] == [probe.id]
+
+    def test_what_cannot_go_back_any_more_is_for_those_that_are_well(self, shard: ShardBench) -> None:
+        shard.submit("a:s0")
+        taken = shard.take(PLENTY)
+        shard.release(*taken, carried=History(failures=2, returns=2).carried)
+        assert shard.claim(PLENTY, left=2) == []
+        assert len(shard.claim(PLENTY, left=0)) == 1  # no other batcher is well
+
+    def test_what_failed_twice_has_a_batch_to_itself(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 5)
+        taken = shard.take(Budget(2))
+        shard.release(*taken, carried=History(failures=2, returns=2).carried)
+        assert len(shard.claim(Budget(2))) == 2
+        assert shard.has_more
+        assert len(shard.claim(Budget(9), consumer="b3")) == 3
+
+    def test_batchers_are_woken_up_for_what_was_given_back(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 1)
+        taken = shard.take(PLENTY)
+        with shard.client.pubsub() as heard:  # type: ignore[no-untyped-call]  # redis-py's own
+            heard.ssubscribe(shard.shard.bell)
+            heard.get_sharded_message(timeout=5)
+            shard.release(*taken)
+            message = heard.get_sharded_message(timeout=5)
+        assert message is not None
+        assert message["data"] == b"back"
+
     def test_releasing_what_another_has_changes_nothing(self, shard: ShardBench) -> None:
         shard.submit("a:s0")
         taken = shard.take(PLENTY)
@@ -597,6 +656,20 @@ class TestEnds:
         assert (shard.sweep(), shard.tasks_ended) == ((3, 3), 1)
         shard.now = START_MS + 611_000  # and one that was
         assert (shard.sweep(), shard.tasks_ended) == ((2, 2), 1)
+
+    def test_a_late_one_that_its_gateway_may_still_refuse_has_no_outcome(self, shard: ShardBench) -> None:
+        def short(task: str, owner: str, content: bytes) -> bytes:
+            return encode_record(0, task, owner, 1000) + content
+
+        shard.submit("a:t0", tasks=["unsure"], value_of=short, unsure_ms=30_000)
+        shard.submit("b:t0", tasks=["accepted"], value_of=short)
+        shard.now = START_MS + 12_000
+        shard.sweep()
+        assert shard.tasks_ended == 1
+        assert len(shard.ids("a:t0")) == 1 and not shard.ids("b:t0")
+        shard.now = START_MS + 45_000  # its gateway died: it counts as accepted
+        shard.sweep()
+        assert shard.tasks_ended == 1 and not shard.ids("a:t0")
 
     def test_one_that_is_late_again_after_it_was_looked_at(self, shard: ShardBench) -> None:
         lives = iter([60_000, 1000, 30_000, 90_000])

@@ -63,7 +63,7 @@ def test_whoever_gives_a_task_its_outcome_writes_its_webhook(shard: HookBench) -
     finished, *_ = shard.finish_all(URL, "")
     shard.submit("a:t0", tasks=["late"], url=URL)
     shard.submit("a:t0", tasks=["swept"], url=URL)
-    shard.run(ANSWERED, "answered", "owner", "", '"kept"', 600_000, 10**9, shard.now or "", URL)
+    shard.run(ANSWERED, "answered", "owner", "", '"kept"', 600_000, 10**9, shard.now or "", URL, 0)
     assert shard.counted()[0] == 2
     assert shard.counted_bytes() == shard.true_bytes()
     shard.now = START_MS + 700_000

@@ -9,11 +9,12 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from carpool.core.snapshot import FleetState, Health
 from support.client import ask_once, inference_body
-from support.processes import CLEAN_ENVIRONMENT, PATIENCE_S, until
+from support.processes import CLEAN_ENVIRONMENT, PATIENCE_S, carpool, until
 from support.redis_servers import RedisServer
 
 SIM = "sim:?latency_ms=20&slots=8"
@@ -135,3 +136,15 @@ async def test_two_processes_on_one_port(tmp_path: Path, redis_server: RedisServ
 
         parent.process.terminate()
         assert await parent.status() == 0
+
+
+async def test_another_number_of_shards_than_the_fleets_is_refused(tmp_path: Path, redis_server: RedisServer) -> None:
+    own = {"CARPOOL_BROKER_URL": redis_server.url, "CARPOOL_BROKER_NAMESPACE": tmp_path.name}
+    commands = [["batcher", "--upstream", SIM], ["gateway"], ["serve", "--upstream", SIM]]
+    async with started(tmp_path, redis_server, ["gateway"]) as [gateway]:
+        await until(lambda: len(gateway.ports()) == 1)
+        for command in commands:
+            run = partial(carpool, *command, "--port", "0", cwd=tmp_path, CARPOOL_BROKER_SHARDS="8", **own)
+            done = await asyncio.to_thread(run)
+            assert done.returncode == 2, command
+            assert "broker.shards is 8 here and 16 in the fleet" in done.stderr.splitlines()[-1]

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+import textwrap
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 from joserfc.jwk import OctKey
 
 from support.client import Connection, Response, ask_once, inference_body
+from support.grpc_client import grpc_client, message
 from support.processes import GatewayProcess, carpool, dlq, running_gateway, running_role, start_gateway, until
 from support.redis_servers import RedisServer, running_redis
 from support.stream_server import stream_server
@@ -172,15 +175,106 @@ class TestKeys:
 
             assert (await ask_for("b", alice)).status == 200
             refused = await ask_for("a", alice)
-            assert refused.status == 403 and refused.json["type"].endswith("forbidden")
+            assert refused.status == 404 and refused.json["type"].endswith("unknown-model")
             task = await ask_once(gateway.port, "POST", "/v1/inference", inference_body("x"), bearer(alice) + ASYNC)
-            assert task.status == 403  # the model meant is the first one
+            assert task.status == 404  # the model meant is the first one
+            assert task.json["detail"] == "this gateway serves b; name one of these"
             assert await status(gateway.port, bearer(bob)) == 401
             (tmp_path / "carpool.toml").write_text(models + bob_table)
             gateway.reload()
             await comes_in(gateway.port, bearer(bob))
             assert (await ask_for("b", alice)).status == 401
             assert not any("next start" in said for said in gateway.log_messages("warning"))
+
+
+OWN = ("--models", "own", "--models", "own-tensors")
+
+
+class TestModels:
+    """A credential for some models cannot find out which others there are: to it they are as one that is not."""
+
+    MODELS = """
+        [gateway]
+        grpc_port = 0
+        [models.secret]
+        endpoints = ['{sim}']
+        [models.secret-tensors]
+        endpoints = ['{sim}']
+        protocol = "kserve_v2"
+        [models.own]
+        endpoints = ['{sim}']
+        [models.own-tensors]
+        endpoints = ['{sim}']
+        protocol = "kserve_v2"
+    """
+    CALLS: tuple[tuple[str, str, dict[str, object]], ...] = (
+        ("POST", "/v1/inference", {"model": "NAME", "input": "x"}),
+        ("POST", "/v1/inference", {"model": "NAME", "input": "x", "mode": "async"}),
+        ("POST", "/v1/predict", {"model_id": "NAME", "input_data": "x"}),
+        ("POST", "/v1/embeddings", {"model": "NAME", "input": "x"}),
+        ("POST", "/v1/embeddings", {"model": "NAME", "input": ["x", "y"], "other": 1}),
+        ("POST", "/v1/completions", {"model": "NAME", "prompt": "x"}),
+        ("POST", "/v1/models/NAME:predict", {"instances": ["x"]}),
+        ("GET", "/v1/models/NAME", {}),
+        ("GET", "/v2/models/NAME", {}),
+        ("GET", "/v2/models/NAME/versions/1", {}),
+        ("GET", "/v2/models/NAME/ready", {}),
+        ("POST", "/v2/models/NAME/infer", {"inputs": []}),
+    )
+
+    async def test_they_are_as_unknown_as_those_that_are_not_there(self, tmp_path: Path) -> None:
+        models = textwrap.dedent(self.MODELS.format(sim=SIM))
+        (tmp_path / "carpool.toml").write_text(models)
+        made = carpool("keys", "create", "alice", "--show-toml", *OWN, cwd=tmp_path)
+        (tmp_path / "carpool.toml").write_text(models + made.stderr)
+        key = bearer(made.stdout.strip())
+        async with running_gateway(tmp_path, "", settings=KEYS) as gateway:
+
+            async def answer(method: str, path: str, body: dict[str, object], name: str) -> tuple[int, str]:
+                given = json.dumps(body).replace("NAME", name).encode() if body else b""
+                found = await ask_once(gateway.port, method, path.replace("NAME", name), given, key)
+                told = re.sub(rb'"request_id":"[^"]*"', b"", found.body).decode()
+                return found.status, told.replace(name, "NAME")
+
+            for call in self.CALLS:
+                secret, nothing = await answer(*call, "secret"), await answer(*call, "absent")
+                assert secret == nothing and secret[0] == 404 and "secret" not in secret[1], (call, secret, nothing)
+                assert await answer(*call, "secret-tensors") == nothing
+            # Where none is named, its own is meant, or it is told which it has.
+            unnamed = await ask_once(gateway.port, "POST", "/v1/inference", inference_body("x"), key)
+            assert unnamed.json["detail"] == "this gateway serves own, own-tensors; name one of these"
+            for path in ("/v1/models", "/openapi.json", "/v2", "/v2/health/ready"):
+                assert b"secret" not in (await ask_once(gateway.port, "GET", path, b"", key)).body
+            assert (await ask_once(gateway.port, "POST", "/embed", b'{"inputs":"x"}', key)).status == 502  # no vector
+            await asyncio.to_thread(self.over_grpc, gateway, key)
+
+    def over_grpc(self, gateway: GatewayProcess, key: str) -> None:
+        metadata = (("authorization", key.partition(": ")[2].strip()),)
+        v2 = "inference.GRPCInferenceService/"
+        with grpc_client(gateway.grpc_port) as client:
+            for path, kind, field in (
+                ("Predict", "PredictRequest", "model_id"),
+                ("Submit", "SubmitRequest", ""),
+                (v2 + "ModelMetadata", "inference.ModelMetadataRequest", "name"),
+                (v2 + "ModelInfer", "inference.ModelInferRequest", "model_name"),
+            ):
+                refusals = []
+                for name in ("secret", "secret-tensors", "absent"):
+                    if field:
+                        request = message(kind)(**{field: name})
+                        if kind == "PredictRequest":
+                            request.input_json = "1"
+                    else:
+                        request = message(kind)(request=message("PredictRequest")(model_id=name, input_json="1"))
+                    refused = client.refused(path, request, metadata=metadata)
+                    refusals.append((refused.code, refused.text))
+                assert len(set(refusals)) == 1 and refusals[0][0] == "NOT_FOUND" and "secret" not in refusals[0][1]
+            ready = client.method(v2 + "ModelReady")
+            asked = message("inference.ModelReadyRequest")
+            assert [
+                ready(asked(name=name), metadata=metadata, timeout=60).ready
+                for name in ("secret-tensors", "own-tensors")
+            ] == [False, True]
 
 
 class TestTokens:

@@ -18,7 +18,7 @@ MAYBE = st.none() | NAMES
 ROWS = st.lists(
     st.builds(
         RequestRow,
-        id=NAMES,
+        id=st.integers(0, 10**6).map(str),
         owner=NAMES,
         tier=NAMES,
         model=NAMES,
@@ -37,6 +37,7 @@ ROWS = st.lists(
         gpu_seconds=st.floats(0, 10),
     ),
     max_size=30,
+    unique_by=lambda row: row.id,  # of a task the last row stays
 )
 QUESTIONS = st.builds(
     RequestQuestion,

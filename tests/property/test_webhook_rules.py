@@ -107,7 +107,18 @@ def embedded(address: IPv4Address) -> list[str]:
 
 
 PRIVATE = ["10.0.0.1", "127.0.0.1", "172.16.5.5", "192.168.1.1"]
-NEVER = ["169.254.169.254", "0.0.0.0", "224.0.0.1", "255.255.255.255", "240.0.0.1"]
+NEVER = [
+    *("169.254.169.254", "169.254.170.2", "0.0.0.0", "0.1.2.3", "224.0.0.1", "255.255.255.255", "240.0.0.1"),
+    *("192.0.0.0", "192.0.0.8", "192.0.0.9", "192.0.0.192", "192.0.0.255", "192.0.2.1", "192.88.99.1", "198.18.0.1"),
+    *("198.51.100.1", "203.0.113.1", "100.64.0.1", "100.100.100.200", "168.63.129.16"),
+]
+NEVER_V6 = [
+    *("::", "fe80::1", "fe80::1%eth0", "fe80::a9fe:a9fe", "ff02::1", "64:ff9b:1::1", "100::1", "5f00::1", "4000::1"),
+    *("2001:2::1", "2001:10::1", "2001:db8::1", "3fff::1", "::ffff:0:8.8.8.8"),
+    # Metadata: AWS, Google, Oracle, Scaleway.
+    *("fd00:ec2::254", "fd00:ec2::23", "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fd00:42::42"),
+]
+PUBLIC = ["8.8.8.8", "1.1.1.1", "192.0.1.1", "100.128.0.1", "2606:4700::1111", "2001:4860:4860::8888", "2a00::1"]
 
 
 class TestAddresses:
@@ -128,12 +139,16 @@ class TestAddresses:
             assert not (address.is_multicast or address.is_loopback or address.is_private or address.is_link_local)
             assert self.private_too.is_allowed(str(address))
 
-    @pytest.mark.parametrize("address", [*PRIVATE, "::1", "fd00:ec2::254", "fc00::1", "fec0::1", "100.64.0.1"])
+    @pytest.mark.parametrize("address", PUBLIC)
+    def test_public_ones(self, address: str) -> None:
+        assert self.public_only.is_allowed(address) and self.private_too.is_allowed(address)
+
+    @pytest.mark.parametrize("address", [*PRIVATE, "::1", "fc00::1", "fd00:ec3::254", "fd12:3456::1", "fec0::1"])
     def test_private_ones_if_they_are_allowed(self, address: str) -> None:
         assert not self.public_only.is_allowed(address)
-        assert self.private_too.is_allowed(address) == (address != "100.64.0.1")
+        assert self.private_too.is_allowed(address)
 
-    @pytest.mark.parametrize("address", [*NEVER, "::", "fe80::1", "fe80::1%eth0", "ff02::1", "nonsense", ""])
+    @pytest.mark.parametrize("address", [*NEVER, *NEVER_V6, "nonsense", ""])
     def test_these_never(self, address: str) -> None:
         assert not self.public_only.is_allowed(address)
         assert not self.private_too.is_allowed(address)

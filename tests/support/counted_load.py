@@ -27,12 +27,17 @@ class Told(NamedTuple):
 class CountedLoad:
     """Clients that ask one after the other until they are told to stop. Who is cut off goes to the next gateway."""
 
-    def __init__(self, gateways: Callable[[], Sequence[GatewayProcess]], clients: int = 24) -> None:
+    def __init__(
+        self, gateways: Callable[[], Sequence[GatewayProcess]], clients: int = 24, *, may_refuse: bool = False
+    ) -> None:
         self._gateways = gateways
         self.told: dict[str, Told] = {}
         # Tasks that were accepted, and what was read of them in the end.
         self.tasks: dict[str, Told | None] = {}
         self.broken = 0
+        # Tasks that were not accepted, where that may be.
+        self.refused = 0
+        self._may_refuse = may_refuse
         self._is_over = False
         self._clients = [asyncio.ensure_future(self._run(number)) for number in range(clients)]
 
@@ -78,6 +83,10 @@ class CountedLoad:
     async def _ask(self, connection: Connection, gateway: GatewayProcess, name: str, number: int) -> None:
         if number % TASK_EVERY == 0:
             accepted = await connection.ask("POST", "/v1/inference", inference_body(name), ASYNC)
+            if accepted.status == 503 and self._may_refuse:
+                self.refused += 1
+                await asyncio.sleep(AGAIN_S)
+                return
             assert accepted.status == 202, accepted.body
             task_id: str = accepted.json["task_id"]
             self.tasks[task_id] = None

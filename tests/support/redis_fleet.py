@@ -8,8 +8,9 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import cycle, repeat
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -175,8 +176,12 @@ async def fleet_over(
 class Clients:
     """Clients that ask and clients that submit tasks, each at a fixed rate, at any gateway of `ports`."""
 
-    def __init__(self, checker: Checker, ports: Callable[[], list[int]], bytes_min: int = 0) -> None:
+    def __init__(
+        self, checker: Checker, ports: Callable[[], list[int]], bytes_min: int = 0, owners: Sequence[str] = ()
+    ) -> None:
         self.checker = checker
+        # Addresses from which requests seem to come, by turns, behind a proxy that the gateways trust; () for our own.
+        self._owners = cycle(f"X-Forwarded-For: {owner}\r\n" for owner in owners) if owners else repeat("")
         self._ports = ports
         self._bytes_min = bytes_min
         self._idle: dict[int, list[Connection]] = {}
@@ -190,6 +195,7 @@ class Clients:
         self.ended: dict[str, float] = {}
         self.accepted: dict[str, float] = {}
         self.inputs: dict[str, str] = {}
+        self._head_of: dict[str, str] = {}
         # Accepted tasks that Redis no longer knows.
         self.missing: set[str] = set()
         # Statuses of polls that were not 200.
@@ -234,7 +240,7 @@ class Clients:
         began = time.monotonic()
         self.checker.accepted(text, within_s=10.0)
         try:
-            response = await self._exchange(port, "POST", "/v1/inference", inference_body(text))
+            response = await self._exchange(port, "POST", "/v1/inference", inference_body(text), next(self._owners))
         except ConnectionRefusedError:
             self.checker.left(text)
             return
@@ -264,9 +270,12 @@ class Clients:
         """Submit a task; its id, or "" if it was not accepted."""
         began = time.monotonic()
         try:
+            head = ASYNC + next(self._owners)
             response = await self._exchange(
-                random.choice(self._ports()), "POST", "/v1/inference", inference_body(text), ASYNC
+                random.choice(self._ports()), "POST", "/v1/inference", inference_body(text), head
             )
+            if response.status == 202:
+                self._head_of[response.json["task_id"]] = head.removeprefix(ASYNC)
         except (ConnectionRefusedError, ConnectionBrokenError):
             return ""  # not answered with 202: nothing is owed
         self.task_answers.append(Answer(began, time.monotonic(), response.status))
@@ -286,7 +295,8 @@ class Clients:
         while time.monotonic() < give_up_at:
             try:
                 port = random.choice(self._ports())
-                response = await self._exchange(port, "GET", f"/v1/result/{task_id}?wait_ms={wait_ms}")
+                head = self._head_of[task_id]  # a task is its owner's alone
+                response = await self._exchange(port, "GET", f"/v1/result/{task_id}?wait_ms={wait_ms}", headers=head)
             except (ConnectionRefusedError, ConnectionBrokenError):
                 await asyncio.sleep(POLL_AGAIN_S)
                 continue

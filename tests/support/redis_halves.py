@@ -144,14 +144,28 @@ class SlotsModel:
         self.name = name
         self.free = free
         self.largest = largest
-        # Why nothing is taken up now.
+        # Why nothing is taken up now; whether another batcher would; whether it has only a probe to send.
         self.refusal: CarpoolError | None = None
+        self.elsewhere = False
+        self.probing = False
 
     def refusal_of(self, request: Request) -> CarpoolError | None:
         return self.refusal
 
     def free_slots(self) -> int:
         return self.free
+
+    def may_go_elsewhere(self, request: Request) -> bool:
+        return self.elsewhere
+
+    def is_probing(self) -> bool:
+        return self.probing
+
+    def is_in_doubt(self) -> bool:
+        return self.probing
+
+    def is_served_elsewhere(self) -> bool:
+        return self.elsewhere
 
     def largest_batch(self) -> int:
         return self.largest

@@ -215,6 +215,16 @@ class RedisCluster:
         """TimeoutError if that does not come."""
         await until(self.is_whole)
 
+    async def begin_to_move(self, slot: int) -> "Move":
+        """Let a slot be on its way from its node to another one."""
+        source = await self.primary_of(slot)
+        primaries = [node for node in self.nodes if (await node.facts("replication"))["role"] == "master"]
+        target = next(node for node in primaries if node is not source)
+        names = [(await node.ask("CLUSTER", "MYID")).decode() for node in (source, target)]
+        await target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", names[0])
+        await source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", names[1])
+        return Move(slot, source, target, names[1], primaries)
+
     async def _servers_of(self, slot: int) -> list[RedisServer]:
         for node in self.nodes:
             try:
@@ -225,6 +235,36 @@ class RedisCluster:
                 if first <= slot <= last:
                     return [next(node for node in self.nodes if node.port == place[1]) for place in places]
         raise LookupError(f"nobody serves slot {slot}")
+
+
+class Move:
+    """A slot on its way from one node of a Cluster to another."""
+
+    def __init__(
+        self, slot: int, source: RedisServer, target: RedisServer, name: str, primaries: list[RedisServer]
+    ) -> None:
+        self.slot = slot
+        self.source = source
+        self.target = target
+        self._target_name = name
+        self._primaries = primaries
+
+    async def keys(self, at: RedisServer) -> set[bytes]:
+        """What one of the two has of it."""
+        return set(await at.ask("CLUSTER", "GETKEYSINSLOT", self.slot, 100_000))
+
+    async def bring(self, *keys: bytes) -> None:
+        """Bring these, also where the other node has such a key."""
+        for key in keys:
+            how = ("MIGRATE", HOST, self.target.port, key.decode(), 0, 5000, "REPLACE")
+            await self.source.ask(*how)
+
+    async def end(self) -> None:
+        """Bring what is left, and let the other node have the slot."""
+        while left := await self.keys(self.source):
+            await self.bring(*left)
+        for node in (self.target, self.source, *self._primaries):
+            await node.ask("CLUSTER", "SETSLOT", self.slot, "NODE", self._target_name)
 
 
 class SentinelGroup:

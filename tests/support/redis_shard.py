@@ -112,6 +112,7 @@ class ShardBench:
         input_bytes_max: int = 10**9,
         stored_bytes_max: int = 10**9,
         task_ms: int = 600_000,
+        unsure_ms: int = 0,
         lanes_max: int = 0,
         header: bytes = b"header",
         tasks: Sequence[str] = (),
@@ -129,7 +130,7 @@ class ShardBench:
         if tasks:  # of these the script reads the owner
             values = [value_of(task, owner, value) for task, value in zip(tasks, values, strict=True)]
         about = self.about(field, model, lanes_max, offsets)
-        of_tasks = (input_bytes_max, stored_bytes_max, task_ms) if tasks else (0, 0, 0)
+        of_tasks = (input_bytes_max, stored_bytes_max, task_ms, unsure_ms) if tasks else (0, 0, 0, 0)
         facts = (field, about, held_max, lanes_max, self._now(), header, owner, letter, *of_tasks)
         named = chain.from_iterable((task, owner, client, own_ms, url) for task in tasks)
         first, number, _, _ = self.run(SUBMIT, *facts, len(values), *values, *named)
@@ -192,9 +193,11 @@ class ShardBench:
         lease_ms: int = LEASE_MS,
         deliveries_max: int = 1000,
         suspects: int = 2,
+        left: int = 1,
     ) -> list[Entry]:
         """Entries whose lease is over. Where nothing else is said, none of them is a suspect for long."""
-        of_model: list[str | bytes | int] = [model, budget.batches, budget.largest, suspects, len(budget.rooms)]
+        of_model: list[str | bytes | int] = [model, budget.batches, budget.largest, suspects, left]
+        of_model += [len(budget.rooms)]
         of_model += [part for pair in budget.rooms.items() for part in pair]
         _, more, left, *streams = self.run(CLAIM, consumer, self._now(), lease_ms, deliveries_max, 64, *of_model)
         self.has_more, self.has_suspects = bool(more), bool(left)
@@ -232,20 +235,32 @@ class ShardBench:
         texts = [part.decode() for part in lost]
         return list(zip(texts[::2], texts[1::2], strict=True))
 
-    def release(self, *entries: Entry, consumer: str = "b1") -> None:
-        """Let others have them."""
-        self.run(RELEASE, consumer, *_by_stream(entries))
+    def release(self, *entries: Entry, consumer: str = "b1", carried: int = 0) -> None:
+        """Let others have them, with what is carried along."""
+        for entry in entries:
+            self.run(RELEASE, consumer, entry.field, 1, entry.id, carried)
 
     def done(self, *entries: Entry) -> int:
         """They have their outcome; how many were still there."""
         return int(self.run(DONE, self._now(), *_by_stream(entries)))
 
     def finish(
-        self, entry: Entry, task: str, result: bytes, *, kept_ms: int = 600_000, letter: bytes = b"", **bounds: int
+        self,
+        entry: Entry,
+        task: str,
+        result: bytes,
+        *,
+        kept_ms: int = 600_000,
+        letter: bytes = b"",
+        finisher: str = "",
+        **bounds: int,
     ) -> tuple[bool, int]:
         """Give a task its result: whether it was the first, and how many letters were dropped."""
         kept = ("F" if letter else "S", result, kept_ms, self._now(), letter, self.shard.number)
-        is_first, _, dropped = self.run(FINISH, task, entry.field, entry.id, *kept, *_letter_bounds(**bounds))
+        age_ms = 0 if self.now is None else self.now - int(entry.id.partition("-")[0])
+        who = (finisher or f"finisher {next(self._numbers)}", age_ms)
+        is_first, _, dropped = self.run(FINISH, task, entry.field, entry.id, *kept, *_letter_bounds(**bounds), *who)
+        assert is_first >= 0, "it is not accepted yet"
         return bool(is_first), dropped
 
     def bury(self, size: int, **bounds: int) -> int:

@@ -101,8 +101,11 @@ class Office:
         return tasks
 
     def request(self, value: bytes = b'"x"', **options: Any) -> Request:
+        url = options.pop("callback_url", "")
         given = {"is_task": True, "total_timeout_s": 600.0, "tier": 1, **options}
-        return make_request(secrets.token_hex(16), Witness(), now=time.perf_counter(), value=value, **given)
+        request = make_request(secrets.token_hex(16), Witness(), now=time.perf_counter(), value=value, **given)
+        request.callback_url = url
+        return request
 
     async def submit(self, tasks: RedisTasks, value: bytes = b'"x"', owner: str = "owner", **options: Any) -> str:
         request = self.request(value, owner=owner, **options)
@@ -124,14 +127,16 @@ class Office:
                     taken.append(Taken(shard, field, entry_id, decode_header(header), record, bytes(given)))
         return taken
 
-    async def finish(self, taken: Taken, outcome: Output | CarpoolError, sends: int = 0) -> bool:
+    async def finish(
+        self, taken: Taken, outcome: Output | CarpoolError, sends: int = 0, *, after_s: float = 0.0
+    ) -> bool:
         """Give a task its outcome, as a batcher does; false if Redis does not take it at once."""
         request = self.request(parameters=taken.header.parameters, tier=taken.header.tier, owner=taken.record.owner)
         haul = Haul(taken.shard, taken.field, 0.0, 0.0, {taken.entry_id: request})
         request.id, request.sends, request.waiter = taken.task_id, sends, self.replies
         request.ticket = Lease(haul, taken.entry_id, taken.header)
         retries = self.replies.retries
-        request.settle(outcome, request.arrived)
+        request.settle(outcome, request.arrived + after_s)
         await until(lambda: not haul.open or self.replies.retries > retries)
         return not haul.open
 

@@ -69,7 +69,13 @@ class Run:
     """A gateway in front of `sick` endpoints and one that is well, at a share of what that one can serve."""
 
     def __init__(
-        self, *sick: Sickness, slots: int = 1, load: float = 0.6, seconds: float = 30.0, seed: int = 1
+        self,
+        *sick: Sickness,
+        slots: int = 1,
+        load: float = 0.6,
+        seconds: float = 30.0,
+        seed: int = 1,
+        clients: int = CLIENTS,
     ) -> None:
         self.sick = [SickUpstream(f"sick {n}", slots, sickness, seed + n) for n, sickness in enumerate(sick)]
         well = SickUpstream("well", slots, None, seed)
@@ -78,6 +84,7 @@ class Run:
         self.requests: list[Request] = []
         self._per_s = load * slots * MAX_BATCH / SERVICE_S
         self._seconds = seconds
+        self._clients = clients
         self._random = Random(seed)
         self.stand.run(self._main)
         self.outcomes = Counter(type(self.stand.witness.outcome(request)) for request in self.requests)
@@ -89,7 +96,7 @@ class Run:
             due += self._random.expovariate(self._per_s)
             await asyncio.sleep(due - loop.time())
             self.stand.broker.expire(self.stand.clock())
-            self.requests.append(self.stand.send(b"good", f"client {self._random.randrange(CLIENTS)}"))
+            self.requests.append(self.stand.send(b"good", f"client {self._random.randrange(self._clients)}"))
         for _ in range(500):
             await asyncio.sleep(0.01)
             self.stand.broker.expire(self.stand.clock())

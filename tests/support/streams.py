@@ -12,6 +12,7 @@ from carpool.broker.memory import MemoryBroker
 from carpool.broker.tasks import Tasks
 from carpool.core.errors import CarpoolError
 from carpool.core.request import Request
+from carpool.core.timers import SharedTurns
 from carpool.face.http.connection import Connection
 from carpool.face.http.places import Places
 from carpool.face.http.router import Router
@@ -134,10 +135,21 @@ class StreamStand:
         return not any(held)
 
 
+async def nothing_waits(turns: SharedTurns, number: int = 200) -> None:
+    """Let so many turns of the event loop pass, and then others while somebody waits for one."""
+    left = number
+    for _ in range(1_000_000):
+        await asyncio.sleep(0)
+        left = number if turns else left - 1
+        if not left:
+            return
+
+
 class StreamClient:
     """One client, with a WebSocket library that is not told of the handshake."""
 
     def __init__(self, stand: StreamStand) -> None:
+        self._turns = stand.intake.turns
         self.transport = NotingTransport()
         self.connection = Connection(stand.server.state)
         self.connection.connection_made(self.transport)
@@ -164,8 +176,7 @@ class StreamClient:
 
     async def messages(self) -> list[Any]:
         """What came since the last look, after all that there was to do in the event loop."""
-        for _ in range(200):
-            await asyncio.sleep(0)
+        await nothing_waits(self._turns)
         return self._parse()
 
     async def answers(self) -> dict[Any, Any]:

@@ -239,6 +239,16 @@ async def status_500(writer: asyncio.StreamWriter) -> None:
     await send(writer, b'{"error":"out of memory"}', 500)
 
 
+async def status_422(writer: asyncio.StreamWriter) -> None:
+    """A refusal that blames the input."""
+    await send(writer, b'{"error":"no"}', 422)
+
+
+async def status_429(writer: asyncio.StreamWriter) -> None:
+    """Busy."""
+    await send(writer, b'{"error":"busy"}', 429)
+
+
 async def status_503(writer: asyncio.StreamWriter) -> None:
     """Not now."""
     await send(writer, b'{"error":"overloaded"}', 503)
@@ -272,6 +282,8 @@ MISBEHAVIOURS = {
     "hang": hang,
     "redirect": redirect,
     "status 500": status_500,
+    "status 422": status_422,
+    "status 429": status_429,
     "status 503": status_503,
     "status 400": status_400,
 }

@@ -12,7 +12,7 @@ from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import Fixed
 from carpool.broker.memory import MemoryBroker
 from carpool.core.events import Events
-from carpool.core.ports import DeadLetters
+from carpool.core.ports import DeadLetters, OtherBatchers
 from carpool.core.request import Request
 from carpool.testing import Answer, Call, FakeClock, FakeUpstream, Witness, echo, inputs_of, make_request
 from carpool.upstream.codecs import JsonCodec
@@ -46,8 +46,10 @@ class Stand:
         is_cached: bool = False,
         attempts: int = 3,
         random_share: Callable[[], float] = random.random,
+        others: OtherBatchers | None = None,
+        clock: FakeClock | None = None,
     ) -> None:
-        self.clock = FakeClock()
+        self.clock = clock or FakeClock()
         self.upstreams = upstreams
         self.witness = Witness()
         self.offenders = Offenders()
@@ -57,54 +59,64 @@ class Stand:
         self._merge = partial(merge_same, is_owned=False) if is_cached else None
         self._attempts = attempts
         self._random_share = random_share
+        self._others = others
         self._serial = 0
 
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async def started() -> None:
-            self.broker = MemoryBroker(
-                waiting_max=1000,
-                bytes_max=10**6,
-                lanes_max=9,
-                tiers=1,
-                offenders=self.offenders,
-                events=self.events,
-                clock=self.clock,
-            )
-            self.pool = Pool(self.upstreams, self.clock, random_share=lambda: 0.5)
-            self.pool.others_wait = lambda: self.broker.all_waiting("m") > 0
-            self.dispatcher = UpstreamDispatcher(
-                self.pool,
-                JsonCodec(),
-                self.broker,
-                timeout_s=3.0,
-                attempts=self._attempts,
-                backoff_s=0.05,
-                model="m",
-                offenders=self.offenders,
-                dead_letters=self._dead_letters,
-                max_batch=lambda: self._max_batch,
-                others_waiting=lambda: self.broker.most_waiting("m"),
-                all_waiting=lambda: self.broker.all_waiting("m"),
-                merge=self._merge,
-                events=self.events,
-                clock=self.clock,
-                random_share=self._random_share,
-            )
-            BatchLoop(
-                "m",
-                self.broker,
-                self.pool,
-                self.dispatcher,
-                Fixed(),
-                max_batch=self._max_batch,
-                max_wait_s=0.005,
-                clock=self.clock,
-            )
+            self.start()
             await main()
-            await self.dispatcher.finish(60.0)
-            self.pool.close()
+            await self.finish()
 
         self.clock.run(started())
+
+    async def finish(self) -> None:
+        """Wait for what is under way."""
+        await self.dispatcher.finish(60.0)
+        self.pool.close()
+
+    def start(self) -> None:
+        """Plug the parts together."""
+        self.broker = MemoryBroker(
+            waiting_max=1000,
+            bytes_max=10**6,
+            lanes_max=9,
+            tiers=1,
+            offenders=self.offenders,
+            events=self.events,
+            clock=self.clock,
+        )
+        self.pool = Pool(self.upstreams, self.clock, random_share=lambda: 0.5)
+        self.pool.others_wait = lambda: self.broker.all_waiting("m") > 0
+        self.dispatcher = UpstreamDispatcher(
+            self.pool,
+            JsonCodec(),
+            self.broker,
+            timeout_s=3.0,
+            attempts=self._attempts,
+            backoff_s=0.05,
+            model="m",
+            offenders=self.offenders,
+            dead_letters=self._dead_letters,
+            max_batch=lambda: self._max_batch,
+            others_waiting=lambda: self.broker.most_waiting("m"),
+            all_waiting=lambda: self.broker.all_waiting("m"),
+            merge=self._merge,
+            others=self._others,
+            events=self.events,
+            clock=self.clock,
+            random_share=self._random_share,
+        )
+        BatchLoop(
+            "m",
+            self.broker,
+            self.pool,
+            self.dispatcher,
+            Fixed(),
+            max_batch=self._max_batch,
+            max_wait_s=0.005,
+            clock=self.clock,
+        )
 
     def send(
         self, value: bytes, owner: str, is_task: bool = False, timeout_s: float = 4.0, *, is_same: bool = False

@@ -22,9 +22,14 @@ JSON = "Content-Type: application/json\r\n"
 class Webhook(NamedTuple):
     """One that came."""
 
-    id: str
+    webhook_id: str
     headers: dict[str, str]
     body: bytes
+
+    @property
+    def id(self) -> str:
+        """The task's."""
+        return self.webhook_id.rpartition("-")[0]
 
     @property
     def json(self) -> Any:
@@ -32,7 +37,7 @@ class Webhook(NamedTuple):
 
     def is_signed_with(self, secret: str) -> bool:
         """Whether one of its signatures is made with this secret."""
-        signed = f"{self.id}.{self.headers['webhook-timestamp']}.".encode() + self.body
+        signed = f"{self.webhook_id}.{self.headers['webhook-timestamp']}.".encode() + self.body
         digest = hmac.new(base64.b64decode(secret.removeprefix("whsec_")), signed, hashlib.sha256).digest()
         return f"v1,{base64.b64encode(digest).decode()}" in self.headers["webhook-signature"].split(" ")
 
@@ -42,6 +47,7 @@ class Receiver:
 
     def __init__(self) -> None:
         self.came: list[Webhook] = []
+        self._bodies: dict[str, bytes] = {}
         self.connections = 0
         self.in_flight = 0
         self.most_in_flight = 0
@@ -73,6 +79,7 @@ class Receiver:
             webhook = Webhook(headers["webhook-id"], headers, body)
             assert webhook.is_signed_with(SECRET) or webhook.is_signed_with(OTHER_SECRET)
             assert webhook.json["task_id"] == webhook.id
+            assert self._bodies.setdefault(webhook.webhook_id, body) == body, "another body with the same id"
             self.came.append(webhook)
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)

@@ -139,7 +139,7 @@ async def test_who_leaves_lets_what_is_under_way_be_due(monkeypatch: pytest.Monk
     way.gate.clear()
     made = deliverer(box, way)
     made.start()
-    await until(lambda: way.sent == ["t"])
+    await until(lambda: way.sent == ["t-0"])
     await made.close()
     assert box.back == [("t", None)] and box.removed == []
 

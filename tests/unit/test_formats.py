@@ -29,14 +29,13 @@ from carpool.core.outcome import CallFacts
 ids = st.text(string.ascii_letters + string.digits + "-_", max_size=255)
 owners = st.text(string.hexdigits + ".:/", max_size=64)
 texts = st.text(max_size=200)
-records = st.builds(
-    EntryRecord, st.integers(0, 2**63), ids, owners, st.integers(0, 2**63), texts, st.binary(max_size=32), texts
-)
+numbers = st.integers(0, 2**63)
+records = st.builds(EntryRecord, numbers, ids, owners, numbers, numbers, texts, st.binary(max_size=32), texts)
 HEADER = Header(ENTRY_FORMAT, b"g1", "m", b"{}", b"", 0, False, 2000)
 
 
 def beginning_of(record: EntryRecord, more: bytes) -> bytes:
-    return encode_record(record.number, record.request_id, record.owner, record.remaining_ms, more)
+    return encode_record(record.number, record.request_id, record.owner, record.remaining_ms, more, record.sent_ms)
 
 
 @given(records, st.binary(max_size=300))

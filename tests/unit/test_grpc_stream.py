@@ -24,6 +24,7 @@ from carpool.testing import FakeUpstream, make_output
 from carpool.upstream.pool import Pool
 from support.grpc_client import message
 from support.processes import until
+from support.streams import nothing_waits
 from support.tasks import open_journal
 
 
@@ -96,9 +97,8 @@ async def stand() -> AsyncIterator[Stand]:
     await journal.close()
 
 
-async def settle_down() -> None:
-    for _ in range(50):
-        await asyncio.sleep(0)
+async def settle_down(stand: Stand) -> None:
+    await nothing_waits(stand.streams.turns, 50)
 
 
 async def some_came_in(stand: Stand) -> None:
@@ -113,11 +113,11 @@ async def test_while_nobody_reads_little_is_taken(stand: Stand) -> None:
     for start in range(0, 4 * OPEN_MAX, 100):
         call.ask(*map(str, range(start, start + 100)))
     call.sent.put_nowait(None)
-    await settle_down()
+    await settle_down(stand)
     assert OPEN_MAX <= stand.broker.held < OPEN_MAX + 100
     taken = call.taken
     stand.answer_all()
-    await settle_down()
+    await settle_down(stand)
     assert (call.taken, stand.broker.held) == (taken, 0)  # answered, but not read: no more is taken
     call.is_reading.set()
     while not running.done():
@@ -131,13 +131,13 @@ async def test_while_nobody_reads_little_is_taken(stand: Stand) -> None:
 async def test_long_answers_that_nobody_reads(stand: Stand) -> None:
     call, running = stand.call, stand.start()
     call.ask("a", "b", "c")
-    await settle_down()
+    await settle_down(stand)
     stand.answer_all(b'"%b"' % (b"y" * (UNREAD_BYTES_MAX // 2)))
-    await settle_down()
+    await settle_down(stand)
     taken = call.taken
     call.ask("d")
     call.ask("e")
-    await settle_down()
+    await settle_down(stand)
     assert call.taken == taken  # one message was on the way already
     assert stand.broker.held <= 1
     running.cancel()
@@ -148,7 +148,7 @@ async def test_long_answers_that_nobody_reads(stand: Stand) -> None:
 async def test_too_much_unread_is_dropped(stand: Stand) -> None:
     call, running = stand.call, stand.start()
     call.ask(*"abcdefgh")
-    await settle_down()
+    await settle_down(stand)
     for request in stand.waiting():
         stand.broker.settle(request, make_output(b'"%b"' % (b"y" * (UNREAD_BYTES_MAX // 2))))
         assert stand.streams.unread_bytes <= 2 * UNREAD_BYTES_MAX
@@ -161,15 +161,15 @@ async def test_too_much_unread_is_dropped(stand: Stand) -> None:
 async def test_one_that_is_given_up_takes_all_back_and_is_told_so_if_it_reads_on(stand: Stand) -> None:
     call, running = stand.call, stand.start()
     call.ask("a", "b", "c")
-    await settle_down()
+    await settle_down(stand)
     first, *_ = stand.waiting()
     stand.broker.settle(first, make_output(b'"y"'))
-    await settle_down()
+    await settle_down(stand)
     assert call.when_unread is not None
     for _ in range(2):
         call.when_unread()
     call.ask("d")
-    await settle_down()
+    await settle_down(stand)
     assert stand.broker.held == 0 and not running.done() and stand.places.taken == 1
     call.is_reading.set()
     ended = await running
@@ -190,7 +190,7 @@ async def test_a_defect_with_one_request_is_its_own(stand: Stand, monkeypatch: p
     requests = [{"id": "b", "request": {"input_json": '"too long"'}}, {"id": "c", "request": {"input_json": '"x"'}}]
     call.sent.put_nowait(message("PredictStreamRequest")(requests=requests).SerializeToString())
     call.sent.put_nowait(None)
-    await settle_down()
+    await settle_down(stand)
     stand.answer_all()
     assert await running is None
     assert {each.id: each.error.code for each in call.answers} == {"a": "", "b": "internal", "c": ""}
@@ -201,7 +201,7 @@ async def test_a_defect_in_an_answer_is_told_to_its_client(stand: Stand, monkeyp
     call.is_reading.set()
     call.ask("a", "b")
     call.sent.put_nowait(None)
-    await settle_down()
+    await settle_down(stand)
     first, second = stand.waiting()
     stand.broker.settle(first, make_output(object()))
     stand.broker.settle(second, make_output(b'"y"'))
@@ -224,7 +224,7 @@ async def test_a_defect_in_reading_ends_the_stream(stand: Stand, monkeypatch: py
 async def test_a_bad_message_takes_all_with_it(stand: Stand) -> None:
     running = stand.start()
     stand.call.ask("a", "b")
-    await settle_down()
+    await settle_down(stand)
     assert stand.broker.held == 2
     stand.call.sent.put_nowait(b"\x0a\xff")
     assert isinstance(await running, Malformed)
@@ -233,7 +233,7 @@ async def test_a_bad_message_takes_all_with_it(stand: Stand) -> None:
 
 async def test_an_owner_has_so_many_streams_at_once(stand: Stand) -> None:
     first = stand.start()
-    await settle_down()
+    await settle_down(stand)
     ended = await stand.start()
     assert ended is not None and ended.code == "rate-limited"
     first.cancel()
@@ -245,9 +245,9 @@ async def test_at_a_drain_what_came_is_answered(stand: Stand) -> None:
     running = stand.start()
     stand.call.is_reading.set()
     stand.call.ask("a")
-    await settle_down()
+    await settle_down(stand)
     stand.streams.drain()
-    await settle_down()
+    await settle_down(stand)
     assert not running.done()
     stand.call.ask("too late")
     stand.answer_all()
@@ -284,7 +284,7 @@ async def test_who_leaves_while_a_message_is_taken_leaves_nothing(
     await some_came_in(stand)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    await settle_down()
+    await settle_down(stand)
     assert stand.broker.held == 0
 
 

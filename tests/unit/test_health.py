@@ -106,16 +106,18 @@ async def test_an_endpoint_that_fails_three_probes_is_offline_and_one_good_one_b
     assert setup.gpu.asked == ["/health"] * 4
 
 
-async def test_an_endpoint_that_is_closed_to_one_owner_has_a_slot_for_the_others_also_while_they_try_it() -> None:
+async def test_an_endpoint_that_is_closed_to_one_owner_is_not_healthy_and_still_open_to_others() -> None:
     setup = Setup()
-    breaker = setup.member.breaker
-    while breaker.state == "closed":
-        breaker.failed(setup.clock(), 0.5, owners=["bad"])
-    assert healthy_slots(setup.pool.members, setup.clock()) == 1
-    breaker.started(setup.clock())
-    assert healthy_slots(setup.pool.members, setup.clock()) == 1
-    breaker.failed(setup.clock(), 0.5, probe=True, owners=["good"])  # now it is closed to all
-    assert healthy_slots(setup.pool.members, setup.clock()) == 0
+    pool, member = setup.pool, setup.member
+    while member.breaker.state == "closed":
+        pool.went_badly(member, ["bad"])
+    assert healthy_slots(pool.members, setup.clock()) == 0
+    assert pool.is_none_closed and pool.is_shut_to_some
+    member.breaker.started(setup.clock())  # others try it
+    assert pool.is_shut_to_some
+    member.probing = True
+    pool.went_badly(member, ["good"])  # now it is closed to all
+    assert not pool.is_shut_to_some
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ may not depend on which.
 """
 
 import asyncio
+import itertools
 import json
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +16,13 @@ import msgspec
 import pytest
 
 from carpool.core.errors import CarpoolError, Malformed, MethodNotAllowed, RateLimited, Shed, Unauthorized
+from carpool.core.timers import TURN_S
 from carpool.face.http import connection, state
 from carpool.face.http.connection import BACKLOG_ENTRY_BYTES, LINGER_S, TOLD_MAX, UNSENT_PARTS_MAX, Connection
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.server import READ_BYTES_MIN, SWEEP_PARTS, TICK_S, HttpServer
-from carpool.face.http.state import HttpLimits
+from carpool.face.http.state import LONG_BODY_BYTES, HttpLimits
 from carpool.testing import FakeClock
 
 LIMITS = HttpLimits(
@@ -693,6 +696,107 @@ def test_a_lost_connection_gives_its_bytes_back() -> None:
     assert not face.server.connections
 
 
+# Long bodies (rule 11)
+
+LONG = b"x" * (LONG_BODY_BYTES + 1)
+LONG_LIMITS = msgspec.structs.replace(LIMITS, body_bytes_max=len(LONG), receiving_bytes_max=5_000_000)
+
+
+class BusyFace(Face):
+    """A server whose routes need a whole turn of the event loop for each request."""
+
+    def route(self, exchange: Exchange) -> None:
+        time.sleep(1.1 * TURN_S)
+        super().route(exchange)
+
+
+def busy_face(clients: int, limits: HttpLimits = LONG_LIMITS) -> tuple[BusyFace, list[Connection], list[FakeTransport]]:
+    """Some clients whose long bodies end in one turn: one of them is read at once."""
+    face = BusyFace(limits, answer_at_once=True)
+    connections, transports = [face.connection], [face.transport]
+    for _ in range(clients - 1):
+        face.connect()
+        connections.append(face.connection)
+        transports.append(face.transport)
+    for each in connections:
+        each.data_received(post(LONG))
+    assert len(face.seen) == 1 and face.server.state.receiving_bytes == (clients - 1) * len(LONG)
+    return face, connections, transports
+
+
+async def turns_until(condition: Callable[[], bool]) -> None:
+    """Let turns of the event loop pass until this is so."""
+    for _ in range(1_000_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never was")
+
+
+async def test_of_long_bodies_that_end_together_one_is_read_in_a_turn() -> None:
+    face, _, transports = busy_face(4)
+    face.connect()
+    face.feed(get("/small"))  # which does not wait
+    assert face.seen[-1].target == b"/small" and len(face.seen) == 2
+    read: list[int] = []
+
+    def is_all_read() -> bool:
+        read.append(len(face.seen))
+        return read[-1] == 5
+
+    await turns_until(is_all_read)
+    assert max(after - before for before, after in itertools.pairwise(read)) == 1
+    assert face.server.state.receiving_bytes == 0
+    assert [answers(bytes(each.written))[0].status for each in transports] == [200] * 4
+
+
+async def test_a_client_that_leaves_before_its_turn_costs_no_more() -> None:
+    face, connections, _ = busy_face(3)
+    connections[1].connection_lost(None)
+    connections[2].eof_received()
+    await turns_until(lambda: not face.server.state.receiving_bytes)
+    assert len(face.seen) == 1
+
+
+async def test_a_client_that_leaves_before_its_turn_gives_its_bytes_back_at_once() -> None:
+    face, connections, _ = busy_face(3)
+    connections[1].connection_lost(None)
+    assert face.server.state.receiving_bytes == len(LONG)
+    connections[2].connection_lost(None)
+    assert face.server.state.receiving_bytes == 0
+
+
+async def test_long_bodies_that_wait_for_a_turn_are_bounded() -> None:
+    limits = msgspec.structs.replace(LONG_LIMITS, receiving_bytes_max=3 * len(LONG))
+    face, _, transports = busy_face(4, limits)
+    face.connect()
+    face.connection.data_received(post(LONG))
+    assert answers(bytes(face.transport.written))[0].status == 503
+    await turns_until(lambda: all(each.written for each in transports))
+    assert {answers(bytes(each.written))[0].status for each in transports} == {200}
+
+
+async def test_long_bodies_that_came_before_a_drain_are_answered() -> None:
+    face, _, transports = busy_face(3)
+    face.server.drain()
+    await turns_until(lambda: all(each.written for each in transports))
+    assert [answers(bytes(each.written))[0].is_last for each in transports] == [False, True, True]
+
+
+async def test_a_long_body_whose_turn_comes_too_late_is_refused() -> None:
+    face, _, transports = busy_face(2)
+    face.clock.advance(LONG_LIMITS.receive_timeout_s + 1)
+    await turns_until(lambda: bool(transports[1].written))
+    assert answers(bytes(transports[1].written))[0].status == 503 and len(face.seen) == 1
+
+
+async def test_behind_a_long_body_answers_keep_their_order() -> None:
+    face, connections, transports = busy_face(2)
+    connections[1].data_received(get("/behind"))
+    await turns_until(lambda: len(face.seen) == 3)
+    assert [each.body for each in answers(bytes(transports[1].written))] == [b"/x", b"/behind"]
+
+
 # Time
 
 
@@ -1046,6 +1150,36 @@ def test_a_client_far_behind_is_cut_off_when_too_much_is_unread() -> None:
     for exchange in face.seen[:2]:
         exchange.respond(200, b"x" * 600_000)
     assert face.transport.aborted
+
+
+def test_an_answer_of_which_a_little_is_unread_counts_whole() -> None:
+    """The transport keeps all of it until its last byte has left."""
+    forever = {"idle_timeout_s": 3600.0, "write_timeout_s": 3600.0}
+    face = Face(msgspec.structs.replace(LIMITS, unread_bytes_max=1_000_000, **forever))
+    first, state = face.transport, face.server.state
+    for left in (10_000, 10_000):  # less than what pauses a writer
+        face.connect()
+        face.feed(get("/a"))
+        face.transport.waiting = left
+        face.seen[-1].respond(200, b"x" * 400_000)
+        assert not face.transport.aborted
+    face.pass_time(2.0)
+    assert 800_000 <= state.unread_bytes <= 850_000
+    # One who has read all of it does not count, nor does a short answer.
+    face.transport.waiting = 0
+    face.pass_time(2.0)
+    assert 400_000 <= state.unread_bytes <= 450_000
+    face.feed(get("/a"))
+    face.transport.waiting = 10_000
+    face.seen[-1].respond(200, b"x" * 100_000)
+    face.pass_time(2.0)
+    assert 400_000 <= state.unread_bytes <= 450_000
+    # Beyond the bound whoever keeps much is cut off.
+    face.connect()
+    face.feed(get("/a"))
+    face.transport.waiting = 10_000
+    face.seen[-1].respond(200, b"x" * 700_000)
+    assert face.transport.aborted and not first.aborted
 
 
 # Draining (rule 7)

@@ -16,7 +16,6 @@ from carpool.broker.seats import Seats
 from carpool.broker.tasks import Tasks
 from carpool.core.errors import (
     CarpoolError,
-    Forbidden,
     InputRefused,
     InternalError,
     Malformed,
@@ -147,8 +146,21 @@ async def test_nobody_waits_for_what_the_protocol_cannot_carry(house: House) -> 
 
 
 async def test_an_unknown_model_is_named(house: House) -> None:
-    with pytest.raises(UnknownModel, match="serves m"):
-        house.intake.model("other")
+    with pytest.raises(UnknownModel, match="serves m; name one of these, or none"):
+        house.intake.model("other", Caller("alice", 0))
+
+
+async def test_models_of_others_are_as_unknown_as_those_that_are_not_there(house: House) -> None:
+    other = Caller("alice", 0, is_anonymous=False, models=frozenset({"n"}))
+    texts = set[str]()
+    for name in ("m", "nothing"):
+        with pytest.raises(UnknownModel) as refused:
+            house.intake.model(name, other)
+        texts.add(refused.value.detail)
+    assert texts == {"this gateway serves no model that this credential is for"}
+    assert list(house.intake.models_of(other)) == []
+    allowed = Caller("alice", 0, is_anonymous=False, models=frozenset({"m"}))
+    assert house.intake.model("m", allowed) is house.model and list(house.intake.models_of(allowed)) == [house.model]
 
 
 async def test_the_last_requests_are_kept_and_no_more(house: House) -> None:
@@ -562,9 +574,9 @@ async def test_a_group_of_none_is_answered(house: House) -> None:
 async def test_a_credential_for_another_model_does_not_come_in(house: House) -> None:
     house_model, told = house.model, []
     other = Caller("alice", 0, is_anonymous=False, models=frozenset({"n", "l"}))
-    with pytest.raises(Forbidden, match="for l, n;"):
+    with pytest.raises(UnknownModel, match="no model that this credential is for"):
         house.intake.ask(other, house_model, b"", b'"x"', "r1", house.witness)
-    with pytest.raises(Forbidden):
+    with pytest.raises(UnknownModel):
         house.intake.submit(
             caller=other, model=house_model, parameters=b"", value=b"1", accepted=lambda *each: told.append(each)
         )

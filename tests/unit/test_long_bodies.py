@@ -4,6 +4,7 @@ Steps are counted, not seconds: a call of a megabyte that took one for each of i
 loop, and with it everybody else, for a tenth of a second and more.
 """
 
+import json
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -13,8 +14,12 @@ import pytest
 from msgspec import Raw
 
 from carpool.core.errors import Malformed
+from carpool.core.tensors import count_of, parsed
 from carpool.face.http.list_bodies import fields_of, texts_of, values_of
+from carpool.face.http.strict_json import json_fault
 from carpool.face.http.v2_wire import parse_call
+from carpool.face.http.wire import canonical_parameters, decode_inference
+from carpool.upstream.codecs.tensors import OutputTensor, cut_outputs
 
 MIB = 1024 * 1024
 # A few for each of 2,048 rows, or 65,536 elements of BYTES; a body of a megabyte may have 500,000 elements.
@@ -130,6 +135,58 @@ def tensor(data: bytes, datatype: str = "BYTES", shape: str = "[1,1]", name: str
 def test_tensors(tensors: list[bytes]) -> None:
     body = b'{"inputs":[' + b",".join(tensors) + b"]}"
     assert steps_of(lambda: parse_call({}, body)) < STEPS_MAX
+
+
+HARD = {
+    "objects": repeated(b'1e100,{"a":{}}'),
+    "empty strings": b"[1e300," + repeated(b'""')[1:],
+    "strings": b"[1e300," + repeated(b'"ab"')[1:],
+    "arrays": b"[1e300," + repeated(b"[]")[1:],
+    "nested": repeated(b"[" * 60 + b"]" * 60),
+    "near a double": repeated(b"1e300"),
+    "denormal": repeated(b"1e-320"),
+    "long numbers": repeated(b"1" * 100 + b"e9"),
+    "escapes": b'[1e300,"' + rb"\\\"" * (MIB // 4) + b'"]',
+}
+
+
+@pytest.mark.parametrize("value", HARD.values(), ids=HARD)
+def test_hard_json_is_checked_without_an_object_for_each_of_its_parts(value: bytes) -> None:
+    decode_inference(b'{"input":' + value + b"}")  # it is valid
+    tracemalloc.start()
+    try:
+        # A few for each of 10,000 long numbers, or of LARGE_NUMBERS_MAX; calls of C count twice.
+        assert steps_of(lambda: json_fault(value)) < 2 * STEPS_MAX
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Some copies of it, in other letters, and the parts of a piece.
+    assert most_bytes < 8 * MIB
+
+
+@pytest.mark.parametrize("number", [b"1e300", b"1e-320", b"1.7976931348623157e308"])
+def test_no_number_with_an_exponent_is_parsed_by_msgspec(number: bytes) -> None:
+    """Which takes 10 µs for each of these. They are the numbers that they were all the same."""
+    text = repeated(number, 8192)
+    floats = next(parsed(text, "FP64"))
+    assert set(floats) == {float(number)} and count_of(text, "FP64") == len(floats)
+    assert json.loads(canonical_parameters(Raw(b'{"a":' + text + b"}"))) == {"a": floats}
+    with pytest.raises(Malformed, match="too large for a double"):
+        canonical_parameters(Raw(b'{"a":1e999}'))
+    with pytest.raises(Malformed, match="whole numbers"):
+        texts_of(Raw(b"[1.0," + text[1:]), "input")
+
+
+def test_an_answer_of_many_numbers_is_cut_without_an_object_for_each() -> None:
+    data = repeated(b"1")
+    output = OutputTensor("a", "INT32", [2, (data.count(b",") + 1) // 2], data, False)
+    tracemalloc.start()
+    try:
+        assert steps_of(lambda: cut_outputs([output], ["data", "data"])) < STEPS_MAX
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 4 * MIB
 
 
 def test_raw_tensors() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from carpool.core.batch import Batch
-from carpool.core.errors import QueueTimeout, UpstreamFailed
+from carpool.core.errors import Draining, QueueTimeout, UpstreamFailed
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.request import Request
 from carpool.testing import Witness, make_request
@@ -46,9 +46,17 @@ async def recording(path: Path, buffer_max: int = 1000) -> AsyncIterator[Recorde
         await recorder.close()
 
 
-def settle(recorder: Recorder, request_id: str, outcome: Outcome, tier: int = 0, batch: Batch | None = None) -> None:
+def settle(
+    recorder: Recorder,
+    request_id: str,
+    outcome: Outcome,
+    tier: int = 0,
+    batch: Batch | None = None,
+    *,
+    is_task: bool = False,
+) -> None:
     """A request that arrived at 10 s, was taken at 10.5 s and ended at 11 s."""
-    request = make_request(request_id, Witness(), now=10.0, owner="alice", tier=tier)
+    request = make_request(request_id, Witness(), now=10.0, owner="alice", tier=tier, is_task=is_task)
     request.taken, request.batch = (10.5, batch) if batch or isinstance(outcome, Output) else (0.0, None)
     request.settle(outcome, 11.0)
     recorder.settled(request, outcome)
@@ -248,6 +256,26 @@ async def test_two_processes_may_share_a_file(tmp_path: Path) -> None:
     assert one.failures == other.failures == 0
 
 
+async def test_of_a_task_that_ended_twice_the_last_row_stays(tmp_path: Path) -> None:
+    """After a failover of Redis some had two, and `usage` counted both. Clients may repeat the ids of requests."""
+    path = tmp_path / "t.db"
+    async with recording(path) as one:
+        settle(one, "task", Draining("later"), is_task=True)
+        settle(one, "other", Output(b"1", CALL), is_task=True)
+        settle(one, "same", Output(b"1", CALL))
+    async with recording(path) as other:
+        settle(other, "task", Output(b"1", CALL), is_task=True)
+        settle(other, "task", Output(b"1", CALL), is_task=True)
+        settle(other, "same", Output(b"1", CALL))
+    assert sorted(await rows_in(path)) == ["other", "same", "same", "task"]
+    store = store_at(path)
+    found = await store.find("task")
+    assert found is not None and found.error is None
+    [used] = await store.usage(UsageQuestion())
+    assert (used.requests, used.failed) == (4, 0)
+    await store.close()
+
+
 async def test_two_processes_may_make_room_in_a_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, raced = tmp_path / "t.db", 0
 
@@ -319,6 +347,24 @@ async def test_in_a_file_that_is_full_requests_keep_their_batches(
     connection.close()
     assert 500 < requests_kept < 10_000
     assert batches_kept >= requests_kept // batch_size
+
+
+async def test_a_full_disk_is_told_as_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite has rolled back by then, and to do that again is an error of its own."""
+    connect = sqlite3.connect
+
+    def connect_to_a_small_disk(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        connection: sqlite3.Connection = connect(*arguments, **options)
+        connection.execute("PRAGMA max_page_count = 64")
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", connect_to_a_small_disk)
+    store = store_at(tmp_path / "t.db")
+    await store.write([([request_row(0, WALL)], [])])
+    with pytest.raises(StoreAwayError, match="disk is full"):
+        await store.write([([request_row(each, WALL)], []) for each in range(1, 5000)])
+    await store.write([([request_row(1, WALL)], [])])  # it is of use again when there is room
+    await store.close()
 
 
 async def test_a_file_of_a_newer_version_is_used_as_it_is(tmp_path: Path) -> None:

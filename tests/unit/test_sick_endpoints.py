@@ -21,6 +21,12 @@ def test_one_of_two_that_fails_at_once_is_no_black_hole(fault: str) -> None:
     check(Run(Sickness(fault), seconds=8.0))
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("clients", [1, 3])
+def test_so_it_is_with_one_client_and_with_three(fault: str, clients: int) -> None:
+    check(Run(Sickness(fault, until_s=8.0), clients=clients, load=0.3, seconds=12.0))
+
+
 @pytest.mark.parametrize("fault", BROKEN)
 def test_one_of_two_that_fails_for_minutes_gets_a_few_probes(fault: str) -> None:
     run = Run(Sickness(fault, fails_s=SERVICE_S), load=0.05, seconds=150.0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from carpool.face.http.strict_json import DEPTH_MAX, NUMBER_CHARS_MAX, json_fault
+from carpool.face.http.strict_json import DEPTH_MAX, LARGE_NUMBERS_MAX, NUMBER_CHARS_MAX, json_fault
 
 
 def nested(depth: int, opening: bytes = b"[", closing: bytes = b"]") -> bytes:
@@ -35,6 +35,12 @@ def nested(depth: int, opening: bytes = b"[", closing: bytes = b"]") -> bytes:
         b'["' + b"9" * 1000 + b'","' + b"[{" * 100 + b'","\\"1e999"]',
         b'{"1e999":1,"' + b"[" * 70 + b'":2}',
         b'{"a":1,"a":2}',
+        b"[" + b",".join([b"-1.7976931348623157e308"] * 3 * LARGE_NUMBERS_MAX) + b"]",
+        b'["\\\\","1e999","\\\\\\"",1e308,"1e999,\\"1e999"]',
+        # Strings across the places where a long value is cut.
+        b"[" + b",".join([b'"' + b"a" * n + b'1e999"' for n in range(600)]) + b",1e308]",
+        b"0e999",
+        b"0." + b"0" * 250 + b"1e500",
     ],
     ids=repr,
 )
@@ -62,6 +68,15 @@ def test_safe_to_splice(raw: bytes) -> None:
         (b"[1.5e3, 2e400]", "double"),
         (b'{"a":{"b":1e0000000999}}', "double"),
         (b"9" * 100 + b"e250", "double"),
+        (b"9" * 250 + b"e99", "double"),
+        (b"[true,17976931348623159E292]", "double"),
+        (b"[" + b",".join([b'"' + b"a" * n + b'"' for n in range(600)]) + b",1e309]", "double"),
+        (
+            b"[%b]" % b",".join(b"%de300" % n for n in range(1, LARGE_NUMBERS_MAX + 2)),
+            "more than 8192 different numbers",
+        ),
+        (b"[" + b"1e300," * LARGE_NUMBERS_MAX + b"1e309]", "too large"),
+        (b"[" + b"[]," * 1000 + nested(DEPTH_MAX) + b"]", "nested"),
     ],
     ids=repr,
 )

@@ -3,13 +3,16 @@
 import json
 import struct
 import tracemalloc
+from collections.abc import Callable
 
 import pytest
 
 from carpool.core.tensors import (
     BYTES_ELEMENTS_MAX,
+    DATATYPES,
     RawTensor,
     as_input,
+    count_of,
     element_starts,
     is_packed,
     json_of_raw,
@@ -99,6 +102,27 @@ def test_many_short_numbers_do_not_become_many_objects() -> None:
 def test_what_is_not_of_its_datatype_is_refused(text: bytes) -> None:
     with pytest.raises((ValueError, struct.error)):
         list(parsed(text, "UINT8"))
+
+
+EDGES = [b"0", b"-1", b"99", b"100", b"127", b"128", b"-128", b"-129", b"255", b"256", b"true", b"null", b"1.5", b"1e3"]
+EDGES += [
+    b"%d" % (sign * (1 << bits) - less) for bits in (15, 16, 31, 32, 63, 64) for sign in (1, -1) for less in (0, 1)
+]
+
+
+@pytest.mark.parametrize("datatype", [name for name in DATATYPES if name != "BYTES"])
+@pytest.mark.parametrize("element", EDGES)
+def test_elements_are_counted_as_if_they_were_parsed(datatype: str, element: bytes) -> None:
+    def told(count: Callable[[bytes], int]) -> list[int | None]:
+        found: list[int | None] = []
+        for text in (b"[%b]", b"[ 1,%b ]", b"[%b,true]"):
+            try:
+                found.append(count(text.replace(b"%b", element)))
+            except ValueError:
+                found.append(None)
+        return found
+
+    assert told(lambda text: count_of(text, datatype)) == told(lambda text: sum(map(len, parsed(text, datatype))))
 
 
 def test_a_comma_without_an_element_is_noticed_where_pieces_meet() -> None:

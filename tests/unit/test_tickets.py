@@ -54,4 +54,5 @@ def test_any_other_text_is_refused(text: str, place: int, letter: str) -> None:
         tickets.open(text)
     ticket = tickets.give(SHOWN)
     changed = ticket[:place] + letter + ticket[place + 1 :]
-    assert changed == ticket or not opens(tickets, changed)
+    same = str.maketrans("+/", "-_")  # both alphabets of base64 are read
+    assert changed.translate(same) == ticket.translate(same) or not opens(tickets, changed)

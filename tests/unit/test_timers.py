@@ -4,10 +4,11 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from functools import partial
 
 import pytest
 
-from carpool.core.timers import TURN_S, Every, OncePerTurn, SharedTurns, repeat
+from carpool.core.timers import LONG_TURN_S, TURN_S, Every, OncePerTurn, SharedTurns, repeat
 from carpool.testing import FakeClock
 
 
@@ -206,9 +207,66 @@ async def test_what_comes_goes_before_what_is_left_which_goes_on_all_the_same() 
     turns.now(lambda: work("long", is_long=True))
     for name in ("b", "c"):
         turns.now(lambda name=name: work(name, is_long=False))  # type: ignore[misc]
-    for _ in range(10):
+    for _ in range(1_000_000):
         await asyncio.sleep(0)
+        if len(done) == 4:
+            break
     assert done == ["long", "b", "long", "c"]
+
+
+async def test_of_those_with_work_that_waits_each_has_a_turn_however_much_others_have() -> None:
+    turns, done = SharedTurns(), list[str]()
+
+    def work(name: str) -> None:
+        time.sleep(1.1 * TURN_S)
+        done.append(name)
+
+    for number in range(5):
+        turns.now(partial(work, f"many {number}"), "many")
+    turns.now(partial(work, "one"), "one")
+    while turns:  # noqa: ASYNC110 - it calls nobody back
+        await asyncio.sleep(0.001)
+    assert done == ["many 0", "many 1", "one", "many 2", "many 3", "many 4"]
+
+
+def test_after_work_that_took_long_the_loop_is_left_to_others_for_as_long() -> None:
+    clock, done = FakeClock(), list[float]()
+
+    def work() -> None:
+        done.append(clock())
+        clock.advance(10 * TURN_S)
+
+    async def main() -> None:
+        turns = SharedTurns()
+        for _ in range(3):
+            turns.now(work)
+        assert len(turns) == 2
+        await asyncio.sleep(1)
+        assert not turns
+
+    clock.run(main())
+    pause_s = 20 * TURN_S - LONG_TURN_S
+    assert done[1] - done[0] == pytest.approx(pause_s) and done[2] - done[1] == pytest.approx(pause_s)
+
+
+def test_work_that_calls_for_more_of_it_counts_once() -> None:
+    clock, done = FakeClock(), list[int]()
+
+    async def main() -> None:
+        turns = SharedTurns()
+
+        def work(inner: int) -> None:
+            if inner:
+                turns.now(lambda: work(inner - 1))
+            else:
+                clock.advance(0.6 * TURN_S)
+            done.append(inner)
+
+        turns.now(lambda: work(3))
+        turns.now(lambda: work(0))
+        assert done == [0, 1, 2, 3, 0]
+
+    clock.run(main())
 
 
 async def test_a_defect_of_one_who_shares_turns_is_its_own(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from carpool.core.errors import Malformed
+from carpool.core.errors import Malformed, UpstreamProtocolFault
 from carpool.core.tensors import RawTensor, is_packed, pack, pack_tensors, unpack_tensors
 from carpool.face.http.octets import Octets, octets_in, wants_octets
 from carpool.face.http.v2_wire import V2Answer, V2Call, WantedOutputs, parse_call, write_answer
@@ -288,3 +288,13 @@ def test_bytes_of_an_output() -> None:
     long = b'[{"b64":"aGk=","datatype":"UINT8","shape":[%b]}]' % b",".join([b"1"] * 33)
     for other in (smuggled, long, b'"hello!"', b"[1,2]", b'{"label":"cat"}', b"null", b"[]"):
         assert octets_in(other) is None
+
+
+def test_of_two_outputs_of_one_name_none_is_dropped() -> None:
+    one = b'{"name":"Y","datatype":"FP32","shape":[1,1],"data":[1]}'
+    packed = pack_tensors([RawTensor("Y", "UINT8", [1, 1], b"a"), RawTensor("Y", "UINT8", [1, 1], b"b")])
+    for output in (b"[%b,%b]" % (one, one), packed):
+        with pytest.raises(UpstreamProtocolFault, match="two outputs of one name"):
+            read_row(output)
+    with pytest.raises(Malformed, match="same name"):
+        read(tensor(), outputs=[{"name": "Y"}, {"name": "Y", "parameters": {"binary_data": True}}])

@@ -36,6 +36,7 @@ from joserfc.jwk import ECKey, Key, OctKey, OKPKey, RSAKey
 from joserfc.jws import JWSRegistry
 
 from carpool.core.api_key import TOKEN_OWNER, TOKEN_OWNER_HASHED
+from carpool.core.finite import finite_float
 
 TOKEN_BYTES_MAX = 8192
 SECRET_BYTES_MIN = 32
@@ -46,7 +47,7 @@ SECONDS_MAX = 2**53
 
 _TOKEN = re.compile(rb"([A-Za-z0-9_-]+)\.([A-Za-z0-9_-]+)\.([A-Za-z0-9_-]+)")
 _PLAIN_SUBJECT = re.compile(r"[\x21-\x7e]{1,60}")
-_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_object = msgspec.json.Decoder(dict[str, Any], float_hook=finite_float).decode
 _NOT_DONE_HERE = ("crit", "b64")
 
 # By the type of a key: its class, and its algorithm.

@@ -96,6 +96,10 @@ class Parking:
         parked = self._parked
         return [request for request in requests if parked.get(request.number) is request]
 
+    def find(self, number: int) -> Request | None:
+        """The request with this number, if it waits here."""
+        return self._parked.get(number)
+
     def requests(self) -> list[Request]:
         """All of them."""
         return list(self._parked.values())

@@ -24,13 +24,19 @@ class Poll(msgspec.Struct, eq=False):
     timer: asyncio.TimerHandle | None = None
     has_left: bool = False
 
+    def leave(self) -> None:
+        """Whoever waited was told, or has left. It refers to this, so this must not refer to it."""
+        self.has_left, self.answer = True, _tell_nobody
+
     def tell(self, found: StoredTask | CarpoolError | None, forget: Callable[[], object] = lambda: None) -> None:
         """Answer with what was found; `forget` is called if the task is to be forgotten with that."""
         if self.has_left:
             return
         if found is None or self.is_hidden(found):
             found = no_such_task()
-        was_read = self.answer(found) is not False
+        answer = self.answer
+        self.leave()
+        was_read = answer(found) is not False
         # Only now: a reader that hung up meanwhile must be able to come back for it.
         if self.forget and was_read and isinstance(found, StoredTask) and found.status != "PENDING":
             forget()
@@ -79,7 +85,7 @@ class Polls:
 
     def leave(self, poll: Poll) -> None:
         """Whoever waited has left."""
-        poll.has_left = True
+        poll.leave()
         self.remove(poll)
 
     def take(self, task_id: str) -> list[Poll]:
@@ -98,6 +104,10 @@ class Polls:
     def _time_is_over(self, poll: Poll) -> None:
         if self.remove(poll):
             self._waited_enough(poll)
+
+
+def _tell_nobody(found: StoredTask | CarpoolError) -> bool:
+    return False
 
 
 def no_such_task() -> UnknownTask:

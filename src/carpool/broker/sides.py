@@ -40,6 +40,10 @@ class BatcherSide(Protocol):
         """Stop all timers."""
         ...
 
+    def give_back_staged(self, model: str) -> None:
+        """No endpoint of a model works any more: other batchers may have what waits here."""
+        ...
+
     def unread(self, model: str) -> int:
         """Requests of a model that wait for a batcher, as far as is known here."""
         ...
@@ -60,6 +64,22 @@ class FedModel(Protocol):
 
     def free_slots(self) -> int:
         """Slots that could take a batch now."""
+        ...
+
+    def may_go_elsewhere(self, request: Request) -> bool:
+        """Whether another batcher can serve a request that this one cannot."""
+        ...
+
+    def is_probing(self) -> bool:
+        """Whether every endpoint has failed, and one request at a time is wanted to try one with."""
+        ...
+
+    def is_in_doubt(self) -> bool:
+        """Whether no endpoint is known to work: each has failed and not answered since."""
+        ...
+
+    def is_served_elsewhere(self) -> bool:
+        """Whether another batcher has an endpoint that works."""
         ...
 
     def largest_batch(self) -> int:

@@ -1,14 +1,15 @@
 """The batcher half: models with the loops that send their batches, over a broker of this process."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 from msgspec import UNSET
 from msgspec.structs import replace
 
 from carpool.broker.memory import MemoryBroker
 from carpool.composition.ground import Ground
-from carpool.core.ports import DeadLetters
+from carpool.core.ports import DeadLetters, OtherBatchers
 from carpool.core.request import Request
 from carpool.core.snapshot import ModelNumbers, ModelState
 from carpool.core.story import Queue, RequestState, state_of
@@ -49,6 +50,8 @@ class BatcherHalf:
         models: Iterable[Model],
         # How many processes share the endpoints, if this one does not have its slots to itself.
         sharers: Callable[[], int] | None = None,
+        # By model: the batchers of other processes.
+        others: Mapping[str, OtherBatchers] = MappingProxyType({}),
     ) -> None:
         self._ground = ground
         self.broker = broker
@@ -60,6 +63,7 @@ class BatcherHalf:
                 dead_letters,
                 ground.offenders,
                 sharers,
+                others.get(model.name),
                 traces=ground.tracer,
                 clock=ground.clock,
             )

@@ -163,11 +163,12 @@ class GatewayHalf:
                 settings.tasks.wait_ms_max,
                 [model.name for model in self.intake.models() if has_face(model, INFER)],
                 takes_callbacks=bool(settings.webhooks.hosts),
+                names_models=settings.auth.mode == "off",
             ),
             ground.tracer,
             callback_check(settings.webhooks),
         )
-        answers = self._answers = Answers(settings.gateway.unread_bytes_max)
+        answers = self._answers = Answers(settings.gateway.unread_bytes_max, self.intake.turns)
         add_list_faces(
             routes.router,
             self.intake,
@@ -180,7 +181,7 @@ class GatewayHalf:
         cors = Cors(settings.gateway.cors_origins, routes.router.serve)
         serve = cors if settings.gateway.cors_origins else routes.router.serve
         self.http = HttpServer(serve, http_limits(settings, models), ground.clock)
-        self.http.state.traces = ground.tracer
+        self.http.state.traces, self.http.state.turns = ground.tracer, self.intake.long_turns
         if settings.gateway.cors_origins:
             self.http.state.extra_lines = cors.lines
         self.streams, self.events = self._make_streams(cors)

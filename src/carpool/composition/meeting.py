@@ -20,7 +20,7 @@ from carpool.broker.redis.fleet.memory import MemoryWatch
 from carpool.broker.redis.fleet.persistence import PersistenceWatch
 from carpool.broker.redis.fleet.registry import Registry
 from carpool.broker.redis.fleet.servers import Inspection
-from carpool.broker.redis.fleet.view import Beat, FleetView, fleet_health, fleet_state
+from carpool.broker.redis.fleet.view import DRAINING, Beat, FleetView, fleet_health, fleet_state
 from carpool.broker.redis.gateway.dead_letters import RedisDeadLetterDesk
 from carpool.broker.redis.gateway.results import RedisResults
 from carpool.broker.redis.gateway.states import RequestStates
@@ -134,9 +134,14 @@ class Meeting:
         self.ground.do_every(REFRESH_S, lambda: self.ground.in_background(self._refresh()))
 
     async def wait_for_redis(self, is_connected: Callable[[], bool]) -> None:
-        """Give Redis a moment, so that the first clients find it; then go on without it."""
-        give_up_at = self.ground.clock() + START_TIMEOUT_S
-        while not is_connected() and self.ground.clock() < give_up_at:  # noqa: ASYNC110 - once, at the start of a process
+        """Give Redis a moment, so that the first clients find it; then go on without it.
+
+        Raises ConfigError if the fleet does not let this process in.
+        """
+        give_up_at, registry = self.ground.clock() + START_TIMEOUT_S, self.registry
+        while not (is_connected() and registry.is_in) and self.ground.clock() < give_up_at:
+            if registry.refusal:
+                raise ConfigError(registry.refusal)
             await asyncio.sleep(0.01)
         if not is_connected():
             logger.warning("Redis cannot be reached; it is tried again and again: %s", self.nodes.trouble)
@@ -148,6 +153,10 @@ class Meeting:
     def gateways_last_seen(self) -> int:
         """As Redis told last: while it is gone, that stays."""
         return len(self.registry.view.live_gateways())
+
+    def is_served_elsewhere(self, model: str) -> bool:
+        """Whether another batcher has an endpoint of a model that works, as far as Redis told."""
+        return self.registry.view.is_served_elsewhere(model, self.name.decode())
 
     def tell_of_task(self, task_id: str, answer: Callable[[RequestState | CarpoolError | None], None]) -> None:
         """How far a task is, and while it waits where it stands; None if there is none."""
@@ -164,7 +173,7 @@ class Meeting:
 
     def beat_status(self) -> str:
         """For heartbeats."""
-        return "draining" if self.ground.draining else "ok"
+        return DRAINING if self.ground.draining else "ok"
 
     def health(self, mode: Mode) -> Health:
         """Of the whole fleet."""

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from carpool.broker.redis.batcher.elsewhere import BatchersElsewhere
 from carpool.broker.redis.batcher.feed import Feed
 from carpool.broker.redis.batcher.replies import ReplyWriter
 from carpool.broker.redis.fleet.view import Beat, ModelBeat, endpoint_beat
@@ -25,7 +26,8 @@ class RedisBatcherHalf(BatcherHalf):
 
     def __init__(self, meeting: Meeting) -> None:
         ground, settings = meeting.ground, meeting.ground.settings
-        super().__init__(ground, make_broker(ground), meeting.dead_letters, ground.models.values())
+        others = {name: BatchersElsewhere(partial(meeting.is_served_elsewhere, name)) for name in ground.models}
+        super().__init__(ground, make_broker(ground), meeting.dead_letters, ground.models.values(), others=others)
         self.meeting = meeting
         meeting.counted = self.broker
         self.replies = ReplyWriter(
@@ -60,6 +62,7 @@ class RedisBatcherHalf(BatcherHalf):
         )
         for service in self.services:
             service.pool.when_slot_frees(self.feed.ring)
+            service.pool.when_health_changes(partial(self._health_changed, service))
             service.loop.left_apart = self.feed.ring
             service.waiting_elsewhere = partial(waiting_in_redis, self.feed, service)
             service.loop.company_comes = partial(company_comes, self.feed, service)
@@ -96,6 +99,12 @@ class RedisBatcherHalf(BatcherHalf):
             status=self.meeting.beat_status(), models={service.name: model_beat(service) for service in self.services}
         )
 
+    def _health_changed(self, service: ModelService) -> None:
+        """Gateways and batchers hear of it at once; if nothing works here, others may have what is staged."""
+        self.meeting.registry.beat()
+        if service.pool.is_none_closed:
+            self.feed.give_back_staged(service.name)
+
     def describe_feed(self) -> RedisBatcherNumbers:
         """What `/metrics` shows of the way through Redis."""
         return RedisBatcherNumbers(
@@ -128,6 +137,7 @@ def model_beat(service: ModelService) -> ModelBeat:
         capacity_rps=state.capacity_rps if service.loop.is_capacity_known() else 0.0,
         batch_s=service.loop.service_s,
         probes=0 if state.healthy_slots else service.pool.free(),
+        is_open_to_others=service.pool.is_shut_to_some,
         retry_after_s=service.pool.retry_after_s() if service.pool.is_down else 0,
         endpoints=tuple(map(endpoint_beat, state.endpoints)),
         offenders=tuple(service.offenders_seen()),

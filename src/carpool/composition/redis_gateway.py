@@ -5,6 +5,7 @@ from math import inf
 
 from msgspec.structs import replace
 
+from carpool.admission.gate import upstream_down
 from carpool.admission.shared_limits import SharedLimits
 from carpool.admission.shedding import pressure
 from carpool.broker.redis.fleet.api_keys import ApiKeyWatch
@@ -53,6 +54,8 @@ class FleetAvailability:
 
     def __init__(self) -> None:
         self.is_down = False
+        # By what batchers told; requests that come later may be tries.
+        self.down_since = inf
         # Batchers answer for owners of their own.
         self.is_shut_to_some = False
         # While it is down: requests that are let in all the same, until batchers are heard of again.
@@ -236,7 +239,14 @@ class RedisGatewayHalf(GatewayHalf):
                 own = [service.pool.is_down for service in self._own.services if service.name == name]
                 availability.is_down = bool(own) and all(own)
             elif view.live_batchers():
-                availability.is_down = registry.is_fresh() and view.healthy_slots(name) == 0
+                is_closed = view.healthy_slots(name) == 0 and not view.is_open_to_others(name)
+                availability.is_down = registry.is_fresh() and is_closed
+                if not availability.is_down:
+                    availability.down_since = inf
+                elif availability.down_since == inf:
+                    availability.down_since = now
+                if availability.is_down:
+                    self.queue.fail_waiting(name, availability.down_since, upstream_down(availability))
             else:
                 availability.is_down = now - self._batchers_seen > BATCHERS_GONE_S
 

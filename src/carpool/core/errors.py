@@ -25,6 +25,20 @@ GRPC_STATUS = {
 }
 
 
+def without_frames(failure: BaseException) -> None:
+    """Let an exception that is kept as a value forget the frames that it, and what led to it, came through.
+
+    Frames hold bodies and answers. One of them often holds the exception in turn, in a variable: then all of it is a
+    reference cycle, and stays in memory until the garbage collector runs, which is rare (app.py).
+    """
+    link: BaseException | None = failure
+    while link is not None:
+        link.__traceback__ = None
+        cause = link.__cause__ or link.__context__
+        link.__cause__ = link.__context__ = None
+        link = cause
+
+
 class CarpoolError(Exception):
     """The root: never raised itself."""
 
@@ -345,6 +359,15 @@ class Draining(GatewayError):
     grpc_code = "UNAVAILABLE"
     retryable = True
     title = "This gateway is shutting down"
+
+
+class GivenBack(Draining):
+    """This batcher cannot serve a request, and another one can: it goes back to the queue. No client sees this."""
+
+    def __init__(self, detail: str, *, is_alone: bool = False) -> None:
+        super().__init__(detail)
+        # From now on it shares its call with nobody: a second endpoint is to say whether its input is at fault.
+        self.is_alone = is_alone
 
 
 class JournalFailed(GatewayError):

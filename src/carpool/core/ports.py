@@ -105,6 +105,21 @@ class Returns(Outcomes, Protocol):
         ...
 
 
+class OtherBatchers(Protocol):
+    """The batchers of other processes, which may serve requests of a model that this one cannot."""
+
+    def are_well(self) -> bool:
+        """Whether one of them has an endpoint that works."""
+        ...
+
+    def may_serve(self, request: Request, *, for_verdict: bool = False) -> bool:
+        """Whether a request may go back to the queue, because another batcher has an endpoint that works.
+
+        `for_verdict`: its input would be blamed, and a second endpoint is asked first, once.
+        """
+        ...
+
+
 class Broker(RequestQueue, Outcomes, Protocol):
     """Keeps what was admitted until it has an outcome."""
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from carpool.core.batch import Batch
-from carpool.core.errors import CarpoolError, DeadlineExceeded, own_deadline_passed
+from carpool.core.errors import CarpoolError, DeadlineExceeded, own_deadline_passed, without_frames
 from carpool.core.outcome import CallFacts, Outcome
 from carpool.core.trace import Trace
 
@@ -23,6 +23,8 @@ logger = logging.getLogger("carpool")
 ADMITTED, QUEUED, RUNNING, DONE = 0, 1, 2, 3
 # The end of the lane keys of offenders: no parameters, and no lane of a codec, end like this.
 APART = b"\0\0apart"
+# How the lanes go on of requests that were sent before, and are sent with their like, or alone: this, and which ones.
+AGAIN = b"\0again"
 
 
 class Waiter(Protocol):
@@ -121,6 +123,12 @@ class Request(msgspec.Struct, eq=False):
         """The lane key that it would have if nobody rode apart."""
         return self.parameters + b"\0" + self.lane if self.lane else self.parameters
 
+    @property
+    def plain_key(self) -> bytes:
+        """The lane key that it would have if it had not been sent before."""
+        key, again, _ = self.common_key.partition(AGAIN)
+        return key.removesuffix(b"\0") if again else key
+
     def settle(self, outcome: Outcome, now: float) -> bool:
         """Give the request its one outcome. Total: never raises, and any further call does nothing and says False."""
         if self.phase == DONE:
@@ -135,6 +143,8 @@ class Request(msgspec.Struct, eq=False):
         self.ended = now
         if isinstance(outcome, CarpoolError):
             self.result_code = outcome.code
+            if outcome.__traceback__ is not None:  # it was raised somewhere
+                without_frames(outcome)
             if self.own_timeout_s and type(outcome) is DeadlineExceeded:
                 outcome = own_deadline_passed(self.own_timeout_s)
         else:

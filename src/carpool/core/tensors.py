@@ -14,7 +14,10 @@ Whoever shows one to a person, or to a client that reads JSON, calls `shown`, or
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from functools import lru_cache
+from itertools import islice, pairwise
+from math import isfinite
+from operator import methodcaller
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -27,10 +30,18 @@ DIMENSION_MAX = 1 << 40
 BYTES_ELEMENTS_MAX = 65_536
 # Elements are parsed, and written, so many bytes at a time: as objects of Python all of them would be much larger.
 PIECE_BYTES = 64 * 1024
+# Rows of more elements are found some elements at a time.
+FEW_ELEMENTS = 64
+_SPAN = methodcaller("span", 1)
 _NESTING = b"[]"
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _STRINGS = re.compile(rb"[\[\],\s]*+(?:%b[\[\],\s]*+){0,%d}+" % (_STRING.pattern, BYTES_ELEMENTS_MAX), re.DOTALL)
 _LENGTH = struct.Struct("<I")
+# What numbers, and what whole ones, are made of; and what is between them.
+_BETWEEN = b", \t\r\n"
+_OF_WHOLES, _OF_NUMBERS = b"0123456789-" + _BETWEEN, b"0123456789-+.eE" + _BETWEEN
+_TO_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+_decode_floats = msgspec.json.Decoder(list[float]).decode
 
 # Bytes of somebody's: often a part of what they came in.
 Data = bytes | memoryview
@@ -52,6 +63,18 @@ def _numbers(size: int, letter: str, element: Any) -> Datatype:
     return Datatype(size, letter, msgspec.json.Decoder(list[element]).decode)
 
 
+def _floats(text: bytes) -> list[float]:
+    # With an exponent some numbers, such as 1e300, take msgspec 10 µs each, and Python half of one.
+    if b"e" not in text and b"E" not in text:
+        return _decode_floats(text)
+    if not are_of_kind(text, "FP64"):
+        raise ValueError("something else than numbers")
+    elements = list(map(float, text[1:-1].split(b",")))
+    if not all(map(isfinite, elements)):
+        raise ValueError("beyond a double")
+    return elements
+
+
 def _whole(size: int, letter: str, low: int, high: int) -> Datatype:
     # msgspec takes no bound beyond 64 bits with sign; `pack` finds what is too large for UINT64.
     limits = Meta(ge=low, le=high) if high < 1 << 63 else Meta(ge=low)
@@ -69,8 +92,8 @@ DATATYPES = {
     },
     "FP16": Datatype(2, "e", None),
     "BF16": Datatype(2, "", None),
-    "FP32": _numbers(4, "f", float),
-    "FP64": _numbers(8, "d", float),
+    "FP32": Datatype(4, "f", _floats),
+    "FP64": Datatype(8, "d", _floats),
     "BYTES": Datatype(0, "", msgspec.json.Decoder(list[str]).decode),
 }
 
@@ -105,6 +128,72 @@ def _leaves(value: Any) -> list[Any]:
     if not isinstance(value, list):
         return [value]
     return [leaf for inner in value for leaf in _leaves(inner)]
+
+
+def are_of_kind(text: bytes, datatype: str) -> bool:
+    """Whether a flat and valid JSON array has numbers in it, whole ones, or true and false, as this datatype has.
+
+    Without an object for each. Whether they fit is another question, and BYTES are not for this.
+    """
+    if datatype == "BOOL":
+        return text.replace(b"true", b"").replace(b"false", b"").translate(None, _BETWEEN) == b"[]"
+    return text.translate(None, _OF_WHOLES if "INT" in datatype else _OF_NUMBERS) == b"[]"
+
+
+def count_of(text: bytes, datatype: str) -> int:
+    """How many elements a flat and valid JSON array has, whose numbers are none beyond a double; raises as `parsed`.
+
+    They are parsed only where some whole number has so many digits that it may not fit.
+    """
+    kind = DATATYPES[datatype]
+    if kind.parse is None or datatype == "BYTES":
+        return sum(map(len, parsed(text, datatype)))
+    if not are_of_kind(text, datatype):
+        raise ValueError("elements of another kind")
+    if "INT" in datatype and _may_not_fit(text, kind.size, is_signed=datatype.startswith("INT")):
+        return sum(map(len, parsed(text, datatype)))
+    return text.count(b",") + 1 if text[1:-1].strip() else 0
+
+
+def _may_not_fit(text: bytes, size: int, *, is_signed: bool) -> bool:
+    """Whether a whole number may need more than `size` bytes: by its digits, and a sign where there may be none."""
+    digits = b"0" * (len(str(1 << 8 * size - 1)) if is_signed else len(str((1 << 8 * size) - 1)))
+    return (not is_signed and b"-" in text) or digits in text.translate(_TO_ZEROS)
+
+
+def cut_numbers(text: bytes, rows: int, count: int) -> list[Data]:
+    """The elements of each row of a flat JSON array that has exactly `count` for each: views, without brackets."""
+    view, parts, start = memoryview(text), list[Data](), 1
+    if count <= FEW_ELEMENTS:
+        found = _rows_of(count)(text, 1, len(text) - 1)
+        return [view[start:end] for start, end in map(_SPAN, islice(found, rows))]
+    for _ in range(rows - 1):
+        end = _skip(text, start, count)
+        parts.append(view[start:end])
+        start = end + 1
+    return [*parts, view[start:-1]]
+
+
+def _skip(text: bytes, start: int, count: int) -> int:
+    """Where the comma behind so many elements is. They are counted some at a time: one by one would be slow."""
+    while count > FEW_ELEMENTS:
+        end = start + 2 * count  # an element has a character and a comma at least
+        step = text.count(b",", start, end)
+        if not step:
+            break
+        last = text.rindex(b",", start, end)
+        start, count = last + 1, count - step
+        if not count:
+            return last
+    for _ in range(count):
+        start = text.index(b",", start) + 1
+    return start - 1
+
+
+@lru_cache(FEW_ELEMENTS)
+def _rows_of(count: int) -> Callable[[bytes, int, int], Iterator[re.Match[bytes]]]:
+    """Finds rows of so many elements; a step for each of them, or even for each row, would be slow."""
+    return re.compile(rb"((?:[^,]*+,){%d}[^,]*+),?" % (count - 1)).finditer
 
 
 def parsed(text: bytes, datatype: str) -> Iterator[list[Any]]:

@@ -7,12 +7,14 @@ it runs on virtual time.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 
 logger = logging.getLogger("carpool")
 
 # So long a turn of the event loop may be held up by work that can wait, about.
 TURN_S = 0.005
+# One that took longer is followed by a rest.
+LONG_TURN_S = 4 * TURN_S
 
 
 class Every:
@@ -86,24 +88,34 @@ class SharedTurns:
     1. Whoever is called does some of its work, TURN_S of it at most, and asks for a later turn if there is more.
     2. What has just come goes before what is left of longer work, so that nobody waits for those who have much to do;
        but in each turn some of that is done too.
-    3. A defect in work that waited is logged; the others go on.
+    3. What cannot be done in parts may take longer. So long the event loop is then left to others, before the next: a
+       request needs several turns, and would wait for as many pieces of long work.
+    4. A defect in work that waited is logged; the others go on.
     """
 
-    __slots__ = ("_left", "_new", "_next", "_spent_s")
+    __slots__ = ("_is_resting", "_left", "_new", "_next", "_spent_s")
 
     def __init__(self) -> None:
-        self._new: deque[Callable[[], None]] = deque()
+        # By whose work it is: these go by turns.
+        self._new: dict[Hashable, deque[Callable[[], None]]] = {}
         self._left: deque[Callable[[], None]] = deque()
-        # In this turn.
+        # In this turn; and whether the next one is put off, for that was too long (rule 3).
         self._spent_s = 0.0
+        self._is_resting = False
         # Made when there is an event loop.
         self._next: OncePerTurn | None = None
 
-    def now(self, work: Callable[[], None]) -> None:
-        """Call `work`, which has just come: at once, if there is time."""
+    def __len__(self) -> int:
+        """How many wait for a turn."""
+        return sum(map(len, self._new.values())) + len(self._left)
+
+    def now(self, work: Callable[[], None], whose: Hashable = None) -> None:
+        """Call `work`, which has just come: at once, if there is time. Of several for whom some waits each has one in
+        turn, however much the others have.
+        """
         self._ring()
         if self._spent_s > TURN_S:
-            self._new.append(work)
+            self._new.setdefault(whose, deque()).append(work)
         else:
             self._do(work)
 
@@ -115,13 +127,24 @@ class SharedTurns:
     def _ring(self) -> None:
         if self._next is None:
             self._next = OncePerTurn(self._turn)
-        self._next.ring()
+        if not self._is_resting:
+            self._next.ring()
 
     def _turn(self) -> None:
+        too_long_s = self._spent_s - LONG_TURN_S
+        if too_long_s > 0.0 and not self._is_resting:
+            self._is_resting = True
+            asyncio.get_running_loop().call_later(too_long_s, self._turn)
+            return
+        self._is_resting = False
         self._spent_s = 0.0
         number, is_first = len(self._left), True  # who asks again has its next turn after this one
         while self._new and self._spent_s <= TURN_S:
-            self._do_waiting(self._new)
+            whose, works = next(iter(self._new.items()))
+            del self._new[whose]
+            if len(works) > 1:
+                self._new[whose] = works  # behind the others
+            self._do_waiting(works)
         while number and (is_first or self._spent_s <= TURN_S):
             self._do_waiting(self._left)
             number, is_first = number - 1, False
@@ -136,11 +159,11 @@ class SharedTurns:
 
     def _do(self, work: Callable[[], None]) -> None:
         time = asyncio.get_running_loop().time
-        began = time()
+        began, before_s = time(), self._spent_s
         try:
             work()
         finally:
-            self._spent_s += time() - began
+            self._spent_s = before_s + time() - began  # with whatever else was called for meanwhile
 
 
 async def repeat(pause_s: Callable[[], float], work: Callable[[], Awaitable[None]]) -> None:

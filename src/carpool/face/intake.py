@@ -12,7 +12,6 @@ A face translates: bytes of its protocol to the arguments here, outcomes back to
 
 import logging
 import secrets
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import count
@@ -21,7 +20,7 @@ from typing import Any
 import msgspec
 
 from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import CarpoolError, ClientLeft, Forbidden, InternalError, UnknownModel
+from carpool.core.errors import CarpoolError, ClientLeft, InternalError, UnknownModel, without_frames
 from carpool.core.names import ProtocolName
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_WISHES, Admission, Caller, Cancels, Peer, Sharing, TaskBoard, Wishes
@@ -30,6 +29,7 @@ from carpool.core.task import StoredTask
 from carpool.core.tensors import as_input
 from carpool.core.timers import SharedTurns
 from carpool.core.trace import Trace
+from carpool.face.recent import Recent
 
 logger = logging.getLogger("carpool.face")
 
@@ -116,21 +116,38 @@ class Intake:
         self.default_model = models[settings.default_model]
         self._settings = settings
         self._clock = clock
-        # The last requests, found by looking at them all: only a person who looks for one pays.
-        self._recent: deque[Request] = deque(maxlen=RECENT_KEPT)
-        # In which long calls come in.
-        self._turns = SharedTurns()
+        self._recent = Recent(RECENT_KEPT)
+        self._add_plain = self._recent.add_plain
+        # In which all faces do what takes several steps: of a turn of the event loop they have a part together.
+        # And those in which long bodies are read, one step each: no short message waits behind them.
+        self.turns = SharedTurns()
+        self.long_turns = SharedTurns()
 
-    def model(self, name: str) -> ServedModel:
-        """The model with this name; raises UnknownModel."""
+    def model(self, name: str, caller: Caller) -> ServedModel:
+        """The model with this name; raises UnknownModel, also for one that the caller may not ask for.
+
+        It is told of its own models only: of the others it cannot find out that they are there.
+        """
         model = self._models.get(name)
-        if model is None:
-            raise UnknownModel(f"this gateway serves {', '.join(self._models)}; name one of these, or none")
+        if model is None or (caller.models is not None and name not in caller.models):
+            raise self._unknown_to(caller)
         return model
 
     def models(self) -> Collection[ServedModel]:
         """All of them."""
         return self._models.values()
+
+    def models_of(self, caller: Caller) -> Collection[ServedModel]:
+        """Those that a caller may ask for."""
+        allowed = caller.models
+        return [model for model in self._models.values() if allowed is None or model.name in allowed]
+
+    def _unknown_to(self, caller: Caller) -> UnknownModel:
+        names = [model.name for model in self.models_of(caller)]
+        if not names:
+            return UnknownModel("this gateway serves no model that this credential is for")
+        or_none = ", or none" if self.default_model.name in names else ""
+        return UnknownModel(f"this gateway serves {', '.join(names)}; name one of these{or_none}")
 
     def ask(
         self,
@@ -147,10 +164,10 @@ class Intake:
         """Let a synchronous request in. One that is refused has its outcome, the refusal, when this returns.
 
         `parameters` are canonical JSON, or b""; `ticket` is the waiter's own. Raises Malformed if the model's protocol
-        cannot carry the input, Forbidden if the caller may not ask for the model: then nobody waits.
+        cannot carry the input, UnknownModel if the caller may not ask for the model: then nobody waits.
         """
-        if caller.models is not None:
-            check_model(caller.models, model.name)
+        if caller.models is not None and model.name not in caller.models:
+            raise self._unknown_to(caller)
         settings, tier, clock = self._settings, caller.tier, self._clock
         now = clock()
         request = Request(
@@ -173,7 +190,11 @@ class Intake:
             apply(wishes, request)
         if model.prepare is not None:
             model.prepare(request)
-        self._recent.append(request)
+            self._recent.add(request)
+        elif parameters:
+            self._recent.add(request)
+        else:  # nobody gave it a lane: it keeps nothing when it is over
+            self._add_plain(request)
         gate, limit = self._gate, caller.limit
         if limit is None or not limit.concurrent or (refusal := gate.hold(request, limit.concurrent)) is None:
             refusal = gate.admit(request) if model.sharing is None else model.sharing.ask(request, wishes)
@@ -199,15 +220,15 @@ class Intake:
 
         The first that is refused, or fails, ends the others; its number is told with its error, which is None where
         it is the whole call's. What `came` makes of an output, as it comes, is kept in its place. A long call comes in
-        over some turns of the event loop. Raises Forbidden if the caller may not ask for the model.
+        over some turns of the event loop. Raises UnknownModel if the caller may not ask for the model.
         """
-        if caller.models is not None:
-            check_model(caller.models, model.name)
+        if caller.models is not None and model.name not in caller.models:
+            raise self._unknown_to(caller)
         group = Group(self, answer, came, len(values), route)
         if values:
             coming = _Coming(group, caller, model, parameters, values, request_id, wishes, begin_trace)
             if len(values) > PREPARED_A_TURN:
-                self._turns.now(partial(self._prepare_some, coming))
+                self.turns.now(partial(self._prepare_some, coming))
             else:
                 self._prepare_some(coming)
         else:
@@ -224,7 +245,7 @@ class Intake:
             for number in range(len(requests), min(len(requests) + PREPARED_A_TURN, len(values))):
                 requests.append(self._make(coming, number))
             if len(requests) < len(values):
-                self._turns.later(partial(self._prepare_some, coming))
+                self.turns.later(partial(self._prepare_some, coming))
                 return
         except Exception as failure:
             error, number = as_error(failure), len(requests)
@@ -335,8 +356,8 @@ class Intake:
 
         `callback_url`, if its outcome is to be sent somewhere, must be one that `check_callback` let pass.
         """
-        if caller.models is not None:
-            check_model(caller.models, model.name)
+        if caller.models is not None and model.name not in caller.models:
+            raise self._unknown_to(caller)
         settings, tier, now = self._settings, caller.tier, self._clock()
         value = bytes(as_input(value))  # its output is kept as it comes, and read by any face: JSON for JSON
         request = Request(
@@ -360,7 +381,7 @@ class Intake:
             apply(wishes, request)
         if model.prepare is not None:
             model.prepare(request)
-        self._recent.append(request)
+        self._recent.add(request)
 
         def told(error: CarpoolError | None) -> None:
             if error is not None:
@@ -401,12 +422,6 @@ class Intake:
         found = next((request for request in self._recent if request.id == request_id), None)
         sharing = None if found is None else self._models[found.model].sharing
         return found if found is None or sharing is None else sharing.own(found)
-
-
-def check_model(allowed: frozenset[str], name: str) -> None:
-    """Raise Forbidden unless the model is one of these."""
-    if name not in allowed:
-        raise Forbidden(f"this credential is for {', '.join(sorted(allowed))}; name one of these models")
 
 
 def apply(wishes: Wishes, request: Request) -> None:
@@ -522,6 +537,7 @@ def _tell_nobody(outcomes: Sequence[Any], number: int | None) -> None:
 def as_error(failure: Exception) -> CarpoolError:
     """What is told of an exception; if it is a defect of ours, the log has it all."""
     if isinstance(failure, CarpoolError):
+        without_frames(failure)
         return failure
     logger.error("a call failed", exc_info=failure)
     return InternalError("the gateway failed on this request")

@@ -9,13 +9,10 @@ Pure, and the same for HTTP and gRPC:
    as many bytes as the body and HEADS_BYTES_MAX; what JSON has in few characters and raw form in many, RAW_BYTES_MAX.
 """
 
-import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from itertools import islice, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import prod
-from operator import methodcaller
 from typing import NamedTuple
 
 import msgspec
@@ -28,6 +25,7 @@ from carpool.core.tensors import (
     DIMENSIONS_MAX,
     Data,
     RawTensor,
+    cut_numbers,
     flat_input,
     is_packed,
     json_of_raw,
@@ -44,9 +42,6 @@ NAME_BYTES_MAX = 256
 HEADS_BYTES_MAX = 512 * 1024
 RAW_BYTES_MAX = 1024 * 1024
 
-# Rows of more elements are found some elements at a time.
-FEW_ELEMENTS = 64
-_SPAN = methodcaller("span", 1)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -183,37 +178,7 @@ def _cut_text(tensor: GivenTensor, rows: int) -> list[Data]:
         return [b""] * rows
     if text.count(b",") + 1 != rows * count:
         raise _wrong_count(rows * count)
-    view, parts, start = memoryview(text), [], 1
-    if count <= FEW_ELEMENTS:
-        found = _rows_of(count)(text, 1, len(text) - 1)
-        return [view[start:end] for start, end in map(_SPAN, islice(found, rows))]
-    for _ in range(rows - 1):
-        end = _skip(text, start, count)
-        parts.append(view[start:end])
-        start = end + 1
-    return [*parts, view[start:-1]]
-
-
-def _skip(text: bytes, start: int, count: int) -> int:
-    """Where the comma behind so many elements is. They are counted some at a time: one by one would be slow."""
-    while count > FEW_ELEMENTS:
-        end = start + 2 * count  # an element has a character and a comma at least
-        step = text.count(b",", start, end)
-        if not step:
-            break
-        last = text.rindex(b",", start, end)
-        start, count = last + 1, count - step
-        if not count:
-            return last
-    for _ in range(count):
-        start = text.index(b",", start) + 1
-    return start - 1
-
-
-@lru_cache(FEW_ELEMENTS)
-def _rows_of(count: int) -> Callable[[bytes, int, int], Iterator[re.Match[bytes]]]:
-    """Finds rows of so many elements; a step for each of them, or even for each row, would be slow."""
-    return re.compile(rb"((?:[^,]*+,){%d}[^,]*+),?" % (count - 1)).finditer
+    return cut_numbers(text, rows, count)
 
 
 def _flat(tensor: GivenTensor) -> bytes:
@@ -321,13 +286,18 @@ def read_row(value: Data) -> Row:
     """The output of one row; raises UpstreamProtocolFault. To be called as it comes: all at once would take long."""
     try:
         if is_packed(value):
-            return {
-                tensor.name: RowTensor(tensor.datatype, tuple(tensor.shape[1:]), Part(tensor.data, True))
+            tensors = [
+                (tensor.name, RowTensor(tensor.datatype, tuple(tensor.shape[1:]), Part(tensor.data, True)))
                 for tensor in unpack_tensors(value)
-            }
-        return {output.name: _row_of(output) for output in _decode_outputs(value)}
+            ]
+        else:
+            tensors = [(output.name, _row_of(output)) for output in _decode_outputs(value)]
     except (ValueError, RecursionError):
         raise UpstreamProtocolFault("the inference API gave an output that is no tensor") from None
+    row = dict(tensors)
+    if len(row) != len(tensors):
+        raise UpstreamProtocolFault("the inference API gave two outputs of one name")
+    return row
 
 
 def _row_of(output: _Output) -> RowTensor:

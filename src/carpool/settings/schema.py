@@ -91,7 +91,7 @@ class GatewaySettings(Section, frozen=True):
         256 * MIB
     )
     unread_bytes_max: Annotated[
-        Count, doc("answers that clients leave unread, together; those furthest behind are cut off")
+        Count, doc("answers that clients leave unread, whole, together; those furthest behind are cut off")
     ] = 256 * MIB
     receive_timeout_s: Annotated[Seconds, doc("a request must have arrived whole within this (408)")] = 10.0
     idle_timeout_s: Annotated[Seconds, doc("a connection with no request is closed after this")] = 75.0
@@ -189,7 +189,7 @@ class UpstreamSettings(Section, frozen=True):
         ),
     ] = 5
     breaker_pause_s: Annotated[
-        Seconds, doc("how long, the first time; doubles with each probe that fails, up to 30 s")
+        Seconds, doc("how long, the first time; doubles with each probe that fails, up to 4 s")
     ] = 1.0
     eject_share_max: Annotated[
         Share,

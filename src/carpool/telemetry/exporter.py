@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 import aiohttp
 
+from carpool.core.errors import without_frames
 from carpool.telemetry.otlp import Envelope, rejected_spans
 
 logger = logging.getLogger("carpool.traces")
@@ -157,6 +158,7 @@ class Exporter:
                     return "", False, rejected_spans(bytes(answer))
                 return f"status {response.status}", response.status in RETRY_STATUS, 0
         except (aiohttp.ClientError, TimeoutError, OSError) as failure:
+            without_frames(failure)  # which hold the body; aiohttp's own hold the failure too
             return type(failure).__name__, True, 0
 
 

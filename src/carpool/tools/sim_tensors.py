@@ -5,11 +5,14 @@ from typing import Any
 import msgspec
 
 from carpool.core.errors import CarpoolError
+from carpool.core.finite import finite_float
 from carpool.core.tensors import Data, RawTensor, is_packed, pack, pack_tensors, unpack, unpack_tensors
 from carpool.face.http.v2_wire import V2Call, parse_call, write_answer
 from carpool.face.tensor_rows import join_rows, read_row
 from carpool.upstream.endpoint import Answer
 from carpool.upstream.simulated import CallRefusedError
+
+_decode = msgspec.json.Decoder(float_hook=finite_float).decode
 
 
 class TensorAnswer(Answer, frozen=True, gc=False):
@@ -51,7 +54,7 @@ def mirrored(row: bytes) -> Data:
     """What comes back for one row."""
     if is_packed(row):
         return pack_tensors([_mirrored_raw(tensor) for tensor in unpack_tensors(row)])
-    given: dict[str, Any] = msgspec.json.decode(row)
+    given: dict[str, Any] = _decode(row)
     tensors = [given] if "data" in given and isinstance(given["data"], list) else list(given.values())
     for tensor in tensors:
         if tensor["datatype"] == "BYTES":

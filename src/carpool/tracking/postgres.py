@@ -6,6 +6,7 @@
 3. Commits do not wait for the disk (`synchronous_commit = off`): a crash of the server may cost its last second, and
    tracking does not slow down others who use the database.
 4. Times are `timestamptz` there, and whole microseconds of Unix time here.
+5. Of a task that ended twice the last row stays, if not more than a day is between them: no index can span the days.
 """
 
 import asyncio
@@ -64,6 +65,11 @@ MIGRATIONS = (
 # What each table is partitioned by.
 TABLES = {"carpool_requests": "completed_at", "carpool_batches": "created_at"}
 VERSION_TABLE = "carpool_tracking_version"
+# Rule 5, for tasks of which there is more than one row.
+REMOVE_FIRST_ENDS = """
+    DELETE FROM carpool_requests first WHERE id = ANY($1) AND is_task AND EXISTS (
+        SELECT FROM carpool_requests last WHERE last.id = first.id AND last.is_task
+            AND last.completed_at > first.completed_at)"""
 # Any number, the same for all: who makes or drops tables does so alone.
 LOCK = 0x6361_7270
 CONNECT_S, STATEMENT_S = 5.0, 10.0
@@ -84,6 +90,8 @@ class Rows(NamedTuple):
     times: list[float]
     # The id of the first.
     first_id: str
+    # Those of tasks.
+    task_ids: Sequence[str] = ()
 
 
 class PostgresStore:
@@ -117,7 +125,8 @@ class PostgresStore:
         if requests:
             times = [entry[7] + offset_s for entry in (requests[0], requests[-1])]
             data = pack_requests(requests, offset_s, tiers)
-            packed.append(Rows("carpool_requests", REQUEST_COLUMNS, data, times, requests[0][0]))
+            task_ids = [entry[0] for entry in requests if entry[8]]
+            packed.append(Rows("carpool_requests", REQUEST_COLUMNS, data, times, requests[0][0], task_ids))
         if batches:
             times = [batch.taken + offset_s for batch in (batches[0], batches[-1])]
             packed.append(Rows("carpool_batches", BATCH_COLUMNS, pack_batches(batches, offset_s), times, batches[0].id))
@@ -282,8 +291,26 @@ class PostgresStore:
                 if own := [rows for rows in packed if rows.table == table]:
                     source = around(rows.data for rows in own)
                     await connection.copy_to_table(table, source=source, columns=own[0].columns, format="binary")
+            if task_ids := [task_id for rows in packed for task_id in rows.task_ids]:
+                await self._remove_first_ends(connection, task_ids, [time for rows in packed for time in rows.times])
             self._in_doubt = packed[0]
         self._in_doubt = None
+
+    async def _remove_first_ends(
+        self, connection: "asyncpg.Connection", task_ids: list[str], times: Iterable[float]
+    ) -> None:
+        """Rule 5, for tasks that were just written. Each is looked up in the index of its day, and of the day before: a
+        new day has no statistics, without which PostgreSQL would look through all of it.
+        """
+        days = {int(time // DAY_S) - before for time in times for before in (0, 1)}
+        tables = [day_table(*each) for each in self._days if each[0] == "carpool_requests" and each[1] in days]
+        ends = " UNION ALL ".join(f"SELECT FROM {table} WHERE id = ended.id AND is_task" for table in tables)
+        await connection.execute("SET LOCAL enable_seqscan = off")
+        again = f"({ends} LIMIT 1 OFFSET 1) AS again"
+        text = f"SELECT ended.id FROM unnest($1::text[]) AS ended(id) CROSS JOIN LATERAL {again}"
+        found = await connection.fetch(text, task_ids)
+        if found:
+            await connection.execute(REMOVE_FIRST_ENDS, [task_id for (task_id,) in found])
 
     async def _has(self, connection: "asyncpg.Connection", rows: Rows) -> bool:
         """Whether the first of these is there."""

@@ -1,7 +1,9 @@
 """What is kept of requests and batches: one row each, at its end. Never what is in them. Pure.
 
 1. The rows of requests are those that `carpool_requests_total` counts: whoever was admitted and got an outcome, one row
-   for each. Who was refused at the door has none: a flood of refusals must not become a flood of rows.
+   for each. Who was refused at the door has none: a flood of refusals must not become a flood of rows. A task may end
+   twice (a drain left it to the next process, or a failover of Redis lost its outcome, and it ran again): the last
+   row stays, and a store removes those before it.
 2. GPU seconds are the seconds of the call that answered, shared by all whom it answered. A call that failed, and a
    result that was kept, count for nobody. So the sum over requests is that over the calls that were answered.
 3. Times are kept in microseconds of Unix time. Monotonic times become such ones here, when they are written.

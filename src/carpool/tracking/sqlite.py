@@ -5,6 +5,7 @@ then, and the event loop goes on meanwhile.
 """
 
 import asyncio
+import json
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +59,13 @@ MIGRATIONS = (
 )
 # When a row of each table was written, about: in this order they go.
 TIMES = {"carpool_requests": "completed_at", "carpool_batches": "created_at"}
+# Rule 1 of records.py, for the tasks that were just written.
+REMOVE_FIRST_ENDS = """
+    DELETE FROM carpool_requests WHERE rowid IN (
+        SELECT first.rowid FROM json_each(?)
+        CROSS JOIN carpool_requests first ON first.id = value AND first.is_task
+        CROSS JOIN carpool_requests last ON last.id = value AND last.is_task AND last.rowid > first.rowid
+    )"""
 BUSY_S = 5.0
 # Rows in one statement, as far as SQLite's bound on parameters allows.
 ROWS_A_STATEMENT = 100
@@ -156,9 +164,11 @@ class SqliteStore:
             for requests, batches in packed:
                 insert(connection, "carpool_requests", RequestRow._fields, requests)
                 insert(connection, "carpool_batches", BatchRow._fields, batches)
+                if tasks := [row.id for row in requests if row.is_task]:
+                    connection.execute(REMOVE_FIRST_ENDS, (json.dumps(tasks),))
             connection.execute("COMMIT")
         except BaseException:
-            connection.execute("ROLLBACK")
+            connection.rollback()  # nothing, where SQLite has done that itself (a full disk): its own error counts
             raise
 
     def _remove_old(self, too_old: int) -> int:
@@ -213,7 +223,7 @@ def migrate(connection: sqlite3.Connection) -> None:
         connection.execute(f"PRAGMA user_version = {max(version, len(MIGRATIONS))}")
         connection.execute("COMMIT")
     except BaseException:
-        connection.execute("ROLLBACK")
+        connection.rollback()
         raise
 
 

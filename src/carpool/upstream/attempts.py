@@ -13,6 +13,9 @@
 6. No endpoint gets more inputs than it is known to take (limits.py), but for the one batch that tests that.
 7. A refusal that may blame an input is looked into by others. But where the endpoint is in doubt (pool.py), another one
    that is known to be well is asked first, with the whole batch: one call in place of many.
+8. Where no endpoint here is known to be well, but another batcher has one, a batch that failed goes back to the queue.
+   Its slot stays taken as long as a call takes: else an endpoint that fails at once would be free first each time, and
+   all requests would come here before they are served elsewhere.
 """
 
 import asyncio
@@ -26,10 +29,18 @@ from msgspec.structs import replace
 
 from carpool.core.batch import Batch
 from carpool.core.clock import STOOD_STILL_S, Clock, monotonic
-from carpool.core.errors import CarpoolError, DeadlineExceeded, UpstreamFailed, UpstreamProtocolFault, UpstreamRefused
+from carpool.core.errors import (
+    CarpoolError,
+    DeadlineExceeded,
+    GivenBack,
+    UpstreamFailed,
+    UpstreamProtocolFault,
+    UpstreamRefused,
+    without_frames,
+)
 from carpool.core.events import Events
 from carpool.core.outcome import CallFacts, Output
-from carpool.core.ports import CallTraces, Outcomes
+from carpool.core.ports import CallTraces, OtherBatchers, Outcomes
 from carpool.core.request import DONE, Request, searched_since
 from carpool.core.tally import SECONDS_BOUNDS, Histogram
 from carpool.core.trace import CallTrace
@@ -49,6 +60,8 @@ DEAD_IN_A_ROW_MAX = 3
 TIMER_EARLY_S = 0.01
 # A call that its clients' deadlines cut off sooner than this many times what calls take says nothing of the endpoint.
 CUT_SHORT = 2.0
+# Rule 8: no slot stays taken for longer than this after its call.
+HELD_S_MAX = 1.0
 # That is, of one that has answered within this time, or within as many times what calls take.
 ANSWERS_S = 1.0
 # What is said with these has to do with the call, whatever is in it: credentials, addresses, methods, sizes, time.
@@ -98,6 +111,7 @@ class Attempts:
         when_limit_is_learned: Callable[[Member], None],
         when_answered: Callable[[list[Request]], None],
         merge: Callable[[list[Request]], Merged] | None = None,
+        others: OtherBatchers | None = None,
         events: Events | None = None,
         traces: CallTraces | None = None,
         clock: Clock = monotonic,
@@ -115,6 +129,8 @@ class Attempts:
         self._when_answered = when_answered
         # Finds the inputs of a call that are the same; None where each is sent for itself.
         self._merge = merge
+        # None where this process has all endpoints there are.
+        self._others = others
         self._events = events or Events()
         # None where calls are not traced.
         self._traces = traces
@@ -149,6 +165,21 @@ class Attempts:
         """Those who still wait, and whose deadline has not passed."""
         now = self._clock()
         return [request for request in batch if request.phase != DONE and request.deadline > now]
+
+    def are_others_well(self) -> bool:
+        """Whether another batcher has an endpoint that works."""
+        return self._others is not None and self._others.are_well()
+
+    def goes_back(self, request: Request, *, for_verdict: bool = False) -> bool:
+        """Give a request that cannot be served here back to the queue, if another batcher can serve it: whether it is.
+
+        `for_verdict`: its input would be blamed here, and a second endpoint is asked first.
+        """
+        if self._others is None or request.phase == DONE:
+            return False
+        if not self._others.may_serve(request, for_verdict=for_verdict):
+            return False
+        return self._outcomes.settle(request, GivenBack("another batcher serves it", is_alone=for_verdict))
 
     async def send(
         self, batch: list[Request], member: Member | None, ended: BatchEnded, *, is_search: bool = False
@@ -233,11 +264,12 @@ class Attempts:
             is_over = limit_s <= self.timeout_s and self._clock() > latest - TIMER_EARLY_S
             is_quiet = is_search or batch[0].is_apart
             goes_on = not is_over and self._asks_another(failure, failed, attempt, is_quiet=is_quiet)
+            goes_on, held_s = self._give_back(members, failure, failed) if goes_on else (False, 0.0)
             if goes_on:
                 failures.append((failed, failure))
                 self._pool.is_helped(failed)
             if failure.refusal.kind != "fault":  # else it was given back with the answer
-                self._pool.give_back(failed)
+                self._free(failed, held_s)
             if not goes_on:
                 # It may have been their own deadline that ended the call.
                 return out_of_time() if is_over and failure.refusal.kind == "elsewhere" else failure
@@ -249,6 +281,29 @@ class Attempts:
                 extra={"fields": {"endpoint": failed.name, "batch_size": len(members), **names_of(members)}},
             )
         return failure
+
+    def _give_back(self, members: list[Request], failure: Failure, failed: Member) -> tuple[bool, float]:
+        """Rule 8. Returns whether the next attempt is made here, for those who cannot go back.
+
+        And for how long the slot stays taken.
+        """
+        if self._others is None or self._pool.has_well(failed):
+            return True, 0.0
+        is_refusal = failure.refusal.kind == "bisect"
+        went = [request for request in members if self.goes_back(request)]
+        if went and is_refusal:
+            # Nothing says whether the inputs are at fault or the endpoint: it is suspected, by these owners' inputs.
+            self.blame([failed], {request.owner for request in went})
+        if self.live(members):
+            return not is_refusal, 0.0
+        return False, min(HELD_S_MAX, max(0.0, failure.started + self.service_s - self._clock())) if went else 0.0
+
+    def _free(self, member: Member, after_s: float) -> None:
+        """Give a slot back, now or a little later."""
+        if after_s:
+            asyncio.get_running_loop().call_later(after_s, self._pool.give_back, member)
+        else:
+            self._pool.give_back(member)
 
     async def _another(self, batch: list[Request], attempt: int, sick: Sequence[Member]) -> Member | None:
         """A slot for the next attempt, rather of another endpoint; None if there is no time or no budget for it."""
@@ -277,7 +332,8 @@ class Attempts:
             return self._pool.has_others(failed)
         # One that has answered none so large may have a limit: that is found by a search, if it is soon.
         is_limit = not failed.batch_limit.has_answered(failure.size, self._clock())
-        return doubt >= (DOUBT_MAX if is_limit else IN_DOUBT_FROM) and self._pool.has_well(failed)
+        is_doubted = doubt >= (DOUBT_MAX if is_limit else IN_DOUBT_FROM)
+        return is_doubted and (self._others is not None or self._pool.has_well(failed))
 
     def _may_send_again(self, attempt: int, dead_in_a_row: int, *, is_free: bool) -> bool:
         """Whether a call whose connection was dead is sent again at once; pays for it."""
@@ -350,8 +406,8 @@ class Attempts:
         except AttemptFailedError as failure:
             self.calls["failed"] += 1
             error = UpstreamFailed(f"the inference API could not be used: {failure}")
-            # Without the frames that it came through: they hold the call and its answer, and nobody looks at them.
-            dead = failure.with_traceback(None) if isinstance(failure, ConnectionFailedError) else None
+            without_frames(failure)  # which hold the call and its answer
+            dead = failure if isinstance(failure, ConnectionFailedError) else None
             tells = dead is not None or self._call_failed(members, member, timeout_s, started)
             return Failure(Refusal("elsewhere"), error, member, len(members), started, dead=dead, tells=tells)
         except BaseException:

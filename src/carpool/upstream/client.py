@@ -9,6 +9,7 @@ import aiohttp
 from aiohttp.abc import AbstractStreamWriter
 from yarl import URL
 
+from carpool.core.errors import without_frames
 from carpool.core.tensors import Data
 from carpool.upstream.connections import EarlyAnswerError, Line, Trip, make_trace, trip_now, watched
 from carpool.upstream.endpoint import Answer, AttemptFailedError, Call, ConnectionWasDeadError, DoubtfulAnswerError
@@ -119,12 +120,13 @@ class HttpEndpoint:
         except TimeoutError:
             raise AttemptFailedError(f"no answer within {timeout_s:.2f} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as failure:
-            is_cut = isinstance(failure, aiohttp.ClientConnectionError | OSError)
+            is_cut, reason = isinstance(failure, aiohttp.ClientConnectionError | OSError), _reason(failure)
+            without_frames(failure)  # which hold the call; aiohttp's own hold the failure too
             if is_cut and trip.is_reused and not trip.is_heard:
                 # A server may close a connection that rests just when it is used again; many do after a 500, unasked.
                 self._line.found_dead(asyncio.get_running_loop().time())
-                raise ConnectionWasDeadError(_reason(failure), closed_before_sent=not trip.is_sent) from None
-            raise AttemptFailedError(_reason(failure)) from None
+                raise ConnectionWasDeadError(reason, closed_before_sent=not trip.is_sent) from None
+            raise AttemptFailedError(reason) from None
         if trip.is_doubtful:
             raise DoubtfulAnswerError("the answer may be the one to the call before, again")
         load = parse_load(response.headers.get(self._load_header, "")) if self._load_header else None
@@ -156,7 +158,9 @@ class HttpEndpoint:
         except TimeoutError:
             raise AttemptFailedError(f"no answer within {timeout_s:.2f} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as failure:
-            raise AttemptFailedError(_reason(failure)) from None
+            reason = _reason(failure)
+            without_frames(failure)
+            raise AttemptFailedError(reason) from None
         return Answer(response.status, body)
 
     def _page(self, where: str) -> URL:

@@ -146,6 +146,12 @@ class UpstreamConnection(ResponseHandler):
         is_trusted = self._state != "resting" or self._rests_since >= self._line.reuse_from
         return super().is_connected() and is_trusted
 
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """It is over. Its last trip has it, and it has that."""
+        super().connection_lost(exc)
+        if self._trip is not None:
+            self._trip.connection = None
+
     async def before_writing(self) -> None:
         """The next thing that happens is the first write of a request (rule 3)."""
         turns = 0

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from carpool.core.clock import Clock, monotonic
 from carpool.core.dead_letter import is_dead_letter
-from carpool.core.errors import CarpoolError, DeadlineExceeded, Draining, InternalError
+from carpool.core.errors import CarpoolError, DeadlineExceeded, Draining, InputRefused, InternalError
 from carpool.core.events import Events
-from carpool.core.ports import CallTraces, DeadLetters, LaneQueue, Returns
+from carpool.core.ports import CallTraces, DeadLetters, LaneQueue, OtherBatchers, Returns
 from carpool.core.request import DONE, Request
 from carpool.core.tally import Histogram
 from carpool.upstream.attempts import Attempts, BatchEnded, Failure, names_of
@@ -54,6 +54,7 @@ class UpstreamDispatcher:
         all_waiting: Callable[[], int] | None = None,
         when_limit_is_learned: Callable[[Member], None] = lambda member: None,
         merge: Callable[[list[Request]], Merged] | None = None,
+        others: OtherBatchers | None = None,
         events: Events | None = None,
         traces: CallTraces | None = None,
         clock: Clock = monotonic,
@@ -82,6 +83,7 @@ class UpstreamDispatcher:
             when_limit_is_learned=self._limit_is_learned,
             when_answered=self._answered,
             merge=merge,
+            others=others,
             events=events,
             traces=traces,
             clock=clock,
@@ -235,8 +237,13 @@ class UpstreamDispatcher:
                 self.offenders.passed(self._model, request.owner, now)
 
     def _give_up(self, request: Request, error: CarpoolError) -> None:
-        """Settle a request with an error, and keep it as a dead letter if that is wanted."""
+        """Settle a request with an error, and keep it as a dead letter if that is wanted. What another batcher may
+        serve goes back to the queue: it failed here, and nobody has shown that it is its own fault.
+        """
         if request.phase == DONE:
+            return
+        is_own = isinstance(error, InputRefused | DeadlineExceeded)
+        if not is_own and self.attempts.goes_back(request):
             return
         if self._dead_letters is not None and not request.is_task and is_dead_letter(error):
             self._dead_letters.bury(request, error, request.sends)  # a task becomes one by its outcome

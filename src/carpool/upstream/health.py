@@ -193,12 +193,9 @@ def state_of(member: Member, now: float) -> EndpointStatus:
 
 def healthy_slots(members: Sequence[Member], now: float) -> int:
     """Calls that the endpoints that work may have at once."""
-    in_use = sum(
+    return sum(
         member.limit for member in members if member.breaker.state == "closed" and state_of(member, now) != "offline"
     )
-    # One that is closed to a single owner has a call for the others: also while that is under way, or gateways that
-    # hear of it just then would refuse them all.
-    return in_use + sum(member.breaker.is_closed_to_one for member in members)
 
 
 def endpoint_state(member: Member, now: float, wall: float) -> EndpointState:

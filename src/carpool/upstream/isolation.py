@@ -14,6 +14,9 @@ search.py, refusals.py and slot_share.py; who is at fault is decided here.
    and no other endpoint answers this input. An endpoint that refuses what another one answers is itself at fault. Where
    nobody knows, the client gets the API's own word, and the endpoint is suspected by this owner's inputs only.
 6. Who is at fault gets a 422 and becomes a dead letter; the same input is sent alone from then on, for a while.
+7. Where other batchers have endpoints that work, one of them is asked before an input is blamed, with this input alone.
+   Only a refusal that blames the input (400, 422), by an endpoint that answered others of the same batch, is final.
+   Nobody is an offender for what goes back to the queue.
 """
 
 import asyncio
@@ -223,6 +226,9 @@ class Isolation:
         """Tell those for whom it is too late, and end what is over."""
         too_late = self._clock() + min(self._attempts.service_s, STEP_S_MAX)
         late = [case.batch[index] for index in case.search.waiting() if case.batch[index].deadline <= too_late]
+        if self._pool.is_none_closed and self._attempts.are_others_well():
+            for index in case.search.waiting():
+                self._attempts.goes_back(case.batch[index])
         late = [request for request in late if request.phase != DONE]
         self.unresolved += len(late)
         self._settle(late, unresolved())
@@ -475,6 +481,10 @@ class Isolation:
         if request.phase == DONE:
             return False
         if self._is_at_fault(case, index):
+            # One that fails some of its calls with 500 answers others of the batch, too.
+            is_final = failure.is_certain and case.refused_alone_by.get(index, set()) & case.answered_by
+            if not is_final and self._attempts.goes_back(request, for_verdict=True):
+                return False
             for member in case.refused_by.get(index, ()):
                 member.doubt = 0.0  # it was right
             self._convict(case, request, failure)
@@ -493,7 +503,7 @@ class Isolation:
         """Rule 5."""
         failure = case.last[index]
         by, by_alone = case.refused_by.get(index, set()), case.refused_alone_by.get(index, set())
-        lane = case.batch[index].common_key
+        lane = case.batch[index].plain_key
 
         def is_right(members: set[Member], since: float) -> bool:
             if members & case.answered_by:
@@ -580,7 +590,7 @@ class Isolation:
     def _make_way(self, member: Member) -> None:
         """What waits of an owner to whom an endpoint is closed must not stand in the way of the others."""
         blamed = member.breaker.blamed_owner
-        if member.breaker.state != "closed" and blamed is not None:
+        if member.breaker.state != "closed" and blamed is not None and not self._attempts.are_others_well():
             self._offenders.refused(self._model, blamed, self._clock(), count=3.0)
             self.look_soon()
 
@@ -604,15 +614,20 @@ class Isolation:
                     self._make_way(member)
         if failure is not None:
             self._look_at_good_wholes(case)
+        went_back = False
         for index, request in left.items():
             last = case.last.get(index)
-            if last is None:
+            if self._attempts.goes_back(request, for_verdict=last is not None and last.is_certain):
+                went_back = True
+            elif last is None:
                 self._settle([request], unresolved())
             elif last.is_certain and index in case.search.refused_alone:
                 self._shares.refused(request.lane_key)
                 self._give_up(request, input_refused(last))
             else:
                 self._give_up(request, last.error)
+        if went_back:
+            self._take_back_offences(case)
         if not self._cases:
             self._is_idle.set()
 
@@ -630,8 +645,12 @@ class Isolation:
             elif limit.split(size, parts_max, now):
                 self._when_limit_is_learned(member)
         if good:
-            for owner in case.counted:
-                self._offenders.take_back(self._model, owner, self._clock())
+            self._take_back_offences(case)
+
+    def _take_back_offences(self, case: Case) -> None:
+        """What was refused was none of its owners' fault, as far as is known."""
+        for owner in case.counted:
+            self._offenders.take_back(self._model, owner, self._clock())
 
     def _broke(self, members: list[Request]) -> None:
         """A defect, which must leave nobody without an outcome. Those who were put back have one to come."""

@@ -94,7 +94,7 @@ class Member:
         self.probing = False
         # When it last answered well; by lane when that call began; and counts, for the fleet's page.
         self.well_at = -inf
-        self.well_lanes: dict[bytes, float] = {}
+        self.well_lanes: dict[int, float] = {}
         self.succeeded = 0
         self.failed = 0
         # Rules 9 and 10: batches that failed here and are tried elsewhere now; and how much is to be said against it.
@@ -184,6 +184,11 @@ class Pool:
         self._busy_s_gone = 0.0
         # True while no endpoint may be called: synchronous requests are refused at the door then.
         self.is_down = False
+        # How many endpoints work, as far as is known. True while none does: some may be tried with a call at a time.
+        self._closed = len(self.members)
+        self.is_none_closed = False
+        # Called when the number changes.
+        self._health_changes: list[Callable[[], None]] = []
         # None while it is down: it is not while a probe is on offer (rule 5).
         self.probes = 0
         # True while an endpoint is closed to one owner only; see `is_shut_to`.
@@ -251,6 +256,10 @@ class Pool:
     def when_slot_frees(self, ring: Callable[[], None]) -> None:
         """Have `ring` called when a slot becomes free."""
         self._rings.append(ring)
+
+    def when_health_changes(self, tell: Callable[[], None]) -> None:
+        """Have `tell` called when an endpoint that worked has failed, and when one works again."""
+        self._health_changes.append(tell)
 
     def take(self, is_apart: bool = False) -> Member:
         """Take a free slot; there must be one. `is_apart`: for a batch of offenders."""
@@ -331,9 +340,10 @@ class Pool:
         """A call of a lane, which began then, was answered as it should be."""
         member.succeeded += 1
         member.well_at = self._clock()
-        if lane not in member.well_lanes and len(member.well_lanes) >= WELL_LANES_MAX:
+        number = hash(lane)  # a lane's key may have kilobytes, and each endpoint has its own list
+        if number not in member.well_lanes and len(member.well_lanes) >= WELL_LANES_MAX:
             member.well_lanes.clear()
-        member.well_lanes[lane] = max(began, member.well_lanes.get(lane, -inf))
+        member.well_lanes[number] = max(began, member.well_lanes.get(number, -inf))
         member.failed_probes = 0
         member.probing = False
         if member.doubt:
@@ -414,6 +424,10 @@ class Pool:
         """Whether the endpoint answered a call well a short while ago, and is not in doubt."""
         return self._clock() - member.well_at <= WELL_S and member.doubt < IN_DOUBT_FROM
 
+    def is_in_doubt(self) -> bool:
+        """Whether every endpoint is closed to calls, or in doubt (rule 10)."""
+        return all(member.breaker.state != "closed" or member.doubt >= IN_DOUBT_FROM for member in self.members)
+
     def has_well(self, member: Member) -> bool:
         """Whether another endpoint than this one is in use and known to be well."""
         return self._best_fit(Wish(frozenset((member,)), known_well=True)) == FIT_WELL
@@ -429,7 +443,7 @@ class Pool:
 
     def answered_lane(self, member: Member, lane: bytes, since: float) -> bool:
         """Whether the endpoint has answered a call of this lane that began since then: an older one proves nothing."""
-        return member.well_lanes.get(lane, -inf) > since
+        return member.well_lanes.get(hash(lane), -inf) > since
 
     def has_others(self, *members: Member | None) -> bool:
         """Whether another endpoint than these is in use."""
@@ -472,8 +486,8 @@ class Pool:
         member = self._member(endpoint)
         self.members.append(member)
         self._slots_in_use = None
-        self.is_down = False
         self._offer_what_may_be(member)
+        self._notice_if_down()
 
     def remove(self, endpoint: Endpoint, when_gone: Callable[[], None]) -> None:
         """Send an endpoint no more; `when_gone` is called once it has no call under way."""
@@ -561,9 +575,13 @@ class Pool:
 
     def _notice_if_down(self) -> None:
         self.is_shut_to_some = any(member.breaker.is_closed_to_one for member in self.members)
-        is_none_closed = all(member.breaker.state != "closed" for member in self.members)
+        before, self._closed = self._closed, sum(member.breaker.state == "closed" for member in self.members)
+        self.is_none_closed = self._closed == 0
         # What is closed to one owner is, or will be in a moment, on offer for the others.
-        self.is_down = is_none_closed and not self._free and not self.is_shut_to_some
+        self.is_down = self.is_none_closed and not self._free and not self.is_shut_to_some
+        if self._closed != before:
+            for tell in self._health_changes:
+                tell()
 
     def _may_probe(self, breaker: Breaker) -> bool:
         return breaker.allows(self._clock()) or breaker.allows_others()

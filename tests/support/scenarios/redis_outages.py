@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from collections import Counter
 from contextlib import AsyncExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -390,3 +391,40 @@ async def gateways_go_direct(directory: Path, how: str, seconds: float) -> Direc
 async def modes(places: list[Place]) -> list[float]:
     """`carpool_broker_mode` of each."""
     return [await place.process.metric("carpool_broker_mode") for place in places]
+
+
+class Emptied(NamedTuple):
+    """What was seen while keys of a Redis that is well were deleted."""
+
+    verdict: Verdict
+    # What clients who wait were told.
+    statuses: Counter[int]
+    slowest_s: float
+
+
+async def keys_are_deleted(directory: Path, times: int) -> Emptied:
+    """Somebody deletes the gateway's stream of replies, or everything (FLUSHALL), in turn."""
+    checker = Checker("R6")
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(running_redis(directory / "redis"))
+        fleet = await stack.enter_async_context(fleet_over(directory, server.url))
+        upstream = await stack.enter_async_context(scripted_upstream())
+        upstream.latency_s = 0.05
+        gateway = await fleet.add("gateway")
+        await fleet.add("batcher", "--upstream", upstream.url, "--slots", "2")
+        await fleet.wait_until_ready()
+        clients = await stack.enter_async_context(Clients(checker, fleet.ports))
+        clients.start(asks_per_s=50, tasks_per_s=0)
+        for number in range(times):
+            await asyncio.sleep(random.uniform(1.5, 2.5))
+            if number % 2:
+                await server.ask("FLUSHALL")
+            else:
+                await server.ask("DEL", Keys().replies(gateway.process.name.encode()).decode())
+        await asyncio.sleep(2.0)
+        await clients.stop()
+        return Emptied(
+            checker.verdict(upstream.seen),
+            Counter(answer.status for answer in clients.answers),
+            max(answer.ended - answer.began for answer in clients.answers),
+        )

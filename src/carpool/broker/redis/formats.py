@@ -3,9 +3,10 @@
 An entry of a queue stream has one field. Its name is the header, the same bytes for all requests of a lane, a tier and
 a gateway, so that it is made once and understood once. Its value is the format's number in a byte, the length of a
 record in two, the record, and the client's own bytes, untouched. `scripts/common.lua` reads the format's number, the
-length, remaining ms and the id too.
+length, remaining ms, when they were counted and the id too.
 
-A record is number, remaining ms, lengths of id and owner, id, owner, and what may come behind that: a msgpack array.
+A record is number, remaining ms, when they were counted, lengths of id and owner, id, owner, and what may come behind
+that: a msgpack array.
 Headers, these arrays and replies may become longer: a program skips what it does not know. Only what an old program
 would misunderstand needs a new number.
 """
@@ -20,10 +21,10 @@ from carpool.core.story import RequestState
 from carpool.core.tensors import PACKED, Data
 
 # Entries of a newer format are left to newer programs.
-ENTRY_FORMAT = 3
+ENTRY_FORMAT = 4
 REPLY_FORMAT = 1
 # The format and the length of the record, with which a value begins; the record up to its names.
-_BEGINNING = Struct(">BHQQBB")
+_BEGINNING = Struct(">BHQQQBB")
 _RECORD_AT, _NAMES_AT = 3, _BEGINNING.size
 _pack = _BEGINNING.pack  # for every request
 # The outcome of a task that no batcher ends.
@@ -52,7 +53,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     lane: bytes
     tier: int
     is_task: bool
-    # From the entry's own time, on Redis's clock: it must have been taken.
+    # From the entry's own time (`began_ms`): it must have been taken. 0: it may wait for a slot as long as it has time.
     queue_ms: int
 
 
@@ -63,8 +64,10 @@ class EntryRecord(msgspec.Struct, frozen=True, gc=False):
     number: int
     request_id: str
     owner: str
-    # From the entry's own time, on Redis's clock: it must have its outcome.
+    # From the entry's own time (`began_ms`): it must have its outcome.
     remaining_ms: int
+    # When its gateway sent it, on the clock of the shard's server, as far as the gateway knew; 0 if it did not.
+    sent_ms: int = 0
     # The client's own name for itself.
     client_id: str = ""
     # Of a task: under which key its result is to be kept for requests that are the same; empty if it is not.
@@ -138,7 +141,9 @@ def decode_header(data: bytes) -> Header:
     return header
 
 
-def encode_record(number: int, request_id: str, owner: str, remaining_ms: int, more: bytes = b"") -> bytes:
+def encode_record(
+    number: int, request_id: str, owner: str, remaining_ms: int, more: bytes = b"", sent_ms: int = 0
+) -> bytes:
     """What an entry's value begins with; the client's bytes follow. No time may be left.
 
     Ids and owners are at most 255 ASCII characters: the face and admission see to that.
@@ -147,7 +152,7 @@ def encode_record(number: int, request_id: str, owner: str, remaining_ms: int, m
     length = _NAMES_AT - _RECORD_AT + len(names) + len(more)
     if remaining_ms < 0:
         remaining_ms = 0
-    return _pack(ENTRY_FORMAT, length, number, remaining_ms, len(request_id), len(owner)) + names + more
+    return _pack(ENTRY_FORMAT, length, number, remaining_ms, sent_ms, len(request_id), len(owner)) + names + more
 
 
 def encode_more(client_id: str, result_key: bytes = b"", trace: str = "") -> bytes:
@@ -158,7 +163,7 @@ def encode_more(client_id: str, result_key: bytes = b"", trace: str = "") -> byt
 def decode_value(data: bytes) -> tuple[EntryRecord, Data]:
     """The record, and the client's bytes. Raises UnknownFormatError."""
     try:
-        version, length, number, remaining_ms, id_length, owner_length = _BEGINNING.unpack_from(data)
+        version, length, number, remaining_ms, sent_ms, id_length, owner_length = _BEGINNING.unpack_from(data)
         names_end = _NAMES_AT + id_length + owner_length
         end = _RECORD_AT + length
         names = data[_NAMES_AT:names_end].decode()
@@ -168,9 +173,21 @@ def decode_value(data: bytes) -> tuple[EntryRecord, Data]:
     if version != ENTRY_FORMAT or end > len(data):
         raise UnknownFormatError("the value of an entry is not what its header says")
     owner = names[id_length:]
-    record = EntryRecord(number, names[:id_length], owner, remaining_ms, more.client_id, more.result_key, more.trace)
+    record = EntryRecord(
+        number, names[:id_length], owner, remaining_ms, sent_ms, more.client_id, more.result_key, more.trace
+    )
     # Raw tensors may be large: no second copy is made of them.
     return record, memoryview(data)[end:] if data[end : end + 1] == PACKED else data[end:]
+
+
+def began_ms(entry_id: bytes, sent_ms: int) -> int:
+    """From when the times of an entry count, on the clock of its server: when its gateway sent it.
+
+    Its id is later where it waited on the way: in a socket, while Redis stood still. It is earlier only where the
+    server's clock was set back since the gateway looked at it; and it is all there is where the gateway did not know.
+    """
+    added_ms = int(entry_id.partition(b"-")[0])
+    return min(sent_ms, added_ms) if sent_ms else added_ms
 
 
 def encode_reply(reply: Reply) -> bytes:

@@ -58,6 +58,8 @@ class Shard(msgspec.Struct, frozen=True):
     letter_bodies: bytes
     hooks: bytes
     bell: bytes
+    # Tasks whose submitters have no answer yet.
+    unsure: bytes
     # Results that are kept for requests that are the same, the later and the earlier ones.
     kept: bytes
     kept_before: bytes
@@ -73,6 +75,10 @@ class Shard(msgspec.Struct, frozen=True):
     def hook(self, task_id: str) -> bytes:
         """The hash of a task's webhook."""
         return self.prefix + b"hook:" + task_id.encode()
+
+    def ends(self, name: bytes) -> bytes:
+        """The hash of receipts of one process (ended_tasks.py)."""
+        return self.prefix + b"ends:" + name
 
     def rate(self, owner: str) -> bytes:
         """The hash of an owner's rate limit."""
@@ -123,6 +129,7 @@ class Keys:
             prefix + b"letter",
             prefix + b"hooks",
             prefix + b"bell",
+            prefix + b"unsure",
             prefix + b"kept",
             prefix + b"kept-before",
         )

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
+import msgspec
+
 from carpool.broker.redis import scripts
 from carpool.broker.redis.client.link import (
     NoRoom,
@@ -25,6 +27,7 @@ from carpool.broker.redis.client.nodes import Nodes, Script
 from carpool.broker.redis.formats import FAILED, PENDING, SUCCESS
 from carpool.broker.redis.keys import GROUP, Keys, Shard, tier_of
 from carpool.broker.redis.terms import Budget, Claim, Head, QueueStream, Stream, Taken, View
+from carpool.core.clock import monotonic
 from carpool.core.ports import RateAsk, RateTold
 from carpool.core.problem import code_of
 from carpool.core.story import RequestState
@@ -113,11 +116,16 @@ class TaskResult(NamedTuple):
     value: bytes
     # Is kept with it; empty for none.
     letter: bytes
+    # Who gives it, by a name that nobody else has: one who asks again because a reply was lost is known by it.
+    finisher: bytes
+    # From its submission to this outcome.
+    age_ms: int
 
 
 class Finished(NamedTuple):
     """What became of a task's result."""
 
+    # It is this finisher's.
     was_first: bool
     # Names of the gateways where somebody waits for it.
     gateways: bytes
@@ -162,6 +170,10 @@ class Steps:
         self.keys = keys
         # Tests may say what time it is.
         self._now_ms = now_ms
+
+    def time_ms(self, shard: Shard) -> int:
+        """What the clock of a shard's server shows now, at least; 0 while that is not known."""
+        return int(self._now_ms() or self.nodes.time_ms(shard.slot))
 
     # Into the queue.
 
@@ -216,13 +228,13 @@ class Steps:
         held_max: int,
         lanes_max: int,
         tasks: Sequence[tuple[str, str, str, Argument, str]] = (),
-        task_bounds: tuple[int, int, int] = (0, 0, 0),
+        task_bounds: tuple[int, int, int, int] = (0, 0, 0, 0),
         letter: bytes = b"",
         eval_on: Nodes | None = None,
     ) -> None:
         """Queue as many as there is room for. `tasks`: id, owner, client id of each, ms until its own deadline or "",
         where its outcome is sent or ""; `task_bounds`: most bytes of inputs, of inputs and results, ms until they are
-        over; `letter`: the dead letter that becomes one.
+        over, and until they are accepted although nobody said so (0: now); `letter`: the dead letter that becomes one.
 
         `eval_on`: other connections, on which nothing is sent again behind what follows.
         """
@@ -244,16 +256,23 @@ class Steps:
         *,
         kept_ms: int,
         stored_bytes_max: int,
+        unsure_ms: int,
         eval_on: Nodes | None = None,
     ) -> None:
-        """Accept a task (id, owner, client id, where its outcome is sent) with its result. `eval_on`: see `submit`."""
+        """Bring in a task (id, owner, client id, where its outcome is sent) with its result. It is accepted by
+        `accept_tasks`, or after `unsure_ms`. `eval_on`: see `submit`.
+        """
         *names, url = task
-        arguments: list[Argument] = [*names, result, kept_ms, stored_bytes_max, self._now_ms(), url]
+        arguments: list[Argument] = [*names, result, kept_ms, stored_bytes_max, self._now_ms(), url, unsure_ms]
         if eval_on is None:
             self._run(scripts.ANSWERED, shard, arguments, reading(read_queued, done))
         else:
             told, source = reading(read_queued, done), scripts.ANSWERED.source
             eval_on.send(shard.slot, told, b"EVAL", source, 1, shard.counts, *arguments)
+
+    def accept_tasks(self, shard: Shard, task_ids: Sequence[str], done: Done[int]) -> None:
+        """Their submitters are told that they are accepted: from now on they may have outcomes."""
+        self.nodes.send(shard.slot, reading(int, done), b"ZREM", shard.unsure, *task_ids)
 
     def cancel(self, shard: Shard, entries: Iterable[tuple[bytes, bytes, bool]], done: Done[list[bool]]) -> None:
         """Delete entries (field, id, whether nobody waits any more) that nobody took, and those for which nobody waits:
@@ -298,8 +317,10 @@ class Steps:
             group = (b"XREADGROUP", b"GROUP", GROUP, consumer)
             self.nodes.send(shard.slot, came, *group, b"COUNT", number, b"STREAMS", shard.stream(field), b">")
 
+        asked_at = monotonic()
+
         def levelled(reply: Any) -> None:
-            view = read(reply, lambda reply: read_view(reply, models))
+            view = read(reply, lambda reply: self._at_latest(read_view(reply, models), asked_at))
             if isinstance(view, RedisFailure) and not streams:
                 done(view)
             else:
@@ -314,7 +335,12 @@ class Steps:
     ) -> None:
         """Take the best that free slots can use, in whole batches."""
         arguments = (consumer, self._now_ms(), *lines, b"", *budget_arguments(budgets))
-        self._run(scripts.TAKE, shard, arguments, reading(lambda reply: read_taken(reply, budgets), done))
+        asked_at = monotonic()
+
+        def understand(reply: Any) -> Taken:
+            return self._timed(read_taken(reply, budgets), asked_at)
+
+        self._run(scripts.TAKE, shard, arguments, reading(understand, done))
 
     def has_lapsed(self, shard: Shard, lease_ms: int, done: Done[bool]) -> None:
         """Whether a lease is over."""
@@ -332,9 +358,15 @@ class Steps:
         """Take entries whose leases are over. `terms`: most deliveries, most of a company that is not small."""
         arguments: list[Argument] = [consumer, self._now_ms(), lease_ms, *terms]
         for claim in claims:
-            arguments += (claim.model, claim.batches, claim.largest, claim.suspects, len(claim.again))
+            arguments += (claim.model, claim.batches, claim.largest, claim.suspects, claim.left)
+            arguments.append(len(claim.again))
             arguments += [part for room in claim.again.items() for part in room]
-        self._run(scripts.CLAIM, shard, arguments, reading(lambda reply: read_claimed(reply, claims), done))
+        asked_at = monotonic()
+
+        def understand(reply: Any) -> Taken:
+            return self._timed(read_claimed(reply, claims), asked_at)
+
+        self._run(scripts.CLAIM, shard, arguments, reading(understand, done))
 
     def uncount(self, shard: Shard, field: bytes, consumer: bytes, entry_id: bytes, deliveries: int) -> None:
         """An entry that this batcher has keeps its lease, and has been delivered so often."""
@@ -351,9 +383,15 @@ class Steps:
 
         self._run(scripts.RENEW, shard, (consumer, *ids_arguments(ids)), reading(lost, done))
 
-    def release(self, shard: Shard, consumer: bytes, ids: Mapping[bytes, Sequence[bytes]]) -> None:
-        """Let others have entries that were not sent. If this is lost, the leases end by themselves."""
-        self._run(scripts.RELEASE, shard, (consumer, *ids_arguments(ids)), ignore)
+    def release(self, shard: Shard, consumer: bytes, entries: Mapping[bytes, Sequence[tuple[bytes, int]]]) -> None:
+        """Let others have entries, by stream, each with what is carried along (batcher/history.py).
+
+        If this is lost, the leases end by themselves.
+        """
+        arguments: list[Argument] = [consumer]
+        for field, carried in entries.items():
+            arguments += (field, len(carried), *(part for entry in carried for part in entry))
+        self._run(scripts.RELEASE, shard, arguments, ignore)
 
     def forget_entries(self, shard: Shard, ids: Mapping[bytes, Sequence[bytes]], done: Done[int]) -> None:
         """They have their outcomes."""
@@ -365,11 +403,11 @@ class Steps:
         cursor: bytes,
         consumer_gone_ms: int,
         letters: Sequence[int],
-        late: tuple[bytes, int],
+        late: tuple[bytes, int, bytes],
         done: Done[Swept],
     ) -> None:
         """Tidy up a part of a shard. `letters`: their bounds, ms until they go, and until all is counted; `late`: the
-        result of tasks whose time is over, with @ for the id, and ms that it is kept.
+        result of tasks whose time is over, with @ for the id, ms that it is kept, and the receipt for them.
         """
         arguments: list[Argument] = [cursor, self._now_ms(), consumer_gone_ms, *letters, *late]
         self._run(scripts.SWEEP, shard, arguments, reading(read_swept, done))
@@ -391,34 +429,66 @@ class Steps:
         field: bytes,
         entry_id: bytes,
         result: TaskResult,
-        done: Done[Finished],
+        done: Done[Finished | None],
         *,
         kept_ms: int,
         letter_bounds: Sequence[int],
     ) -> None:
-        """Give a task its result, if it has none, keep its letter, and acknowledge its entry."""
+        """Give a task its result, if it has none, keep its letter, and acknowledge its entry; tells None if the task is
+        not accepted yet, and nothing was done.
+        """
         arguments: list[Argument] = [result.task_id, field, entry_id, result.status, result.value]
         arguments += (kept_ms, self._now_ms(), result.letter)
-        arguments += (shard.number, *letter_bounds)
-        self._run(scripts.FINISH, shard, arguments, reading(lambda reply: Finished(bool(reply[0]), *reply[1:]), done))
+        arguments += (shard.number, *letter_bounds, result.finisher, result.age_ms)
+
+        def finished(reply: Any) -> Finished | None:
+            return None if reply[0] < 0 else Finished(bool(reply[0]), *reply[1:])
+
+        self._run(scripts.FINISH, shard, arguments, reading(finished, done))
 
     def look_at_task(
-        self, task_id: str, gateway: bytes, late: bytes, kept_ms: int, done: Done[LookedAt], *, with_standing: bool
+        self,
+        task_id: str,
+        gateway: bytes,
+        late: tuple[bytes, int, bytes],
+        done: Done[LookedAt],
+        *,
+        with_standing: bool,
     ) -> None:
-        """A task; the gateway, if one is given, is told when it has an outcome. If its time is over, it gets `late`."""
-        arguments = (task_id, gateway, self._now_ms(), late, kept_ms, int(with_standing))
+        """A task; the gateway, if one is given, is told when it has an outcome. `late`: what it gets if
+        its time is over, ms that this is kept, and the receipt for its end.
+        """
+        problem, kept_ms, receipt = late
+        arguments = (task_id, gateway, self._now_ms(), problem, kept_ms, int(with_standing), receipt)
         self._run(
             scripts.LOOK, self.keys.shard_of_task(task_id), arguments, reading(partial(read_looked_at, task_id), done)
         )
 
-    def remove_task(self, task_id: str, done: Done[Removed | None]) -> None:
-        """Remove a task; tells None if there was no such task."""
+    def remove_task(
+        self, task_id: str, done: Done[Removed | None], *, was_refused: bool = False, receipt: bytes = b""
+    ) -> None:
+        """Remove a task; tells None if there was no such task. `was_refused`: it was never accepted, its webhook goes
+        too; `receipt`: for its end, if it had no result.
+        """
 
         def removed(reply: Any) -> Removed | None:
             return None if reply is None else Removed(reply[0], ended_task(task_id, *reply[1:]) if reply[1:] else None)
 
-        arguments = (task_id, self._now_ms())
+        arguments = (task_id, self._now_ms(), int(was_refused), receipt)
         self._run(scripts.FORGET, self.keys.shard_of_task(task_id), arguments, reading(removed, done))
+
+    def ends(self, shard: Shard, name: bytes, done: Done[dict[bytes, list[EndedTask]]]) -> None:
+        """Tasks that steps of this process ended, by receipt."""
+
+        def found(reply: Any) -> dict[bytes, list[EndedTask]]:
+            receipts = zip(reply[::2], reply[1::2], strict=True)
+            return {number: ended_tasks(unpack_facts(facts)) for number, facts in receipts}
+
+        self.nodes.send(shard.slot, reading(found, done), b"HGETALL", shard.ends(name))
+
+    def forget_ends(self, shard: Shard, name: bytes, numbers: Sequence[bytes], done: Done[int]) -> None:
+        """They were counted."""
+        self.nodes.send(shard.slot, reading(int, done), b"HDEL", shard.ends(name), *numbers)
 
     def state_of_task(self, task_id: str, lease_ms: int, done: Done[RequestState | None]) -> None:
         """How far a task is; None if there is none."""
@@ -587,6 +657,16 @@ class Steps:
 
     # How.
 
+    def _timed(self, taken: Taken, asked_at: float) -> Taken:
+        assert taken.view is not None
+        return taken._replace(view=self._at_latest(taken.view, asked_at))
+
+    def _at_latest(self, view: View, asked_at: float) -> View:
+        """An answer may lie in a socket for long, with entries whose time runs on: by now it is so late at most."""
+        if self._now_ms():
+            return view
+        return view._replace(now_ms=view.now_ms + int((monotonic() - asked_at) * 1000))
+
     def _run(self, script: Script, shard: Shard, arguments: Sequence[Argument], done: Callable[[Any], None]) -> None:
         self.nodes.run(script, shard.slot, (shard.counts,), arguments, done)
 
@@ -600,7 +680,7 @@ def read(reply: Any, understand: Callable[[Any], Found]) -> Found | RedisFailure
         return reply
     try:
         return understand(reply)
-    except (TypeError, ValueError, IndexError, AttributeError) as fault:
+    except (TypeError, ValueError, IndexError, AttributeError, msgspec.MsgspecError) as fault:
         return Unreadable(f"a reply of Redis cannot be understood ({type(fault).__name__})")
 
 
@@ -676,11 +756,21 @@ def ended_task(task_id: bytes | str, owner: bytes, model: bytes, age_ms: int, fi
     return EndedTask(name, owner.decode(), model.decode(), int(age_ms), max(0, tier_of(field.partition(b":")[2])))
 
 
+def unpack_facts(packed: bytes) -> list[Any]:
+    """What a script has packed, as if it had told it."""
+    facts = msgspec.msgpack.decode(packed, type=list[str | int])
+    return [fact.encode() if isinstance(fact, str) else fact for fact in facts]
+
+
+def ended_tasks(facts: Sequence[Any]) -> list[EndedTask]:
+    """As the scripts tell of several."""
+    return [ended_task(*facts[first : first + 5]) for first in range(0, len(facts), 5)]
+
+
 def read_swept(reply: Any) -> Swept:
     """From sweep.lua."""
     cursor, letters_dropped, facts, is_more = reply
-    ended = [ended_task(*facts[first : first + 5]) for first in range(0, len(facts), 5)]
-    return Swept(bytes(cursor), int(letters_dropped), ended, int(is_more))
+    return Swept(bytes(cursor), int(letters_dropped), ended_tasks(facts), int(is_more))
 
 
 def read_task_state(reply: Any) -> RequestState | None:

@@ -9,6 +9,8 @@ import msgspec
 Entry = Sequence[Any]
 # Which suspects of a model may come.
 NONE, WITH_COMPANY, ANY = 0, 1, 2
+# Which entries that were given back a claim leaves to others.
+NOTHING, OWN, FINAL = 0, 1, 2
 
 
 class Head(msgspec.Struct):
@@ -30,7 +32,7 @@ class Head(msgspec.Struct):
 class View(NamedTuple):
     """A shard at one moment."""
 
-    # On Redis's clock.
+    # On Redis's clock, when the answer came, at the latest.
     now_ms: int
     # Of the models that were asked for: the best streams of each, by their places.
     heads: list[Head]
@@ -80,6 +82,9 @@ class Claim(msgspec.Struct):
     suspects: int
     # As in a budget.
     again: dict[bytes, int] = {}
+    # What is left to others: NOTHING where no other batcher is well, else OWN, what this batcher gave back itself; or
+    # also FINAL, what may not go back again, where no endpoint of this batcher is known to work.
+    left: int = 0
 
 
 class Budget(msgspec.Struct):

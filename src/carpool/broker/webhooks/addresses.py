@@ -3,13 +3,15 @@
 1. A host is on the list, as it stands or below a `*.`; with the port that the list names, else with the scheme's own.
 2. `https`, unless `http` is allowed too. No user, no fragment, nothing that two parsers could read in two ways.
 3. What counts is the address that is connected to, whatever the name said before (`is_allowed`): it is public. Private
-   and loopback ones may be allowed; link-local (where clouds tell their secrets), multicast and the like never are.
+   and loopback ones may be allowed. Never allowed are those at which clouds tell their secrets, wherever these are, and
+   all that IANA's registries of special-purpose addresses have beside: link-local, shared, multicast, reserved.
    An IPv4 address inside an IPv6 one counts as what it is.
+4. The registries are written down here: what `ipaddress` has of them differs from one release of Python to the next.
 """
 
 import re
 from collections.abc import Iterable
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 import msgspec
 from yarl import URL
@@ -20,6 +22,36 @@ from carpool.core.webhook import URL_CHARS_MAX
 _URL_CHARS = re.compile(r"[!-~]+")
 _HOST = re.compile(r"[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]")
 _NAT64 = IPv6Network("64:ff9b::/96")
+# May be allowed: RFC 1918, loopback, unique local, and site-local, which is long out of use.
+_PRIVATE = tuple(
+    map(ip_network, ("10.0.0.0/8", "127.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "::1", "fc00::/7", "fec0::/10"))
+)
+# Inside of those, and among the public ones: where clouds tell a machine who it is. AWS (IMDS, Pod Identity), Google,
+# Oracle, Scaleway, Azure. Others, and these over IPv4, are at addresses of the next list.
+_METADATA = tuple(
+    map(ip_network, ("fd00:ec2::/32", "fd20:ce::/32", "fd00:c1::a9fe:a9fe", "fd00:42::42", "168.63.129.16"))
+)
+# What is not public in IPv4, beside the private. 192.0.0.0/24 and 100.64.0.0/10 have metadata too (Oracle, Alibaba).
+_SPECIAL_V4 = tuple(
+    map(
+        IPv4Network,
+        (
+            "0.0.0.0/8",
+            "100.64.0.0/10",
+            "169.254.0.0/16",
+            "192.0.0.0/24",
+            "192.0.2.0/24",
+            "192.88.99.0/24",
+            "198.18.0.0/15",
+            "198.51.100.0/24",
+            "203.0.113.0/24",
+            "224.0.0.0/3",  # multicast, and what is reserved
+        ),
+    )
+)
+# All that is public in IPv6, and what of it is not: protocols, documentation, 6to4.
+_PUBLIC_V6 = IPv6Network("2000::/3")
+_SPECIAL_V6 = tuple(map(IPv6Network, ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")))
 _PORTS = {"https": 443, "http": 80}
 
 
@@ -88,13 +120,20 @@ class Callbacks:
             found = _innermost(ip_address(address.partition("%")[0]))
         except ValueError:
             return False
-        if found.is_loopback:  # before the rest: ::1 is in a range that is reserved
-            return self._allow_private
-        if found.is_multicast or found.is_unspecified or found.is_link_local or found.is_reserved:
+        if _is_in(found, _METADATA):
             return False
-        if isinstance(found, IPv6Address) and found.is_site_local:  # long out of use; `is_private` does not know it
-            return self._allow_private
-        return found.is_global or (self._allow_private and found.is_private)
+        return self._allow_private if _is_in(found, _PRIVATE) else _is_public(found)
+
+
+def _is_public(address: IPv4Address | IPv6Address) -> bool:
+    """Whether the whole internet knows an address that is not private."""
+    if isinstance(address, IPv4Address):
+        return not _is_in(address, _SPECIAL_V4)
+    return address in _PUBLIC_V6 and not _is_in(address, _SPECIAL_V6)
+
+
+def _is_in(address: IPv4Address | IPv6Address, networks: Iterable[IPv4Network | IPv6Network]) -> bool:
+    return any(address in network for network in networks)
 
 
 def _is_literal(name: str) -> bool:

@@ -1,7 +1,8 @@
 """Sends the outcomes of tasks to the URLs that their submitters named, until they are delivered or given up.
 
-1. At least once: a webhook leaves the outbox when its receiver has said 2xx, or when it is given up. Whoever sends it
-   again, after a crash or a lost answer, sends the same `webhook-id`: the task's id.
+1. At least once: a webhook leaves the outbox when its receiver has said 2xx, or when it is given up. A process that
+   sends it again, after a crash or a lost answer, sends the same `webhook-id` and body: both come from what is kept
+   with the outcome. Where a failover has lost an outcome, and the task ran again, that is another webhook.
 2. So many are sent at once, so many bytes, and so many to one host. The outbox gives none of a host that has its share,
    and what waits behind it: a receiver that is slow or dead holds up its own only.
 3. A process that leaves finishes what it is sending, for a moment; the rest is due again for whoever comes next.
@@ -176,7 +177,7 @@ class Deliverer:
         try:
             url = self._callbacks.check(webhook.url)
             body = self._form(task)
-            headers = await self._sign(webhook.id, body)
+            headers = await self._sign(webhook_id_of(task), body)
             answered = await self._sender.send(url, headers | {"Content-Type": "application/json"}, body)
         except CallbackDenied:  # the list has changed since it was accepted
             answered = Answered(0, "the host is not on the list any more")
@@ -198,3 +199,8 @@ class Deliverer:
         if len(body) <= SIGNED_HERE_BYTES_MAX:
             return signed_headers(*what)
         return await asyncio.to_thread(signed_headers, *what)
+
+
+def webhook_id_of(task: StoredTask) -> str:
+    """The id of the message with this outcome: the task's, and when the outcome came."""
+    return f"{task.id}-{round(task.timestamp_wall * 1000)}"

@@ -13,6 +13,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from carpool.broker.webhooks.schedule import Answered, retry_after_of
+from carpool.core.errors import without_frames
 
 # Read so that the connection can be used again; of a longer answer it is closed.
 ANSWER_BYTES_MAX = 16 * 1024
@@ -109,7 +110,9 @@ class Sender:
         except TimeoutError:
             return Answered(0, "no answer in time")
         except (aiohttp.ClientError, OSError, ValueError) as failure:
-            return Answered(0, _reason(failure))
+            reason = _reason(failure)
+            without_frames(failure)  # which hold the body; aiohttp's own hold the failure too
+            return Answered(0, reason)
 
     async def close(self) -> None:
         """Close its connections."""

@@ -15,6 +15,7 @@ from carpool.core.ports import Caller, Entry, Peer, RequestTraces
 from carpool.core.timers import TURN_S, SharedTurns
 from carpool.face.grpc.slow import SlowCalls
 from carpool.face.http.ids import request_id
+from carpool.face.http.state import LONG_BODY_BYTES
 from carpool.face.intake import Intake
 
 # Of the metadata, what anybody here looks at. The rest is not even copied.
@@ -220,10 +221,21 @@ def address_of(peer_name: str) -> str:
     return unquote(where).rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
 
 
-async def in_turns(turns: SharedTurns, steps: Generator[None, None, Made]) -> Made:
+async def in_a_turn(turns: SharedTurns, message: bytes, work: Callable[[], Made]) -> Made:
+    """Do what is to be done with a message: at once with a short one, or when there is time for a long one."""
+    # Each call for itself, as each connection over HTTP.
+    return work() if len(message) <= LONG_BODY_BYTES else await in_turns(turns, _in_one_step(work), whose=object())
+
+
+def _in_one_step(work: Callable[[], Made]) -> Generator[None, None, Made]:
+    yield from ()
+    return work()
+
+
+async def in_turns(turns: SharedTurns, steps: Generator[None, None, Made], whose: object = None) -> Made:
     """Do work that takes a while, a few milliseconds in a turn of the event loop, beside others who do."""
     made: asyncio.Future[Made] = asyncio.get_running_loop().create_future()
-    turns.now(partial(_work, turns, steps, made))
+    turns.now(partial(_work, turns, steps, made), whose)
     return await made
 
 

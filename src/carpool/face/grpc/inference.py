@@ -5,6 +5,7 @@ The hot path is `predict` → `Intake.ask` … `settled`. For each request it ma
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from carpool.core.ports import NO_WISHES, Caller, Wishes
 from carpool.core.request import DONE, Request
 from carpool.core.task import StoredTask
 from carpool.core.webhook import URL_CHARS_MAX
-from carpool.face.grpc.call import Answer, Call, Method, Problems, enter, tell
+from carpool.face.grpc.call import Answer, Call, Method, Problems, enter, in_a_turn, tell
 from carpool.face.grpc.messages import (
     Answers,
     PredictCall,
@@ -28,6 +29,7 @@ from carpool.face.grpc.messages import (
 from carpool.face.grpc.stream import Streams
 from carpool.face.http.gateway import no_callbacks, possible_task_id, too_large_for, wishes_in, with_trace
 from carpool.face.http.places import Places
+from carpool.face.http.state import LONG_BODY_BYTES
 from carpool.face.http.wire import CLIENT_ID_CHARS_MAX, canonical_parameters, checked_input
 from carpool.face.intake import Intake, ServedModel
 
@@ -93,7 +95,12 @@ class Inference:
             return refusal
         message = await call.read()
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        request = self.ask(caller, call, read_predict(message), call.request_id(), self, outcome, call.remaining_s())
+        if len(message) > LONG_BODY_BYTES:
+            request = await self._ask_in_a_turn(caller, call, message, outcome)
+        else:
+            asked = read_predict(message)
+            request = self.ask(caller, call, asked, call.request_id(), self, outcome, call.remaining_s())
+            del asked
         del message  # what waits should be small: the request has what is needed of it
         try:
             found = await outcome
@@ -101,6 +108,24 @@ class Inference:
             self.intake.cancel(request)
             raise
         return self._answers.message(request, found) if isinstance(found, Output) else found
+
+    async def _ask_in_a_turn(
+        self, caller: Caller, call: Call, message: bytes, outcome: "asyncio.Future[Outcome]"
+    ) -> Request:
+        """The same when there is time for a long message."""
+        requests: list[Request] = []
+
+        def ask() -> None:
+            asked = read_predict(message)
+            requests.append(self.ask(caller, call, asked, call.request_id(), self, outcome, call.remaining_s()))
+
+        try:
+            await in_a_turn(self.intake.long_turns, message, ask)
+        except asyncio.CancelledError:
+            for request in requests:
+                self.intake.cancel(request)
+            raise
+        return requests[0]
 
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Wake the call that waits for a request; it writes the answer itself, so that a defect there is its own."""
@@ -117,7 +142,7 @@ class Inference:
         remaining_s: float | None = None,
     ) -> Request:
         """Let a synchronous request in; raises as `Intake.ask`, and Malformed for what the message has in it."""
-        model, parameters, value = self._parts(asked)
+        model, parameters, value = self._parts(caller, asked)
         wishes = self._wishes(call, asked, remaining_s)
         request = self.intake.ask(caller, model, parameters, value, request_id, waiter, ticket, asked.client_id, wishes)
         call.came_in = request.phase != DONE  # else it was refused
@@ -128,11 +153,17 @@ class Inference:
         caller = await enter(self.intake, call)
         if isinstance(caller, CarpoolError):
             return caller
-        asked, callback_url = read_submit(await call.read())
-        model, parameters, value = self._parts(asked)
+        message = await call.read()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        await in_a_turn(self.intake.long_turns, message, partial(self._submit, caller, call, message, answer))
+        del message
+        return await answer
+
+    def _submit(self, caller: Caller, call: Call, message: bytes, answer: "asyncio.Future[Answer]") -> None:
+        asked, callback_url = read_submit(message)
+        model, parameters, value = self._parts(caller, asked)
         if len(callback_url) > URL_CHARS_MAX:
             raise Malformed(f"`callback_url` may have {URL_CHARS_MAX} characters at most")
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
         def accepted(request: Request, error: CarpoolError | None) -> None:
             tell(answer, submitted(request.id) if error is None else error)
@@ -147,8 +178,6 @@ class Inference:
             wishes=self._wishes(call, asked, None),
             accepted=accepted,
         )
-        del asked, value
-        return await answer
 
     async def get_result(self, call: Call) -> Answer:
         """What became of a task, with a long poll if the client asks for one."""
@@ -191,9 +220,9 @@ class Inference:
         self.intake.delete(caller=caller, task_id=possible_task_id(task_id), done=done)
         return await answer
 
-    def _parts(self, asked: PredictCall) -> tuple[ServedModel, bytes, bytes]:
+    def _parts(self, caller: Caller, asked: PredictCall) -> tuple[ServedModel, bytes, bytes]:
         """The model, the canonical parameters and the input of a request; raises Malformed, UnknownModel, TooLarge."""
-        model = self.intake.model(asked.model) if asked.model else self.intake.default_model
+        model = self.intake.model(asked.model, caller) if asked.model else self.intake.default_model
         given = asked.data if asked.json is None else asked.json
         if given is None:
             raise Malformed("there is no input; set `input_data` or `input_json`")

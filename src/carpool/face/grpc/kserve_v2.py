@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from carpool.core.errors import CarpoolError, QueueFull, UnknownModel
+from carpool.core.errors import CarpoolError, QueueFull, UnknownModel, without_frames
 from carpool.core.outcome import Output
 from carpool.core.ports import NO_WISHES, Caller, Entry, Wishes
 from carpool.face.grpc.call import Answer, Call, Method, Problems, in_turns, tell
@@ -68,9 +68,9 @@ class KServeV2:
 
     async def model_ready(self, call: Call) -> Answer:
         """One that is not there is not ready, as Triton has it."""
-        self._caller(call)
+        caller = self._caller(call)
         try:
-            model = self._model(read_model(await call.read()))
+            model = self._model(read_model(await call.read()), caller)
         except UnknownModel:
             return is_so(False)
         return is_so(self._is_up(model.name))
@@ -81,16 +81,16 @@ class KServeV2:
 
     async def model_metadata(self, call: Call) -> Answer:
         """What is known of a model."""
-        self._caller(call)
-        return model_metadata(metadata_of(self._model(read_model(await call.read()))))
+        caller = self._caller(call)
+        return model_metadata(metadata_of(self._model(read_model(await call.read()), caller)))
 
     async def infer(self, call: Call) -> Answer:
         """The outputs of all rows."""
         caller = self._caller(call)
         try:
-            given = await self._read(call)
+            given = await self._read(call, caller)
         except CarpoolError as fault:  # what cannot be read counts as one
-            fault.with_traceback(None)  # its frames hold the message
+            without_frames(fault)
             entry = await self._enter(call, caller, 1)
             return entry if isinstance(entry, CarpoolError) else fault
         model, asked, rows = given
@@ -131,11 +131,11 @@ class KServeV2:
         finally:
             reply.end()
 
-    async def _read(self, call: Call) -> tuple[ServedModel, InferCall, list[bytes]]:
+    async def _read(self, call: Call, caller: Caller) -> tuple[ServedModel, InferCall, list[bytes]]:
         """The model that is asked for, and one input for each row. The message is not kept."""
         message = await call.read()
         asked = read_infer(message)
-        model = self._model(asked.model)
+        model = self._model(asked.model, caller)
         if len(message) > model.body_bytes_max:
             raise too_large_for(model)
         rows = await in_turns(self._answers.turns, rows_of(asked, len(message)))
@@ -159,8 +159,8 @@ class KServeV2:
     def _caller(self, call: Call) -> Caller:
         return call.peer.caller or self._intake.identify(call.headers, call.peer)
 
-    def _model(self, named: ModelName) -> ServedModel:
-        model = model_with_face(self._intake, named.name, INFER)
+    def _model(self, named: ModelName, caller: Caller) -> ServedModel:
+        model = model_with_face(self._intake, named.name, INFER, caller)
         if named.version:
             check_version(model, named.version)
         return model

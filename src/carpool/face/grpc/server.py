@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import GRPC_STATUS, CarpoolError, QueueFull
+from carpool.core.errors import GRPC_STATUS, CarpoolError, QueueFull, without_frames
 from carpool.core.ports import Peer
 from carpool.face.grpc.call import Call, Method, Problems, Service, address_of, metadata_of
 from carpool.face.grpc.messages import status_message, status_text
@@ -176,11 +176,10 @@ class GrpcServer:
             answer: bytes | CarpoolError | None
             if self.calls >= self._limits.calls_max:
                 await self._refuse(call, QueueFull("too many calls at once; try again soon", retry_after_s=1))
+                return None
             self.calls += 1
             try:
                 answer = await handle(call)
-            except CarpoolError as error:
-                answer = error.with_traceback(None)  # its frames hold the message
             except grpc.aio.BaseError:
                 raise  # the call has ended meanwhile
             except Exception as failure:
@@ -197,11 +196,18 @@ class GrpcServer:
         return serve
 
     async def _refuse(self, call: Call, error: CarpoolError) -> None:
-        """End a call with an error; does not return."""
+        """End a call with an error.
+
+        grpcio keeps what `abort` raises with the call, and raises it once more when the handler has returned. With the
+        frames of the handler it would be a reference cycle.
+        """
         self._problems.note(call, error, came_in=call.came_in)
         details = ("grpc-status-details-bin", status_message(error, call.request_id()))
         metadata = (details, *call.context.trailing_metadata(), *metadata_of(error.header_lines))
-        await call.context.abort(_CODES[error.grpc_code], status_text(error), metadata)
+        try:
+            await call.context.abort(_CODES[error.grpc_code], status_text(error), metadata)
+        except grpc.aio.AbortError as aborted:
+            without_frames(aborted)
 
     def _peer(self, name: str) -> Peer:
         peer = self._peers.get(name)

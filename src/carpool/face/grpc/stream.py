@@ -23,7 +23,6 @@ from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import Caller, Entry
 from carpool.core.protobuf import Message
 from carpool.core.request import DONE, Request
-from carpool.core.timers import SharedTurns
 from carpool.face.grpc.call import Call, in_turns, leaving
 from carpool.face.grpc.messages import Answers, error_message, read_predict, read_stream, streamed
 from carpool.face.http.places import Places
@@ -50,7 +49,7 @@ class Streams:
         self._open: set[Stream] = set()
         self._readers: set[asyncio.Task[None]] = set()
         self._is_draining = False
-        self.turns = SharedTurns()
+        self.turns = service.intake.turns
 
     async def serve(self, call: Call) -> CarpoolError | None:
         """One stream, from its beginning to its end."""

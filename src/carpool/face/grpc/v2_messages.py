@@ -95,7 +95,10 @@ def read_infer(message: bytes) -> InferCall:
             elif number == 5:
                 call.tensors.append(as_message(value))
             elif number == 6:
-                wanted[_read_wanted(as_message(value))] = True
+                name = _read_wanted(as_message(value))
+                if name in wanted:
+                    raise Malformed("two of the `outputs` that are asked for have the same name")
+                wanted[name] = True
             elif number == 7:
                 call.raw.append(as_message(value))
     except BadMessageError as fault:

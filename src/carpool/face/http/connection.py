@@ -7,7 +7,8 @@ Rules, each with a test:
    `backlog`, and reading pauses; so a connection holds at most one read (256 KiB) more than it may.
 3. A client that does not read gets no new work done: while the transport's buffer is over its mark, reading
    and the backlog stand still. The server's sweep cuts it off when it stands still for `write_timeout_s`; and it is
-   cut off at once if all such clients together leave more unread than `unread_bytes_max`.
+   cut off at once if all such clients together leave more unread than `unread_bytes_max`. A response of which a part is
+   unread counts whole: the transport keeps all of it until its last byte has left.
    A client that we do not read from is never too slow: the receive deadline stands still with reading.
 4. A request that cannot be parsed is answered after those before it, and the connection closes. Every connection
    closes gently: the end of our side is sent and what still comes is thrown away for a moment, since closing on
@@ -24,12 +25,16 @@ Rules, each with a test:
    server's `receiving_bytes_max`; headers, trailers and chunk framing may have `header_bytes_max` and one read.
 10. A response may come in parts. They leave as they come once those before it have left; until then, and while the
    client does not keep up, its writer is told to wait (`write` is false) and is called when there is room again.
+11. A request with a long body waits until there is time for it (`state.turns`): of bodies that end together one is read
+   in a turn of the event loop, so that nobody else waits for all of them. Its bytes count as those that are partly
+   received, and so does the time; after `receive_timeout_s` it is refused.
 """
 
 import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import httptools
@@ -47,10 +52,10 @@ from carpool.core.errors import (
 )
 from carpool.core.ports import Peer
 from carpool.core.tensors import Data
-from carpool.face.http.exchange import JSON, Body, Exchange
+from carpool.face.http.exchange import AWAITS_TURN, JSON, LEFT, Body, Exchange
 from carpool.face.http.known_heads import NO_HEAD
 from carpool.face.http.problem import respond_problem
-from carpool.face.http.state import HttpState
+from carpool.face.http.state import LONG_BODY_BYTES, HttpState
 from carpool.face.intake import new_request_id
 
 logger = logging.getLogger("carpool.http")
@@ -62,6 +67,9 @@ BACKLOG_ENTRY_BYTES = 1024
 TOLD_MAX = 64
 # A client with less than this unread is never cut off for what others leave unread.
 UNREAD_BYTES_MIN = 256 * 1024
+# A shorter response counts as unread without the part of it that has left. More than a transport collects before it
+# writes, so that right after a longer one it is known whether all of it has left.
+COUNTED_WHOLE_BYTES = 128 * 1024
 # So much of a response in parts may wait for its turn before its writer is told to wait.
 UNSENT_PARTS_MAX = 64 * 1024
 # What still comes is read and thrown away for so long after the client has got its last answer (rule 4).
@@ -98,6 +106,7 @@ class Connection(asyncio.Protocol):
         "is_held",
         "is_http_1_0",
         "keep_alive",
+        "kept_bytes",
         "known_head",
         "known_heads",
         "limits",
@@ -169,6 +178,9 @@ class Connection(asyncio.Protocol):
         self.is_held = False
         # For the sweep: bytes handed to the transport, and its last sight of a buffer that does not empty.
         self.bytes_out = 0
+        # Of the longest response that did not leave at once: of the first in its buffer the transport keeps what has
+        # left, too (rule 3).
+        self.kept_bytes = 0
         self.stalled_since = 0.0
         self.acked_then = 0
         # The same when the client had last read everything, and how much more it had acknowledged: TLS adds to it.
@@ -260,8 +272,14 @@ class Connection(asyncio.Protocol):
         abandoned, self.pending = self.pending, deque()
         for exchange in abandoned:
             is_unanswered = exchange.response is None or exchange.is_unfinished
+            if exchange.context is AWAITS_TURN:
+                self.state.receiving_bytes -= len(exchange.body)
+                exchange.body = b""
             if is_unanswered and exchange.when_client_leaves is not None:
                 exchange.when_client_leaves(exchange)
+            exchange.let_go()
+            if is_unanswered:
+                exchange.context = LEFT
 
     def pause_writing(self) -> None:
         """The client does not keep up with its responses (rule 3)."""
@@ -384,6 +402,35 @@ class Connection(asyncio.Protocol):
         self.handle(exchange)
 
     def handle(self, exchange: Exchange) -> None:
+        """Give one request to the routes, or let it wait for a turn if its body is long (rule 11)."""
+        state, size = self.state, len(exchange.body)
+        if size > LONG_BODY_BYTES and state.receiving_bytes + size > self.limits.receiving_bytes_max:
+            exchange.body = b""
+            respond_problem(exchange, self.too_many_bodies())
+        elif size > LONG_BODY_BYTES:
+            state.receiving_bytes += size
+            exchange.context = AWAITS_TURN
+            # By turns of the connections: one that sends many does not keep the others waiting.
+            state.turns.now(partial(self.handle_long, exchange, size, state.clock()), self)
+        else:
+            self.handle_now(exchange)
+
+    def handle_long(self, exchange: Exchange, size: int, since: float) -> None:
+        """It is the turn of a request with a long body."""
+        state = self.state
+        if exchange.has_left:
+            return
+        state.receiving_bytes -= size
+        exchange.context = None
+        waited_s = state.clock() - since
+        exchange.received_s += waited_s
+        if waited_s > self.limits.receive_timeout_s:
+            exchange.body = b""
+            respond_problem(exchange, self.too_many_bodies())
+        else:
+            self.handle_now(exchange)
+
+    def handle_now(self, exchange: Exchange) -> None:
         """Give one request to the routes; a defect there costs this request alone."""
         try:
             self.state.handler(exchange)
@@ -530,11 +577,12 @@ class Connection(asyncio.Protocol):
         if transport is None or self.reading_paused or not pending or pending[0] is not exchange:
             self.flush()
             return
-        # What `flush` comes to where nothing stands still and it is the turn of this one.
+        # What `flush` comes to where nothing stands still and it is the turn of this one. It need not let go: all that
+        # it has is its request, which forgets it.
         pending.popleft()
         self.bytes_out += len(response)
         transport.write(response)
-        if self.writing_paused and self.reads_too_little(transport, len(response)):
+        if (self.writing_paused or length >= COUNTED_WHOLE_BYTES) and self.reads_too_little(transport, len(response)):
             transport.abort()
         elif pending or self.continue_owed:
             self.flush()
@@ -651,9 +699,10 @@ class Connection(asyncio.Protocol):
                 self.write_part(transport, exchange)
                 return
             pending.popleft()
+            exchange.let_go()
             self.bytes_out += len(response)
             transport.write(response)
-            if self.writing_paused and self.reads_too_little(transport, len(response)):
+            if self.reads_too_little(transport, len(response)):
                 transport.abort()
                 return
             if not exchange.keep_alive:
@@ -673,7 +722,7 @@ class Connection(asyncio.Protocol):
             exchange.response = b""
             self.bytes_out += len(part)
             transport.write(part)
-            if self.writing_paused and self.reads_too_little(transport, len(part)):
+            if self.reads_too_little(transport, len(part)):
                 transport.abort()
         if exchange.is_told_to_wait and not self.writing_paused:
             exchange.is_told_to_wait = False
@@ -681,11 +730,28 @@ class Connection(asyncio.Protocol):
                 exchange.when_writable(exchange)
 
     def reads_too_little(self, transport: asyncio.Transport, size: int) -> bool:
-        """Whether more than may be is left unread over all connections, a good part of it by this client (rule 3)."""
+        """Whether more than may be is left unread over all connections, a good part of it by this client (rule 3).
+
+        Called when so many bytes were written.
+        """
+        if size < COUNTED_WHOLE_BYTES and not self.writing_paused:
+            return False
+        waiting = self.waiting_bytes(transport)
+        if not waiting:
+            return False
+        if size >= COUNTED_WHOLE_BYTES:
+            self.kept_bytes = max(self.kept_bytes, size)
         self.state.unread_bytes += size
         if self.state.unread_bytes <= self.limits.unread_bytes_max:
             return False
-        return transport.get_write_buffer_size() >= UNREAD_BYTES_MIN
+        return waiting + self.kept_bytes >= UNREAD_BYTES_MIN
+
+    def waiting_bytes(self, transport: asyncio.Transport) -> int:
+        """What waits in the transport's buffer. With the last of it, all that the transport kept is gone."""
+        waiting = transport.get_write_buffer_size()
+        if not waiting:
+            self.kept_bytes = 0
+        return waiting
 
     def pump(self) -> None:
         """Move complete requests from the backlog to the routes while there is room; then read on."""

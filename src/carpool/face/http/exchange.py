@@ -39,6 +39,12 @@ REASONS = {
 }
 
 
+# The context of an exchange whose client has left. No field of its own: one for each request would cost more.
+LEFT = object()
+# The context of one whose long body is received, and not read yet.
+AWAITS_TURN = object()
+
+
 class Sink(Protocol):
     """Where answers go: what exchanges, and so routes, see of their connection."""
 
@@ -116,18 +122,33 @@ class Exchange(msgspec.Struct, eq=False):
     # What is known of the response and has not left yet; it leaves when those before it on the connection have left.
     response: bytes | None = None
     # What the route keeps for this exchange (for an inference: the Request), and whom to tell if the client leaves.
+    # These two and `when_writable` refer to whoever works for this exchange, and so back to it: see `let_go`.
     context: Any = None
     when_client_leaves: Callable[["Exchange"], None] | None = None
     # While true, more of the response is to come. A writer that was told to wait is called when there is room again.
     is_unfinished: bool = False
     is_told_to_wait: bool = False
     when_writable: Callable[["Exchange"], None] | None = None
-    # How long it took to come, where it came in more than one read.
+    # How long it took to come, where it came in more than one read, and to be read.
     received_s: float = 0.0
     # A response in parts has no chunks (HTTP/1.0, or an upgrade): its end is the end of the connection.
     is_unframed: bool = False
     # Header lines of whatever is answered; one with some is not plain.
     extra_lines: bytes = b""
+
+    @property
+    def has_left(self) -> bool:
+        """Whether its client left before it was answered."""
+        return self.context is LEFT
+
+    def let_go(self) -> None:
+        """Forget whoever works for this exchange: its answer has left, or its client has.
+
+        An exchange that referred to them would be part of a reference cycle, and stay in memory with its body and its
+        answer until the garbage collector runs, which is rare (app.py).
+        """
+        self.context = self.when_client_leaves = self.when_writable = None
+        self.response = b""
 
     def respond(self, status: int, body: Body, content_type: bytes = JSON, headers: bytes = b"") -> None:
         """Answer at once; `headers` are extra header lines, each with its line end."""

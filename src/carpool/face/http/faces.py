@@ -5,6 +5,7 @@
 
 from carpool.core.errors import UnknownModel
 from carpool.core.names import ProtocolName
+from carpool.core.ports import Caller
 from carpool.face.intake import Intake, ServedModel
 
 EMBEDDINGS, COMPLETIONS, EMBED, PREDICT = "/v1/embeddings", "/v1/completions", "/embed", "/v1/models/NAME:predict"
@@ -27,9 +28,9 @@ def has_face(model: ServedModel, path: str) -> bool:
     return model.protocol in FACES[path]
 
 
-def model_with_face(intake: Intake, name: str, path: str) -> ServedModel:
-    """The model with this name; raises UnknownModel if it cannot be asked at this path."""
-    model = intake.model(name)
+def model_with_face(intake: Intake, name: str, path: str, caller: Caller) -> ServedModel:
+    """The model with this name; raises UnknownModel if it cannot be asked at this path, or not by this caller."""
+    model = intake.model(name, caller)
     if not has_face(model, path):
         has = ", ".join(each for each in FACES if has_face(model, each))
         raise UnknownModel(

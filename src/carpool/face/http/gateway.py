@@ -170,7 +170,7 @@ class GatewayRoutes:
             check_media(headers.get(b"content-type", JSON))
             check_encoding(headers)
         call = decode_inference(body)
-        model = self._intake.default_model if call.model is None else self._intake.model(call.model)
+        model = self._intake.default_model if call.model is None else self._intake.model(call.model, caller)
         if len(body) > model.body_bytes_max:
             raise too_large_for(model)
         mode, wishes = call.mode or self._default_mode, NO_WISHES
@@ -208,7 +208,7 @@ class GatewayRoutes:
         check_encoding(exchange.headers)
         named = query_of(exchange).get("model_id")
         if media == OCTETS:
-            model = self._intake.default_model if named is None else self._intake.model(named)
+            model = self._intake.default_model if named is None else self._intake.model(named, caller)
             if not exchange.body:
                 raise Malformed("the body is empty; send the input's bytes")
             if len(exchange.body) > model.body_bytes_max:
@@ -219,7 +219,7 @@ class GatewayRoutes:
             call = decode_predict(exchange.body)
             if named is not None and named != call.model_id:
                 raise Malformed("`model_id` in the query is another than in the body; name the model once")
-            model = self._intake.model(call.model_id)
+            model = self._intake.model(call.model_id, caller)
             value = checked_input(call.input_data, "input_data")
         if len(exchange.body) > model.body_bytes_max:
             raise too_large_for(model)
@@ -247,7 +247,7 @@ class GatewayRoutes:
                 exchange.respond(200, task_json(task))
             return not exchange.sink.is_gone()
 
-        exchange.context = self._intake.look(
+        ticket = self._intake.look(
             caller=caller,
             task_id=possible_task_id(task_id),
             wait_s=int(wait_text) / 1000,
@@ -255,7 +255,7 @@ class GatewayRoutes:
             answer=answer,
         )
         if exchange.response is None:
-            exchange.when_client_leaves = self._poller_left
+            exchange.context, exchange.when_client_leaves = ticket, self._poller_left
 
     def delete(self, exchange: Exchange, task_id: str) -> None:
         """`DELETE /v1/result/{task_id}`."""
@@ -278,7 +278,6 @@ class GatewayRoutes:
         if refusal is not None:
             exchange.sink.answer_error(exchange, refusal)
             return
-        exchange.when_client_leaves = _left_at_the_door
         self._intake.when_known(caller, partial(_go_on, exchange))
 
     def _park(self, exchange: Exchange, request: Request) -> None:
@@ -332,15 +331,10 @@ class GatewayRoutes:
         self._intake.leave(exchange.context)
 
 
-def _left_at_the_door(exchange: Exchange) -> None:
-    exchange.context = ClientLeft
-
-
 def _go_on(exchange: Exchange, entry: Entry) -> None:
     """It is known whether its client is within its limit."""
-    if exchange.context is ClientLeft:
+    if exchange.has_left:
         return
-    exchange.when_client_leaves = None
     if isinstance(entry, CarpoolError):
         exchange.sink.answer_error(exchange, entry)
     else:

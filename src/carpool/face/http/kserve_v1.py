@@ -5,6 +5,7 @@ from msgspec import Raw
 
 from carpool.core.errors import CarpoolError, Malformed
 from carpool.core.outcome import Output
+from carpool.core.ports import Caller
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.faces import PREDICT, model_with_face
 from carpool.face.http.list_bodies import check_size, fields_of, parameters_of, text_of, values_of
@@ -23,9 +24,9 @@ class KServeV1Face(ListFace):
 
     field, route = "instances", PREDICT
 
-    def read(self, exchange: Exchange, rest: str) -> ListCall:
+    def read(self, exchange: Exchange, rest: str, caller: Caller) -> ListCall:
         """The instances of a body; `signature_name` is one of the parameters, as towards an upstream."""
-        model = model_with_face(self.intake, rest, PREDICT)
+        model = model_with_face(self.intake, rest, PREDICT, caller)
         check_size(exchange, model)
         fields = fields_of(exchange.body)
         instances = fields.pop("instances", None)

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import msgspec
 from msgspec.structs import replace
 
-from carpool.core.errors import CarpoolError, ClientLeft, MethodNotAllowed, NotFound, QueueFull, UnknownModel
+from carpool.core.errors import CarpoolError, MethodNotAllowed, NotFound, QueueFull, UnknownModel, without_frames
 from carpool.core.outcome import Output
 from carpool.core.ports import Caller, Entry, RequestTraces
 from carpool.core.timers import TURN_S
@@ -116,7 +116,7 @@ class KServeV2Routes:
     def _model(self, exchange: Exchange, name: bytes, version: str | None) -> tuple[Caller, ServedModel]:
         """Who asks, and for which model; raises why not."""
         caller = self._intake.identify(exchange.headers, exchange.sink.peer)
-        model = model_with_face(self._intake, decoded(name), INFER)
+        model = model_with_face(self._intake, decoded(name), INFER, caller)
         if version is not None:
             check_version(model, version)
         return caller, model
@@ -125,7 +125,8 @@ class KServeV2Routes:
         try:
             call: V2Call | CarpoolError = read_call(exchange, model)
         except CarpoolError as fault:
-            call = fault.with_traceback(None)  # its frames hold the body
+            without_frames(fault)
+            call = fault
         # Of a body only its rows are needed from here on.
         exchange.body = b""
         ask = partial(self._ask, exchange, caller, model, call)
@@ -136,7 +137,6 @@ class KServeV2Routes:
         cost = len(call.rows) if isinstance(call, V2Call) else 1
         entry = self._intake.enter_many(caller, cost)
         if entry is None:
-            exchange.when_client_leaves = left_at_the_door
             self._intake.when_known(caller, partial(go_on, exchange, ask), cost)
         else:
             go_on(exchange, ask, entry)
@@ -261,9 +261,8 @@ class Reply:
 
 def go_on(exchange: Exchange, ask: Callable[[], None], entry: Entry) -> None:
     """It is known whether the client is within its limit."""
-    if exchange.context is ClientLeft:
+    if exchange.has_left:
         return
-    exchange.when_client_leaves = None
     if isinstance(entry, CarpoolError):
         respond_error(exchange, entry)
         return
@@ -272,11 +271,6 @@ def go_on(exchange: Exchange, ask: Callable[[], None], entry: Entry) -> None:
         ask()
     except Exception as failure:
         respond_error(exchange, as_error(failure))
-
-
-def left_at_the_door(exchange: Exchange) -> None:
-    """The client did not wait until it was known."""
-    exchange.context = ClientLeft
 
 
 def respond_error(exchange: Exchange, error: CarpoolError, where: str = "") -> None:

@@ -129,7 +129,7 @@ def checked_text(value: bytes, field: str, *, is_short: bool = True) -> bytes:
         if is_short and _decode_tokens(value):
             return value
     except (msgspec.DecodeError, RecursionError):
-        if b"." in value:  # 7.0 is a whole number too
+        if b"." in value and b"e" not in value and b"E" not in value:  # 7.0 is a whole number too
             with suppress(msgspec.DecodeError, RecursionError):
                 ids = _decode_floats(value)
                 if all(map(float.is_integer, ids)):

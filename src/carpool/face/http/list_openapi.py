@@ -47,10 +47,9 @@ EMBEDDING = obj(
 CHOICE = obj({"text": TEXT, "index": COUNT, "finish_reason": {"type": ["string", "null"]}}, "text", "index")
 
 
-def list_paths(models: list[str], default_model: str) -> Json:
-    """The paths, for a gateway with these models."""
-    model: Json = {"enum": [*models, None], "default": default_model}
-    name: Json = {"name": "name", "in": "path", "required": True, "schema": {"enum": models}}
+def list_paths(model: Json, model_name: Json) -> Json:
+    """The paths; `model` is what a body may say of it, and `model_name` what a path has to."""
+    name: Json = {"name": "name", "in": "path", "required": True, "schema": model_name}
     list_of_models = obj({"object": {"enum": ["list"]}, "data": {"type": "array", "items": MODEL}}, "object", "data")
     state = obj({"version": TEXT, "state": {"enum": ["AVAILABLE", "UNAVAILABLE"]}}, "version", "state")
     ready = {"name": TEXT, "ready": {"type": "boolean"}, "model_version_status": {"type": "array", "items": state}}

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from carpool.core.errors import CarpoolError, ClientLeft, QueueFull
+from carpool.core.errors import CarpoolError, ClientLeft, QueueFull, without_frames
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_WISHES, Caller, Entry, RequestTraces
 from carpool.core.request import DONE, Request
@@ -62,14 +62,14 @@ class ListCall(msgspec.Struct, eq=False):
 class Answers:
     """What all calls have together: the bytes that are held, and the work of this turn."""
 
-    def __init__(self, bytes_max: int) -> None:
+    def __init__(self, bytes_max: int, turns: SharedTurns | None = None) -> None:
         self.bytes_max = bytes_max
         self.held = 0
         self._left = TURN_BYTES
         # Made when there is an event loop.
         self._turn: OncePerTurn | None = None
         # For work that is measured in seconds.
-        self.turns = SharedTurns()
+        self.turns = SharedTurns() if turns is None else turns
 
     def may_work(self, size: int) -> bool:
         """Whether so many bytes may be worked on in this turn; one piece always may."""
@@ -97,7 +97,7 @@ class ListFace:
         self._begin_trace = None if traces is None else traces.begin
         self._singles = Singles(self)
 
-    def read(self, exchange: Exchange, rest: str) -> ListCall:
+    def read(self, exchange: Exchange, rest: str, caller: Caller) -> ListCall:
         """The call in a body; raises an error of the tree."""
         raise NotImplementedError
 
@@ -130,9 +130,10 @@ class ListFace:
                 if not exchange.is_plain:
                     check_media(exchange.headers.get(b"content-type", JSON))
                     check_encoding(exchange.headers)
-                call: ListCall | CarpoolError = self.read(exchange, rest)
+                call: ListCall | CarpoolError = self.read(exchange, rest, caller)
             except CarpoolError as fault:
-                call = fault.with_traceback(None)  # its frames hold the body, and only the collector would free them
+                without_frames(fault)
+                call = fault
             exchange.body = b""
             self._enter(exchange, caller, call, own_id)
         except Exception as failure:
@@ -147,16 +148,14 @@ class ListFace:
         if entry is not None:
             self._entered(exchange, caller, call, own_id, entry)
             return
-        exchange.when_client_leaves = _left_at_the_door
         self.intake.when_known(caller, partial(self._known, exchange, caller, call, own_id), cost)
 
     def _known(
         self, exchange: Exchange, caller: Caller, call: ListCall | CarpoolError, own_id: str, entry: Entry
     ) -> None:
         """The budget that all gateways share has answered."""
-        if exchange.context is ClientLeft:
+        if exchange.has_left:
             return
-        exchange.when_client_leaves = None
         try:
             self._entered(exchange, caller, call, own_id, entry)
         except Exception as failure:
@@ -173,7 +172,8 @@ class ListFace:
 
     def _ask(self, exchange: Exchange, caller: Caller, call: ListCall | CarpoolError, own_id: str) -> None:
         if isinstance(call, CarpoolError):
-            raise call
+            self.refuse(exchange, call, own_id)
+            return
         headers, wishes = exchange.headers, NO_WISHES
         if not exchange.is_plain:
             wishes = wishes_in(headers, preferences(headers.get(b"prefer", b"")))
@@ -375,10 +375,6 @@ class Work:
         self._is_over = True
         self._face.answers.held -= self._held
         self._held, self._parts, self._unmade = 0, [], []
-
-
-def _left_at_the_door(exchange: Exchange) -> None:
-    exchange.context = ClientLeft
 
 
 def id_line(own_id: str) -> bytes:

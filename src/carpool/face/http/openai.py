@@ -20,6 +20,7 @@ from msgspec import Raw
 
 from carpool.core.errors import CarpoolError, Malformed, NotFound, UpstreamProtocolFault
 from carpool.core.outcome import Output
+from carpool.core.ports import Caller
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.faces import COMPLETIONS, EMBEDDINGS, model_with_face
 from carpool.face.http.ids import request_id
@@ -88,20 +89,20 @@ class EmbeddingsFace(OpenAiFace):
 
     field, route = "input", EMBEDDINGS
 
-    def read(self, exchange: Exchange, rest: str) -> ListCall:
+    def read(self, exchange: Exchange, rest: str, caller: Caller) -> ListCall:
         """Texts, or token ids; `how` is whether base64 is wanted."""
         try:
             usual = _decode_usual(exchange.body)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            return self._read_unusual(exchange)  # which says what is wrong, or has parameters
-        model = model_with_face(self.intake, usual.model or self.intake.default_model.name, EMBEDDINGS)
+            return self._read_unusual(exchange, caller)  # which says what is wrong, or has parameters
+        model = model_with_face(self.intake, usual.model or self.intake.default_model.name, EMBEDDINGS, caller)
         check_size(exchange, model)
         values = texts_of(usual.input, "input")
         return ListCall(model, b"", values, usual.encoding_format == "base64", count_tokens(values))
 
-    def _read_unusual(self, exchange: Exchange) -> ListCall:
+    def _read_unusual(self, exchange: Exchange, caller: Caller) -> ListCall:
         fields = fields_of(exchange.body)
-        model = named_model(self.intake, fields, EMBEDDINGS)
+        model = named_model(self.intake, fields, EMBEDDINGS, caller)
         check_size(exchange, model)
         values = texts_of(fields.pop("input", None), "input")
         encoding = text_of(fields, "encoding_format") or "float"
@@ -129,10 +130,10 @@ class CompletionsFace(OpenAiFace):
 
     field, route = "prompt", COMPLETIONS
 
-    def read(self, exchange: Exchange, rest: str) -> ListCall:
+    def read(self, exchange: Exchange, rest: str, caller: Caller) -> ListCall:
         """Prompts; `how` is whether events are wanted, and with them one of the usage."""
         fields = fields_of(exchange.body)
-        model = named_model(self.intake, fields, COMPLETIONS)
+        model = named_model(self.intake, fields, COMPLETIONS, caller)
         check_size(exchange, model)
         values = texts_of(fields.pop("prompt", None), "prompt")
         is_stream = flag_of(fields, "stream")
@@ -195,11 +196,7 @@ class ModelRoutes:
 
         def tell() -> None:
             caller = self._intake.identify(exchange.headers, exchange.sink.peer)
-            models = [
-                self._tell(model)
-                for model in self._intake.models()
-                if caller.models is None or model.name in caller.models
-            ]
+            models = [self._tell(model) for model in self._intake.models_of(caller)]
             exchange.respond(200, _quoted({"object": "list", "data": models}))
 
         told(exchange, tell)
@@ -208,8 +205,8 @@ class ModelRoutes:
         """`GET /v1/models/NAME`: 503 while no endpoint of its may be called."""
 
         def tell() -> None:
-            self._intake.identify(exchange.headers, exchange.sink.peer)
-            model = self._intake.model(name)
+            caller = self._intake.identify(exchange.headers, exchange.sink.peer)
+            model = self._intake.model(name, caller)
             is_ready = not self._is_down(model.name)
             state = {"version": "1", "state": "AVAILABLE" if is_ready else "UNAVAILABLE"}
             status = {**state, "status": {"error_code": "OK" if is_ready else "UNAVAILABLE", "error_message": ""}}
@@ -249,9 +246,9 @@ def told(exchange: Exchange, tell: Callable[[], None]) -> None:
         exchange.respond(error.status, error_json(error, error.detail), JSON, lines)
 
 
-def named_model(intake: Intake, fields: dict[str, Raw], path: str) -> ServedModel:
+def named_model(intake: Intake, fields: dict[str, Raw], path: str, caller: Caller) -> ServedModel:
     """The model of a body, taken out of its fields; the default one where it names none."""
-    return model_with_face(intake, text_of(fields, "model") or intake.default_model.name, path)
+    return model_with_face(intake, text_of(fields, "model") or intake.default_model.name, path, caller)
 
 
 Read = TypeVar("Read")

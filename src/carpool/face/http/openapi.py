@@ -55,6 +55,10 @@ REQUEST_ID: Json = {
 }
 
 
+# Where models are not named.
+MODEL_OR_DEFAULT: Json = {"type": ["string", "null"]}
+
+
 def gateway_openapi(
     models: list[str],
     default_model: str,
@@ -62,9 +66,14 @@ def gateway_openapi(
     tensor_models: Sequence[str] = (),
     *,
     takes_callbacks: bool = False,
+    names_models: bool = True,
 ) -> bytes:
-    """The description of the port for clients. `tensor_models`: those that are served at `/v2` too."""
-    model_name: Json = {"type": "string", "enum": models}
+    """The description of the port for clients. `tensor_models`: those that are served at `/v2` too.
+
+    Without `names_models` no model is named: anybody may read this, and a credential may be for some of them only.
+    """
+    model_name: Json = {"type": "string", "enum": models} if names_models else {"type": "string"}
+    or_default: Json = {"enum": [*models, None], "default": default_model} if names_models else MODEL_OR_DEFAULT
     prefer: Json = {
         "name": "Prefer",
         "in": "header",
@@ -81,7 +90,7 @@ def gateway_openapi(
     model_id: Json = {
         "name": "model_id",
         "in": "query",
-        "schema": {**model_name, "default": default_model},
+        "schema": {**model_name, **({"default": default_model} if names_models else {})},
         "description": "the model, for a binary body; with JSON it must not contradict the body",
     }
     accept: Json = {
@@ -91,7 +100,7 @@ def gateway_openapi(
         "description": "`application/octet-stream` for an output that is one raw tensor, or base64 in JSON",
     }
     paths: Json = {
-        **v2_paths(tensor_models, ref, titles_of),
+        **v2_paths(tensor_models, ref, titles_of, names_models=names_models),
         "/v1/inference": {
             "post": {
                 "operationId": "inference",
@@ -150,14 +159,14 @@ def gateway_openapi(
                 "responses": {"204": {"description": "Done"}, **problems(400, 401, 404, 431, 500, 503)},
             },
         },
-        **list_paths(models, default_model),
+        **list_paths(or_default, model_name),
         **open_paths(),
         "/openapi.json": DESCRIBED_BY_ITSELF,
     }
     answers = (InferenceAnswer, PredictAnswer, TaskAccepted, TaskState, StreamTicket)
     schemas = schemas_of(InferenceCall, PredictCall, *answers, *V2_TYPES)
     # The types know nothing of the models that are served.
-    schemas["InferenceCall"]["properties"]["model"] = {"enum": [*models, None], "default": default_model}
+    schemas["InferenceCall"]["properties"]["model"] = or_default
     schemas["PredictCall"]["properties"]["model_id"] = model_name
     if not takes_callbacks:
         del schemas["InferenceCall"]["properties"]["callback_url"]

@@ -94,7 +94,7 @@ class V2Error(Struct):
 TYPES: tuple[type, ...] = (V2Request, V2Response, V2Model, V2Server, V2Error)
 
 
-def v2_paths(models: Sequence[str], ref: Any, titles: Any) -> Json:
+def v2_paths(models: Sequence[str], ref: Any, titles: Any, *, names_models: bool = True) -> Json:
     """The paths; those of models only if there are `models` with tensors. `titles` tells what a status means."""
 
     def answer(description: str, kind: type) -> Json:
@@ -120,7 +120,8 @@ def v2_paths(models: Sequence[str], ref: Any, titles: Any) -> Json:
     }
     if not models:
         return paths
-    model: Json = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "enum": list(models)}}
+    names = {"enum": list(models)} if names_models else {}
+    model: Json = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", **names}}
     octets: Json = {"schema": {"type": "string", "format": "binary"}}
     infer: Json = {
         "summary": "Rows of tensors in, their outputs back (KServe V2, with the binary tensor extension)",

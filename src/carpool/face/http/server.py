@@ -209,7 +209,7 @@ class HttpServer:
             # closer look at each would be 2 % of all work. With TLS more may be unread than is seen from here.
             is_lively = connection.pending or connection.idle_since > began
             is_watched = connection.receiving_since or connection.reading_paused or connection.linger_until
-            if is_tls or is_watched or not is_lively:
+            if is_tls or is_watched or connection.kept_bytes or not is_lively:
                 self.sweep(connection)
 
     def sweep(self, connection: Connection) -> None:
@@ -222,25 +222,26 @@ class HttpServer:
         now = self.state.coarse_now + TICK_S * SWEEP_PARTS
         # All that is left to do for it is to see that its client gets the last answer.
         is_ending = connection.linger_until > 0.0 or transport.is_closing()
-        waiting = transport.get_write_buffer_size()
+        waiting = connection.waiting_bytes(transport)
         if is_ending or (self._tls is not None and connection.bytes_out - connection.read_then >= HIDDEN_BYTES_MIN):
             waiting = max(waiting, hidden_bytes(connection, transport))
-        if connection.writing_paused or waiting >= UNREAD_BYTES_MIN:
-            self._unread_seen += waiting
-            if self.state.unread_bytes > limits.unread_bytes_max and waiting >= UNREAD_BYTES_MIN:
+        held = waiting + connection.kept_bytes
+        if connection.writing_paused or held >= UNREAD_BYTES_MIN:
+            if self.state.unread_bytes > limits.unread_bytes_max and held >= UNREAD_BYTES_MIN:
+                self.state.unread_bytes -= held  # the others may stay if that is enough
                 transport.abort()
                 return
+            self._unread_seen += held
         if is_ending:
             if waiting or not connection.linger_until:
                 connection.linger_until = now + LINGER_S
             elif now >= connection.linger_until:
                 transport.abort()
-        if connection.receiving_since and now - connection.receiving_since >= limits.receive_timeout_s:
-            if connection.reading_paused or connection.continue_owed:
-                pass  # it is we who keep the client waiting
-            else:
-                connection.receive_timed_out()
-                return
+        is_ours = connection.reading_paused or connection.continue_owed  # it is we who keep the client waiting
+        is_late = connection.receiving_since and now - connection.receiving_since >= limits.receive_timeout_s
+        if is_late and not is_ours:
+            connection.receive_timed_out()
+            return
         if waiting == 0:
             connection.stalled_since = 0.0
             if (

@@ -9,6 +9,7 @@ import msgspec
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError
 from carpool.core.ports import RequestTraces
+from carpool.core.timers import SharedTurns
 from carpool.face.http.error_pace import ErrorPace
 from carpool.face.http.exchange import JSON, REASONS, Exchange
 from carpool.face.http.known_heads import KnownHeads
@@ -16,6 +17,8 @@ from carpool.face.http.problem import PROBLEM, ReadyProblem, ready_problem
 
 # Errors whose answers are kept ready, for a second at most.
 READY_MAX = 1024
+# Reading a longer body takes a while: its request waits for a turn. JSON that is made to be hard takes 40 ms a MiB.
+LONG_BODY_BYTES = 16 * 1024
 
 
 class HttpLimits(msgspec.Struct, frozen=True):
@@ -52,11 +55,14 @@ class HttpState:
         self._date_usual_heads()
         # The same for errors that many are told. By the error itself: nobody raises those, so they hold nothing.
         self.ready_problems: dict[CarpoolError, ReadyProblem] = {}
-        self.known_heads = KnownHeads(limits.body_bytes_max)
+        # With a long body a request does not go the short way.
+        self.known_heads = KnownHeads(min(limits.body_bytes_max, LONG_BODY_BYTES))
+        # In which requests with long bodies are read.
+        self.turns = SharedTurns()
         # Connections that are open, and how many more are agreeing upon their TLS.
         self.connections: set[asyncio.Protocol] = set()
         self.handshakes = 0
-        # Bytes of bodies that are partly received, or wait in a connection's backlog.
+        # Bytes of bodies that are partly received, or wait in a connection's backlog or for their turn.
         self.receiving_bytes = 0
         # Bytes of responses that wait for clients which are behind; worked out anew in each round of the sweep.
         self.unread_bytes = 0

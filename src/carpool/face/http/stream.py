@@ -21,6 +21,7 @@ Rules, each with a test:
 10. At a drain nothing new is begun; when its last answer has left, the stream ends (1012) and says when to come back.
 """
 
+import asyncio
 import logging
 from collections import deque
 from functools import partial
@@ -44,7 +45,7 @@ from carpool.core.errors import (
 from carpool.core.ports import NO_WISHES, Caller, Entry, RequestTraces, Wishes
 from carpool.core.request import DONE, Request, Waiter
 from carpool.core.tensors import Data
-from carpool.core.timers import TURN_S, OncePerTurn, SharedTurns
+from carpool.core.timers import TURN_S, SharedTurns
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.gateway import too_large_for, with_trace
 from carpool.face.http.state import HttpState
@@ -108,7 +109,6 @@ class Stream:
         "_asked",
         "_calls",
         "_exchange",
-        "_flush_soon",
         "_fragments",
         "_heard",
         "_is_behind",
@@ -145,7 +145,6 @@ class Stream:
         self._partial_since = 0.0
         # Answers that leave with this turn, each with its bytes.
         self._out: list[tuple[int, Pieces]] = []
-        self._flush_soon = OncePerTurn(self._flush)
         # It waits for a turn to work.
         self._is_due = False
         self._is_behind = False
@@ -310,7 +309,7 @@ class Stream:
     def _ask(self, call: StreamCall, caller: Caller) -> Request:
         streams = self._streams
         intake = streams.intake
-        model = intake.default_model if call.model is None else intake.model(call.model)
+        model = intake.default_model if call.model is None else intake.model(call.model, caller)
         parameters = b"" if call.parameters is UNSET else canonical_parameters(call.parameters)
         value = checked_input(call.input, "input")
         if len(value) + len(parameters) > model.body_bytes_max:
@@ -330,8 +329,9 @@ class Stream:
         # Here, where a defect is that of one answer, and not where they are put together.
         size = len(pieces[0]) + memoryview(pieces[1]).nbytes + len(pieces[2])
         self.forget(own_id)
+        if not self._out:
+            asyncio.get_running_loop().call_soon(self._flush)
         self._out.append((size, pieces))
-        self._flush_soon.ring()
 
     def refuse(self, own_id: str | int | None, error: CarpoolError, request_id: str = "") -> None:
         """Let an error leave with this turn."""
@@ -438,6 +438,7 @@ class Stream:
         self._calls.clear()
         self._message.clear()
         self._out = []
+        self._protocol.parser.close()  # it refers to the protocol, which holds what came of a message
         self._streams.closed(self)
         for request in asked.values():
             if request is not None:

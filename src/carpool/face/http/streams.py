@@ -11,7 +11,7 @@ from carpool.core.errors import CarpoolError, ClientLeft, Draining, Forbidden, I
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import RequestTraces
 from carpool.core.request import Request
-from carpool.core.timers import Every, SharedTurns
+from carpool.core.timers import Every
 from carpool.face.http.exchange import Exchange
 from carpool.face.http.places import Places
 from carpool.face.http.problem import respond_problem
@@ -62,7 +62,7 @@ class Streams:
         self._to_look_at: list[Stream] = []
         self._looks = Every(LOOK_S / LOOK_PARTS, self.look)
         self.is_draining = False
-        self.turns = SharedTurns()
+        self.turns = intake.turns
 
     def __len__(self) -> int:
         return len(self._open)

@@ -4,6 +4,7 @@ import msgspec
 
 from carpool.core.errors import CarpoolError, ClientError, OverloadError, UnknownModel, UpstreamError
 from carpool.core.outcome import Output
+from carpool.core.ports import Caller
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.faces import EMBED, has_face, model_with_face
 from carpool.face.http.list_bodies import check_size, fields_of, parameters_of, texts_of, vector
@@ -22,24 +23,24 @@ class TeiFace(ListFace):
 
     route = EMBED
 
-    def read(self, exchange: Exchange, rest: str) -> ListCall:
+    def read(self, exchange: Exchange, rest: str, caller: Caller) -> ListCall:
         """The inputs of a body; its other fields are parameters."""
-        model = self._model()
+        model = self._model(caller)
         check_size(exchange, model)
         fields = fields_of(exchange.body)
         values = texts_of(fields.pop("inputs", None), "inputs")
         return ListCall(model, parameters_of(fields), values)
 
-    def _model(self) -> ServedModel:
-        default = self.intake.default_model
-        if not has_face(default, EMBED):
-            embedding = [model for model in self.intake.models() if has_face(model, EMBED)]
+    def _model(self, caller: Caller) -> ServedModel:
+        default, own = self.intake.default_model, self.intake.models_of(caller)
+        if not has_face(default, EMBED) or default not in own:
+            embedding = [model for model in own if has_face(model, EMBED)]
             if len(embedding) == 1:
                 return embedding[0]
             if embedding:
                 names = ", ".join(model.name for model in embedding)
                 raise UnknownModel(f"/embed names no model; ask for one of {names} at /v1/embeddings")
-        return model_with_face(self.intake, default.name, EMBED)
+        return model_with_face(self.intake, default.name, EMBED, caller)
 
     def piece(self, call: ListCall, number: int, output: Output) -> bytes:
         """The embedding as it came."""

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from carpool.core.errors import Malformed
+from carpool.core.finite import finite_float
 from carpool.core.tensors import DIMENSIONS_MAX, Data
 from carpool.face.http.strict_json import json_fault
 from carpool.face.http.wire import PARAMETERS_BYTES_MAX, body_fault, canonical_parameters
@@ -61,7 +62,7 @@ _decode_head = msgspec.json.Decoder(_Head).decode
 _decode_inputs = msgspec.json.Decoder(list[_Input]).decode
 _decode_wanted = msgspec.json.Decoder(list[_Wanted]).decode
 _decode_shape = msgspec.json.Decoder(list[Annotated[int, Meta(ge=0)]]).decode
-_decode_parameters = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_parameters = msgspec.json.Decoder(dict[str, Any], float_hook=finite_float).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -203,6 +204,8 @@ def _wanted(raw: Raw, is_raw: bool) -> WantedOutputs:
         parameters = _parameters(output.parameters, which)
         if parameters.get(_CLASSES) or _SHARED in parameters:
             raise Malformed(f"`{which}`: classification and shared memory are not served here")
+        if output.name in by_name:
+            raise Malformed("two of the `outputs` that are asked for have the same name")
         by_name[output.name] = _flag(parameters.get(_BINARY, is_raw), f"{which}.{_BINARY}")
     return WantedOutputs(by_name or None, is_raw)
 

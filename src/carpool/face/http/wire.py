@@ -6,6 +6,8 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from carpool.core.errors import Malformed
+from carpool.core.finite import finite_float
+from carpool.core.kept import Kept
 from carpool.core.outcome import CallFacts, Output
 from carpool.core.request import Request
 from carpool.core.tensors import Data, shown
@@ -58,8 +60,9 @@ class PredictCall(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 _decode_inference = msgspec.json.Decoder(InferenceCall).decode
 _decode_predict = msgspec.json.Decoder(PredictCall).decode
+_decode_any = msgspec.json.Decoder(float_hook=finite_float).decode
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
-_canonical: dict[bytes, bytes] = {}
+_canonical: Kept[bytes, bytes] = Kept(CANONICAL_KEPT_MAX)
 # An answer: what comes before the output, the output, and the rest. Whoever sends it puts them together, so that a
 # long output is copied once.
 Pieces = tuple[bytes, Data, bytes]
@@ -103,13 +106,14 @@ def canonical_parameters(raw: Raw) -> bytes:
     fault = json_fault(given)
     if fault is not None:
         raise Malformed(f"`parameters` cannot be passed on: {fault}")
-    parsed = msgspec.json.decode(given)
+    parsed = _decode_any(given)
     if parsed is not None and not isinstance(parsed, dict):
         raise Malformed("`parameters` must be an object")
     canonical = _encode_sorted(parsed) if parsed else b""
-    if len(_canonical) >= CANONICAL_KEPT_MAX:
-        _canonical.clear()
-    _canonical[given] = canonical
+    # `1e15` is written out as 1000000000000000.0: what is kept and sent on is four times as long.
+    if len(canonical) > PARAMETERS_BYTES_MAX:
+        raise Malformed(f"`parameters` may have {PARAMETERS_BYTES_MAX} bytes at most, with their numbers written out")
+    _canonical.keep(given, canonical, len(given) + len(canonical))
     return canonical
 
 

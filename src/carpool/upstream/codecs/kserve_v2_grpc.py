@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from carpool.core.errors import Malformed
+from carpool.core.finite import finite_float
 from carpool.core.request import Request
 from carpool.upstream.codecs.base import Decoded, check_id
 from carpool.upstream.codecs.kserve_v2 import TensorCodec, forms_of
@@ -19,6 +20,7 @@ from carpool.upstream.codecs.v2_messages import decode_response, encode_request
 from carpool.upstream.endpoint import Answer, Call
 
 _INT64_MAX = (1 << 63) - 1
+_decode_parameters = msgspec.json.Decoder(dict[str, Any], float_hook=finite_float).decode
 
 
 class KServeV2GrpcCodec(TensorCodec):
@@ -54,7 +56,7 @@ class KServeV2GrpcCodec(TensorCodec):
 
 
 def _parse_parameters(parameters: bytes) -> dict[str, bool | int | float | str]:
-    parsed: dict[str, Any] = msgspec.json.decode(parameters) if parameters else {}
+    parsed: dict[str, Any] = _decode_parameters(parameters) if parameters else {}
     for value in parsed.values():
         if not isinstance(value, bool | int | float | str) or (isinstance(value, int) and abs(value) > _INT64_MAX):
             raise Malformed("over gRPC, `parameters` may have texts, numbers of 64 bits, true and false only")

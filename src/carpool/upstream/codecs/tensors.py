@@ -25,6 +25,9 @@ from carpool.core.tensors import (
     DIMENSIONS_MAX,
     Data,
     RawTensor,
+    are_of_kind,
+    count_of,
+    cut_numbers,
     element_starts,
     flat,
     flat_input,
@@ -197,11 +200,13 @@ def _from_json(text: bytes, datatype: str, is_raw: bool) -> tuple[bytes, int]:
     if DATATYPES[datatype].parse is None:
         raise Malformed(f"{datatype} has no form in JSON; send `b64`")
     try:
-        text = flat_input(text, datatype)
+        given, text = text, flat_input(text, datatype)
+        if text is not given:  # an empty array inside leaves two commas behind
+            msgspec.json.decode(text, type=msgspec.Raw)
         if is_raw:
             packed = [(len(elements), pack(elements, datatype)) for elements in parsed(text, datatype)]
             return b"".join([part for _, part in packed]), sum(count for count, _ in packed)
-        count = sum(map(len, parsed(text, datatype)))
+        count = count_of(text, datatype)
         # Without elements there may still be white space, which must not stand between commas.
         return text[1:-1] if count else b"", count
     except (ValueError, RecursionError, struct.error, OverflowError):
@@ -237,6 +242,8 @@ def cut_outputs(outputs: Sequence[OutputTensor], forms: Sequence[Form | None]) -
     """
     if not outputs:
         raise ProtocolFaultError("the answer has no outputs")
+    if len({output.name for output in outputs}) != len(outputs):
+        raise ProtocolFaultError("two outputs have the same name")
     cuts = [_cut(output, len(forms)) for output in outputs]
     return [b"" if form is None else _part(cuts, number, form) for number, form in enumerate(forms)]
 
@@ -283,22 +290,34 @@ def _cut_raw(output: OutputTensor, size: int, count: int) -> Sequence[Data]:
 
 def _cut_json(output: OutputTensor, size: int, count: int) -> Sequence[Data]:
     """The elements' own bytes, separated by commas."""
-    elements: Sequence[bytes | msgspec.Raw]
     data = bytes(output.data)
     try:
         text = flat(data, output.datatype)
         if text[:1] != b"[":
             raise ProtocolFaultError("the data of an output is no array")
         if output.datatype == "BYTES":
-            elements = msgspec.json.decode(text, type=list[msgspec.Raw])
-        elif b'"' in text or b"{" in text:  # what has strings cannot be cut at commas
-            raise ProtocolFaultError("an output of numbers has something else in it")
-        else:
-            if text is not data:  # an empty array inside leaves two commas behind
-                msgspec.json.decode(text, type=msgspec.Raw)
-            elements = text[1:-1].split(b",") if text[1:-1].strip() else []
+            return _cut_strings(text, size, count)
+        # What is no number is null.
+        numbers = text if "INT" in output.datatype or output.datatype == "BOOL" else text.replace(b"null", b"")
+        if not are_of_kind(numbers, output.datatype):  # what has strings cannot be cut at commas
+            raise ProtocolFaultError(f"an output of {output.datatype} has elements of another kind")
+        if text is not data:  # an empty array inside leaves two commas behind
+            msgspec.json.decode(text, type=msgspec.Raw)
     except (msgspec.DecodeError, RecursionError):
         raise ProtocolFaultError("the data of an output is no array of its datatype") from None
+    if (text.count(b",") + 1 if text[1:-1].strip() else 0) != size * count:
+        raise _wrong_count()
+    return cut_numbers(text, size, count) if count else [b""] * size
+
+
+def _cut_strings(text: bytes, size: int, count: int) -> list[bytes]:
+    elements = msgspec.json.decode(text, type=list[msgspec.Raw])
+    if any(bytes(element)[:1] != b'"' for element in elements):
+        raise ProtocolFaultError("an output of BYTES has something else than strings in it")
     if len(elements) != size * count:
-        raise ProtocolFaultError("an output has not as many elements as its shape says")
+        raise _wrong_count()
     return [b",".join(elements[index * count : (index + 1) * count]) for index in range(size)]
+
+
+def _wrong_count() -> ProtocolFaultError:
+    return ProtocolFaultError("an output has not as many elements as its shape says")

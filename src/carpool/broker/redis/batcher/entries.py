@@ -4,13 +4,15 @@ import logging
 from collections.abc import Iterable, Sequence
 from math import inf
 
-from carpool.broker.redis.batcher.leases import Haul, Lease
+from carpool.broker.redis.batcher.history import History, history_of
+from carpool.broker.redis.batcher.leases import NEW, Haul, Lease
 from carpool.broker.redis.batcher.replies import ReplyWriter
-from carpool.broker.redis.batcher.suspects import AGAIN, company_of
-from carpool.broker.redis.formats import Header, NewerFormatError, decode_header, decode_value
+from carpool.broker.redis.batcher.suspects import company_of
+from carpool.broker.redis.formats import Header, NewerFormatError, began_ms, decode_header, decode_value
 from carpool.broker.sides import FedModel, SuspectLetters
 from carpool.core.errors import CarpoolError, DeadlineExceeded, QueueTimeout, UpstreamFailed
-from carpool.core.request import Request
+from carpool.core.kept import Kept
+from carpool.core.request import AGAIN, Request
 from carpool.core.trace import read_text
 
 logger = logging.getLogger("carpool.broker")
@@ -34,21 +36,25 @@ class Unpacker:
         self._replies = replies
         self._dead_letters = dead_letters
         self._tier_target_s = tier_target_s
-        self._headers: dict[bytes, Header] = {}
+        self._headers: Kept[bytes, Header] = Kept(HEADERS_KEPT_MAX)
         self._has_seen_foreign = False
 
     def unpack(
-        self, haul: Haul, entry_id: bytes, head: bytes, value: bytes, delivery: int, now: float, now_ms: int
+        self, haul: Haul, entry_id: bytes, head: bytes, value: bytes, count: int, now: float, now_ms: int
     ) -> tuple[Request, CarpoolError | None] | None:
-        """The request, and why it is not to be sent, if so; None for an entry that is for other batchers.
+        """The request, and why it is not to be sent, if so; None for an entry that is for other batchers. `count` is
+        Redis's count of its deliveries.
 
         Raises UnknownFormatError for one that nobody can read.
         """
         header = self._headers.get(head) or self._understand(head)
         if header is None:
             return None
+        history = NEW if count == 1 else history_of(count)
+        delivery = history.deliveries
         record, content = decode_value(value)
-        waited_ms = now_ms - int(entry_id.partition(b"-")[0])
+        # Where Redis's clock was set back it may not have come yet: nobody gets more time by that.
+        waited_ms = max(0, now_ms - began_ms(entry_id, record.sent_ms))
         arrived = now - waited_ms / 1000
         request = Request(
             record.request_id,
@@ -62,7 +68,7 @@ class Unpacker:
             inf,  # a staged request does not wait here for a slot
             arrived + record.remaining_ms / 1000,
             self._replies,
-            Lease(haul, entry_id, header),
+            Lease(haul, entry_id, header, history, self._models[header.model].is_probing()),
             record.owner,
             record.client_id,
             None,
@@ -75,9 +81,10 @@ class Unpacker:
             request.result_key = record.result_key
         if record.trace:
             request.trace = read_text(record.trace)
-        fault = self._fault_of(request, header, now, delivery)
-        if delivery > 1:  # it rides with others like it, and at the end alone
-            is_alone = company_of(delivery, self._deliveries_max) == 1
+        request.sends = history.failures
+        fault = self._fault_of(request, header, now, history)
+        if delivery > 1 or history.is_alone:  # it is sent with others like it, and at the end alone
+            is_alone = history.is_alone or company_of(delivery, self._deliveries_max) == 1
             request.lane += AGAIN + (entry_id if is_alone else b"%d" % delivery)
         return request, fault
 
@@ -91,17 +98,17 @@ class Unpacker:
             return None
         if header.model not in self._models:
             return None
-        if len(self._headers) >= HEADERS_KEPT_MAX:
-            self._headers.clear()
-        self._headers[head] = header
+        self._headers.keep(head, header, 2 * len(head))
         return header
 
-    def _fault_of(self, request: Request, header: Header, now: float, delivery: int) -> CarpoolError | None:
+    def _fault_of(self, request: Request, header: Header, now: float, history: History) -> CarpoolError | None:
         """Why a request is not to be sent, if so."""
+        delivery = history.deliveries
         if request.deadline <= now:
             return DeadlineExceeded("the deadline passed before a slot was free")
-        # What is claimed had been taken in time; its batcher died.
-        if not header.is_task and delivery == 1 and now - request.arrived >= header.queue_ms / 1000:
+        # What another batcher had sent, or had when it died, was taken in time.
+        was_taken = delivery > 1 or history.failures > 0
+        if header.queue_ms and not was_taken and now - request.arrived >= header.queue_ms / 1000:
             return QueueTimeout("no slot was free in time; try again, or as a task", retry_after_s=1)
         if delivery > self._deliveries_max:
             error = UpstreamFailed(f"given up: {delivery - 1} batchers did not come back with an outcome")

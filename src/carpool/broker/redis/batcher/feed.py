@@ -21,7 +21,8 @@ from typing import Any
 
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.redis.batcher.entries import Unpacker
-from carpool.broker.redis.batcher.leases import NO_HEADER, Haul, Lease, Leases
+from carpool.broker.redis.batcher.history import history_of
+from carpool.broker.redis.batcher.leases import NEW, NO_HEADER, Haul, Lease, Leases
 from carpool.broker.redis.batcher.replies import UNCONFIRMED_MAX, ReplyWriter
 from carpool.broker.redis.batcher.shards import (
     Offers,
@@ -39,7 +40,6 @@ from carpool.broker.redis.batcher.shards import (
     synchronous_of_the_best,
 )
 from carpool.broker.redis.batcher.suspects import (
-    AGAIN,
     COMPANY_MAX,
     DELIVERIES_MAX,
     Suspects,
@@ -54,11 +54,13 @@ from carpool.broker.redis.client.node import Reader
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.keys import Shard, lane_name, tier_of
 from carpool.broker.redis.steps import Done, Steps
-from carpool.broker.redis.terms import NONE, Budget, Claim, Entry, Head, Stream, Taken
+from carpool.broker.redis.terms import FINAL, NONE, OWN, Budget, Claim, Entry, Head, Stream, Taken
 from carpool.broker.sides import FedModel, SuspectLetters
 from carpool.broker.trickle import SYNCHRONOUS_SHARE, Trickle
 from carpool.core.clock import Clock, monotonic
-from carpool.core.request import QUEUED, Request
+from carpool.core.errors import GivenBack, UpstreamDown
+from carpool.core.kept import Kept
+from carpool.core.request import AGAIN, QUEUED, Request
 from carpool.core.timers import Every, OncePerTurn
 
 logger = logging.getLogger("carpool.broker")
@@ -76,8 +78,12 @@ STUCK_AGAIN_S = 10.0
 LANE_NAMES_KEPT_MAX = 4096
 # Weight of the last size in the mean.
 SIZE_WEIGHT = 0.3
-# How a message begins that tells of clients who left.
+# How a message begins that tells of clients who left; and one that tells of entries that were given back.
 LEFT = b"left "
+GIVEN_BACK = b"back"
+# After an entry that this batcher could only give back, it takes no other for so long: where all requests are of one
+# owner, to whom its endpoint is closed, each of them would come here first.
+REST_S = 0.05
 LEFT_EARLY_S, LEFT_EARLY_MAX = 5.0, 10_000
 COMPLAIN_EVERY_S = 10.0
 # What is kept of an entry that cannot be read.
@@ -139,7 +145,7 @@ class Feed:
         self._unpacker = Unpacker(models, replies, dead_letters, tier_target_s, deliveries_max)
         # By model, of an entry, lately.
         self._mean_bytes = dict.fromkeys(self._models, 1.0)
-        self._lane_names: dict[tuple[str, bytes], bytes] = {}
+        self._lane_names: Kept[tuple[str, bytes], bytes] = Kept(LANE_NAMES_KEPT_MAX)
         self._leases = Leases(steps, consumer, self._renew_every_s, self._lost_lease, clock)
         # Taken, and not to be sent yet: other shards are known to have more for the same batch.
         self._landed: list[Request] = []
@@ -159,6 +165,7 @@ class Feed:
         self._left_early: dict[tuple[int, bytes, bytes], float] = {}
         # Models without a free slot that had requests staged when leases were last looked at.
         self._stuck: set[str] = set()
+        self._rests_until = 0.0
         self._suspects = Suspects(deliveries_max)
         self._deliveries_max = deliveries_max
         replies.when_emptied = self._emptied
@@ -260,6 +267,8 @@ class Feed:
         elif message[2].startswith(LEFT):
             self._clients_left(view, message[2])
             return
+        elif message[2] == GIVEN_BACK:
+            self._claim_later(view)
         elif (head := head_of(message[2])) is not None and head.model in self._models:
             view.heard(head)
         self.ring()
@@ -289,10 +298,20 @@ class Feed:
             patience_s = STUCK_AGAIN_S if request.taken or request.is_apart else 0.0
             since = long_ago - patience_s
             if request.model in stuck & self._stuck and isinstance(haul, Haul) and haul.taken < since:
-                lease: Lease = request.ticket
-                self._broker.withdraw(request)
-                self._replies.release(lease)
+                self._give_back(request)
         self._stuck = {name for name in stuck if any(True for _ in self._broker.lanes(name))}
+
+    def give_back_staged(self, model: str) -> None:
+        """No endpoint of a model works any more: what is staged goes to other batchers, if one of them can serve it."""
+        for request in (*self._landed, *self._broker.waiting_requests()):
+            if request.model == model and isinstance(request.held_by, Haul):
+                self._give_back(request)
+
+    def _give_back(self, request: Request) -> None:
+        if self._models[request.model].may_go_elsewhere(request):
+            if request in self._landed:
+                self._landed.remove(request)
+            self._broker.settle(request, GivenBack("another batcher serves it"))
 
     # Taking.
 
@@ -355,12 +374,12 @@ class Feed:
         if self._replies.unconfirmed > UNCONFIRMED_MAX:
             return budgets
         for name, model in self._models.items():
-            free = model.free_slots()
-            if free <= 0:
+            free, is_probing = model.free_slots(), model.is_probing()
+            if free <= 0 or (is_probing and self._clock() < self._rests_until):
                 continue
             # No more than fit into a batch, as far as their sizes are known: the others would come for nothing.
             fitting = model.largest_batch_bytes() / self._mean_bytes[name]
-            largest = max(int(min(model.largest_batch(), fitting)), 1)
+            largest = 1 if is_probing else max(int(min(model.largest_batch(), fitting)), 1)
             rooms: dict[bytes, int] = {}
             again: dict[bytes, int] = {}
             for key, waiting in self._staged(name).items():
@@ -369,7 +388,9 @@ class Feed:
                 if not room:
                     continue
                 if AGAIN not in key:
-                    rooms[self._lane_name(name, key)] = room
+                    lane = self._lane_name(name, key)
+                    rooms[lane] = room
+                    again[b"%b 1" % lane] = room  # for what others gave back
                 elif (found := again_of(key)) and company_of(found[1], self._deliveries_max) == COMPANY_MAX:
                     again[b"%b %d" % (self._lane_name(name, found[0]), found[1])] = room
             if free > 0 or (free == 0 and (rooms or again)):
@@ -388,9 +409,8 @@ class Feed:
     def _lane_name(self, model: str, key: bytes) -> bytes:
         name = self._lane_names.get((model, key))
         if name is None:
-            if len(self._lane_names) >= LANE_NAMES_KEPT_MAX:
-                self._lane_names.clear()
-            name = self._lane_names[model, key] = lane_name(model, key)
+            name = lane_name(model, key)
+            self._lane_names.keep((model, key), name, len(key))
         return name
 
     def _read(self, reads: Reads) -> None:
@@ -418,7 +438,12 @@ class Feed:
                     self._claim_later(view)
             came(taken)
 
-        for view, claims in zip(views, plan_claims(for_all, len(views), welcome), strict=True):
+        left = {
+            name: FINAL if model.is_in_doubt() else OWN
+            for name, model in self._models.items()
+            if model.is_served_elsewhere()
+        }
+        for view, claims in zip(views, plan_claims(for_all, len(views), welcome, left), strict=True):
             done = partial(claimed, view, claims, self._asks(view))
             self._steps.claim(view.shard, self._consumer, self._lease_ms, terms, claims, done)
 
@@ -469,7 +494,7 @@ class Feed:
             read: list[tuple[str, bytes, int]] = []
             for stream in self._without_own(view.shard, taken.streams):
                 if taken.view is None or self.draining:  # their time is not known: to others, or at the next claim
-                    self._release(view.shard, stream.field, stream.entries)
+                    self._release(view.shard, stream)
                     continue
                 model = self._stage(view.shard, stream, taken.view.now_ms)
                 if stream.deliveries is None:  # what was claimed is not taken for the first time
@@ -518,11 +543,12 @@ class Feed:
         for request in landed:
             self._broker.enqueue(request)
 
-    def _release(self, shard: Shard, field: bytes, entries: Iterable[Any]) -> None:
+    def _release(self, shard: Shard, stream: Stream) -> None:
         """Let others have what came at the wrong time."""
-        haul = Haul(shard, field, 0.0, 0.0, {})
-        for entry in entries:
-            self._replies.release(Lease(haul, entry[0], NO_HEADER))
+        haul = Haul(shard, stream.field, 0.0, 0.0, {})
+        for index, entry in enumerate(stream.entries):
+            history = NEW if stream.deliveries is None else history_of(stream.deliveries[index])
+            self._replies.release(Lease(haul, entry[0], NO_HEADER, history))
 
     def _without_own(self, shard: Shard, streams: list[Stream]) -> list[Stream]:
         """A batcher that stood still, or had no Redis, for longer than its leases claims its own entries: those are
@@ -570,9 +596,9 @@ class Feed:
         haul = Haul(shard, field, now, now, {})
         self._leases.add(haul)
         for index, entry in enumerate(stream.entries):
-            delivery = 1 if stream.deliveries is None else stream.deliveries[index]
+            count = 1 if stream.deliveries is None else stream.deliveries[index]
             try:
-                self._stage_one(haul, entry, delivery, now, now_ms)
+                self._stage_one(haul, entry, count, now, now_ms)
             except Exception as fault:  # whatever it is, the others go on
                 self._set_aside(haul, entry, fault)
         model = ""
@@ -586,24 +612,29 @@ class Feed:
             self.claimed += len(haul.open)
         return model
 
-    def _stage_one(self, haul: Haul, entry: Entry, delivery: int, now: float, now_ms: int) -> None:
+    def _stage_one(self, haul: Haul, entry: Entry, count: int, now: float, now_ms: int) -> None:
         entry_id, (head, value) = entry
         if self._left_early.pop((haul.shard.number, haul.field, entry_id), None) is not None:
             return  # it is deleted already
-        unpacked = self._unpacker.unpack(haul, entry_id, head, value, delivery, now, now_ms)
+        unpacked = self._unpacker.unpack(haul, entry_id, head, value, count, now, now_ms)
         if unpacked is None:  # for others: released, it would come back to us at once
-            self._steps.uncount(haul.shard, haul.field, self._consumer, entry_id, delivery - 1)
+            self._steps.uncount(haul.shard, haul.field, self._consumer, entry_id, count - 1)
             return
         request, fault = unpacked
         if fault is None:
-            fault = self._models[request.model].refusal_of(request)
-            if fault is not None and request.is_task:  # nobody waits on the line: it is for later, or for others
+            model = self._models[request.model]
+            fault = model.refusal_of(request)
+            if isinstance(fault, UpstreamDown) and model.may_go_elsewhere(request):
+                self._rests_until = now + REST_S
+                fault = GivenBack("another batcher serves it")
+            elif fault is not None and request.is_task:  # nobody waits on the line: it is for later, or for others
                 # Released, it would be claimed again at once, before those of dead batchers.
-                self._steps.uncount(haul.shard, haul.field, self._consumer, entry_id, delivery - 1)
+                self._steps.uncount(haul.shard, haul.field, self._consumer, entry_id, count - 1)
                 return
         haul.open[entry_id] = request
-        if delivery > 1:
-            self._suspects.add(request.model, haul, delivery)
+        lease: Lease = request.ticket
+        if lease.history.deliveries > 1:
+            self._suspects.add(request.model, haul, lease.history.deliveries)
         self._broker.hold(request)
         if fault is None:
             if not self._landed:

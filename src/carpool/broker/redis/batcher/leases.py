@@ -9,6 +9,7 @@ from functools import partial
 
 import msgspec
 
+from carpool.broker.redis.batcher.history import History
 from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.formats import Header
 from carpool.broker.redis.keys import Shard
@@ -17,6 +18,8 @@ from carpool.core.clock import Clock
 from carpool.core.request import Request
 
 IDS_A_CALL_MAX = 1000
+# Of an entry that no other batcher had.
+NEW = History()
 
 
 class Haul(msgspec.Struct, eq=False):
@@ -37,6 +40,9 @@ class Lease(msgspec.Struct, eq=False, gc=False):
     haul: Haul
     entry_id: bytes
     header: Header
+    history: History = NEW
+    # It was taken to try an endpoint that failed.
+    is_probe: bool = False
 
 
 # Stands for a header where none is needed.
@@ -110,6 +116,14 @@ def by_stream(leases: Sequence[Lease]) -> dict[bytes, list[bytes]]:
     for lease in leases:
         ids[lease.haul.field].append(lease.entry_id)
     return ids
+
+
+def carried_by_stream(leases: Sequence[Lease]) -> dict[bytes, list[tuple[bytes, int]]]:
+    """The ids of their entries, by stream, each with what is carried along."""
+    entries: defaultdict[bytes, list[tuple[bytes, int]]] = defaultdict(list)
+    for lease in leases:
+        entries[lease.haul.field].append((lease.entry_id, lease.history.carried))
+    return entries
 
 
 def parts_of(leases: list[Lease]) -> list[list[Lease]]:

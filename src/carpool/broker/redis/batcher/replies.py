@@ -5,17 +5,23 @@
    dies in between causes work to be done twice, never an outcome to be lost.
 3. A gateway that is gone has no stream any more: nobody waits, and the entry is acknowledged.
 4. What Redis does not take (it is away, or its memory is full) is tried again until nobody can wait for it.
-5. A task's result, its dead letter and the acknowledgement of its entry are one step.
+5. A task's result, its dead letter and the acknowledgement of its entry are one step. The batcher whose result Redis
+   kept counts the task, once; where that reply was lost it asks again, under the same name.
+6. A task that its gateway has not accepted yet has no outcome: the batcher keeps it and comes again. If the gateway
+   withdraws the task, nothing is written and nothing is counted.
 """
 
 import asyncio
 import logging
+import secrets
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
-from carpool.broker.redis.batcher.leases import Haul, Lease, by_stream, parts_of
+from carpool.broker.redis.batcher.history import History
+from carpool.broker.redis.batcher.leases import Haul, Lease, by_stream, carried_by_stream, parts_of
 from carpool.broker.redis.client.link import RedisFailure, Refused
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
 from carpool.broker.redis.dead_letters.letters import letter_of
@@ -24,7 +30,7 @@ from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.notices import Notices
 from carpool.broker.redis.steps import EndedTask, Finished, Steps, TaskResult
 from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import CarpoolError, ClientLeft, Draining, InternalError
+from carpool.core.errors import CarpoolError, ClientLeft, Draining, GivenBack, InternalError
 from carpool.core.events import Events
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.problem import problem_json
@@ -35,6 +41,8 @@ from carpool.core.timers import OncePerTurn
 logger = logging.getLogger("carpool.broker")
 
 RETRY_S, RETRY_S_MAX = 0.1, 2.0
+# A task that is not accepted yet is mostly accepted a moment later.
+UNSURE_S = 0.005
 # With so many outcomes that Redis has not taken, no more work is begun.
 UNCONFIRMED_MAX = 10_000
 # A reply is one value in Redis and is read in one piece; a longer one is cut.
@@ -77,6 +85,8 @@ class ReplyWriter:
         self._nodes = steps.nodes
         self._keys = steps.keys
         self._consumer = consumer
+        # Names for those who give a task its result: short, for tasks keep them.
+        self._finishers = (b"%b%x" % (name, number) for name in (secrets.token_hex(4).encode(),) for number in count())
         self.result_ttl_ms = result_ttl_ms
         self._letter_bounds = letter_bounds
         self._buried = buried
@@ -104,8 +114,12 @@ class ReplyWriter:
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Send an outcome on its way."""
         lease: Lease = request.ticket
-        if isinstance(outcome, Draining):
-            self.release(lease)  # this process leaves: another batcher has it
+        if isinstance(outcome, Draining):  # another batcher has it
+            history = lease.history
+            if isinstance(outcome, GivenBack):
+                failed = request.sends > history.failures
+                history = history.given_back(failed=failed, was_probe=lease.is_probe, is_alone=outcome.is_alone)
+            self.release(lease, history)
             return
         if isinstance(outcome, ClientLeft):
             self.forget(lease)
@@ -135,9 +149,11 @@ class ReplyWriter:
         waited_s = request.taken - request.arrived
         outbox.outputs.append((request.number, len(outbox.calls) - 1, waited_s, value, outcome.tokens_used))
 
-    def release(self, lease: Lease) -> None:
-        """Let another batcher have an entry that was not sent."""
+    def release(self, lease: Lease, history: History | None = None) -> None:
+        """Let another batcher have an entry, with what is known of it."""
         lease.haul.open.pop(lease.entry_id, None)
+        if history is not None:
+            lease.history = history
         self._released[lease.haul.shard.number].append(lease)
         self.flush.ring()
 
@@ -173,7 +189,7 @@ class ReplyWriter:
         released, self._released = self._released, defaultdict(list)
         for number, leases in released.items():
             for part in parts_of(leases):
-                self._steps.release(self._keys.shards[number], self._consumer, by_stream(part))
+                self._steps.release(self._keys.shards[number], self._consumer, carried_by_stream(part))
 
     # Replies.
 
@@ -233,16 +249,17 @@ class ReplyWriter:
 
     def _finish_task(self, request: Request, lease: Lease, outcome: Outcome) -> None:
         if isinstance(outcome, CarpoolError):
-            problem, letter = problem_json(outcome, request.id), letter_of(request, outcome)
-            result = TaskResult(request.id, FAILED, problem, letter)
+            status, value, letter = FAILED, problem_json(outcome, request.id), letter_of(request, outcome)
         else:
-            result = TaskResult(request.id, SUCCESS, bytes(outcome.value), b"")
+            status, value, letter = SUCCESS, bytes(outcome.value), b""
             if request.result_key is not None:
                 self.keep_result(request.result_key, outcome)
         waited_s = request.taken - request.arrived if request.taken else None
         # The answer to its whole batch is kept until Redis has the result only if somebody is to be told.
         told = (request, outcome) if self._events.subscribers else None
-        counts = partial(self._count_task, request.result_code, bool(result.letter), waited_s, told)
+        counts = partial(self._count_task, request.result_code, bool(letter), waited_s, told)
+        age_ms = max(0, round(1000 * (request.ended - request.arrived)))
+        result = TaskResult(request.id, status, value, letter, next(self._finishers), age_ms)
         self._write_result(lease, result, counts)
 
     def ended(self, task: EndedTask, error: CarpoolError) -> None:
@@ -264,19 +281,18 @@ class ReplyWriter:
         if told is not None:
             self._events.settled(*told)
 
-    def _write_result(
-        self, lease: Lease, result: TaskResult, counts: Callable[[], None], pause_s: float = RETRY_S
-    ) -> None:
-        """Give a task its result, if it has none; `counts` is called if this one is the first."""
+    def _write_result(self, lease: Lease, result: TaskResult, counts: Callable[[], None], pause_s: float = 0.0) -> None:
+        """Give a task its result, if it has none; `counts` is called if Redis keeps this one."""
         shard, bounds = lease.haul.shard, self._letter_bounds
 
-        def done(found: Finished | RedisFailure) -> None:
-            if isinstance(found, RedisFailure):
+        def done(found: Finished | RedisFailure | None) -> None:
+            if found is None or isinstance(found, RedisFailure):
                 # For ever: the outcome of a task is owed; if this process dies, another batcher does it again.
                 self.retries += 1
                 again = partial(self._write_result, lease, result, counts)
-                if self._nodes.is_up(shard.slot):  # it refuses
-                    self._loop.call_later(pause_s, again, min(2 * pause_s, RETRY_S_MAX))
+                if self._nodes.is_up(shard.slot):  # it refuses, or the task is not accepted yet
+                    pause = max(pause_s, UNSURE_S if found is None else RETRY_S)
+                    self._loop.call_later(pause, again, min(2 * pause, RETRY_S_MAX))
                 else:
                     self._when_up(shard.slot, again)
                 return

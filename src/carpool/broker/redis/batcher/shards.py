@@ -6,7 +6,7 @@ from math import inf
 import msgspec
 
 from carpool.broker.redis.keys import Shard, tier_of
-from carpool.broker.redis.terms import NONE, Budget, Claim, Head, Taken, View
+from carpool.broker.redis.terms import NONE, NOTHING, Budget, Claim, Head, Taken, View
 
 # One question goes to so many shards at most.
 SHARDS_A_QUESTION_MAX = 8
@@ -14,6 +14,7 @@ SHARDS_A_QUESTION_MAX = 8
 HEADS_KNOWN_MAX = 64
 # One shard gives no more at once.
 BATCHES_A_CLAIM_MAX = 4
+NO_MODELS: Mapping[str, int] = {}
 
 
 class ShardView(msgspec.Struct, eq=False):
@@ -184,8 +185,13 @@ def shards_for_claims(budgets: Sequence[Budget]) -> int:
     return min(max(rooms, default=0), SHARDS_A_QUESTION_MAX)
 
 
-def plan_claims(budgets: Sequence[Budget], shards: int, welcome: Mapping[str, int]) -> list[list[Claim]]:
-    """What to ask each of some shards for. `welcome`: by model, which suspects may come; the first alone is asked."""
+def plan_claims(
+    budgets: Sequence[Budget], shards: int, welcome: Mapping[str, int], left: Mapping[str, int] = NO_MODELS
+) -> list[list[Claim]]:
+    """What to ask each of some shards for. `welcome`: by model, which suspects may come; the first alone is asked.
+
+    `left`: by model, what is left to other batchers.
+    """
     # Others wait while entries of the dead are fetched: many batches at once are for one shard.
     batches_max = BATCHES_A_CLAIM_MAX if shards == 1 else 1
     return [
@@ -196,6 +202,7 @@ def plan_claims(budgets: Sequence[Budget], shards: int, welcome: Mapping[str, in
                 budget.largest,
                 NONE if position else welcome[budget.model],
                 {key: part for key, room in budget.again.items() if (part := _part_of(room, position, shards))},
+                left.get(budget.model, NOTHING),
             )
             for budget in budgets
         ]

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 from carpool.broker.redis.batcher.leases import Haul
 from carpool.broker.redis.terms import ANY, NONE, WITH_COMPANY, Entry, Stream
+from carpool.core.request import AGAIN
 
 # How often an entry is delivered before it is given up.
 DELIVERIES_MAX = 6
 # In so large a company nobody is a suspect.
 COMPANY_MAX = 64
-# How the lanes of those end that came again: this, and how often they were delivered.
-AGAIN = b"\0again"
 
 
 class Suspects:

@@ -6,6 +6,7 @@ from functools import partial
 
 from carpool.broker.redis.client.link import RedisFailure
 from carpool.broker.redis.dead_letters.bounds import LetterBounds
+from carpool.broker.redis.ended_tasks import EndedTasks
 from carpool.broker.redis.formats import LATE
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.steps import EndedTask, Steps, Swept
@@ -35,8 +36,8 @@ class Sweeper:
     ) -> None:
         self._steps = steps
         self._late = (problem_json(LATE, "@"), result_ttl_ms)
-        # Is told of tasks that have their outcome from here.
-        self._ended = ended
+        # Tasks that have their outcome from here.
+        self._ended = EndedTasks(steps, LATE, ended)
         self._letter_bounds = letter_bounds
         self._sweeps = Every(EVERY_S, self.sweep_all)
         # Shards that are to be swept, in turn, and where to go on; those of which more is due than was done.
@@ -56,6 +57,7 @@ class Sweeper:
         """Sweep no more."""
         self._is_closed = True
         self._sweeps.stop()
+        self._ended.close()
         if self._pause is not None:
             self._pause.cancel()
 
@@ -73,9 +75,11 @@ class Sweeper:
         self._sent_at = asyncio.get_running_loop().time()
         shard, cursor = next(iter(self._due.items()))
         letters = (*self._letter_bounds.arguments(), self._letter_bounds.ttl_ms, COUNT_ALL_EVERY_MS)
-        self._steps.sweep(shard, cursor, CONSUMER_GONE_MS, letters, self._late, partial(self._swept, shard))
+        receipt = self._ended.receipt()
+        swept = partial(self._swept, shard, receipt)
+        self._steps.sweep(shard, cursor, CONSUMER_GONE_MS, letters, (*self._late, receipt), swept)
 
-    def _swept(self, shard: Shard, result: Swept | RedisFailure) -> None:
+    def _swept(self, shard: Shard, receipt: bytes, result: Swept | RedisFailure) -> None:
         took_s = asyncio.get_running_loop().time() - self._sent_at
         if not self._is_closed:
             pause_s = min(max(PAUSES_A_PART * took_s, PAUSE_S_MIN), PAUSE_S_MAX)
@@ -83,10 +87,10 @@ class Sweeper:
         del self._due[shard]
         if isinstance(result, RedisFailure):  # until the next sweep
             self._unfinished.discard(shard)
+            self._ended.failed(shard, result)
             return
         self._letter_bounds.note_dropped(result.letters_dropped)
-        for task in result.tasks_ended:
-            self._ended(task, LATE)
+        self._ended.came(shard, receipt, result.tasks_ended)
         if result.is_more:
             self._unfinished.add(shard)
         if result.cursor:

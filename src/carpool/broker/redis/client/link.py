@@ -17,11 +17,14 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 from hiredis import ProtocolError, Reader, pack_command
 
 from carpool.broker.redis.client.address import BrokerAddress
+from carpool.broker.redis.client.server_clock import ServerClock
+from carpool.core.clock import monotonic
 from carpool.core.timers import Every
 
 OnReply = Callable[[Any], None]
@@ -31,6 +34,7 @@ Entry = tuple[OnReply, Command, int, int, bool]
 
 # Stands for the command of an entry that was packed by its caller.
 PACKED: Command = ()
+TIME: Command = (b"TIME",)
 
 # What the reader keeps allocated between replies; less would mean a new allocation for each batch of replies.
 READ_BUFFER_BYTES = 1024 * 1024
@@ -98,7 +102,7 @@ def reason_of(failure: Exception) -> str:
 
 
 def greeting_of(address: BrokerAddress) -> list[Command]:
-    """What is said first on every connection: log in, and see whether the server can be used."""
+    """What is said first on every connection: log in, ask for the time, and see whether the server can be used."""
     commands: list[Command] = []
     if address.username:
         commands.append((b"AUTH", address.username, address.password))
@@ -110,6 +114,7 @@ def greeting_of(address: BrokerAddress) -> list[Command]:
     commands.append((b"ROLE",))
     if address.kind == "cluster":
         commands.append((b"CLUSTER", b"INFO"))
+    commands.append(TIME)
     # A server that still loads its data refuses this one.
     commands.append((b"PING",))
     return commands
@@ -118,6 +123,8 @@ def greeting_of(address: BrokerAddress) -> list[Command]:
 def objection_to(command: Command, reply: Any) -> str:
     """Why a server that answers the greeting so cannot be used; "" if it can."""
     name, is_refusal = command[0], isinstance(reply, Refused)
+    if command == TIME:
+        return ""  # deadlines count from the ids of entries then
     if name == b"ROLE":
         # A user without the right to ask may still be allowed all that Carpool needs.
         is_replica = isinstance(reply, list) and reply and reply[0] not in (b"master", b"sentinel")
@@ -162,6 +169,8 @@ class Link(asyncio.Protocol):
         self._has_received = False
         # What the server said to the greeting: "" if all is well, else why not.
         self.greeted: asyncio.Future[str] = self._loop.create_future()
+        self._greeted_at = 0.0
+        self.clock = ServerClock()
 
     def send(self, *command: bytes | int | str) -> None:
         """Send a command; its reply goes to the receiver. Without effect on a link that is not open."""
@@ -185,6 +194,7 @@ class Link(asyncio.Protocol):
             return
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         _keep_alive(transport.get_extra_info("socket"))
+        self._greeted_at = monotonic()
         transport.write(b"".join(map(_pack, self._greeting)))
 
     def connection_lost(self, failure: Exception | None) -> None:
@@ -222,7 +232,10 @@ class Link(asyncio.Protocol):
             reply = self._reader.gets()
             if reply is _NOTHING:
                 return False
-            if objection := objection_to(self._greeting.popleft(), reply):
+            command = self._greeting.popleft()
+            if command == TIME:
+                self._told_time(self._greeted_at, reply)
+            if objection := objection_to(command, reply):
                 self.close(objection)
                 return False
         self.is_open = True
@@ -233,6 +246,12 @@ class Link(asyncio.Protocol):
 
     def _opened(self) -> None:
         """The greeting is over."""
+
+    def _told_time(self, asked_at: float, reply: Any) -> None:
+        """The server said what time it is, or something else."""
+        if isinstance(reply, list):
+            seconds, microseconds = map(int, reply)
+            self.clock.told(seconds + microseconds / 1e6, asked_at, monotonic())
 
     def _deliver(self) -> None:
         gets, received = self._reader.gets, self._received
@@ -358,6 +377,11 @@ class CommandLink(Link):
             self._loop.call_soon(self._flush)
         self._outgoing += packed
         self._pending.extend([(on_reply, PACKED, share, 0, False)] * len(packed))
+
+    def ask_time(self) -> None:
+        """Learn what the server's clock shows."""
+        if self.is_open:
+            self.request(partial(self._told_time, monotonic()), TIME)
 
     def retire(self) -> None:
         """Close once all pending commands have their replies. The owner sends no more."""

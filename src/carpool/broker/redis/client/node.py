@@ -22,6 +22,7 @@ from carpool.broker.redis.client.link import (
     ignore,
     reason_of,
 )
+from carpool.core.timers import Every
 
 # The place of slots that nobody knows of.
 NOWHERE: HostPort = ("", 0)
@@ -30,6 +31,8 @@ PAUSE_S_MIN, PAUSE_S_MAX = 0.05, 1.0
 CONNECT_S_MIN = 1.0
 # A connection that lived so long was a good one: after it the pauses begin anew.
 GOOD_S = 2.0
+# So often a server is asked for its time.
+TIME_EVERY_S = 1.0
 
 AnyLink = TypeVar("AnyLink", bound=Link)
 
@@ -129,6 +132,7 @@ class Node:
         # A retiring link still has replies to bring.
         self._retiring: CommandLink | None = None
         self._task: asyncio.Task[None] | None = None
+        self._times = Every(TIME_EVERY_S, self.ask_time)
 
     @property
     def pending(self) -> int:
@@ -140,6 +144,12 @@ class Node:
         """Begin to connect."""
         kept = self._connector.keep(lambda: self.at, self._make_link, self._use, self._failed)
         self._task = asyncio.get_running_loop().create_task(kept)
+        self._times.start()
+
+    def ask_time(self) -> None:
+        """Learn what the server's clock shows."""
+        if self.link is not None:
+            self.link.ask_time()
 
     def redirect(self, on_reply: OnReply, command: Command, hops: int, asking: bool) -> None:
         """Send a command that another node does not serve; a new connection is waited for."""
@@ -163,6 +173,7 @@ class Node:
     def leave(self) -> None:
         """The server has no slots any more: connect no more, but take the replies that are still due."""
         self._is_closed = True
+        self._times.stop()
         if self._task is not None:
             self._task.cancel()
         self._retiring, self.link = self.link or self._retiring, None
@@ -173,6 +184,7 @@ class Node:
     async def close(self) -> None:
         """Connect no more; what is pending is lost."""
         self._is_closed = True
+        self._times.stop()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

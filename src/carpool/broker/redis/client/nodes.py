@@ -2,6 +2,11 @@
 
 One connection per node for commands. Redirections, scripts that a server does not know yet, failovers and reconnections
 are dealt with here; what the caller gets is a reply, or a RedisFailure that says whether the command may have run.
+
+While a slot moves from one node to another, each of its keys is on one of them. Redis redirects a command by the keys
+that this names (ASK), but most scripts use keys that they do not name: they would make these anew where they are not,
+and a part of what the slot holds would be lost. So such scripts do not follow an ASK. The slot stands still until it
+has moved: it counts as out of reach, and no such script is sent. Redis itself keeps them from touching what has left.
 """
 
 import asyncio
@@ -11,10 +16,12 @@ from typing import Any
 
 import msgspec
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS as SLOTS
+from redis.crc import key_slot
 
 from carpool.broker.redis.client.address import BrokerAddress, HostPort
 from carpool.broker.redis.client.link import (
     PACKED,
+    Command,
     CommandLink,
     Entry,
     Link,
@@ -27,13 +34,20 @@ from carpool.broker.redis.client.link import (
 )
 from carpool.broker.redis.client.node import NOWHERE, Connector, Node, Pause, Reader, ask_and_request
 from carpool.broker.redis.client.topology import NODES_MAX, SlotRange, UnknownTopologyError, topology_of
-from carpool.core.timers import OncePerTurn
+from carpool.core.clock import monotonic
+from carpool.core.timers import Every, OncePerTurn
 
 PENDING_BYTES_MAX = 256 * 1024 * 1024
 # A command that is sent from node to node more often than this gets the last redirection as its reply.
 HOPS_MAX = 5
 # Where all is well the topology is looked at so often.
 LOOK_EVERY_S = 5.0
+# So often a slot that moves is looked at. A key that never is there is asked for: only while the slot moves, the answer
+# is that it may be on the other node.
+MOVING_LOOK_S = 0.1
+NO_SUCH_KEY = b":none"
+# How Redis refuses a script that uses a key which has left.
+_KEY_HAS_LEFT = "non local key"
 # So often during the timeout, closing looks whether the last replies came.
 CLOSE_LOOKS = 50
 # Words by which a server says that it cannot be used for now, whatever it is asked.
@@ -46,6 +60,8 @@ class Script(msgspec.Struct, frozen=True):
     name: str
     source: bytes
     sha: bytes
+    # All keys that it uses are among those that it is given.
+    names_all_keys: bool = True
 
 
 class Nodes:
@@ -73,8 +89,11 @@ class Nodes:
         self._by_slot = [self._nowhere] * SLOTS
         self._primaries: list[int] = []
         self._readers: list[Reader] = []
-        # The texts of scripts that were run, by their names in Redis.
-        self._sources: dict[bytes, bytes] = {}
+        # Scripts that were run, by their names in Redis and by their texts.
+        self._scripts: dict[bytes, Script] = {}
+        # Slots that move now, each with a key that is never there.
+        self._moving: dict[int, bytes] = {}
+        self._moving_looks = Every(MOVING_LOOK_S, self._look_at_moving)
         self._look_again = asyncio.Event()
         self._is_looking = False
         self._change = OncePerTurn(self._tell_change)
@@ -95,8 +114,8 @@ class Nodes:
         return self._address.kind == "cluster"
 
     def is_up(self, slot: int) -> bool:
-        """Whether the node of this slot is connected, and was usable at the last sign."""
-        return self._by_slot[slot].link is not None
+        """Whether the node of this slot is connected, and was usable at the last sign; and the slot does not move."""
+        return self._by_slot[slot].link is not None and slot not in self._moving
 
     @property
     def trouble(self) -> str:
@@ -107,11 +126,20 @@ class Nodes:
             node = self._by_slot[slot]
             if node.link is None:
                 return f"{node.at[0]}:{node.at[1]}: {node.trouble or 'not connected yet'}"
-        return ""
+        return f"slot {min(self._moving)} is being moved to another node" if self._moving else ""
 
     def primaries(self) -> list[int]:
         """One slot for each known primary node."""
         return list(self._primaries)
+
+    def time_ms(self, slot: int) -> int:
+        """What the clock of a slot's node shows now, at least (server_clock.py); 0 while nobody knows."""
+        link = self._by_slot[slot].link
+        return 0 if link is None else link.clock.at_least_ms(monotonic())
+
+    def ask_time(self, slot: int) -> None:
+        """Look at the clock of a slot's node: it may have been set."""
+        self._by_slot[slot].ask_time()
 
     def send(self, slot: int, on_reply: OnReply, *command: bytes | int | str) -> None:
         """Send a command to the node of a slot; never calls back before it returned."""
@@ -146,7 +174,10 @@ class Nodes:
         on_reply: OnReply,
     ) -> None:
         """Run a script on the node of a slot; never calls back before it returned."""
-        self._sources[script.sha] = script.source
+        self._scripts[script.sha] = self._scripts[script.source] = script
+        if slot in self._moving and not script.names_all_keys:
+            self._not_sent(on_reply)
+            return
         self.send(slot, on_reply, b"EVALSHA", script.sha, len(keys), *keys, *args)
 
     async def ask(self, slot: int, *command: bytes | int | str) -> Any:
@@ -183,6 +214,7 @@ class Nodes:
     async def close(self) -> None:
         """Wait a moment for replies that are due, then close everything."""
         self._is_closed = True
+        self._moving_looks.stop()
         nodes = [*self._nodes.values(), *self._leaving]
         for _ in range(CLOSE_LOOKS):
             if not any(node.pending for node in nodes):
@@ -223,11 +255,13 @@ class Nodes:
         if command is PACKED:
             if code in ("MOVED", "ASK"):
                 self._look_again.set()
+        elif self._needs_whole_slot(command) and (code == "ASK" or _KEY_HAS_LEFT in str(refusal)):
+            self._moves(command)
         elif hops < HOPS_MAX:
             if code == "NOSCRIPT" and command[0] == b"EVALSHA":
-                source = self._sources.get(command[1]) if isinstance(command[1], bytes) else None
-                if source is not None and link.is_open:
-                    ask_and_request(link, on_reply, (b"EVAL", source, *command[2:]), hops + 1, asking)
+                script = self._scripts.get(command[1]) if isinstance(command[1], bytes) else None
+                if script is not None and link.is_open:
+                    ask_and_request(link, on_reply, (b"EVAL", script.source, *command[2:]), hops + 1, asking)
                     return
             elif code in ("MOVED", "ASK") and self._redirect(node, entry, refusal):
                 return
@@ -253,6 +287,39 @@ class Nodes:
             self._look_again.set()
         other.redirect(entry[0], entry[1], entry[3] + 1, refusal.code == "ASK")
         return True
+
+    # Slots that move.
+
+    def _needs_whole_slot(self, command: Command) -> bool:
+        """Whether a command uses keys that it does not name."""
+        if command[0] not in (b"EVALSHA", b"EVAL"):
+            return False
+        script = self._scripts.get(command[1]) if isinstance(command[1], bytes) else None
+        return script is None or not script.names_all_keys
+
+    def _moves(self, command: Command) -> None:
+        """The keys of a script are on two nodes: from now on its slot stands still."""
+        key = command[3]
+        if isinstance(key, bytes) and not self._is_closed:
+            self._moving[key_slot(key)] = key + NO_SUCH_KEY
+            self._moving_looks.start()
+            self.node_changed(True)
+
+    def _look_at_moving(self) -> None:
+        for slot, key in self._moving.items():
+            link = self._by_slot[slot].link
+            if link is not None:
+                # Where it is redirected to says all: it does not follow.
+                link.request(partial(self._looked_at_moving, slot), (b"TYPE", key), HOPS_MAX)
+
+    def _looked_at_moving(self, slot: int, reply: Any) -> None:
+        is_unknown = isinstance(reply, RedisFailure) and not isinstance(reply, Refused)
+        if is_unknown or (isinstance(reply, Refused) and reply.code in ("ASK", "TRYAGAIN")) or self._is_closed:
+            return
+        self._moving.pop(slot, None)
+        if not self._moving:
+            self._moving_looks.stop()
+        self.node_changed(isinstance(reply, Refused))  # MOVED: where to, the topology tells
 
     # Topology.
 

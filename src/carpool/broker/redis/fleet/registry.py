@@ -2,13 +2,17 @@
 
 One script call writes this process's heartbeat, forgets those long silent and returns the others. Redis's clock stamps
 them, so a process that hangs, or whose machine is cut off, is offline for all others once its stamp is old.
+
+A process whose `broker.shards` differs from that of the others is not let in.
 """
 
 import logging
 from collections.abc import Callable
 from typing import Any
 
-from carpool.broker.redis.client.link import RedisFailure
+import msgspec
+
+from carpool.broker.redis.client.link import RedisFailure, Refused
 from carpool.broker.redis.client.nodes import Nodes
 from carpool.broker.redis.fleet.view import BEAT_BYTES_MAX, Beat, FleetView, encode_beat, read_view
 from carpool.broker.redis.keys import Keys
@@ -23,6 +27,8 @@ logger = logging.getLogger("carpool")
 KEPT_MS = 60_000
 # Room for the stamp before a heartbeat.
 VALUE_BYTES_MAX = BEAT_BYTES_MAX + 32
+# How the script refuses a process.
+OTHER_SHARDS = "OTHERSHARDS"
 # Until the first answer, and after each failure, the next attempt comes sooner.
 RETRY_S = 0.1
 
@@ -60,6 +66,9 @@ class Registry:
         # The last that Redis told. Empty and long out of date before the first time.
         self.view = FleetView(float("-inf"), stale_s, (), (), 0)
         self.failures = 0
+        # Redis has let this process in; why it did not, for a person, or "".
+        self.is_in = False
+        self.refusal = ""
         self._every = Every(interval_s, self._beat)
         self._is_asking = False
         # Something was to be said while an answer was out.
@@ -113,16 +122,29 @@ class Registry:
             HEARTBEAT,
             keys.fleet_slot,
             [keys.gateways, keys.batchers],
-            [self._name, as_gateway, as_batcher, b"", KEPT_MS, VALUE_BYTES_MAX],
+            [
+                *(self._name, as_gateway, as_batcher, b"", KEPT_MS, VALUE_BYTES_MAX),
+                *(b"" if self.is_in else len(keys.shards), round(self._stale_s * 1000)),
+            ],
             self._heard,
         )
 
     def _beats(self) -> tuple[bytes, bytes]:
         """The heartbeat as a gateway and as a batcher; empty for what this process is not."""
-        said = self._describe()
+        said = msgspec.structs.replace(self._describe(), shards=len(self._keys.shards))
         as_gateway = encode_beat(said, with_models=False) if self._role != "batcher" else b""
         as_batcher = encode_beat(said, with_models=True) if self._role != "gateway" else b""
         return as_gateway, as_batcher
+
+    def _refused(self, shards: str) -> None:
+        """Others with another number of shards live. They may leave: this process tries again with each beat."""
+        if not self.refusal:
+            own = len(self._keys.shards)
+            self.refusal = (
+                f"broker.shards is {own} here and {shards} in the fleet that uses this Redis: set it to {shards}, or "
+                f"change it everywhere while nothing waits and no other process runs; see docs/redis.md"
+            )
+            logger.error("this process is not let into the fleet: %s", self.refusal)
 
     def _heard(self, reply: Any) -> None:
         self._is_asking = False
@@ -134,8 +156,12 @@ class Registry:
             view = read_view(reply, seen_at=self._clock(), stale_s=self._stale_s)
         except (RedisFailure, ValueError):
             self.failures += 1
-            self._every.next_in(min(RETRY_S, self._interval_s))
+            if isinstance(reply, Refused) and reply.code == OTHER_SHARDS:
+                self._refused(str(reply).removeprefix(OTHER_SHARDS).strip())
+            else:
+                self._every.next_in(min(RETRY_S, self._interval_s))
             return
+        self.is_in, self.refusal = True, ""
         if self._again:
             self.beat()
         before, self.view = self.view, view

@@ -33,6 +33,7 @@ NAME_LENGTH_MAX = 256
 OWNERS_MAX = 64
 TIERS_MAX = 64
 OFFLINE = "offline"
+DRAINING = "draining"
 # The end of year 9999, the last that can be written.
 _STAMP_MS_MAX = 253_402_300_799_000
 
@@ -74,6 +75,8 @@ class ModelBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     # While nothing is known to work: slots on offer, for calls by which that is found out; seconds until there is one.
     probes: Count = 0
     retry_after_s: Count = 0
+    # An endpoint failed inputs of one owner only, and is closed to that one: others are let in.
+    is_open_to_others: bool = False
     endpoints: Annotated[tuple[EndpointBeat, ...], Meta(max_length=ENDPOINTS_MAX)] = ()
     # Owners whose inputs this batcher saw refused again and again.
     offenders: Annotated[tuple[Owner, ...], Meta(max_length=OWNERS_MAX)] = ()
@@ -96,6 +99,8 @@ class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
     ] = {}
     # Somebody looks at its live page: the others tell it what happens at theirs.
     is_watched: bool = False
+    # Into how many parts it takes the queue to be cut (scripts/heartbeat.lua reads this); 0: it does not say.
+    shards: Count = 0
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -148,6 +153,17 @@ class FleetView(msgspec.Struct, frozen=True):
     def healthy_slots(self, model: str) -> int:
         """Calls that the endpoints of a model that work may have at once, over all live batchers."""
         return sum(beat.healthy_slots for _, beat in self._serving(model))
+
+    def is_served_elsewhere(self, model: str, name: str) -> bool:
+        """Whether another batcher than this one, which stays, has an endpoint of a model that works."""
+        return any(
+            beat.healthy_slots and member.name != name and member.status != DRAINING
+            for member, beat in self._serving(model)
+        )
+
+    def is_open_to_others(self, model: str) -> bool:
+        """Where no endpoint of a model is known to work: whether one failed inputs of one owner only."""
+        return any(beat.is_open_to_others for _, beat in self._serving(model))
 
     def probes(self, model: str) -> int:
         """Where no endpoint of a model is known to work: calls that are wanted to try some with."""
@@ -309,6 +325,7 @@ def _bounded(said: Beat, models: dict[str, ModelBeat]) -> Beat:
             for name, rates in list(said.wanted.items())[:MODELS_MAX]
         },
         is_watched=said.is_watched,
+        shards=_count(said.shards),
     )
 
 
@@ -329,6 +346,7 @@ def _bounded_models(said: Mapping[str, ModelBeat]) -> dict[str, ModelBeat]:
             batch_s=max(0.0, min(beat.batch_s, 1e6)),
             probes=_count(beat.probes),
             retry_after_s=_count(beat.retry_after_s),
+            is_open_to_others=bool(beat.is_open_to_others),
             endpoints=endpoints,
             offenders=tuple(owner[:64] for owner in beat.offenders[:OWNERS_MAX]),
         )
@@ -408,7 +426,8 @@ def _facts(member: Member) -> dict[str, Any]:
 
 def _share_of(beat: ModelBeat) -> ModelShare:
     facts = msgspec.structs.asdict(beat)
-    del facts["endpoints"], facts["batch_s"], facts["probes"], facts["retry_after_s"]
+    for own in ("endpoints", "batch_s", "probes", "retry_after_s", "is_open_to_others"):
+        del facts[own]
     return ModelShare(**facts)
 
 

@@ -25,12 +25,14 @@ def stream_of(request: Request, offsets_ms: Mapping[bytes, int]) -> QueueStream:
     return QueueStream(field, request.model, offsets_ms.get(name, 0), is_bound=bool(request.lane_key))
 
 
-def values_of(requests: Iterable[Request], now: float) -> list[tuple[bytes, bytes]]:
-    """The values of their entries, if they are queued now: a record, and the client's bytes."""
-    return [(record_of(request, int((request.deadline - now) * 1000)), request.input) for request in requests]
+def values_of(requests: Iterable[Request], now: float, now_ms: int) -> list[tuple[bytes, bytes]]:
+    """The values of their entries, if they are sent now: a record, and the client's bytes. `now_ms`: what the clock of
+    the shard's server shows; 0 if that is not known.
+    """
+    return [(record_of(request, int((request.deadline - now) * 1000), now_ms), request.input) for request in requests]
 
 
-def record_of(request: Request, remaining_ms: int) -> bytes:
+def record_of(request: Request, remaining_ms: int, now_ms: int) -> bytes:
     """What the value of its entry begins with."""
     more = b""
     if request.trace is not None and request.trace.is_sampled:
@@ -38,7 +40,7 @@ def record_of(request: Request, remaining_ms: int) -> bytes:
         more = encode_more(request.client_id, result_key or b"", text_of(request.trace))
     elif request.is_task and (request.client_id or request.result_key):
         more = encode_more(request.client_id, request.result_key or b"")
-    return encode_record(request.number, request.id, request.owner, remaining_ms, more)
+    return encode_record(request.number, request.id, request.owner, remaining_ms, more, now_ms)
 
 
 def header_of(request: Request, gateway: bytes) -> bytes:
@@ -53,7 +55,7 @@ def header_of(request: Request, gateway: bytes) -> bytes:
             tier=request.tier,
             is_task=gateway == NOBODY,
             # A task waits as long as it must.
-            queue_ms=0 if request.is_task else round(request.queue_timeout_s * 1000),
+            queue_ms=0 if request.is_task else max(1, round(request.queue_timeout_s * 1000)),
         )
     )
 

@@ -5,17 +5,20 @@
 2. A request is known by its number. Its first outcome counts; what comes later is dropped.
 3. When a shard's node is lost, its requests are queued again elsewhere. When Redis is gone, a gateway with upstreams of
    its own hands them to its local broker (direct mode); one without answers 503. Work may be done twice then; outcomes
-   are given once. When Redis comes back, entries that were handed on are withdrawn, if nobody took them.
+   are given once. When Redis comes back, entries that were handed on are withdrawn, if nobody took them. When it has
+   lost what it had, this gateway's stream of replies too, all that waits here is queued again.
 4. What exceeds its owner's share of what is parked here waits in a second line of its tier (broker/shares.py).
 5. Whoever leaves has its entry deleted, and a batcher that took it is told. Whoever waited too long for a slot has it
    deleted if no batcher took it yet.
+6. This gateway's own clock decides when the time of a request is over. Batchers count on Redis's clock: if that is set,
+   they may take a request for late that is not. Then it is queued again.
 """
 
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -38,8 +41,10 @@ from carpool.core.errors import (
     ClientLeft,
     DeadlineExceeded,
     InternalError,
+    QueueTimeout,
 )
 from carpool.core.events import Events
+from carpool.core.kept import Kept
 from carpool.core.outcome import Outcome
 from carpool.core.ports import Standing
 from carpool.core.request import DONE, QUEUED, Request
@@ -58,6 +63,10 @@ TO_WITHDRAW_MAX = 100_000
 # After so long a node that is up, but did not delete entries, is asked again.
 TRY_AGAIN_S = 0.25
 MOVING = ("MOVED", "ASK")
+# What batchers say of requests that they take for late. One with so much time left is not: so far apart clocks are only
+# where one was set, or this process stood still.
+LATE_CODES = (DeadlineExceeded.code, QueueTimeout.code)
+NOT_LATE_S = 0.1
 
 
 class Group(msgspec.Struct, eq=False):
@@ -82,6 +91,16 @@ class Parcel(msgspec.Struct, eq=False):
     entry_ids: list[Any] = msgspec.field(default_factory=list)
     # Somebody has to be withdrawn as soon as the ids are known.
     has_left: bool = False
+
+
+class Withdrawal(NamedTuple):
+    """An entry that is to be deleted."""
+
+    field: bytes
+    entry_id: bytes
+    # Of one that is still parked: what it is told if no batcher has its entry.
+    request: Request | None = None
+    error: CarpoolError | None = None
 
 
 class RedisQueue:
@@ -134,9 +153,9 @@ class RedisQueue:
             events=events,
             clock=clock,
         )
-        self._groups: dict[tuple[str, bytes, bytes, int, float, bool, bool], Group] = {}
+        self._groups: Kept[tuple[str, bytes, bytes, int, float, bool, bool], Group] = Kept(GROUPS_KEPT_MAX)
         self._leaving: list[Group] = []
-        self._cancelled: defaultdict[int, list[tuple[bytes, bytes, Request | None]]] = defaultdict(list)
+        self._cancelled: defaultdict[int, list[Withdrawal]] = defaultdict(list)
         self._to_withdraw: list[tuple[Shard, bytes, bytes]] = []
         # Runs while a node that is up has not deleted some.
         self._tries = Every(TRY_AGAIN_S, self._withdraw_left)
@@ -148,7 +167,11 @@ class RedisQueue:
         self._lanes_in = [0] * len(keys.shards)
         # For metrics.
         self.sent_again = 0
-        self.replies = ReplyReader(nodes, keys, name, came=self.reply_came, changed=self.nodes_changed)
+        # Outcomes or entries are lost, and Redis was not in reach to queue all again.
+        self._is_emptied = False
+        self.replies = ReplyReader(
+            nodes, keys, name, came=self.reply_came, changed=self.nodes_changed, emptied=self.redis_emptied
+        )
 
     @property
     def outcomes(self) -> Counter[str]:
@@ -216,7 +239,18 @@ class RedisQueue:
                 self.settle(request, DeadlineExceeded("no result in time; the request was given up"))
             else:
                 self.parking.await_end(request)
-                self._withdraw(request, is_timeout=True)
+                self._withdraw(request, queue_timeout(request))
+
+    def fail_waiting(self, model: str, since: float, error: CarpoolError) -> None:
+        """No batcher can serve a model: fail its synchronous requests that came before and that no batcher has.
+
+        No batcher would take what was given back until it is late.
+        """
+        for request in self.parking.requests():
+            is_theirs = request.model == model and not request.is_task and request.arrived < since
+            # Of others it is not known whether a batcher has them: they are looked at again soon.
+            if is_theirs and (place := self.place_of(request)) is not None and place[0] in self._up:
+                self._withdraw(request, error)
 
     # Modes.
 
@@ -241,8 +275,17 @@ class RedisQueue:
             self._send_again(self.parking.requests())
         if self._to_withdraw and up:
             self._withdraw_left()
+        if self._is_emptied:
+            self.redis_emptied()
         if is_other:
             self._mode_changed(mode)
+
+    def redis_emptied(self) -> None:
+        """Outcomes may be lost, and entries too: queue again all that waits here. What a batcher has is withdrawn."""
+        self._is_emptied = self.mode != "redis"
+        if not self._is_emptied:
+            self._send_again(request for request in self.parking.requests() if request.held_by is not None)
+            self._withdraw_left()
 
     def close(self) -> None:
         """Give up what is still parked; its clients have been answered, or are gone."""
@@ -259,11 +302,27 @@ class RedisQueue:
             # A batcher of an older version tells nothing of their calls.
             call, queue_s = reply.error_calls[index] if index < len(reply.error_calls) else (-1, 0.0)
             facts = reply.calls[call] if 0 <= call < len(reply.calls) else None
-            self.parking.fail(number, make_error(code, detail, retry_after_s), facts, queue_s)
+            if facts is not None or code not in LATE_CODES or not self._is_queued_again(number, code):
+                self.parking.fail(number, make_error(code, detail, retry_after_s), facts, queue_s)
         for task_id in reply.finished:
             self._task_finished(task_id)
         if reply.wanted or reply.found:
             self._looked_for(reply)
+
+    def _is_queued_again(self, number: int, code: str) -> bool:
+        """A batcher took a request for late, and never sent it: queue it again if there is time left."""
+        request = self.parking.find(number)
+        if request is None or self.mode != "redis" or not self._up:
+            return False
+        is_for_slot = code == QueueTimeout.code
+        over_at = request.arrived + request.queue_timeout_s if is_for_slot else request.deadline
+        if over_at - self._clock() < NOT_LATE_S:
+            return False
+        if isinstance(request.held_by, Parcel):
+            self._nodes.ask_time(request.held_by.shard.slot)
+        self.sent_again += 1
+        self._queue(request)
+        return True
 
     def place_of(self, request: Request) -> tuple[Shard, bytes, bytes] | None:
         """Shard, field and id of a parked request's entry, if Redis has told it."""
@@ -288,9 +347,8 @@ class RedisQueue:
         )
         group = self._groups.get(key)
         if group is None:
-            if len(self._groups) >= GROUPS_KEPT_MAX:
-                self._groups = {key: group for key, group in self._groups.items() if group.requests}
-            group = self._groups[key] = Group(stream_of(request, self._offsets_ms), header_of(request, self._name), [])
+            group = Group(stream_of(request, self._offsets_ms), header_of(request, self._name), [])
+            self._groups.keep(key, group, 2 * len(group.header))
         if not group.requests:
             self._leaving.append(group)
             self.flush.ring()
@@ -327,7 +385,7 @@ class RedisQueue:
             return
         self._next_shard += 1
         shard = self._up[self._next_shard % len(self._up)]
-        now = self._clock()
+        now, now_ms = self._clock(), self._steps.time_ms(shard)
         entries = sum(len(requests) for _, requests in pile)
         lanes = sum(group.stream.is_bound for group, _ in pile)
         is_near_bound = self._held_in[shard.number] + 2 * entries > self._shard_max
@@ -339,15 +397,15 @@ class RedisQueue:
             for request in requests:
                 request.held_by = parcel
             if is_near_bound or (group.stream.is_bound and is_lanes_bound_near):
-                self._submit(group, parcel, now)
+                self._submit(group, parcel, now, now_ms)
             else:
-                values = values_of(requests, now)
+                values = values_of(requests, now, now_ms)
                 additions.append(Addition(group.stream, group.header, requests[0].owner, values))
                 parcels.append(parcel)
         if additions:
             self._steps.add(shard, additions, partial(self._added, shard, parcels))
 
-    def _submit(self, group: Group, parcel: Parcel, now: float) -> None:
+    def _submit(self, group: Group, parcel: Parcel, now: float, now_ms: int) -> None:
         """Queue as many of a parcel as there is room for."""
         requests = parcel.requests
         self._steps.submit(
@@ -355,7 +413,7 @@ class RedisQueue:
             group.stream,
             group.header,
             requests[0].owner,
-            [record + content for record, content in values_of(requests, now)],
+            [record + content for record, content in values_of(requests, now, now_ms)],
             partial(self._queued, parcel),
             held_max=self._shard_max,
             lanes_max=self._lanes_max,
@@ -410,7 +468,7 @@ class RedisQueue:
         if parcel.has_left:
             for request, entry_id in zip(parcel.requests, parcel.entry_ids, strict=False):
                 if request.held_by is not parcel and isinstance(entry_id, bytes):
-                    self._cancelled[parcel.shard.number].append((parcel.field, entry_id, None))
+                    self._cancelled[parcel.shard.number].append(Withdrawal(parcel.field, entry_id))
             self.flush.ring()
 
     def _not_queued(self, waiting: list[Request], failure: RedisFailure) -> None:
@@ -466,38 +524,37 @@ class RedisQueue:
 
     # Out of Redis.
 
-    def _withdraw(self, request: Request, *, is_timeout: bool = False) -> None:
-        """Have the entry deleted if nobody took it. With `is_timeout`, the request is still parked: it is settled
-        only if the entry was still there.
+    def _withdraw(self, request: Request, error: CarpoolError | None = None) -> None:
+        """Have the entry deleted if no batcher has it. With `error`, the request is still parked: it is settled only if
+        the entry was still there.
         """
         parcel: Parcel | None = request.held_by
         entry_id = entry_of(request)
         if parcel is None or entry_id is None or parcel.shard not in self._up:
             self._leave_entry(request)
-            if is_timeout:
-                self.parking.end(request, queue_timeout(request))
+            if error is not None:
+                self.parking.end(request, error)
             return
-        self._cancelled[parcel.shard.number].append((parcel.field, entry_id, request if is_timeout else None))
+        waiting = None if error is None else request
+        self._cancelled[parcel.shard.number].append(Withdrawal(parcel.field, entry_id, waiting, error))
         self.flush.ring()
 
-    def _delete(self, shard: Shard, entries: list[tuple[bytes, bytes, Request | None]]) -> None:
+    def _delete(self, shard: Shard, entries: list[Withdrawal]) -> None:
         # One whose time in the queue is over still waits, if a batcher took it.
-        ids = [(field, entry_id, request is None) for field, entry_id, request in entries]
+        ids = [(each.field, each.entry_id, each.request is None) for each in entries]
         self._steps.cancel(shard, ids, partial(self._deleted, shard, entries))
 
-    def _deleted(
-        self, shard: Shard, entries: list[tuple[bytes, bytes, Request | None]], deleted: list[bool] | RedisFailure
-    ) -> None:
+    def _deleted(self, shard: Shard, entries: list[Withdrawal], deleted: list[bool] | RedisFailure) -> None:
         if isinstance(deleted, RedisFailure):
             # Those who wait still have their deadline; the entries of the others are left until the shard is back.
-            left = [(shard, field, entry_id) for field, entry_id, request in entries if request is None]
+            left = [(shard, each.field, each.entry_id) for each in entries if each.request is None]
             self._to_withdraw += left[: TO_WITHDRAW_MAX - len(self._to_withdraw)]
             if self._nodes.is_up(shard.slot):  # it was never away: there was no room for this, or it was refused
                 self._tries.start()
             return
-        for (_, _, request), was_deleted in zip(entries, deleted, strict=False):
-            if request is not None and was_deleted and request in self.parking:
-                self.parking.end(request, queue_timeout(request))
+        for (_, _, request, error), was_deleted in zip(entries, deleted, strict=False):
+            if request is not None and error is not None and was_deleted and request in self.parking:
+                self.parking.end(request, error)
 
     def _withdraw_left(self) -> None:
         self._tries.stop()
@@ -505,7 +562,7 @@ class RedisQueue:
         for entry in left:
             shard, field, entry_id = entry
             if shard in self._up:
-                self._cancelled[shard.number].append((field, entry_id, None))
+                self._cancelled[shard.number].append(Withdrawal(field, entry_id))
             else:
                 self._to_withdraw.append(entry)
         self.flush.ring()

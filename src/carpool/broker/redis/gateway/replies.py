@@ -2,6 +2,9 @@
 
 It survives a lost connection, unlike pub/sub: what came meanwhile is read when it is back. What was read is trimmed
 away. The stream expires a while after its gateway has gone; batchers never create it, so none is left.
+
+If the stream is missing (somebody deleted it, or Redis has lost its memory), batchers take this gateway for gone and
+throw its outcomes away. So the reader looks for it four times a second, makes it anew, and calls `emptied`.
 """
 
 import logging
@@ -21,7 +24,7 @@ ENTRIES_AT_ONCE = 64
 # An entry may hold a whole batch's outputs, so what was read must go soon.
 TRIM_AFTER_ENTRIES = 16
 EXPIRE_S = 60
-RENEW_EVERY_S = 2.0
+RENEW_EVERY_S = 0.25
 
 
 class ReplyReader:
@@ -35,12 +38,20 @@ class ReplyReader:
         *,
         came: Callable[[Reply], None],
         changed: Callable[[], None],
+        # Outcomes may be lost, and entries too.
+        emptied: Callable[[], None] = lambda: None,
     ) -> None:
         self._nodes = nodes
         self._stream = keys.replies(gateway)
         self.slot = keys.slot_of(self._stream)
         self._came = came
         self._changed = changed
+        self._emptied = emptied
+        # Of this connection: whether the stream was there; None until Redis has said so. It was made once.
+        self._was_there: bool | None = None
+        self._is_made = False
+        # It was gone, and is being made anew.
+        self._is_making = False
         # True while replies can come.
         self.is_up = False
         # The id of the last entry that was read.
@@ -63,6 +74,8 @@ class ReplyReader:
         # From the beginning: what was read is trimmed but for the last few, and an outcome that comes again is dropped.
         # To go on after the last entry would skip some where Redis lost data, or another clock writes the ids now.
         self.last_seen = b"0-0"
+        self._was_there = None
+        link.send(b"EXPIRE", self._stream, EXPIRE_S)
         # Makes the stream. At maxmemory that is refused; then it must be there.
         link.send(b"XADD", self._stream, b"*", b"hello", b"")
         link.send(b"EXPIRE", self._stream, EXPIRE_S)
@@ -80,10 +93,15 @@ class ReplyReader:
                 self._ask()
         elif reply is None:
             self._ask()  # nothing came in time
-        elif reply == 1:  # to EXPIRE: the stream is there
+        elif self._was_there is None and isinstance(reply, int):  # to the first EXPIRE
+            self._was_there = reply == 1
+        elif reply == 1:  # to the second one: the stream is there
             self.is_up = True
             self._ask()
             self._changed()
+            if self._is_made and not self._was_there:
+                self._emptied()
+            self._is_made = True
         elif isinstance(reply, Refused) and reply.code == "OOM":
             pass  # the next reply tells whether the stream is there all the same
         elif reply == 0 or isinstance(reply, RedisFailure):
@@ -123,5 +141,17 @@ class ReplyReader:
             self._trim()
 
     def _renewed(self, reply: Any) -> None:
-        if reply == 0 and self._link is not None:  # it expired while this process stood still: begin again
-            self._link.close()
+        if reply != 0 or not self.is_up or self._is_making:
+            return
+        # Somebody deleted it, or it expired while this process stood still.
+        logger.warning("the stream of replies was gone: what waits here is queued again")
+        self._is_making = True
+        self.last_seen = b"0-0"  # from the next question on: the one that is out finds what has a higher id
+        self._nodes.send(self.slot, self._made, b"XADD", self._stream, b"*", b"hello", b"")
+        self._nodes.send(self.slot, ignore, b"EXPIRE", self._stream, EXPIRE_S)
+        self._emptied()
+
+    def _made(self, reply: Any) -> None:
+        self._is_making = False
+        if isinstance(reply, RedisFailure) and self._link is not None:
+            self._link.close()  # begin again

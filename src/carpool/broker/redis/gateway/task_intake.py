@@ -5,7 +5,9 @@
 2. With replicas, a `WAIT` right behind them on the same connection covers them: only there it speaks of these writes.
    It holds up its connection, so that is one of its own, and the next tasks collect meanwhile. Tasks go as EVAL there:
    a script that Redis did not know would be sent again behind the WAIT.
-3. What was not confirmed is removed. Where nobody knows whether Redis has it, it is removed later.
+3. What was not confirmed is removed; where the gateway does not know whether Redis has it, it tries that for a while.
+   Until the gateway has decided, batchers may work on a task, but it has no outcome: of one that is refused nothing is
+   left. If the gateway dies, the task counts as accepted after UNSURE_S.
 4. A dead letter becomes a task in one step. It is never removed: with the task the letter would be lost. It needs no
    replicas: where this step is not known, the letter is still there.
 """
@@ -40,6 +42,8 @@ FLUSH_BYTES_MAX = 4 * 1024 * 1024
 # Tasks that wait for a flush.
 COLLECTED_MAX = 10_000
 COLLECTED_BYTES_MAX = 64 * 1024 * 1024
+# So long, beyond the wait for replicas, a gateway may take to accept or to remove a task: longer than most failovers.
+UNSURE_S = 30.0
 
 Accepted = Callable[[CarpoolError | None], None]
 
@@ -102,6 +106,7 @@ class TaskIntake:
         self._result_ttl_ms = result_ttl_ms
         self._replicas = replicas
         self._replicas_timeout_ms = replicas_timeout_ms
+        self._unsure_ms = replicas_timeout_ms + round(UNSURE_S * 1000)
         self._durable_nodes = durable_nodes if replicas else None
         self._task_nodes = self._durable_nodes or steps.nodes
         self._is_memory_full = is_memory_full
@@ -194,7 +199,7 @@ class TaskIntake:
         first = requests[0]
         stream = stream_of(first, self._offsets_ms)
         now = self._clock()
-        values = [record + content for record, content in values_of(requests, now)]
+        values = [record + content for record, content in values_of(requests, now, self._steps.time_ms(shard))]
         for part, part_values in parts_of(requests, values):
             self._steps.submit(
                 shard,
@@ -209,7 +214,11 @@ class TaskIntake:
                     (request.id, request.owner, request.client_id, own_ms(request, now), request.callback_url)
                     for request in part
                 ],
-                task_bounds=(*self._bytes_max, round(1000 * max(request.deadline - now for request in part))),
+                task_bounds=(
+                    *self._bytes_max,
+                    round(1000 * max(request.deadline - now for request in part)),
+                    0 if first.ticket.letter else self._unsure_ms,
+                ),
                 letter=first.ticket.letter,
                 eval_on=None if flush is None else self._durable_nodes,
             )
@@ -226,6 +235,7 @@ class TaskIntake:
             partial(self._queued, [request], flush),
             kept_ms=self._result_ttl_ms,
             stored_bytes_max=self._bytes_max[1],
+            unsure_ms=self._unsure_ms,
             eval_on=None if flush is None else self._durable_nodes,
         )
 
@@ -259,6 +269,8 @@ class TaskIntake:
             self._flush_soon()
 
     def _accept(self, requests: Sequence[Request]) -> None:
+        if requests and not requests[0].ticket.letter:
+            self._removals.accept([request.id for request in requests])
         for request in requests:
             submission: Submission = request.ticket
             request.phase = QUEUED
@@ -280,7 +292,7 @@ class TaskIntake:
     def _take_back(self, requests: Sequence[Request]) -> None:
         """Remove tasks that too few replicas have; tell their submitters when that is done."""
         for request in requests:
-            self._removals.remove(request.id, partial(self._taken_back, request))
+            self._removals.remove(request.id, partial(self._taken_back, request), was_refused=True)
 
     def _taken_back(self, request: Request, found: bool | RedisFailure) -> None:
         if isinstance(found, RedisFailure):

@@ -1,9 +1,15 @@
-"""Removing tasks: those that somebody deletes, and those of which nobody knows whether Redis has them."""
+"""Accepting and removing tasks that Redis has: those that a client deletes, and those that no client was promised.
 
-from collections.abc import Callable
+Until a task is accepted it has no outcome. A task that its gateway refused is removed, with its webhook: Redis may not
+have it, or not have it yet, so it is tried for a while. What Redis was not told it is told again.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from carpool.broker.redis.client.link import RedisFailure
+from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.notices import Notices
 from carpool.broker.redis.steps import EndedTask, Removed, Steps
 from carpool.core.timers import Every
@@ -15,25 +21,41 @@ DOUBTFUL_MAX = 10_000
 
 
 class TaskRemovals:
-    """Removes tasks in any state, with their entries if nobody took them yet."""
+    """Removes tasks in any state, with their entries if no batcher took them yet; says which ones are accepted."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._notices = Notices(steps)
         # How often more a task that Redis did not know is asked for.
         self._doubtful: dict[str, int] = {}
+        # Accepted tasks of which Redis may not know that.
+        self._accepted: set[str] = set()
         # Runs while there are some.
         self._tries = Every(RETRY_S, self._try)
+
+    def accept(self, task_ids: Sequence[str]) -> None:
+        """Their submitters are told so: these tasks, of one shard, may have outcomes."""
+        shard = self._steps.keys.shard_of_task(task_ids[0])
+        self._steps.accept_tasks(shard, task_ids, partial(self._said, task_ids))
+
+    def _said(self, task_ids: Sequence[str], found: int | RedisFailure) -> None:
+        if isinstance(found, RedisFailure) and len(self._accepted) < DOUBTFUL_MAX:  # beyond, their time does it
+            self._accepted.update(task_ids)
+            self._tries.start()
 
     def remove(
         self,
         task_id: str,
         done: Callable[[bool | RedisFailure], None],
         cancelled: Callable[[EndedTask], None] = lambda task: None,
+        *,
+        was_refused: bool = False,
+        receipt: bytes = b"",
     ) -> None:
         """Remove a task; `done` says whether there was one, `cancelled` is called before if that had no result yet.
 
-        Gateways where somebody waits for it are told.
+        Gateways where a client waits for it are told. `was_refused`: it was never accepted; `receipt`: see
+        ended_tasks.py.
         """
 
         def told(removed: Removed | RedisFailure | None) -> None:
@@ -46,11 +68,11 @@ class TaskRemovals:
                     cancelled(removed.ended)
             done(removed is not None)
 
-        self._steps.remove_task(task_id, told)
+        self._steps.remove_task(task_id, told, was_refused=was_refused, receipt=receipt)
 
     def remove_if_there(self, task_id: str) -> None:
         """Its submitter was told that it is not accepted, but Redis may have it: keep trying to remove it."""
-        if len(self._doubtful) < DOUBTFUL_MAX:  # beyond, work is done that nobody asks for
+        if len(self._doubtful) < DOUBTFUL_MAX:  # beyond, they count as accepted when their time for that is over
             self._doubtful[task_id] = ATTEMPTS
             self._tries.start()
 
@@ -62,13 +84,21 @@ class TaskRemovals:
     def close(self) -> None:
         """Give up."""
         self._doubtful.clear()
+        self._accepted.clear()
         self._tries.stop()
 
     def _try(self) -> None:
         for task_id in self._doubtful:
             if self._steps.nodes.is_up(self._steps.keys.shard_of_task(task_id).slot):
-                self.remove(task_id, partial(self._tried, task_id))
-        if not self._doubtful:
+                self.remove(task_id, partial(self._tried, task_id), was_refused=True)
+        accepted: defaultdict[Shard, list[str]] = defaultdict(list)
+        for task_id in self._accepted:
+            accepted[self._steps.keys.shard_of_task(task_id)].append(task_id)
+        for shard, task_ids in accepted.items():
+            if self._steps.nodes.is_up(shard.slot):
+                self._accepted.difference_update(task_ids)
+                self.accept(task_ids)
+        if not self._doubtful and not self._accepted:
             self._tries.stop()
 
     def _tried(self, task_id: str, found: bool | RedisFailure) -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from carpool.broker.polls import Answer, Poll, Polls, no_such_task
 from carpool.broker.redis.client.link import RedisFailure
+from carpool.broker.redis.ended_tasks import EndedTasks
 from carpool.broker.redis.formats import LATE
 from carpool.broker.redis.gateway.refusals import out_of_reach
 from carpool.broker.redis.gateway.task_intake import Accepted, TaskIntake
@@ -50,8 +51,9 @@ class RedisTasks:
         self._intake = intake
         self._removals = removals
         self._result_ttl_ms = result_ttl_ms
-        # Is told of tasks that have their outcome from here: those that are deleted, and those whose time is over.
-        self._ended = ended
+        # Tasks that have their outcome from here: those that are deleted, and those whose time is over.
+        self._deleted = EndedTasks(steps, ClientLeft("the task was deleted"), ended)
+        self._late = EndedTasks(steps, LATE, ended)
         # Where a task stands, by its id, its model, and how many of its shard go before it.
         self._queue_place = queue_place
         self._polls = Polls(self._read)
@@ -78,7 +80,7 @@ class RedisTasks:
         """Answer with the task's state: at once, or as soon as it has an outcome but not later than `wait_s`."""
         poll = Poll(caller, task_id, answer, forget)
         if not names_a_shard(task_id):
-            answer(no_such_task())
+            poll.tell(None)
         elif wait_s <= 0 or self.draining:
             self._read(poll)
         else:
@@ -117,15 +119,21 @@ class RedisTasks:
 
     def _delete(self, task_id: str, done: Callable[[CarpoolError | None], None]) -> None:
 
+        shard, receipt = self._steps.keys.shard_of_task(task_id), self._deleted.receipt()
+
         def deleted(found: bool | RedisFailure) -> None:
             if isinstance(found, RedisFailure):
+                self._deleted.failed(shard, found)
                 done(out_of_reach())
                 return
             for poll in self._polls.take(task_id):
-                poll.answer(UnknownTask("the task was deleted"))
+                poll.tell(UnknownTask("the task was deleted"))
             done(None if found else no_such_task())
 
-        self._removals.remove(task_id, deleted, lambda task: self._ended(task, ClientLeft("the task was deleted")))
+        def cancelled(task: EndedTask) -> None:
+            self._deleted.came(shard, receipt, [task])
+
+        self._removals.remove(task_id, deleted, cancelled, receipt=receipt)
 
     def place_of(self, task_id: str, told: Callable[[QueuePlace | None], None]) -> None:
         """Where a task stands; None if that is not known, or it does not wait."""
@@ -149,6 +157,8 @@ class RedisTasks:
     def close(self) -> None:
         """Stop the timers; whoever still waits is not answered."""
         self._removals.close()
+        self._deleted.close()
+        self._late.close()
         self._looks.stop()
         self._polls.take_all()
 
@@ -159,12 +169,15 @@ class RedisTasks:
     ) -> None:
         """Ask for a task's state, and maybe to be told when it has an outcome, or where it stands."""
 
+        shard, receipt = self._steps.keys.shard_of_task(task_id), self._late.receipt()
+
         def told(found: LookedAt | RedisFailure) -> None:
             if isinstance(found, RedisFailure):
+                self._late.failed(shard, found)
                 done(found)
                 return
             if found.was_over is not None:
-                self._ended(found.was_over, LATE)
+                self._late.came(shard, receipt, [found.was_over])
             if found.task is not None and found.standing is not None:
                 model, ahead = found.standing
                 queue = TAKEN if ahead < 0 else self._queue_place(task_id, model, ahead)
@@ -173,13 +186,13 @@ class RedisTasks:
                 done(found.task)
 
         gateway, late = self._gateway if to_be_told else b"", problem_json(LATE, task_id)
-        ttl_ms = self._result_ttl_ms
-        self._steps.look_at_task(task_id, gateway, late, ttl_ms, told, with_standing=with_standing)
+        ending = (late, self._result_ttl_ms, receipt)
+        self._steps.look_at_task(task_id, gateway, ending, told, with_standing=with_standing)
 
     def _first_look(self, poll: Poll, found: Found) -> None:
         if isinstance(found, RedisFailure):
             if self._polls.remove(poll):
-                poll.answer(out_of_reach())
+                poll.tell(out_of_reach())
         elif poll.is_hidden(found):
             if self._polls.remove(poll):
                 poll.tell(None)  # at once: to wait would show that there is one

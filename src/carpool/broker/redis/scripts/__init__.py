@@ -5,11 +5,16 @@ from importlib.resources import files
 
 from carpool.broker.redis.client.nodes import Script
 
+# They have no need of what the scripts of a shard share, but use keys of it that they are not given.
+OF_A_SHARD = frozenset(("keep",))
+
 
 def _load(name: str, *parts: str) -> Script:
     folder = files("carpool.broker.redis.scripts")
     source = b"".join((folder / f"{part}.lua").read_bytes() for part in ("clock", *parts, name))
-    return Script(name, source, sha1(source, usedforsecurity=False).hexdigest().encode())
+    sha = sha1(source, usedforsecurity=False).hexdigest().encode()
+    # Which keys of its shard a script needs is often known only inside of it.
+    return Script(name, source, sha, names_all_keys=name not in OF_A_SHARD and "common" not in parts)
 
 
 SUBMIT = _load("submit", "common", "bytes", "burial")

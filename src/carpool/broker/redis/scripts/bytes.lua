@@ -26,6 +26,25 @@ local function uncount_bytes(field)
   end
 end
 
+-- Tasks whose submitters have no answer yet, by when they count as accepted all the same: the gateway that submitted them
+-- may have died. Until then they may be worked on, but have no outcome: the gateway may still withdraw them, and then
+-- nothing is left of them. A time that is far away is of another server's clock.
+local UNSURE, UNSURE_MS_MAX = PREFIX .. 'unsure', 120000
+local function note_unsure(ids, now, unsure_ms)
+  redis.call('ZREMRANGEBYSCORE', UNSURE, '-inf', now)
+  local until_ms, members = string.format('%.0f', now + unsure_ms), {}
+  for _, id in ipairs(ids) do
+    members[#members + 1] = until_ms
+    members[#members + 1] = id
+  end
+  redis.call('ZADD', UNSURE, unpack(members))
+end
+
+local function is_unsure(id, now)
+  local until_ms = tonumber(redis.call('ZSCORE', UNSURE, id) or '0')
+  return now < until_ms and until_ms <= now + UNSURE_MS_MAX
+end
+
 -- Webhooks: outcomes that wait to be sent, by task. Of each host those that wait, by when they are due; and the hosts by
 -- when the first of theirs is. They are counted in `hooks` and `hook_bytes`. One that no gateway sends, because none is
 -- to any more, is forgotten in the end.
@@ -59,9 +78,9 @@ local function let_be_due(id, host, due)
 end
 
 -- A copy: the result may be read and deleted long before its webhook is delivered.
-local function keep_hook(id, url, status, result, now)
+local function keep_hook(id, url, status, result, ended, now)
   local hook = hook_of(id)
-  redis.call('HSET', hook, 'u', url, 's', status, 'r', result, 't', now, 'a', 0)
+  redis.call('HSET', hook, 'u', url, 's', status, 'r', result, 't', ended, 'a', 0)
   redis.call('PEXPIRE', hook, HOOK_KEPT_MS)
   if let_be_due(id, host_of(url), now) == 1 then
     redis.call('HINCRBY', COUNTS, 'hooks', 1)
@@ -79,20 +98,31 @@ local function forget_hook(id, host)
   end
 end
 
--- Give a task its result in place of its input.
-local function keep_result(task, counted, status, result, now, kept_ms)
+-- Give a task its result in place of its input. `ended`: when it came, if that was not now.
+local function keep_result(task, counted, status, result, now, kept_ms, ended)
   local part = part_of('result_bytes', now, kept_ms)
   local url = redis.call('HGET', task, 'h')
   if url then
-    keep_hook(string.sub(task, #task_of('') + 1), url, status, result, now)
+    keep_hook(string.sub(task, #task_of('') + 1), url, status, result, ended or now, now)
   end
   -- Its client's name for itself stays with it, and so does the URL.
   local size = #result + redis.call('HSTRLEN', task, 'c') + #(url or '') + TASK_BYTES
   uncount_bytes(counted)
   count_bytes(part, size)
-  redis.call('HSET', task, 's', status, 'r', result, 't', now, 'b', size .. ' ' .. part)
+  redis.call('HSET', task, 's', status, 'r', result, 't', ended or now, 'b', size .. ' ' .. part)
   redis.call('HDEL', task, 'f', 'w', 'd', 'n') -- the id of its entry tells when it was submitted
   redis.call('PEXPIRE', task, kept_ms)
+end
+
+-- Tasks have their outcome from a step of a process that counts them. If its reply is lost, that process finds them under
+-- the receipt that it gave (ended_tasks.py). `facts`: of each its id, owner, model, age in ms and field.
+local ENDS_KEPT_MS = 3600000
+local function note_ends(receipt, facts)
+  local process, number = string.match(receipt or '', '^(%S+) (%d+)$')
+  if process and #facts > 0 then
+    redis.call('HSET', PREFIX .. 'ends:' .. process, number, cmsgpack.pack(facts))
+    redis.call('PEXPIRE', PREFIX .. 'ends:' .. process, ENDS_KEPT_MS)
+  end
 end
 
 -- The numbers of tasks that were removed from a stream before somebody took them: whoever stands before one of them must

@@ -1,12 +1,16 @@
 -- Delete entries: those that nobody took, and those for which nobody waits any more.
 -- ARGV: for each: field, id, 1 if nobody waits
--- Returns: for each of them 1 if it was deleted before somebody took it, else 0
+-- Returns: for each of them 1 if it was deleted while no batcher had it, else 0
 local answer, touched, left = {}, {}, {}
 write_also_without_memory(COUNTS)
 for i = 1, #ARGV, 3 do
   local field, id = ARGV[i], ARGV[i + 1]
   local lease, removed = lease_of(field, id), 0
-  if lease and ARGV[i + 2] == '1' then
+  if lease and lease[3] >= GIVEN_BACK_MS then -- no batcher has it
+    redis.call('XACK', stream_of(field), GROUP, id)
+    removed = redis.call('XDEL', stream_of(field), id)
+    count(field, -removed, 0)
+  elseif lease and ARGV[i + 2] == '1' then
     left[#left + 1] = { field, id, lease[2] }
   elseif not lease and redis.pcall('XDEL', stream_of(field), id) == 1 then
     touched[field], removed = true, 1

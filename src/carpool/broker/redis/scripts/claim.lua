@@ -1,8 +1,8 @@
 -- Give a batcher entries whose leases are over: of a model with a free slot, as many as that can use. What may be the
 -- reason that batchers die comes in small company, if it may come at all: see suspects.py.
 -- ARGV: consumer, now, ms after which a lease is over, most deliveries, most of a company that is not small, then for
---       each model: name, new batches, largest batch, suspects: 0 none, 1 only those with company, 2 any; number of
---       batches that are begun, of each: lane and delivery count, room
+--       each model: name, new batches, largest batch, suspects: 0 none, 1 only those with company, 2 any; what
+--       is left to others: 0 nothing, 1 what it gave back itself, 2 also what may not go back again; number of batches that are begun, of each: lane and delivery count, room
 -- Returns: what a batcher must know of the shard, the models of which more could be claimed with more room, those of
 --          which suspects are left, then for each stream: field, entries, their delivery counts
 local STREAMS_MAX, LEASES_AT_ONCE, LEASES_MAX, GIVEN_UP_MAX = 256, 128, 4096, 16
@@ -15,8 +15,9 @@ while ARGV[at] do
   names[#names + 1] = ARGV[at]
   models[ARGV[at]] =
     { batches = tonumber(ARGV[at + 1]), max = tonumber(ARGV[at + 2]), suspects = tonumber(ARGV[at + 3]) }
-  local begun = tonumber(ARGV[at + 4])
-  at = at + 5
+  models[ARGV[at]].left = tonumber(ARGV[at + 4])
+  local begun = tonumber(ARGV[at + 5])
+  at = at + 6
   for _ = 1, begun do
     rooms[ARGV[at]] = tonumber(ARGV[at + 1])
     at = at + 2
@@ -32,14 +33,28 @@ local function company_of(delivery)
   return delivery < 2 and company_max or math.min(4 ^ math.max(deliveries_max - 1 - delivery, 0), company_max)
 end
 
+-- Whether an entry that was given back is left to other batchers, where one is well, for as long as a lease: this one
+-- gave it back itself; or no endpoint of this one is known to work, and it was sent to try one before, or may not go back.
+local function is_for_others(lease, model)
+  if model.left == 0 or lease[3] < GIVEN_BACK_MS or lease[3] >= GIVEN_BACK_MS + tonumber(lease_ms) then
+    return false
+  end
+  return lease[2] == consumer or (model.left == 2 and (was_probe(lease) or was_given_back_twice(lease)))
+end
+
 -- Whether it may come.
-local function has_seat(facts, delivery, company)
+local function has_seat(facts, delivery, company, is_alone)
   local model = facts.model
   if company == 0 then
     given_up = given_up + 1
     return given_up <= GIVEN_UP_MAX
   end
   local key = lane_of(facts.field) .. ' ' .. delivery
+  if is_alone then -- it has a batch to itself
+    local is_free = model.batches > 0
+    model.batches = model.batches - (is_free and 1 or 0)
+    return is_free
+  end
   if company < company_max then
     -- Those of one model are together, or wait; whoever has to be alone is so in the whole batcher.
     local is_mine = model.company == key
@@ -67,15 +82,17 @@ local function claim(facts)
     local leases = redis.pcall('XPENDING', stream, GROUP, 'IDLE', lease_ms, from, '+', LEASES_AT_ONCE)
     for _, lease in ipairs(leases.err and {} or leases) do -- id, consumer, idle ms, deliveries
       from = '(' .. lease[1]
-      local delivery = lease[4] + 1
+      local delivery = deliveries_of(lease) + 1
       local company = company_of(delivery)
-      if has_seat(facts, delivery, company) then
-        ids[#ids + 1] = lease[1]
-        deliveries[lease[1]] = delivery
-      elseif company > 0 and company < company_max then
-        facts.model.has_suspects = true
-      else
-        facts.model.has_more = true
+      if not is_for_others(lease, facts.model) then
+        if has_seat(facts, delivery, company, delivery < 2 and goes_alone(lease)) then
+          ids[#ids + 1] = lease[1]
+          deliveries[lease[1]] = lease[4] + 1
+        elseif company > 0 and company < company_max then
+          facts.model.has_suspects = true
+        else
+          facts.model.has_more = true
+        end
       end
     end
     leases_seen = leases_seen + #leases

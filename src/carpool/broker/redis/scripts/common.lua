@@ -1,5 +1,6 @@
 -- Prepended to every script of a shard. KEYS[1] is the shard's `counts`. All its other keys have the same hash tag, so
--- they lie in the same slot; which of them a script needs is often known only here.
+-- they lie in the same slot; which of them a script needs is often known only here. While the slot moves, no such script
+-- is sent (client/nodes.py).
 local GROUP = 'batchers'
 local COUNTS = KEYS[1]
 local PREFIX = string.sub(COUNTS, 1, -#'counts' - 1)
@@ -125,6 +126,30 @@ local function ends_to_wait(field, bound, model)
       end
     end
   end
+end
+
+-- An entry that a batcher gave back has had no lease for so long: every other batcher may have it at once.
+local GIVEN_BACK_MS = 86400000
+-- Redis counts the deliveries of an entry. The count is below this; what batchers carry along is a multiple of it
+-- (history.py).
+local CARRIED_FROM = 1024
+
+local function deliveries_of(lease)
+  return lease[4] % CARRIED_FROM
+end
+
+-- What is carried along: with how many batchers it failed (0 to 7), how often it was given back (times 8), whether it
+-- was sent to try an endpoint that had failed (32).
+local function goes_alone(lease)
+  return math.floor(lease[4] / CARRIED_FROM) % 8 >= 2
+end
+
+local function was_given_back_twice(lease)
+  return math.floor(lease[4] / CARRIED_FROM / 8) % 4 >= 2
+end
+
+local function was_probe(lease)
+  return math.floor(lease[4] / CARRIED_FROM / 32) % 2 == 1
 end
 
 -- The lease of an entry: its id, who has it, for how many ms, how often it was delivered; nil if nobody has it.
@@ -285,15 +310,22 @@ local function view_of(models, now)
   return view
 end
 
+-- From when the times of an entry count: when its gateway sent it, which may be before it was added (formats.py).
+local function began_ms(added_ms, value)
+  local high, low = struct.unpack('>I4I4', value, 20)
+  local sent_ms = high * 4294967296 + low
+  return sent_ms > 0 and math.min(sent_ms, added_ms) or added_ms
+end
+
 -- When the time of an entry is over, and the request's id; nothing for one of another format (formats.py).
 local function life_of(entry)
   local value = entry[2][2]
-  if not value or #value < 22 or string.byte(value) ~= 3 then
+  if not value or #value < 30 or string.byte(value) ~= 4 then
     return nil
   end
   local high, low = struct.unpack('>I4I4', value, 12)
-  local id_length = string.byte(value, 20)
-  return ms_of(entry[1]) + high * 4294967296 + low, string.sub(value, 22, 21 + id_length)
+  local id_length = string.byte(value, 28)
+  return began_ms(ms_of(entry[1]), value) + high * 4294967296 + low, string.sub(value, 30, 29 + id_length)
 end
 
 -- Nobody waits for entries any more: they are deleted, and the batchers that have them are told. Whoever claims them

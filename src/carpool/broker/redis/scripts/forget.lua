@@ -1,19 +1,32 @@
--- Remove a task in any state, and its entry. Whoever took it is told, and finds no task for its result.
--- ARGV: id of the task, now
+-- Remove a task in any state, and its entry. The batcher that has it is told, and finds no task for its result.
+-- ARGV: id of the task, now, 1 if it was never accepted: then its webhook goes too, the receipt for its end
 -- Returns: names of the gateways where somebody waits for it; if it had no result its owner, its model, its age in ms and
 --          its field; nil if there is no such task
-local task = task_of(ARGV[1])
+local FINISHER_KEPT_MS = 30000
+local task, hook = task_of(ARGV[1]), hook_of(ARGV[1])
 local state = redis.call('HMGET', task, 's', 'f', 'e', 'w', 'b', 'n', 'o')
+redis.call('ZREM', UNSURE, ARGV[1])
+if ARGV[3] == '1' then
+  local url = redis.call('HGET', hook, 'u')
+  if url then
+    forget_hook(ARGV[1], host_of(url))
+  end
+end
 if not state[1] then
   return false
 end
 redis.call('DEL', task)
+if string.find(state[3] or '', ' ', 1, true) then -- the batcher that finished it may not know yet, and ask again
+  redis.call('HSET', task, 'e', state[3])
+  redis.call('PEXPIRE', task, FINISHER_KEPT_MS)
+end
 uncount_bytes(state[5])
 local ended = {}
 if state[1] == 'P' then
   local field, id = state[2], state[3]
   local _, _, model = about(field)
   ended = { state[7] or '', model or '', id and clock(ARGV[2] or '') - ms_of(id) or 0, field or '' }
+  note_ends(ARGV[4], { ARGV[1], unpack(ended) })
   local lease = lease_of(field, id)
   if lease then
     nobody_waits({ { field, id, lease[2] } })

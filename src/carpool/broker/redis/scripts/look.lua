@@ -1,7 +1,7 @@
 -- A task's state. While it has no result, a gateway may ask to be told when it has. One whose time is over, and that no
 -- batcher ends, because none serves its model any more, has failed.
 -- ARGV: id of the task, the gateway's name, without spaces ('': it need not be told), now, the result of one whose time is
---       over, ms that this is kept, 1 to be told where it stands
+--       over, ms that this is kept, 1 to be told where it stands, the receipt for its end
 -- Returns: status, owner, ms, result, each nil if there is none; 1 if its time was over; then its model, its age in ms and its field;
 --          if it waits, and that was asked for: model, how many of this shard go before it; -1 if it was taken
 local NAMES_BYTES_MAX = 4096
@@ -55,7 +55,7 @@ local was_over, model, ahead = 0, nil, nil
 if state[1] == 'P' then
   -- It has its own deadline, or the part that its bytes count in ends soon after its time.
   local over_at = tonumber(state[8] or string.match(state[5] or '', ':(%d+)$'))
-  if over_at and over_at < now then
+  if over_at and over_at < now and not is_unsure(ARGV[1], now) then
     write_also_without_memory(COUNTS)
     local _, _, its_model = about(state[6])
     model, ahead = its_model or '', state[7] and now - ms_of(state[7]) or 0
@@ -64,6 +64,7 @@ if state[1] == 'P' then
       leaves_line(state[6], state[9])
     end
     forget_entries(state[6], { state[7] }, now)
+    note_ends(ARGV[7], { ARGV[1], state[2] or '', model, ahead, state[6] or '' })
     state[1], state[3], state[4], was_over = 'F', now, ARGV[4], 1
   elseif gateway ~= '' then
     local names = redis.call('HGET', task, 'w') or ''

@@ -1,13 +1,14 @@
 -- Queue requests of one lane, line and gateway: as many as there is room for, in order. With task ids: tasks.
 -- ARGV: field, what is said of it, most entries held, most lanes, now, header, owner of the first,
 --       id of the dead letter that becomes a task ('' for none), for tasks: most bytes of their inputs, most bytes of
---       inputs and results, ms until they are over; number of values, values; of each task: id, owner, what its client
---       calls itself, ms until its own deadline ('' if it has none), where its outcome is sent ('' if nowhere)
+--       inputs and results, ms until they are over, ms that their submitters may have no answer (0: they are accepted
+--       now); number of values, values; of each task: id, owner, what its client calls itself, ms until its own deadline
+--       ('' if it has none), where its outcome is sent ('' if nowhere)
 -- Returns: id of the first entry (the others follow it without a gap), how many were queued, entries held, lanes that
 --          count against the bound
 local field, text, held_max, lanes_max = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local now, header, owner, letter = clock(ARGV[5]), ARGV[6], ARGV[7], ARGV[8]
-local VALUES, FORGOTTEN_MS = 12, 600000
+local VALUES, FORGOTTEN_MS = 13, 600000
 local values = tonumber(ARGV[VALUES])
 local wanted = math.min(values, held_max - count_of('held'))
 if wanted <= 0 then
@@ -63,7 +64,7 @@ end
 
 -- Tasks are numbered in their stream, so that a look can tell how many stand before one.
 local number = part and redis.call('HINCRBY', SIZES, 'n' .. field, wanted) - wanted
-local stream, first = stream_of(field), nil
+local stream, first, ids = stream_of(field), nil, {}
 local entry_id = ARGV[5] == '' and '*' or ARGV[5] .. '-*'
 for i = 1, wanted do
   local id = redis.call('XADD', stream, entry_id, header, ARGV[VALUES + i])
@@ -77,6 +78,7 @@ for i = 1, wanted do
   if task then
     local size = size_of(i) .. ' ' .. part
     local key, n = task_of(task), number + i
+    ids[i] = task
     redis.call('HSET', key, 's', 'P', 'o', its_owner, 't', now, 'f', field, 'e', id, 'b', size, 'n', n)
     if client_of(i) ~= '' then
       redis.call('HSET', task_of(task), 'c', client_of(i))
@@ -85,7 +87,7 @@ for i = 1, wanted do
       redis.call('HSET', task_of(task), 'h', url_of(i))
     end
     if own_ms ~= '' then
-      redis.call('HSET', task_of(task), 'd', now + tonumber(own_ms))
+      redis.call('HSET', task_of(task), 'd', began_ms(now, ARGV[VALUES + i]) + tonumber(own_ms))
     end
     -- If nobody ends it, and nobody asks: long after its time.
     redis.call('PEXPIRE', task_of(task), 2 * tonumber(ARGV[11]) + FORGOTTEN_MS)
@@ -93,6 +95,9 @@ for i = 1, wanted do
 end
 if part then
   count_bytes(part, input_bytes)
+  if ARGV[12] ~= '0' then
+    note_unsure(ids, now, tonumber(ARGV[12]))
+  end
 end
 added(field, text, wanted, ms_of(first), owner)
 if letter ~= '' then -- last: what fails before leaves it

@@ -4,7 +4,7 @@
 -- ARGV: where to go on ('0': at the beginning), now, ms after which an idle consumer is gone, most dead letters, most bytes
 --       of them, 1 if memory is short, ms that they are kept, ms after which all is counted again, the result of a
 --       task whose time is over, with @ for its id, ms that this is kept (without
---       these two, none is ended)
+--       these two, none is ended), the receipt for those that are
 -- Returns: where to go on ('': that was the last part), how many letters were dropped before their time, of
 --          each task that was ended its id, owner, model, age in ms and field, 1 if more is due than this part did
 -- Work is counted in units of about 10 microseconds.
@@ -55,7 +55,9 @@ local function end_late(field)
       seen, at_once = entry[1], size <= SMALL_BYTES and SMALL_AT_ONCE or 1
       spend(LOOKED_WORK + size / BYTES_A_UNIT)
       local over_at, id = life_of(entry)
-      if over_at and over_at + GRACE_MS <= now then
+      if over_at and is_unsure(id, now) then -- its gateway may still refuse it: then it has no outcome
+        over_first = math.min(over_first, now)
+      elseif over_at and over_at + GRACE_MS <= now then
         local task = task_of(id)
         local facts = redis.pcall('HMGET', task, 's', 'e', 'b', 'o')
         if facts[1] == 'P' and facts[2] == seen then
@@ -252,7 +254,7 @@ if ARGV[1] == '0' then
   for _, key in ipairs({ COUNTS, LANES, SIZES, OPENERS, OPENED, LINES, LETTER_BODIES }) do
     heal(key, 'hash')
   end
-  for _, key in ipairs({ LEASED, IDLE, LETTERS, HOOKS }) do
+  for _, key in ipairs({ LEASED, IDLE, LETTERS, HOOKS, UNSURE }) do
     heal(key, 'zset')
   end
   heal_numbers(COUNTS)
@@ -266,4 +268,5 @@ else
   next_part = sweep_streams(ARGV[1])
 end
 drop_idle(DROPPED_AT_ONCE, now)
+note_ends(ARGV[11], late_tasks)
 return { next_part, dropped, late_tasks, is_more }

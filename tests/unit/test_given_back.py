@@ -1,0 +1,143 @@
+"""What one batcher cannot serve, another one does: in virtual time, with the classes of a batcher."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+
+import msgspec
+import pytest
+
+from carpool.broker.redis.batcher.history import RETURNS_MAX
+from carpool.core.errors import InputRefused, UpstreamError
+from carpool.testing import Answer, AttemptFailedError, Call, FakeUpstream, echo, inputs_of
+from support.sick_endpoints import FAULTS
+from support.virtual_fleet import VirtualFleet, answered
+
+SERVICE_S = 0.05
+
+
+def endpoint(behaviour: Callable[[Call], Answer] | Answer, name: str, seconds: float = SERVICE_S) -> FakeUpstream:
+    """One that always answers in this way."""
+
+    class Endpoint(FakeUpstream):
+        def __init__(self) -> None:
+            super().__init__(name)
+            self.sent: list[bytes] = []
+
+        async def post(self, call: Call, timeout_s: float) -> Answer:
+            self.sent += inputs_of(call)
+            self.then(behaviour, delay_s=seconds)
+            return await super().post(call, timeout_s)
+
+    return Endpoint()
+
+
+def kills(call: Call) -> Answer:
+    """A server that dies of one input, with all that it has, and is there again."""
+    if any(b"deadly" in value for value in inputs_of(call)):
+        raise AttemptFailedError("the call broke off")
+    return echo(call)
+
+
+def refuses(call: Call) -> Answer:
+    """A server that answers 500 to a batch with a bad input."""
+    if any(b"bad" in value for value in inputs_of(call)):
+        return Answer(500, msgspec.json.encode({"error": "no"}))
+    return echo(call)
+
+
+async def load(fleet: VirtualFleet, number: int, owners: int = 1, per_s: float = 100.0) -> None:
+    for index in range(number):
+        fleet.send(b"good", f"client {index % owners}")
+        await asyncio.sleep(1 / per_s)
+
+
+@pytest.mark.parametrize("owners", [1, 3])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_of_two_batchers_is_sick(fault: str, owners: int) -> None:
+    fleet = VirtualFleet(endpoint(FAULTS[fault], "sick", 0.005), endpoint(echo, "well"))
+    fleet.run(lambda: load(fleet, 300, owners))
+    assert answered(fleet.entries) == len(fleet.entries)
+    assert not fleet.stands[0].offenders and not fleet.stands[1].offenders
+    assert all(stand.dispatcher.poisoned == 0 for stand in fleet.stands)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_endpoint_that_fails_half_of_its_calls_blames_no_input(seed: int) -> None:
+    chance = Random(seed)
+
+    def half(call: Call) -> Answer:
+        return Answer(500, b"{}") if chance.random() < 0.5 else echo(call)
+
+    fleet = VirtualFleet(endpoint(half, "half"), endpoint(echo, "well"))
+    fleet.run(lambda: load(fleet, 300, owners=3))
+    assert all(stand.dispatcher.poisoned == 0 for stand in fleet.stands)
+    assert answered(fleet.entries) == len(fleet.entries)
+
+
+@pytest.mark.parametrize("owners", [1, 3])
+@pytest.mark.parametrize("fault", ["500", "503", "429", "reset"])
+def test_two_sick_batchers_do_not_hand_an_entry_to_each_other_for_ever(fault: str, owners: int) -> None:
+    sick = [endpoint(FAULTS[fault], f"sick {number}", 0.005) for number in range(2)]
+    fleet = VirtualFleet(*sick, endpoint(echo, "well"))
+    fleet.run(lambda: load(fleet, 200, owners))
+    assert max(len(entry.had_by) for entry in fleet.entries) <= RETURNS_MAX + 1
+    assert answered(fleet.entries) >= 0.98 * len(fleet.entries)
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "reset"])
+def test_where_all_are_sick_each_request_fails_once(fault: str) -> None:
+    sick = [endpoint(FAULTS[fault], f"sick {number}", 0.005) for number in range(3)]
+    fleet = VirtualFleet(*sick)
+    fleet.run(lambda: load(fleet, 100, owners=3))
+    assert all(len(entry.outcomes) == 1 and entry.error is not None for entry in fleet.entries)
+    assert max(len(entry.had_by) for entry in fleet.entries) <= RETURNS_MAX + 1
+
+
+def test_an_input_that_kills_servers_takes_nobody_along() -> None:
+    servers = [endpoint(kills, f"server {number}") for number in range(3)]
+    fleet = VirtualFleet(*servers)
+
+    async def main() -> None:
+        await load(fleet, 50)
+        fleet.send(b"deadly", "client 0")
+        await load(fleet, 200)
+
+    fleet.run(main)
+    deadly = [entry for entry in fleet.entries if b"deadly" in entry.value]
+    assert all(isinstance(entry.error, UpstreamError) for entry in deadly)
+    assert answered(fleet.entries) == len(fleet.entries) - 1
+
+
+def test_a_bad_input_is_found_with_the_help_of_one_more_call_at_most() -> None:
+    servers = [endpoint(refuses, f"server {number}") for number in range(2)]
+    fleet = VirtualFleet(*servers)
+
+    async def main() -> None:
+        await load(fleet, 100, owners=5)
+        fleet.send(b"bad", "careless")
+        await load(fleet, 100, owners=5)
+
+    fleet.run(main)
+    bad = [entry for entry in fleet.entries if b"bad" in entry.value]
+    assert [type(entry.error) for entry in bad] == [InputRefused]
+    sends = Counter(value for server in servers for value in server.sent)  # type: ignore[attr-defined]
+    assert sends[bad[0].value] <= 8
+    assert answered(fleet.entries) == len(fleet.entries) - 1
+
+
+def test_one_owner_that_poisons_harms_nobody_else() -> None:
+    servers = [endpoint(refuses, f"server {number}") for number in range(2)]
+    fleet = VirtualFleet(*servers)
+
+    async def main() -> None:
+        for index in range(300):
+            fleet.send(b"bad" if index % 4 == 0 else b"good", "poisoner" if index % 4 == 0 else f"client {index % 3}")
+            await asyncio.sleep(0.01)
+
+    fleet.run(main)
+    good = [entry for entry in fleet.entries if b"good" in entry.value]
+    assert answered(good) == len(good)
+    breakers = [stand.pool.members[0].breaker for stand in fleet.stands]
+    assert all(breaker.state == "closed" or breaker.blamed_owner == "poisoner" for breaker in breakers)
