@@ -33,7 +33,9 @@ async def test_u4_poison_harms_nobody_else(tmp_path: Path) -> None:
 
 
 async def test_u5_a_slow_endpoint_gets_what_it_can_serve(tmp_path: Path) -> None:
-    seen = await one_is_slow(tmp_path, per_s=125, seconds=6)
+    # The door is off: on a machine that stands still for a second it would refuse what comes all at once after that,
+    # whoever is slow.
+    seen = await one_is_slow(tmp_path, per_s=125, seconds=6, settings={"shedding.mode": "off"})
     assert seen.verdict.is_clean, seen
     assert seen.succeeded >= 0.999, seen
     assert seen.share < 0.1, seen  # 8 of 168 requests a second, and a third of the endpoints

@@ -256,10 +256,13 @@ class Slow(NamedTuple):
     most_in_flight: int
 
 
-async def one_is_slow(directory: Path, per_s: float, seconds: float) -> Slow:
+async def one_is_slow(
+    directory: Path, per_s: float, seconds: float, settings: dict[str, object] | None = None
+) -> Slow:
     """U5: one endpoint takes ten times as long; the load is near what the other two can serve."""
     checker = Checker("U5")
-    async with three_upstreams(directory, "--slots", "2", "--max-batch", "4") as (gateway, upstreams):
+    flags = ("--slots", "2", "--max-batch", "4")
+    async with three_upstreams(directory, *flags, settings=settings) as (gateway, upstreams):
         for upstream, latency_s in zip(upstreams, (1.0, 0.1, 0.1), strict=True):
             upstream.latency_s = latency_s
         load = Load(gateway.port, checker)
