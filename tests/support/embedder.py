@@ -5,9 +5,11 @@ prompt reversed. What came is kept, body by body.
 """
 
 import json
+import signal
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -35,7 +37,7 @@ class Embedder:
         """The JSON for a call."""
         inputs = next(body[field] for field in ("input", "inputs", "instances", "prompt") if field in body)
         vectors = [self.outputs] * len(inputs) if self.outputs is not None else list(map(vector_of, inputs))
-        if path == "/v1/embeddings":
+        if path.endswith("/embeddings"):
             data = [{"object": "embedding", "index": n, "embedding": each} for n, each in enumerate(vectors)]
             tokens = 3 * len(inputs)
             return {"data": data[::-1], "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
@@ -53,8 +55,8 @@ class Embedder:
         return vectors if path == "/embed" else {"outputs": vectors}
 
     @contextmanager
-    def running(self) -> Iterator["Embedder"]:
-        """Until the block ends."""
+    def running(self, port: int = 0) -> Iterator["Embedder"]:
+        """Until the block ends; on a free port, or this one."""
         embedder = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -78,7 +80,7 @@ class Embedder:
             def log_message(self, *_: object) -> None:
                 """Nothing is said."""
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         server.daemon_threads = True
         self.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
@@ -90,3 +92,11 @@ class Embedder:
             server.shutdown()
             thread.join()
             server.server_close()
+
+
+if __name__ == "__main__":
+    with ExitStack() as all_of_them:
+        for given in sys.argv[1:]:
+            embedder = all_of_them.enter_context(Embedder().running(int(given)))
+            print(f"serving on {embedder.url}", flush=True)  # noqa: T201
+        signal.pause()
