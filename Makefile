@@ -9,7 +9,7 @@ WORKERS ?= 6
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis promtool postgresql chromium demo check test prometheus eyes pictures lint format docs protos bench overload chaos fuzz interop clean pytest
+.PHONY: help setup redis curl promtool postgresql chromium demo check test prometheus eyes pictures lint format docs protos bench overload chaos fuzz interop clean pytest
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -34,6 +34,10 @@ install = command -v $(1) >/dev/null || { echo "installing $(2) ..."; policy=/us
 redis: ## install Debian's redis-server if there is none
 	@$(call install,redis-server,redis-server)
 
+# The docs' commands use it.
+curl: ## install Debian's curl if there is none
+	@$(call install,curl,curl)
+
 promtool: ## install Debian's prometheus, which has promtool, if there is none
 	@$(call install,promtool,prometheus)
 
@@ -49,12 +53,12 @@ check: setup lint ## while you work: lint, types, unit and property tests
 	@$(BIN)/python -m pytest -n auto tests/property tests/unit
 
 # mypy has one core, the tests wait for processes: beside one another.
-test: setup redis ## every check: ruff, mypy, import-linter, pytest
+test: setup redis curl ## every check: ruff, mypy, import-linter, pytest
 	@$(MAKE) --no-print-directory -j 2 lint pytest
 
 # What fails beside others is run again by itself, twice at most, and told: a machine that stands still for seconds breaks what waits for
 # several processes. What fails alone too is broken. (1: some tests failed; anything else is no matter of chance.)
-pytest: setup redis
+pytest: setup redis curl
 	@failed=0; $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --maxfail 12 || failed=$$?; \
 	for time in once twice; do test $$failed -eq 1 || exit $$failed; \
 		echo "failed beside others; $$time more, alone:"; failed=0; \

@@ -35,7 +35,7 @@ def test_a_page_asks_over_a_stream(tmp_path: Path) -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     page = f"http://127.0.0.1:{server.server_port}"
     with serving(tmp_path / "gateway", SIM, settings={"gateway.cors_origins": page}) as gateway:
-        (text,) = re.findall(r"```html\n(.*?)```", DOCS.read_text(), re.DOTALL)
+        (text,) = re.findall(r"```html[^\n]*\n(.*?)```", DOCS.read_text(), re.DOTALL)
         text = text.replace("127.0.0.1:8000", f"127.0.0.1:{gateway.port}")
         told = 'stream.addEventListener("message", () => { if (said.textContent.includes("3:")) fetch("/answered"); });'
         text = text.replace("</script>", f"{told}</script>").replace("<pre", '<img src="/until-answered"><pre')

@@ -57,7 +57,7 @@ BROKEN = {
     "a part of a pipe fails": ("```sh\nfalse | cat\n```", "page.md:1: a command failed"),
     "a name is not known": ("```sh\nx=1\n```\n```sh\nset -u; echo $y\n```", "page.md:4: a command failed"),
     "an error is answered": (
-        '```sh server\ncarpool serve --upstream sim:\n```\n```sh\ncurl -s localhost:8000/v1/nothing\n```',
+        "```sh server\ncarpool serve --upstream sim:\n```\n```sh\ncurl -s localhost:8000/v1/nothing\n```",
         "page.md:4: an error that the page does not tell of",
     ),
     "a server leaves": ("```sh server\ntrue\n```", "page.md:1: this server did not start"),

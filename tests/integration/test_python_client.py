@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import json
-import re
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
@@ -37,8 +36,6 @@ from support.processes import PATIENCE_S, GatewayProcess, until
 from support.stream_server import StreamServer, stream_server
 from support.upstreams import answer_bytes
 
-PAGE = Path(__file__).parents[2] / "docs" / "client.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 GOOD = answer_bytes(b'{"request_id":"r","output":"ok","metadata":{"batch_size":1}}')
 
 pytestmark = pytest.mark.xdist_group("client")
@@ -187,18 +184,6 @@ class TestWithAGateway:
         closed.close()
         with pytest.raises(RuntimeError, match="closed"):
             closed.predict("a")
-
-    @pytest.mark.parametrize("number", range(len(EXAMPLES)))
-    def test_the_examples_of_the_page_run(
-        self, gateway: GatewayProcess, number: int, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        example = EXAMPLES[number].replace("127.0.0.1:8000", f"127.0.0.1:{gateway.port}").replace("cp_…", "cp_x")
-        assert str(gateway.port) in example
-        exec(compile(example, f"{PAGE.name}, example {number + 1}", "exec"), {"__name__": "__main__"})
-        assert capsys.readouterr().out
-
-    def test_there_are_examples(self) -> None:
-        assert len(EXAMPLES) >= 4
 
 
 class TestWhoLeaves:

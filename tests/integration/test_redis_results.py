@@ -1,6 +1,7 @@
 """Results that gateways keep together, in a real Redis: bounded, for a while, and never in anybody's way."""
 
 import asyncio
+import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -255,7 +256,7 @@ async def test_one_that_grows_in_its_place_is_counted(tmp_path: Path, redis_serv
 def documented_rights() -> list[str]:
     """What the docs say that a user of Redis needs."""
     text = (Path(__file__).parents[2] / "docs" / "redis.md").read_text()
-    return text.partition("ACL SETUSER carpool")[2].partition("```")[0].split()
+    return shlex.split(text.partition("ACL SETUSER carpool")[2].partition("```")[0].replace("\\\n", ""))
 
 
 @asynccontextmanager

@@ -310,6 +310,22 @@ def test_the_gpus_of_the_demo_leave_when_it_is_killed() -> None:
     assert eventually(lambda: not _accepts(port)), "the child has outlived its parent"
 
 
+@pytest.mark.parametrize("is_on_path", [True, False])
+def test_the_banner_names_a_command_that_is_there(
+    is_on_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = tmp_path / ".venv" / "bin" / "carpool"
+    command.parent.mkdir(parents=True)
+    command.write_text("#!/bin/sh\n")
+    command.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(command.parent) if is_on_path else "/nowhere")
+    monkeypatch.setattr(sys, "argv", [".venv/bin/carpool", "demo"])
+    show_banner(Settings(), 8000, 8001, "32 simulated GPUs", "http://127.0.0.1:9000-9031/infer")
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if " bench " in line)
+    assert line.split()[0] == ("carpool" if is_on_path else ".venv/bin/carpool")
+
+
 def test_the_banner_shows_lines_that_can_be_copied(capsys: pytest.CaptureFixture[str]) -> None:
     show_banner(Settings(), 8000, 8001, "32 simulated GPUs", "http://127.0.0.1:9000-9031/infer")
     shown = capsys.readouterr().out

@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import re
 import socket
 import ssl
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -35,7 +32,6 @@ from support.redis_servers import RedisServer
 pytestmark = pytest.mark.xdist_group("streams")
 
 PAGE = "https://app.example.com"
-DOCS = Path(__file__).parents[2] / "docs" / "stream.md"
 # Requests wait as long as a test holds the GPU.
 PATIENT = {"broker.queue_timeout_s": 600, "broker.total_timeout_s": 600, "upstream.timeout_s": 600}
 
@@ -130,13 +126,6 @@ class TestStreams:
         answer = ask(gateway.port, "GET", "/v1/stream")
         assert (answer.status, answer.headers["upgrade"]) == (426, "websocket")
         assert answer.read_as(Problem).type == "urn:carpool:error:upgrade-required"
-
-    def test_the_example_of_the_docs_runs(self, gateway: GatewayProcess, tmp_path: Path) -> None:
-        (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
-        script = tmp_path / "example.py"
-        script.write_text(code.replace("127.0.0.1:8000", f"127.0.0.1:{gateway.port}"))
-        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-        assert done.stdout.splitlines() == [f"{n} {f'text {n}'[::-1]}" for n in range(100)]
 
 
 class TestFuzz:

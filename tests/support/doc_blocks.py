@@ -23,7 +23,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"```(?P<language>\w*) ?(?P<word>.*)")
 # What begins a line of a picture by mistake.
-_COMMAND = re.compile(r"^\s*(\$|(\S*/)?(carpool|curl|make|pip|python3?|npx|buf|envoy|redis-\w+|docker|export) )", re.MULTILINE)
+_COMMAND = re.compile(
+    r"^\s*(\$|(\S*/)?(carpool|curl|make|pip|python3?|npx|buf|envoy|redis-\w+|docker|export) )", re.MULTILINE
+)
 # Different in each run: ids, times, and how far something is.
 _VARYING = re.compile(r"id|request_id|task_id|timestamp|queue|batch_size|\w+_ms")
 

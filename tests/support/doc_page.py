@@ -21,6 +21,7 @@ from fcntl import ioctl
 from importlib.util import find_spec
 from pathlib import Path
 
+from support.certificates import Certificates
 from support.doc_blocks import ROOT, Block, blocks_of, is_like, json_printed, json_shown
 from support.processes import CLEAN_ENVIRONMENT, PATIENCE_S
 
@@ -95,6 +96,9 @@ class Page:
     def run(self) -> None:
         """All blocks; BrokenBlock says which one does not work."""
         try:
+            if self._blocks[0].page == "upstreams-security.md":
+                (self._directory / "certs").mkdir()
+                Certificates(self._directory / "certs")
             for number, command in enumerate(STAND_INS.get(self._blocks[0].page, ())):
                 self._serve(Block("stand-in", number, (), "sh", "server", command + "\n"))
             for number, block in enumerate(self._blocks):
@@ -235,6 +239,10 @@ def _checkout(directory: Path) -> dict[str, str]:
     for name, module in (("python", ""), ("carpool", " -m carpool"), ("uvicorn", " -m uvicorn")):
         (binaries / name).write_text(f'#!/bin/sh\nexec {sys.executable}{module} "$@"\n')
         (binaries / name).chmod(0o755)
+    # Files of the reader's own that pages name.
+    for name in ("tracking", "gpu-token", "api-key"):
+        (directory / "secrets" / name).parent.mkdir(exist_ok=True)
+        (directory / "secrets" / name).write_text("a secret of the reader's\n")
     # Newer than what the environment is made of: `make setup` finds nothing to do.
     (directory / ".venv" / ".ready").touch()
     paths = [ROOT / "src", ROOT / "tests"] + ([] if find_spec("fastapi") else [_OTHERS])

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from carpool.core.errors import all_errors
-from carpool.settings import load_settings, require_upstream
 from carpool.settings.keys import KEYS
 from carpool.telemetry.metrics import METRICS
-from carpool.tools.docs import CLASSIC, PAGES, QUESTIONS, main
-from support.metric_names import SHOWN
+from carpool.tools.docs import CLASSIC, PAGES, QUESTIONS, START_HERE, main
+from support.metric_names import SHOWN, named_in
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -20,19 +19,16 @@ def test_the_page_is_what_make_docs_writes(name: str) -> None:
     assert (DOCS / name).read_text(encoding="utf-8") == PAGES[name](), "run `make docs`"
 
 
-def test_the_example_loads(tmp_path: Path) -> None:
-    page = (DOCS / "configuration.md").read_text(encoding="utf-8")
-    example = tmp_path / "example.toml"
-    example.write_text(page.split("```toml\n")[1].split("```")[0], encoding="utf-8")
-    settings = load_settings({}, environ={}, file=example)
-    require_upstream(settings)
-    assert settings.model in settings.models
-
-
 def test_every_error_and_every_key_has_its_row() -> None:
     errors, keys = PAGES["errors.md"](), PAGES["configuration.md"]()
     assert all(errors.count(f"\n| `{error.code}` | {error.status} |") == 1 for error in all_errors())
-    assert all(keys.count(f"| `{key.variable}`") == 1 for key in KEYS.values())
+    # Those to start with are told twice: all ten together, and each in its section.
+    assert all(keys.count(f"| `{key.variable}`") == 1 + (key.path in START_HERE) for key in KEYS.values())
+
+
+def test_ten_settings_are_to_start_with() -> None:
+    assert len(set(START_HERE)) == 10
+    assert PAGES["configuration.md"]().count("` **start here** |") == 10
 
 
 def test_check_tells_a_page_that_is_out_of_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,3 +48,11 @@ def test_every_metric_answers_one_question() -> None:
     assert sorted(answering) == sorted(metric.name for metric in METRICS)
     here = {name for _, text in CLASSIC for name in re.findall(r"carpool_\w+", text)}
     assert here <= SHOWN | set(answering)
+
+
+@pytest.mark.parametrize("page", [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+def test_a_page_names_metrics_that_there_are(page: Path) -> None:
+    families = {metric.name for metric in METRICS if metric.kind != "counter"}
+    tables = {"carpool_requests", "carpool_batches"} if page.name in ("tracking.md", "observe.md") else set()
+    whole = {metric.name for metric in METRICS} if page.name == "metrics.md" else set()
+    assert named_in(page) <= SHOWN | families | tables | whole

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -278,7 +279,7 @@ def show_banner(settings: "Settings", port: int, admin_port: int, about: str, gp
         ),
         ("Look whether it is done", f"curl -sw '\\n' {base}/v1/result/$task"),
         ("Or wait until it is", f'curl -sw "\\n" "{base}/v1/result/$task?wait_ms=5000"'),
-        ("Put load on it", f"carpool bench {base} --rate 1000 --duration 10s"),
+        ("Put load on it", f"{_own_command()} bench {base} --rate 1000 --duration 10s"),
         ("Health, metrics, GPU counts", f"{admin}/internal/health  {admin}/metrics  {stats}"),
     ]
     console = Console(highlight=False)
@@ -288,6 +289,13 @@ def show_banner(settings: "Settings", port: int, admin_port: int, about: str, gp
     text.append("\nCtrl-C stops everything.\n", "bold")
     # Soft wrap: the terminal breaks long lines and a copy of them stays whole.
     console.print(text, soft_wrap=True)
+
+
+def _own_command() -> str:
+    """What to type for this program: `make demo` starts it from a directory that is not on the PATH."""
+    if shutil.which("carpool"):
+        return "carpool"
+    return sys.argv[0] if Path(sys.argv[0]).name == "carpool" else f"{sys.executable} -m carpool"
 
 
 def _reachable(host: str) -> str:

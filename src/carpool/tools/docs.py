@@ -17,7 +17,7 @@ from carpool.core.errors import (
     UpstreamError,
     all_errors,
 )
-from carpool.settings.keys import FLAGS, ROOT_KEYS, SECTIONS, Key, describe, section_keys, summary
+from carpool.settings.keys import FLAGS, KEYS, ROOT_KEYS, SECTIONS, Key, describe, section_keys, summary
 from carpool.settings.schema import KeySettings, ModelSettings, TierSettings
 from carpool.telemetry.metrics import METRICS
 
@@ -70,6 +70,11 @@ Relative paths start at the working directory.
 
 ```toml
 {example}```
+
+## Start here
+
+Most need none but these ten; below they are marked so. [In front of your own FastAPI](quickstart-fastapi.md) uses some of them.
+
 """
 
 _METRICS_INTRO = """
@@ -255,6 +260,21 @@ target_ms = 500
 """
 
 
+# What most people set first; the others have defaults that last. docs/configuration.md marks them.
+START_HERE = (
+    "upstream.endpoints",
+    "upstream.protocol",
+    "upstream.inputs_field",
+    "upstream.outputs_field",
+    "upstream.slots",
+    "upstream.timeout_s",
+    "batching.max_batch",
+    "batching.max_wait_ms",
+    "gateway.host",
+    "auth.mode",
+)
+
+
 def errors_page() -> str:
     """docs/errors.md."""
     parts = [_GENERATED.format(source="src/carpool/core/errors.py"), _ERRORS_INTRO]
@@ -280,6 +300,7 @@ def configuration_page() -> str:
     parts = [
         _GENERATED.format(source="src/carpool/settings/schema.py"),
         _CONFIGURATION_INTRO.replace("{example}", EXAMPLE),
+        *_table(_HEADINGS, (_setting_row(KEYS[path], path) for path in START_HERE)),
         "\n## Top level\n\n",
         *_table(_HEADINGS, map(_setting_row, ROOT_KEYS)),
     ]
@@ -342,11 +363,13 @@ _HEADINGS = ("key", "type", "default", "environment, flag", "meaning")
 _FILE_HEADINGS = ("key", "type", "default", "meaning")
 
 
-def _setting_row(key: Key) -> tuple[Any, ...]:
+def _setting_row(key: Key, name: str = "") -> tuple[Any, ...]:
+    """Of the key's own section; with a `name`, of a table over several."""
     also = f"`{key.variable}`"
     if flag := FLAGS.get(key.path):
         also += " " + " ".join(f"`{each}`" for each in flag.split("/"))
-    return f"`{key.name}`", _type_text(key), _default_text(key), also, key.description
+    mark = " **start here**" if key.path in START_HERE and not name else ""
+    return f"`{name or key.name}`{mark}", _type_text(key), _default_text(key), also, key.description
 
 
 def _file_row(key: Key) -> tuple[Any, ...]:
