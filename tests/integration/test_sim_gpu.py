@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from io import BytesIO
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import aiohttp

@@ -73,7 +73,8 @@ Relative paths start at the working directory.
 
 ## Start here
 
-Most need none but these ten; below they are marked so. [In front of your own FastAPI](quickstart-fastapi.md) uses some of them.
+Most need none but these ten; below they are marked so. [In front of your own FastAPI](quickstart-fastapi.md) uses some
+of them.
 
 """
 
