@@ -179,7 +179,8 @@ class Page:
         from carpool.cli import main as carpool_main  # here, for most pages do without it
 
         printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        where = contextlib.chdir(self._directory)
+        with where, contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             status = carpool_main(["config", "--config", str(file)])
         if status:
             raise BrokenBlock(f"{block.place}: {printed.getvalue()}")
