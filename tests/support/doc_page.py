@@ -243,7 +243,7 @@ def _checkout(directory: Path) -> dict[str, str]:
     # Files of the reader's own that pages name.
     for name in ("tracking", "gpu-token", "api-key"):
         (directory / "secrets" / name).parent.mkdir(exist_ok=True)
-        (directory / "secrets" / name).write_text("a secret of the reader's\n")
+        (directory / "secrets" / name).write_text("a-secret-of-the-reader\n")
     # Newer than what the environment is made of: `make setup` finds nothing to do.
     (directory / ".venv" / ".ready").touch()
     paths = [ROOT / "src", ROOT / "tests"] + ([] if find_spec("fastapi") else [_OTHERS])
