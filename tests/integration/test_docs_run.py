@@ -4,6 +4,7 @@
 `PYTHONPATH=src:tests python -m support.doc_page docs/client.md EMPTY_DIRECTORY`, where the page's ports are free.
 """
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,9 +17,12 @@ from support.processes import CLEAN_ENVIRONMENT, PATIENCE_S
 
 EXCERPTS_MAX = 10
 UNSHARE = ["unshare", "--map-root-user", "--net", "--pid", "--mount-proc", "--fork", "--kill-child"]
-IS_ISOLATED = subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode == 0
+IS_ISOLATED = (
+    shutil.which("unshare") is not None
+    and subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode == 0
+)
 # Pages use the same ports: where none has a network of its own, they go one after the other.
-pytestmark = [] if IS_ISOLATED else pytest.mark.xdist_group("docs")
+pytestmark = [pytest.mark.xdist_group("docs")][IS_ISOLATED:]
 
 
 def run_page(page: Path, directory: Path) -> "subprocess.CompletedProcess[str]":
