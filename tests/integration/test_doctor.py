@@ -9,9 +9,9 @@ import pytest
 import redis.asyncio
 
 from carpool.broker.redis.client.address import parse_broker_url
-from carpool.broker.redis.fleet.servers import Finding
 from carpool.broker.redis.fleet.view import Beat, ModelBeat, encode_beat
 from carpool.broker.redis.keys import GROUP, Keys, Shard
+from carpool.core.finding import Finding
 from carpool.tools.doctor import Doctor
 from carpool.tools.doctor_checks import Wants
 from support.processes import carpool
