@@ -31,11 +31,24 @@ def dump_toml(settings: Settings) -> str:
     return "\n".join(lines) + "\n"
 
 
+def changes_toml(changes: Mapping[str, Any]) -> str:
+    """Settings by their paths, each under its table."""
+    tables: dict[str, list[str]] = {}
+    for path, value in changes.items():
+        table, _, key = path.rpartition(".")
+        tables.setdefault(table, []).append(f"{key} = {_toml(value)}")
+    parts = ["\n".join(tables.pop("", []))]
+    for table, lines in tables.items():
+        section, _, name = table.partition(".")
+        parts.append("\n".join([f"[{section}.{_toml_key(name)}]" if name else f"[{section}]", *lines]))
+    return "\n\n".join(filter(None, parts))
+
+
 def _dump_named(path: str, sections: Mapping[str, Section]) -> list[str]:
     """Tables that have names; what they leave open is left out."""
     lines: list[str] = []
     for name, section in sections.items():
-        lines.append(f"[{path}.{name if _BARE_TOML_KEY.fullmatch(name) else _toml(name)}]")
+        lines.append(f"[{path}.{_toml_key(name)}]")
         for key in section_keys(type(section), f"{path}.{name}."):
             value = getattr(section, key.name)
             if value is not None:
@@ -72,6 +85,10 @@ def _without_secrets(url: str) -> str:
         start = f"{scheme}://" + (f"{user}:***@" if colon else "***@" if at else "")
     address, _, query = url.partition("?")
     return start + address + ("?***" if query else "")
+
+
+def _toml_key(name: str) -> str:
+    return name if _BARE_TOML_KEY.fullmatch(name) else _toml(name)
 
 
 def _toml(value: Any) -> str:
