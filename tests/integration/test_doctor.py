@@ -261,7 +261,7 @@ async def test_the_command(redis_server: RedisServer, keys: Keys, tmp_path: Path
 def test_the_command_without_a_broker(tmp_path: Path) -> None:
     done = carpool("doctor", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("carpool: no broker: give --broker redis://")
+    assert done.stderr.startswith("carpool: nothing to look at: give --upstream URL")
     assert done.stdout == ""
 
 

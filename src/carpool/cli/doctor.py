@@ -31,6 +31,8 @@ Give it the configuration of your gateways: it compares what it finds with it.
 
 Exit status: 0 all is well (there may be warnings), 1 something is wrong, 2 the command line or the configuration is.
 """
+# Of the endpoints or servers that a line is about.
+NAMED_MAX = 4
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
@@ -199,4 +201,7 @@ def _print_lines(findings: "Sequence[Finding]") -> None:
 
 
 def _titled(finding: "Finding") -> str:
-    return finding.check + (f" ({', '.join(finding.where)})" if finding.where else "")
+    named = list(finding.where[:NAMED_MAX])
+    if len(finding.where) > NAMED_MAX:
+        named.append(f"and {len(finding.where) - NAMED_MAX} more")
+    return finding.check + (f" ({', '.join(named)})" if named else "")

@@ -47,6 +47,8 @@ class Tried(msgspec.Struct, frozen=True):
     # What an error status means.
     refusal: Refusal | None = None
     inputs_field: str = ""
+    # Where the protocol's calls go if the URL has no path; "": it does not say.
+    path: str = ""
 
     @property
     def is_accepted(self) -> bool:
@@ -107,7 +109,7 @@ def faults_of(body: bytes) -> list[Fault]:
 def missing_fields(body: bytes) -> list[str]:
     """The fields that the API says it wants."""
     places = (fault.place for fault in faults_of(body) if fault.is_missing)
-    return [place[0] for place in places if len(place) == 1 and is_name(place[0])]
+    return [str(place[0]) for place in places if len(place) == 1 and is_name(place[0])]
 
 
 def output_fields(body: bytes, size: int, inputs_field: str = "") -> list[str]:
@@ -167,6 +169,8 @@ def check_status(tried: Tried, where: Where, path: str, known_paths: Sequence[st
             do += f"; by its /openapi.json it takes a POST at {', '.join(known_paths)}"
         if where.upstream.protocol != "json":
             do += f"; or the name of the model, which is `{where.model}` here"
+        if tried.path not in ("", path):
+            do += f"; without a path, Carpool calls {tried.path}"
         return Finding("api path", "problem", says, do, changes=_at_path(where, known_paths), heard=words)
     if status in (401, 403):
         secrets = [key for key in ("token_file", "header_files") if getattr(where.upstream, key)]

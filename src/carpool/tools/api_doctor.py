@@ -90,7 +90,11 @@ class ApiDoctor:
             endpoints = {address.url: self._make(address) for address in addresses(self._model)}
             for endpoint in endpoints.values():
                 opened.push_async_callback(endpoint.close)
-            return merged(await self._examine_all(endpoints), len(endpoints))
+            try:
+                return merged(await self._examine_all(endpoints), len(endpoints))
+            except Malformed as refusal:
+                says = f"protocol {self._model.upstream.protocol} has no such input: {refusal.detail}"
+                return [Finding("api input", "problem", says, "give another one with --input")]
 
     async def _examine_all(self, endpoints: Mapping[str, Endpoint]) -> list[Finding]:
         findings: list[Finding] = []
@@ -199,30 +203,27 @@ class ApiDoctor:
             return [*findings, _at(endpoint, Finding("api answer", "ok", says))], endpoint
         finding = await self._explain(url, endpoint, tried)
         findings.append(_at(endpoint, finding))
-        if finding.check == "api path" and finding.changes and not self._is_at_other_path:
+        other = next((value[0] for _, value in finding.changes if isinstance(value, tuple)), "")
+        if other and not self._is_at_other_path:
             # There is one path that it can be: what else is wrong shows there.
             self._is_at_other_path = True
-            other = str(dict(finding.changes)[self._where.path("endpoints")][0])
             found, lead = await self._examine(other, self._make(Address(other, endpoint.slots)))
             return findings + found, lead
         return findings, None
 
     async def _call(self, endpoint: Endpoint, size: int, model: Model | None = None) -> Tried:
-        """One call of so many inputs."""
+        """One call of so many inputs; raises Malformed if the protocol has no such inputs."""
         model = model or self._model
         self._say(f"a call of {size} to {endpoint.name}")
         face, now, call_id = ModelFace(model), time.monotonic(), self._ids.next()
-        name = model.upstream.inputs_field
         batch = [
             Request("doctor", model.name, b"", value, len(value), 0, now, now, 0.0, now, Nobody())
             for value, _ in zip(cycle(self._values), range(size), strict=False)
         ]
-        try:
-            for request in batch:
-                face.prepare(request)
-            call = face.codec.encode(batch, call_id)
-        except Malformed as refusal:
-            return Tried(size, 0.0, fault=f"Carpool itself refuses this input: {refusal.detail}", inputs_field=name)
+        for request in batch:
+            face.prepare(request)
+        call = face.codec.encode(batch, call_id)
+        tried = Tried(size, 0.0, path=call.path, inputs_field=model.upstream.inputs_field)
         wait_s = max(ANSWER_S_MAX, model.upstream.timeout_s)
         began = time.monotonic()
         try:
@@ -232,17 +233,17 @@ class ApiDoctor:
                 began = time.monotonic()
                 answer = await endpoint.post(call, wait_s)
         except AttemptFailedError as failure:
-            return Tried(size, time.monotonic() - began, fault=str(failure), inputs_field=name)
-        seconds = time.monotonic() - began
-        if not 200 <= answer.status < 300:
+            return replace(tried, seconds=time.monotonic() - began, fault=str(failure))
+        tried = replace(tried, seconds=time.monotonic() - began, answer=answer)
+        if not tried.is_accepted:
             refusal = face.codec.classify(answer, size, call_id)
-            return Tried(size, seconds, answer, f"status {answer.status}", refusal, name)
+            return replace(tried, fault=f"status {answer.status}", refusal=refusal)
         try:
             face.codec.decode(answer, batch, call_id)
         except ProtocolFaultError as fault:
-            return Tried(size, seconds, answer, str(fault), inputs_field=name)
-        self._good.append(Tried(size, seconds, answer, inputs_field=name))
-        return self._good[-1]
+            return replace(tried, fault=str(fault))
+        self._good.append(tried)
+        return tried
 
     async def _metadata(self, endpoint: Endpoint) -> bytes:
         """What a V2 server says of its model's tensors."""
@@ -275,7 +276,8 @@ class ApiDoctor:
         if tried.is_of_the_call:
             return check_call(tried, self._where)
         known = post_paths(await self._page(endpoint, "/openapi.json")) if status in (404, 405) else []
-        return check_status(tried, self._where, URL(url).path if "://" in url else url, known)
+        own_path = URL(url).path if "://" in url else url
+        return check_status(tried, self._where, own_path if own_path != "/" else tried.path or "/", known)
 
     # Names and limits
 
@@ -286,6 +288,7 @@ class ApiDoctor:
         told = missing_fields(first.body) if is_json else []
         names = list(dict.fromkeys([upstream.inputs_field, *told, *(USUAL_INPUTS if is_json else ())]))
         closest = tried = first
+        tells = (False, False)
         for values, name in product(self._kinds, names):
             self._values = values
             model = _with_fields(self._model, name, upstream.outputs_field)
@@ -300,8 +303,8 @@ class ApiDoctor:
             if not tried.is_of_the_call:
                 return tried
             is_named = name in told or any(fault.place[:1] == (name,) for fault in faults_of(tried.body))
-            if is_named and closest is first:
-                closest = tried
+            if (tried.is_accepted, is_named) > tells:
+                closest, tells = tried, (tried.is_accepted, is_named)
             if time.monotonic() > give_up_at:
                 break
         self._values = self._kinds[0]
