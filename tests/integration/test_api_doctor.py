@@ -86,6 +86,22 @@ async def test_other_names_are_read_from_fastapis_422_and_from_the_answer() -> N
     assert changes(found) == {"upstream.inputs_field": "sentences", "upstream.outputs_field": "vectors"}
 
 
+class TwoLists(OddApi):
+    """Answers with two lists, of which either may be the outputs, and with the tokens of each input."""
+
+    async def answer(self, method: str, path: str, authorization: str, body: bytes) -> tuple[int, Any]:
+        status, said = await super().answer(method, path, authorization, body)
+        vectors = said.get("vectors", [])
+        return status, said | ({"scores": vectors, "tokens_used": [1] * len(vectors)} if status == 200 else {})
+
+
+async def test_fields_that_could_be_the_outputs_too_are_named() -> None:
+    async with odd_api(TwoLists()) as api:
+        found = await examine(api.url)
+    assert changes(found)["upstream.outputs_field"] == "vectors"
+    assert "scores" in found["api fields"].do and "tokens_used" not in found["api fields"].do
+
+
 @pytest.mark.parametrize("input_type", [int, list])
 async def test_other_inputs_are_tried(input_type: type) -> None:
     async with odd_api(OddApi(input_type=input_type)) as api:
@@ -185,6 +201,15 @@ async def test_credentials(tmp_path: Path) -> None:
         assert problems(await examine(api.url, token_file=str(token))) == set()
 
 
+async def test_secrets_are_not_shown_even_if_the_api_repeats_them(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("canary-of-a-token")
+    api = OddApi(compute=lambda inputs: "no array", adds={"echo": "Bearer canary-of-a-token"})
+    async with odd_api(api):
+        (tmp_path / "carpool.toml").write_text('[upstream]\ntoken_file = "token"\n')
+        status, said = await doctor("--upstream", api.url + "?key=canary", cwd=tmp_path)
+    assert status == 1 and "echo" in said and "canary" not in said
+
+
 async def test_a_port_that_refuses_and_a_name_that_does_not_resolve() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # and does not listen
@@ -213,6 +238,10 @@ async def test_tls(certificates: Certificates) -> None:
         found = await examine(secure)
         assert problems(found) == {"api tls"} and "upstream.tls_ca" in found["api tls"].do
         assert problems(await examine(secure, tls_ca=certificates.pem("ca"))) == set()
+    async with odd_api(api, ssl=certificates.of_server(asks_for_client=True)):
+        found = await examine(api.url.replace("http", "https"), tls_ca=certificates.pem("ca"))
+        assert problems(found) <= {"api tls", "api answer"}
+        assert "upstream.tls_cert" in next(finding.do for finding in found.values())
     async with odd_api(api, ssl=certificates.of_server("elsewhere")):
         found = await examine(api.url.replace("http", "https"), tls_ca=certificates.pem("ca"))
         assert "another name" in found["api tls"].says
@@ -263,6 +292,18 @@ async def test_what_the_api_says_is_shown_to_people_and_not_to_programs(tmp_path
         status, said = await doctor("--upstream", api.url, "--json", cwd=tmp_path)
         assert status == 1 and "it is what it is" not in said
         assert json.loads(said)["status"] == "problem"
+
+
+async def test_each_model_is_asked_and_named(tmp_path: Path) -> None:
+    async with odd_api(OddApi(inputs_field="inputs", outputs_field="outputs", batch_max=1)) as api:
+        (tmp_path / "carpool.toml").write_text(
+            f'[models.a]\nendpoints = ["{api.url}"]\n[models."org/b"]\nendpoints = ["sim:?latency_ms=1"]\n'
+        )
+        status, said = await doctor("--json", cwd=tmp_path)
+    report = json.loads(said)
+    levels = {(each["where"][0], each["check"]): each["level"] for each in report["findings"]}
+    assert status == 1 and report["changes"] == {"models.a.max_batch": 1}
+    assert (levels["model a", "api batch"], levels["model org/b", "api batch"]) == ("problem", "ok")
 
 
 def test_exit_status_2_is_for_the_command_line(tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ class OddApi:
         """One connection: calls one after the other."""
         while True:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-            method, path = head.split(" ")[:2]
+            method, target = head.split(" ")[:2]
+            path = target.partition("?")[0]
             fields = {
                 name.lower(): value for name, _, value in (line.partition(": ") for line in head.split("\r\n")[1:])
             }

@@ -58,9 +58,11 @@ def test_answers_of_any_form_are_looked_at(odd: bytes) -> None:
 
 
 def test_outputs_are_the_array_with_one_for_each_input_and_the_usual_name_first() -> None:
-    answer = body({"warnings": ["a", "b"], "data": [1, 2], "embeddings": [1, 2], "outputs": [1], "took": 2})
-    assert output_fields(answer, 2, "texts") == ["embeddings", "data", "warnings"]
-    assert output_fields(answer, 2, "input") == ["data", "embeddings", "warnings"]
+    answer = body(
+        {"tokens_used": [1, 2], "warnings": ["a", "b"], "data": [1, 2], "embeddings": [1, 2], "outputs": [1], "took": 2}
+    )
+    assert output_fields(answer, 2, "texts") == ["embeddings", "data", "warnings", "tokens_used"]
+    assert output_fields(answer, 2, "input") == ["data", "embeddings", "warnings", "tokens_used"]
     assert output_fields(answer, 3) == []
 
 

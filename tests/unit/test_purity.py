@@ -40,7 +40,6 @@ PURE = [
     "broker/redis/terms.py",
     "client/retries.py",
     "client/wire.py",
-    "tools/api_checks.py",
     "tracking/copy_format.py",
     "tracking/questions.py",
     "tracking/records.py",

@@ -148,8 +148,13 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 def _changes(findings: "Sequence[Finding]", flags: Mapping[str, Any]) -> dict[str, Any]:
     """The settings to change; where some are, those that the command line gave too, so that a file has all of them."""
-    found = {path: value for finding in findings for path, value in finding.changes}
-    return {**{path: value for path, value in flags.items() if value is not None}, **found} if found else {}
+    from carpool.settings.dump import without_secrets
+
+    found: dict[str, Any] = {path: value for finding in findings for path, value in finding.changes}
+    given = {path: value for path, value in flags.items() if value is not None}
+    if "upstream.endpoints" in given:
+        given["upstream.endpoints"] = [without_secrets(url) for url in given["upstream.endpoints"]]
+    return {**given, **found} if found else {}
 
 
 def _print_json(findings: "Sequence[Finding]", changes: Mapping[str, Any]) -> None:

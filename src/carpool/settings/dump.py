@@ -67,13 +67,13 @@ def _dump_key(key: Key, value: Any) -> list[str]:
 
 def _dump_url(key: Key, value: Any) -> list[str]:
     """One URL or several; a comment if something had to be left out, for then it would not load back."""
-    hidden = [_without_secrets(url) for url in value] if isinstance(value, list) else _without_secrets(value)
+    hidden = [without_secrets(url) for url in value] if isinstance(value, list) else without_secrets(value)
     if hidden == value:
         return [f"{key.name} = {_toml(value)}"]
     return ["# (*** stands for what may be secret)", f"# {key.name} = {_toml(hidden)}"]
 
 
-def _without_secrets(url: str) -> str:
+def without_secrets(url: str) -> str:
     """A valid URL without its password and its query string."""
     if url.startswith("sim:"):
         return url

@@ -23,6 +23,8 @@ USUAL_FIELDS = (
     ("texts", "embeddings"),
     ("input", "output"),
 )
+# What an answer may tell of each input beside its output.
+ASIDE = ("tokens_used", "tokens", "model_version")
 USUAL_INPUTS = tuple(dict.fromkeys(name for name, _ in USUAL_FIELDS))
 # With these, an API may mean the names of the fields, or the inputs.
 OF_THE_CALL = (400, 422, 500)
@@ -120,7 +122,7 @@ def output_fields(body: bytes, size: int, inputs_field: str = "") -> list[str]:
     found = [name for name, value in said.items() if isinstance(value, list) and len(value) == size and is_name(name)]
     usual = sorted(USUAL_FIELDS, key=lambda pair: pair[0] != inputs_field)  # those that go with the inputs' name first
     order = [name for _, name in usual]
-    return sorted(found, key=lambda name: order.index(name) if name in order else len(order))
+    return sorted(found, key=lambda name: order.index(name) if name in order else len(order) + (name in ASIDE))
 
 
 def is_name(name: object) -> bool:
@@ -159,7 +161,12 @@ def check_status(tried: Tried, where: Where, path: str, known_paths: Sequence[st
     """What an answer with an error status, or none, says of the configuration."""
     at = where.path
     if tried.answer is None:
-        return Finding("api answer", "problem", f"the API gives no answer: {tried.fault}", _do_without_answer(where))
+        return Finding(
+            "api answer",
+            "problem",
+            f"a call of {tried.size} brought no answer: {tried.fault}",
+            _do_without_answer(where),
+        )
     status, words = tried.answer.status, heard(tried.body)
     if status in (404, 405):
         what = "has no such path" if status == 404 else "takes no POST there"
@@ -198,7 +205,7 @@ def check_status(tried: Tried, where: Where, path: str, known_paths: Sequence[st
 def _at_path(where: Where, paths: Sequence[str]) -> tuple[Change, ...]:
     """The one endpoint at the one path that it may have."""
     urls = where.upstream.endpoints
-    if len(paths) != 1 or len(urls) != 1 or not urls[0].startswith("http"):
+    if len(paths) != 1 or len(urls) != 1 or not urls[0].startswith("http") or "?" in urls[0]:
         return ()
     return ((where.path("endpoints"), (str(URL(urls[0]).with_path(paths[0])),)),)
 

@@ -26,6 +26,7 @@ from carpool.core.request import Nobody, Request
 from carpool.service import ModelFace, addresses, endpoint_maker
 from carpool.settings import Model, Settings, is_loopback
 from carpool.tools.api_checks import (
+    ASIDE,
     USUAL_INPUTS,
     Tried,
     Where,
@@ -42,9 +43,9 @@ from carpool.tools.api_checks import (
 )
 from carpool.tools.doctor_checks import merged
 from carpool.upstream.call_ids import CallIds
-from carpool.upstream.client import make_session
+from carpool.upstream.client import make_session, without_secrets
 from carpool.upstream.codecs import ProtocolFaultError
-from carpool.upstream.endpoint import AttemptFailedError, ConnectionFailedError, Endpoint
+from carpool.upstream.endpoint import Answer, AttemptFailedError, ConnectionFailedError, Endpoint
 from carpool.upstream.fleet import Address
 from carpool.upstream.health import HasPages
 from carpool.upstream.tls import UpstreamSecurity
@@ -73,11 +74,14 @@ class ApiDoctor:
         # With the names of the fields that are known to work, once they are.
         self._model = model
         # Kinds of inputs, and the one that the API takes as far as is known.
+        given = given or getattr(model.upstream, "probe_input", "").encode()
         self._kinds = [[given]] if given else []
         self._values: list[bytes] = []
         self._say = say
         self._ids = CallIds(secrets.token_hex(4))
         self._is_searched = self._is_at_other_path = False
+        # Fields that may have the outputs too.
+        self._other_outputs: list[str] = []
         # Good calls, in the order in which they were made.
         self._good: list[Tried] = []
 
@@ -91,10 +95,13 @@ class ApiDoctor:
             for endpoint in endpoints.values():
                 opened.push_async_callback(endpoint.close)
             try:
-                return merged(await self._examine_all(endpoints), len(endpoints))
+                findings = merged(await self._examine_all(endpoints), len(endpoints))
             except Malformed as refusal:
                 says = f"protocol {self._model.upstream.protocol} has no such input: {refusal.detail}"
-                return [Finding("api input", "problem", says, "give another one with --input")]
+                findings = [Finding("api input", "problem", says, "give another one with --input")]
+        if len(self._where.settings.models) > 1:
+            findings = [replace(each, where=(f"model {self._model.name}", *each.where)) for each in findings]
+        return findings
 
     async def _examine_all(self, endpoints: Mapping[str, Endpoint]) -> list[Finding]:
         findings: list[Finding] = []
@@ -234,7 +241,10 @@ class ApiDoctor:
                 answer = await endpoint.post(call, wait_s)
         except AttemptFailedError as failure:
             return replace(tried, seconds=time.monotonic() - began, fault=str(failure))
-        tried = replace(tried, seconds=time.monotonic() - began, answer=answer)
+        seconds = time.monotonic() - began
+        # Parts of it are shown, and it may repeat the headers of the call.
+        shown = Answer(answer.status, without_secrets(model.security.headers(), answer.body))
+        tried = replace(tried, seconds=seconds, answer=shown)
         if not tried.is_accepted:
             refusal = face.codec.classify(answer, size, call_id)
             return replace(tried, fault=f"status {answer.status}", refusal=refusal)
@@ -314,7 +324,8 @@ class ApiDoctor:
         """Which of the fields has the outputs: a call of two tells it from a field that happens to have one element."""
         two = await self._call(endpoint, 2, _with_fields(self._model, one.inputs_field, outputs[0]))
         both = [name for name in output_fields(two.body, 2, one.inputs_field) if name in outputs]
-        self._model = _with_fields(self._model, one.inputs_field, (both or outputs)[0])
+        chosen, *self._other_outputs = both or outputs
+        self._model = _with_fields(self._model, one.inputs_field, chosen)
         self._good = [replace(one, fault=""), *self._good]
         return self._good[0]
 
@@ -329,7 +340,9 @@ class ApiDoctor:
             f"the API takes its inputs in `{found.inputs_field}` and gives its outputs in `{found.outputs_field}`, and "
             f"the settings say `{given.inputs_field}` and `{given.outputs_field}`"
         )
-        return [Finding("api fields", "problem", says, "set these names", changes=changes)]
+        also = [name for name in self._other_outputs if name not in ASIDE]
+        others = f"; its outputs may also be in {', '.join(also)}" if also else ""
+        return [Finding("api fields", "problem", says, "set these names" + others, changes=changes)]
 
     async def _find_limit(self, endpoint: Endpoint) -> Finding:
         """How many inputs it takes at once, up to `max_batch`: by doubling, and then by halving what is between."""
