@@ -91,6 +91,8 @@ class BatchLoop:
         self._batches_ended = 0
         self._first_sent = inf
         self._busy_since = inf
+        # How long a slot stands idle though others wait: until they were fetched, or leave apart.
+        self._gap_s = 0.0
         # The mean size of batches while all slots are busy: with many lanes it is less than `max_batch`.
         self.busy_size = float(max_batch)
         # While true, company is no longer waited for.
@@ -299,6 +301,8 @@ class BatchLoop:
     def _look_around(self, size: int, largest: int, now: float) -> None:
         """After a batch of this size: what the slots can do, and whether the next one may leave at once."""
         is_waiting, is_full = self.is_waiting(), self._slots.free() <= 0
+        if self._free_since and self._busy_since < inf:
+            self._gap_s += SERVICE_WEIGHT * (now - self._free_since[0] - self._gap_s)
         if is_full:
             self._free_since.clear()
         elif self._free_since:
@@ -342,7 +346,7 @@ class BatchLoop:
 
     def capacity_rps(self, slots: int) -> float:
         """Requests a second that so many slots serve while all of them are busy."""
-        return slots * self.busy_size / self.batch_s()
+        return slots * self.busy_size / (self.batch_s() + self._gap_s)
 
     def batch_s(self) -> float:
         """How long a batch takes; while the first one runs, what can be said of it so far."""
