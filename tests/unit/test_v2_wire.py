@@ -9,7 +9,7 @@ import pytest
 
 from carpool.core.errors import Malformed, UpstreamProtocolFault
 from carpool.core.tensors import RawTensor, is_packed, pack, pack_tensors, unpack_tensors
-from carpool.face.http.octets import Octets, octets_in, wants_octets
+from carpool.face.octets import Octets, octets_in, wants_octets
 from carpool.face.http.v2_wire import V2Answer, V2Call, WantedOutputs, parse_call, write_answer
 from carpool.face.tensor_rows import ROWS_MAX, join_rows, read_row
 

@@ -63,7 +63,7 @@ class RequestState(msgspec.Struct, frozen=True):
     """What an operator sees of a request at `/internal/requests/{id}`; never its input."""
 
     status: Literal["queued", "processing", "completed", "failed"]
-    latency_ms: float
+    latency_ms: int
     error: Annotated[str | None, Meta(description="the code of the error of one that failed")]
     client_id: Annotated[str | None, Meta(description="what its client calls itself")]
     model: str | UnsetType = UNSET
@@ -89,7 +89,7 @@ def state_of(request: Request, now: float, company_s_max: float = COMPANY_S_MAX)
     batch = None if status == "queued" else request.batch  # one that was put back was in one
     return RequestState(
         status,
-        milliseconds(until - request.arrived),
+        round((until - request.arrived) * 1000),
         request.result_code if status == "failed" else None,
         request.client_id or None,
         model=request.model,
