@@ -274,6 +274,6 @@ class Tasks:
         return StoredTask(request.id, request.owner, "PENDING", None, None, task.submitted_wall, queue=queue)
 
 
-def latency_ms(task: StoredTask) -> int:
+def latency_ms(task: StoredTask) -> float:
     """From the submission of a finished task to its result, as the wall clock has it: that may have been set back."""
-    return round(max(0.0, task.timestamp_wall - task.submitted_wall) * 1000)
+    return round(max(0.0, task.timestamp_wall - task.submitted_wall) * 1000, 2)

@@ -21,7 +21,7 @@ def state_of_record(record: RequestRecord, known: RequestState | None = None) ->
             )
     return RequestState(
         "completed" if record.error is None else "failed",
-        round(record.latency_ms),
+        round(record.latency_ms, 2),
         record.error,
         None if known is None else known.client_id,
         model=record.model,

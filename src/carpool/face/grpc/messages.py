@@ -133,7 +133,7 @@ def read_get_result(message: bytes) -> tuple[str, int]:
 class Answers:
     """Writes PredictResponses. What the members of a batch have in common is written once."""
 
-    def __init__(self, output_bytes: Mapping[str, Callable[[Data], Octets]]) -> None:
+    def __init__(self, output_bytes: Mapping[str, Callable[[Data], Octets]] | None = None) -> None:
         # By name, the models whose clients get bytes; the others' get JSON.
         self._output_bytes = output_bytes
         # The last call and its part of the metadata: the outcomes of one batch come one after the other.
