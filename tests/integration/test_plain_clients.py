@@ -1,7 +1,7 @@
 """Clients that were written from a plain description of such a gateway, unchanged and all at one gateway.
 
-Each knows a few sentences: where to post, what comes back, that its key goes into a header. They run against one gateway
-process, with one upstream that has field names of its own; once embedded, once over Redis.
+Each knows a few sentences: where to post, what comes back, that its key goes into a header. They run against one
+gateway process, with an upstream that has field names of its own; once embedded, once over Redis.
 """
 
 import asyncio
@@ -196,9 +196,11 @@ async def with_curl(gateway: GatewayProcess) -> None:
     assert (answer.status, answer.json["output"]) == (200, "hELLO")
     predicted = await curl(gateway, '{"model_id": "words", "input_data": "Hello"}', path="/v1/predict")
     assert (predicted.status, predicted.json["output"]) == (200, "hELLO")
+    completed = await curl(gateway, '{"model": "story", "prompt": "Once"}', path="/v1/completions")
+    assert (completed.status, completed.json["choices"][0]["text"]) == (200, "Once … and so on")
     # A page of another site can send a form without asking, and a browser says that it is one.
     for header in ("Origin: https://elsewhere.example", "Origin: null", "Sec-Fetch-Site: cross-site"):
-        for path in ("/v1/inference", "/v1/predict"):
+        for path in ("/v1/inference", "/v1/predict", "/v1/completions"):
             assert (await curl(gateway, '{"input": "Hello"}', header, path=path)).status == 415, header
     refused = await curl(gateway, "input=Hello")
     assert refused.status == 415 and "Content-Type: application/json" in refused.json["detail"]

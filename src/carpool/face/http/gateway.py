@@ -101,8 +101,13 @@ class ParkedReplies:
 class OctetReplies(ParkedReplies):
     """The same for clients that would rather have bytes than JSON."""
 
-    def __init__(self, form: Callable[[Request, Output], Pieces], find: Callable[[Data], Octets | None]) -> None:
-        super().__init__(form, "/v1/predict")
+    def __init__(
+        self,
+        form: Callable[[Request, Output], Pieces],
+        route: str,
+        find: Callable[[Data], Octets | None] = octets_in,
+    ) -> None:
+        super().__init__(form, route)
         self._find = find
 
     def settled(self, request: Request, outcome: Outcome) -> None:
@@ -145,9 +150,10 @@ class GatewayRoutes:
         self._openapi = openapi
         self._inference_replies = ParkedReplies(InferenceAnswers().pieces, "/v1/inference")
         # For clients who accept JSON, and for those who would rather have bytes; of some models all clients have bytes.
-        self._predict_replies = (ParkedReplies(predict_pieces, "/v1/predict"), OctetReplies(predict_pieces, octets_in))
+        route = "/v1/predict"
+        self._predict_replies = ParkedReplies(predict_pieces, route), OctetReplies(predict_pieces, route)
         self._bytes_replies = {
-            model.name: (ParkedReplies(pieces, "/v1/predict"), OctetReplies(pieces, model.output_bytes))
+            model.name: (ParkedReplies(pieces, route), OctetReplies(pieces, route, model.output_bytes))
             for model in intake.models()
             if model.output_bytes is not None
             for pieces in [partial(base64_pieces, model.output_bytes)]
@@ -172,7 +178,7 @@ class GatewayRoutes:
                 self._does_not_come_in(exchange, caller, entry)
                 return
         early = self._early
-        if early is not None and early.rooms[caller.tier] <= 0 and not self._may_be_task(caller, headers, body):
+        if early is not None and early.rooms[caller.tier] <= 0 and not self.may_be_task(caller, headers, body):
             refusal = early.refusal(caller)
             if refusal is not None:
                 exchange.sink.answer_error(exchange, refusal)
@@ -286,7 +292,7 @@ class GatewayRoutes:
         """`GET /openapi.json`."""
         exchange.respond(200, self._openapi)
 
-    def _may_be_task(self, caller: Caller, headers: dict[bytes, bytes], body: bytes) -> bool:
+    def may_be_task(self, caller: Caller, headers: dict[bytes, bytes], body: bytes) -> bool:
         """Whether the body must be read first: a task is not refused for how long it would wait."""
         if b"prefer" in headers or body.rfind(ASYNC) >= 0:  # from the end: `rfind` takes a third of the time of `in`
             return True
