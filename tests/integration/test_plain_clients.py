@@ -283,8 +283,8 @@ async def who_predicts(gateway: GatewayProcess) -> None:
         target, accept = f"/v1/predict?model_id={model}", "Accept: application/octet-stream\r\n"
         assert (await ask_once(gateway.port, "POST", target, given, raw + accept)).body == wanted
         assert b64decode((await ask_once(gateway.port, "POST", target, given, raw)).json["output"]) == wanted
-    for given in ("no base64!", 5, ""):
-        assert (await post(gateway, "plain", {"model_id": "letters", "input_data": given}, "/v1/predict")).status == 400
+    for wrong in ("no base64!", 5, ""):
+        assert (await post(gateway, "plain", {"model_id": "letters", "input_data": wrong}, "/v1/predict")).status == 400
     for model in ("letters", "facts"):  # no UTF-8, no JSON
         body = {"model_id": model, "input_data": b64encode(b"\xff{").decode()}
         assert (await post(gateway, "plain", body, "/v1/predict")).status == 400

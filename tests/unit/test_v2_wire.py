@@ -303,7 +303,7 @@ def test_of_two_outputs_of_one_name_none_is_dropped() -> None:
 
 def test_bytes_of_clients_are_what_the_model_has_for_them() -> None:
     codec = make_codec("json")
-    inputs = {form: bytes_in(form, codec.binary_input) for form in ("base64", "text", "json")}  # type: ignore[arg-type]
+    inputs = {form: bytes_in(form, codec.binary_input) for form in ("base64", "text", "json")}
     assert inputs["base64"](b"hi") == b'"aGk="'
     assert json.loads(inputs["text"]('say "hü"'.encode())) == 'say "hü"'
     assert inputs["json"](b' {"a": 1} ').strip() == b'{"a": 1}'

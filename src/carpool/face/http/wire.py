@@ -58,7 +58,13 @@ class PredictCall(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """The body of `POST /v1/predict`."""
 
     model_id: str
-    input_data: Annotated[Raw, Meta(description="any JSON value; passed on untouched", examples=["a short sentence"])]
+    input_data: Annotated[
+        Raw,
+        Meta(
+            description="any JSON value, passed on untouched; base64 for a model whose clients send bytes",
+            examples=["a short sentence"],
+        ),
+    ]
 
 
 _decode_inference = msgspec.json.Decoder(InferenceCall).decode
