@@ -11,7 +11,7 @@
 | `yaml` | parsed; a configuration of Prometheus by promtool too, where that is installed |
 | any language and a file's name | saved under that name, for the blocks behind it |
 | any language and `excerpt: REASON` | nothing, for this reason |
-| no language | nothing: it is a picture, and has no command in it |
+| `text`, or no language | nothing: it is a picture, and has no command in it |
 """
 
 import json
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
-_FENCE = re.compile(r"```(?P<language>\w*) ?(?P<word>.*)")
+_FENCE = re.compile(r"```(?:text$)?(?P<language>\w*) ?(?P<word>.*)")
 # What begins a line of a picture by mistake.
 _COMMAND = re.compile(
     r"^\s*(\$|(\S*/)?(carpool|curl|make|pip|python3?|npx|buf|envoy|redis-\w+|docker|export) )", re.MULTILINE

@@ -39,7 +39,6 @@ _PATIENT = {
 # What a page's reader has running already.
 STAND_INS = {
     "upstreams.md": (
-        "carpool sim-gpu --port 9000 --workers 1 --latency-ms 5",
         "carpool sim-gpu --port 8080 --workers 1 --latency-ms 5",
         "python -m support.embedder 8501 7997 8100 8081",
     )
