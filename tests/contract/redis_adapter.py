@@ -101,7 +101,7 @@ class WaitingLane:
     def oldest(self) -> float:
         return self.first_arrival
 
-    def place(self) -> float:
+    def place(self, now: float = -inf) -> float:
         return self.best_place
 
 
