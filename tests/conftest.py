@@ -27,6 +27,7 @@ SHARE_MIN = 0.999
 is_chaos = pytest.StashKey[bool]()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Six processes that make a Cluster are started once."""
     for item in items:
