@@ -242,7 +242,7 @@ endpoints = ["http://127.0.0.1:9000-9031/infer"]
 endpoints = ["http://10.0.0.7:8500/v1/models/large:predict"]
 protocol = "kserve_v1"
 max_batch = 8
-timeout_s = 30
+timeout_s = 30                    # and so broker.total_timeout_s is 31
 body_bytes_max = 16777216
 
 [[tiers]]
