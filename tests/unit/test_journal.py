@@ -880,7 +880,7 @@ async def test_results_that_were_read_are_kept_while_there_is_room(opener: Opene
     assert journal.counts.read_bytes == 300
     assert await ask(journal.delete, "a") is True
     assert journal.counts.read_bytes == 200
-    opener.clock.advance(601.0)
+    opener.clock.now += 601.0
     await finished(journal, "e")
     await until(lambda: journal.counts.results == 1)
     assert (journal.counts.read_bytes, journal.stored_bytes) == (0, 100)
