@@ -342,7 +342,13 @@ class TaskSettings(Section, frozen=True):
     result_ttl_s: Annotated[Seconds, doc("how long a result is kept")] = 600.0
     forget_after_read: Annotated[bool, doc("forget a result once it has been read")] = False
     dead_letter_ttl_s: Annotated[Seconds, doc("how long a dead letter is kept")] = 7 * 86400.0
-    stored_bytes_max: Annotated[Count, doc("bytes of inputs and results kept, together (503 for new tasks)")] = 4 * GIB
+    stored_bytes_max: Annotated[
+        Count,
+        doc(
+            "bytes of inputs and results kept, together (503 for new tasks); from 85 % on results that were read go "
+            "before their time"
+        ),
+    ] = 4 * GIB
     waiting_max: Annotated[Count, doc("tasks without an outcome at once (503 for new ones)")] = 50_000
     patience_ms: Annotated[
         float, doc("a task's place in the order is this much later than a synchronous request's", ge=0, le=600_000)
