@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from carpool.composition.process import changed_for_the_next_start
 from carpool.core.names import Role
 from carpool.settings import (
     ConfigError,
@@ -1050,3 +1051,11 @@ class TestTimeouts:
         assert call.startswith("models.slow.timeout_s (30 s) is not below broker.total_timeout_s (4 s)")
         (queue,) = warnings_of(load(toml="[broker]\nqueue_timeout_s = 5"))
         assert "broker.total_timeout_s (4 s, as it is not set)" in queue
+
+    def test_a_total_that_follows_changes_with_the_next_start(self) -> None:
+        quick, slow, slower = (load(toml=f"[upstream]\ntimeout_s = {seconds}") for seconds in (2, 3, 30))
+        assert changed_for_the_next_start(quick, slow) == []
+        assert changed_for_the_next_start(slow, slower) == ["broker"]
+        fixed = "[broker]\ntotal_timeout_s = 40\n"
+        slow, slower = (load(toml=f"{fixed}[upstream]\ntimeout_s = {seconds}") for seconds in (3, 30))
+        assert changed_for_the_next_start(slow, slower) == []
