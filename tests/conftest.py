@@ -35,6 +35,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[is_chaos] = any(item.path.parent.name == "chaos" for item in items)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What takes long to set up is set up once: each group must have one worker."""
+    if session.config.getoption("loadgroup", False):
+        lost = [item for item in session.items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]
+        assert not lost, f"this pytest-xdist leaves {lost[0].nodeid} to any worker, though it has a group"
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """The rows of `make chaos` have their own bounds; this one is over all of them."""
     if session.config.stash.get(is_chaos, False) and PROMISES.share < SHARE_MIN:

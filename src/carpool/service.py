@@ -18,6 +18,7 @@ from carpool.core.request import Request
 from carpool.core.snapshot import ModelNumbers, ModelState
 from carpool.core.tensors import is_packed
 from carpool.face.intake import ServedModel, ServedTensors
+from carpool.face.octets import bytes_in, bytes_out
 from carpool.settings import Model
 from carpool.upstream.breaker import Breaker
 from carpool.upstream.codecs import Codec, TensorCodec, make_codec
@@ -73,7 +74,12 @@ class ModelFace:
             tensor_datatype=upstream.tensor_datatype,
             tensor_shape=upstream.tensor_shape,
             tensor_binary=upstream.tensor_binary,
+            tokens_field=upstream.tokens_field,
+            version_field=upstream.version_field,
+            completion_text=upstream.completion_output == "text",
         )
+        self._task_tiers = model.task_tiers
+        self._bytes_as = upstream.bytes_as
 
     def prepare(self, request: Request) -> None:
         """Let the codec look into a request before it is admitted; raises Malformed."""
@@ -94,9 +100,16 @@ class ModelFace:
             # At the door alone: what was let in once is not refused later because the rules have changed.
             policy = InputPolicy(limits.input_bytes_max, limits.deny_patterns)
             prepare = checked_first(policy, prepare)
-        tensors = self.served_tensors()
         return ServedModel(
-            self.name, self.body_bytes_max, self.codec.binary_input, prepare, sharing, self._protocol, tensors
+            self.name,
+            self.body_bytes_max,
+            bytes_in(self._bytes_as, self.codec.binary_input),
+            prepare,
+            sharing,
+            self._protocol,
+            self.served_tensors(),
+            self._task_tiers,
+            bytes_out(self._bytes_as),
         )
 
     def served_tensors(self) -> ServedTensors | None:
@@ -194,6 +207,8 @@ class ModelService(ModelFace):
         )
         # Requests of this model that wait where this process takes them from (Redis), as far as it knows.
         self.waiting_elsewhere: Callable[[], int] = lambda: 0
+        # The same as it was last told, without those that may have come since.
+        self.unread_elsewhere: Callable[[], int] = lambda: 0
         self.pool.others_wait = lambda: self._others_waiting() > 0
         self._slots: Slots = self.pool if sharers is None else SharedSlots(self.pool, sharers)
         self.loop = BatchLoop(
@@ -209,6 +224,7 @@ class ModelService(ModelFace):
             clock=clock,
         )
         self.loop.is_waiting = lambda: broker.is_waiting(self.name) or self.waiting_elsewhere() > 0
+        self.loop.has_backlog = lambda: broker.is_waiting(self.name) or self.unread_elsewhere() > 0
         self._broker = broker
         self._others = others
         self.riders_apart = offenders
@@ -347,6 +363,10 @@ class ModelService(ModelFace):
         # An endpoint that is closed to one owner only has a call at a time for the others.
         slots = self.fleet.healthy_slots() or int(self.pool.is_shut_to_some)
         return self.loop.capacity_rps(slots) * share
+
+    def busy_s(self) -> float:
+        """For how long requests have found no free slot; 0.0 if there is one."""
+        return max(0.0, self._clock() - self.loop.busy_since())
 
     def numbers(self) -> ModelNumbers:
         """What `/metrics` shows of this model."""

@@ -9,9 +9,9 @@ import pytest
 import redis.asyncio
 
 from carpool.broker.redis.client.address import parse_broker_url
-from carpool.broker.redis.fleet.servers import Finding
 from carpool.broker.redis.fleet.view import Beat, ModelBeat, encode_beat
 from carpool.broker.redis.keys import GROUP, Keys, Shard
+from carpool.core.finding import Finding
 from carpool.tools.doctor import Doctor
 from carpool.tools.doctor_checks import Wants
 from support.processes import carpool
@@ -261,7 +261,7 @@ async def test_the_command(redis_server: RedisServer, keys: Keys, tmp_path: Path
 def test_the_command_without_a_broker(tmp_path: Path) -> None:
     done = carpool("doctor", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("carpool: no broker: give --broker redis://")
+    assert done.stderr.startswith("carpool: nothing to look at: give --upstream URL")
     assert done.stdout == ""
 
 

@@ -79,6 +79,31 @@ def test_the_names_of_json_are_configurable() -> None:
     assert decoded(codec, '{"outputs":[0],"résultats":[7]}'.encode(), 1) == [b"7"]
 
 
+def told(codec: Codec, fields: dict[str, Any], sizes: tuple[int, ...] = (4, 8)) -> list[tuple[Any, Any]]:
+    """Tokens and version of each member, whose inputs are this long."""
+    body = json.dumps({"outputs": [0] * len(sizes), **fields}).encode()
+    batch = members(codec, [b"1" * size for size in sizes])
+    return [(part.tokens_used, part.model_version) for part in codec.decode(Answer(200, body), batch)]
+
+
+def test_json_tells_tokens_and_versions() -> None:
+    """One for all, of which tokens are shared out by length; or one for each."""
+    assert told(JsonCodec(), {"tokens_used": 12, "model_version": "v7"}) == [(4, "v7"), (8, "v7")]
+    assert told(JsonCodec(), {"tokens_used": [0, 5], "model_version": ["a", 3]}) == [(0, "a"), (5, "3")]
+    assert told(JsonCodec(), {"model_version": 3}) == [(None, "3")] * 2
+    assert told(JsonCodec(), {"tokens_used": TOKENS_MAX}, (1,)) == [(TOKENS_MAX, None)]
+    named = make_codec("json", tokens_field="usage", version_field="rev")
+    assert told(named, {"usage": 3, "rev": "x", "tokens_used": 9, "model_version": "y"}) == [(1, "x"), (2, "x")]
+
+
+@pytest.mark.parametrize("field", ["tokens_used", "model_version"])
+@pytest.mark.parametrize(
+    "other", [None, {}, {"total": 5}, True, 0.5, -1, 10**24, [], [1], [1, 2, 3], [1, None], [[1, 2]], "x" * 129]
+)
+def test_outputs_are_none_the_worse_for_what_is_told_beside_them(field: str, other: object) -> None:
+    assert told(JsonCodec(), {field: other}) == [(None, None)] * 2
+
+
 def test_kserve_names_and_path() -> None:
     codec = make_codec("kserve_v1")
     call = codec.encode(members(codec, [b"1", b"2"], b'{"a":1,"signature_name":"s"}', model="resnet"))
@@ -279,6 +304,19 @@ def test_completions_go_by_index_which_is_not_passed_on() -> None:
         },
     ]
     assert [part.tokens_used for part in COMPLETIONS.decode(Answer(200, body), batch)] == [4 + 3, 4 + 11]
+
+
+def test_completions_can_be_their_texts() -> None:
+    codec = make_codec("openai_completions", completion_text=True)
+    batch = members(codec, [b'"aa"', b'"bb"'])
+    choices = [{"text": 'long "text"', "index": 1, "finish_reason": "stop"}, {"text": "x", "index": 0}]
+    for usage, tokens in (({}, [None, None]), ({"usage": {"prompt_tokens": 8, "completion_tokens": 9}}, [5, 12])):
+        body = json.dumps({"choices": choices, **usage}).encode()
+        assert decoded(codec, body, batch) == [b'"x"', b'"long \\"text\\""']
+        assert [part.tokens_used for part in codec.decode(Answer(200, body), batch)] == tokens
+    for text in ("null", "5", "{}"):
+        with pytest.raises(ProtocolFaultError, match="`text` of a choice"):
+            decoded(codec, b'{"choices":[{"text":%b,"index":0}]}' % text.encode(), batch[:1])
 
 
 def test_tokens_are_unknown_where_the_server_does_not_say() -> None:

@@ -11,7 +11,7 @@ from carpool.admission.credentials import KNOWN_BYTES_MAX, KNOWN_MAX, Credential
 from carpool.admission.gate import Gate
 from carpool.admission.owners import Owners
 from carpool.admission.tokens import TokenKeys, TokenRules, owner_of_subject
-from carpool.core.api_key import ApiKey, decode_keys, encode_key, owner_fault
+from carpool.core.api_key import ApiKey, decode_keys, encode_key, key_fault, owner_fault
 from carpool.core.errors import BrokerDown, Unauthorized
 from carpool.core.ports import Caller, Peer, RateLimit
 from support.tokens import SECRET, token_of
@@ -135,6 +135,32 @@ class TestKeys:
         asked.change_stored_keys([])
         refused(asked, bearer(KEY))
 
+    @pytest.mark.parametrize(
+        "secret", [b"a" * 20, b"sk-live-ABC.def/ghi+jkl==", b"550e8400-e29b-41d4-a716-446655440000", b"~" * 256]
+    )
+    def test_keys_of_any_form(self, secret: bytes) -> None:
+        """A key that an operator brings; beside tokens, for which it is not taken."""
+        asked = credentials(key_of(secret, default_mode="async"))
+        asked.change_token_keys(TokenKeys(SECRET, TokenRules(["HS256"])))
+        for headers in (bearer(secret), {b"x-api-key": secret}):
+            assert asked.identify(headers) == Caller("alice", 1, False, RateLimit(60, 5), default_mode="async")
+        assert asked.identify(bearer(token())).owner == "jwt:ann"
+        refused(asked, bearer(secret[:-1] + b"!"))
+        assert not key_fault(secret.decode())
+
+    @pytest.mark.parametrize("secret", [b"a" * 19, b"", b"~" * 257, b"two words of 20 chars", "ä".encode() * 20])
+    def test_what_is_no_key_lets_nobody_in(self, secret: bytes) -> None:
+        """Not by its digest either, which the configuration may have: of a short one that is no secret."""
+        assert "20 to 256" in key_fault(secret.decode())
+        if not 20 <= len(secret) <= 256:
+            refused(credentials(key_of(secret)), bearer(secret))
+
+    def test_a_token_is_good_before_the_store_was_read(self) -> None:
+        asked = credentials()
+        asked.change_token_keys(TokenKeys(SECRET, TokenRules(["HS256"])))
+        asked.expect_stored_keys()
+        assert asked.identify(bearer(token())).owner == "jwt:ann"
+
     def test_nothing_secret_in_its_words(self) -> None:
         asked = credentials(key_of())
         assert KEY.decode() not in repr(asked) and repr(asked) == "<Credentials 1 keys, 0 remembered>"
@@ -170,7 +196,7 @@ class TestKeys:
             assert not text.startswith(owner_of_subject("x")[:3] + ":")
 
     def test_what_is_stored_can_be_read_again(self) -> None:
-        key = key_of(owner="team", models=("a", "b"), per_minute=5, created=NOW)
+        key = key_of(owner="team", models=("a", "b"), per_minute=5, created=NOW, default_mode="sync")
         newer = encode_key(key)[:-1] + b',"newer":1}'
         unusable = [b"", b"{}", b'{"name":"x","sha256":"short"}', encode_key(key_of(owner="127.0.0.1"))]
         assert decode_keys([encode_key(key), newer, *unusable]) == [key, key]

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from carpool.broker.redis.fleet.servers import Finding, Level, NodeFacts, check_cluster, check_sentinels, parse_info
+from carpool.broker.redis.fleet.servers import NodeFacts, check_cluster, check_sentinels, parse_info
 from carpool.broker.redis.fleet.view import Beat, FleetView, Member, ModelBeat
+from carpool.core.finding import Finding, Level
 from carpool.tools.doctor_checks import (
     ReplyStream,
     ShardFacts,

@@ -656,9 +656,31 @@ class TestModels:
 
     def test_every_key_of_a_model_is_one_of_a_section(self) -> None:
         """Else it would be read and have no effect."""
-        fields = set(ModelSettings.__struct_fields__) - {"body_bytes_max", "cache"}
+        fields = set(ModelSettings.__struct_fields__) - {"body_bytes_max", "cache", "default_mode"}
         sections = (UpstreamSettings, BatchingSettings, InputSettings)
         assert fields <= {field for section in sections for field in section.__struct_fields__}
+
+    def test_whose_requests_are_tasks_by_default(self) -> None:
+        """The model's word goes before the tier's, and that before the gateway's."""
+        toml = """
+            [gateway]
+            default_mode = "async"
+            [[tiers]]
+            name = "waits"
+            target_ms = 1
+            default_mode = "sync"
+            [[tiers]]
+            name = "other"
+            target_ms = 2
+            [models.plain]
+            [models.now]
+            default_mode = "sync"
+            [models.later]
+            default_mode = "async"
+        """
+        found = {name: set(model.task_tiers) for name, model in models_of(load(toml=toml)).items()}
+        assert found == {"plain": {1}, "now": set(), "later": {0, 1}}
+        assert not models_of(load(toml=""))["default"].task_tiers
 
     @pytest.mark.parametrize(
         ("port", "admin", "expected"), [(8000, None, 8001), (0, None, 0), (8000, 9, 9), (8000, 0, 0)]

@@ -140,6 +140,14 @@ def test_an_older_gateway_tells_less() -> None:
     assert msgspec.msgpack.decode(told, type=RequestState).batch is UNSET
 
 
+def test_latencies_are_whole_numbers() -> None:
+    """Also as an older gateway tells them; and as a number that JSON has no point in."""
+    told = msgspec.msgpack.encode({"status": "queued", "latency_ms": 202.67, "error": None, "client_id": None})
+    state = msgspec.msgpack.decode(told, type=RequestState)
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=RequestState)
+    assert b'"latency_ms":203,' in msgspec.json.encode(state) == msgspec.json.encode(again)
+
+
 def test_from_tracking() -> None:
     record = RequestRecord(
         id="r", owner="alice", tier="free", model="m", is_task=True, status="completed", error=None, created_at=1.0,

@@ -9,9 +9,10 @@ import pytest
 
 from carpool.core.errors import Malformed, UpstreamProtocolFault
 from carpool.core.tensors import RawTensor, is_packed, pack, pack_tensors, unpack_tensors
-from carpool.face.http.octets import Octets, octets_in, wants_octets
 from carpool.face.http.v2_wire import V2Answer, V2Call, WantedOutputs, parse_call, write_answer
+from carpool.face.octets import Octets, bytes_in, bytes_out, octets_in, wants_octets
 from carpool.face.tensor_rows import ROWS_MAX, join_rows, read_row
+from carpool.upstream.codecs import make_codec
 
 FLOATS = struct.pack("<4f", 1, 2, 3, 4)
 
@@ -298,3 +299,24 @@ def test_of_two_outputs_of_one_name_none_is_dropped() -> None:
             read_row(output)
     with pytest.raises(Malformed, match="same name"):
         read(tensor(), outputs=[{"name": "Y"}, {"name": "Y", "parameters": {"binary_data": True}}])
+
+
+def test_bytes_of_clients_are_what_the_model_has_for_them() -> None:
+    codec = make_codec("json")
+    inputs = {form: bytes_in(form, codec.binary_input) for form in ("base64", "text", "json")}
+    assert inputs["base64"](b"hi") == b'"aGk="'
+    assert json.loads(inputs["text"]('say "hü"'.encode())) == 'say "hü"'
+    assert inputs["json"](b' {"a": 1} ').strip() == b'{"a": 1}'
+    for form, wrong in (("text", b"\xff"), ("json", b"hi"), ("json", b'"\xff"'), ("json", b"1 2"), ("json", b"1e999")):
+        with pytest.raises(Malformed):
+            inputs[form](wrong)
+    assert bytes_out("") is None
+    for form, value, wanted in (
+        ("base64", b'"aGk="', b"hi"),
+        ("base64", b'{"label":1}', b'{"label":1}'),
+        ("text", b'"h\\u00fc"', "hü".encode()),
+        ("text", b"[1]", b"[1]"),
+        ("json", b'"aGk="', b'"aGk="'),
+    ):
+        found = bytes_out(form)  # type: ignore[arg-type]
+        assert found is not None and found(value).data == wanted

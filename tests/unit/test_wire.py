@@ -116,7 +116,8 @@ def test_answers() -> None:
     answers = wire.InferenceAnswers().pieces
     plain = Output(b'{"echo": 1}', CallFacts(3, 0.2))
     rich = Output(b"[]", CallFacts(1, 0.1, model_version='v"1', cached=True), tokens_used=7)
-    metadata = {"latency_ms": 250.0, "queue_ms": 5.0, "model": 'mo"del'}
+    metadata = {"latency_ms": 250, "queue_ms": 5.0, "model": 'mo"del'}
+    assert b'"latency_ms":250,' in b"".join(answers(request, plain))
     for _ in range(2):
         assert json.loads(b"".join(answers(request, plain))) == {
             "request_id": "id-1",

@@ -1,7 +1,7 @@
 """Who asks, where a credential is asked for: an API key or a JSON Web Token.
 
-1. `Authorization: Bearer …` has a key (`cp_…`) or a token, `X-API-Key: …` a key. Both headers at once are refused:
-   nobody could say which of the two was meant.
+1. `Authorization: Bearer …` has a key or a token, `X-API-Key: …` a key. Both headers at once are refused: nobody could
+   say which of the two was meant. A key may have any form, so what is no known key may be a token.
 2. Whatever is wrong with a credential, its client is told the same.
 3. Keys are found by their SHA-256; there is nothing else to compare them with. The digest that was found is compared
    in constant time.
@@ -9,7 +9,7 @@
    tokens change; so many of them at most, the oldest go. Not by a digest: that of a token takes longer than all the
    rest of admission, and the bytes of a header that a connection sends each time are hashed but once. Python's own
    hash has a key that nobody knows, so how long a look takes tells nothing.
-5. While the stored keys have not been read yet, a key that is not known gets a 503: it may well be a good one.
+5. While the stored keys have not been read yet, what is no known key and no token gets a 503: it may well be good.
 6. A Caller is made once for each credential. The limits are the key's own, else its tier's.
 """
 
@@ -21,7 +21,7 @@ from hashlib import sha256
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from carpool.core.api_key import KEY_PREFIX, ApiKey
+from carpool.core.api_key import KEY_CHARS_MAX, KEY_CHARS_MIN, ApiKey
 from carpool.core.errors import BrokerDown, CarpoolError, Unauthorized
 from carpool.core.ports import Caller, Peer, RateLimit
 
@@ -33,8 +33,6 @@ logger = logging.getLogger("carpool")
 # Headers that are remembered for each of the two names, and their bytes.
 KNOWN_MAX = 8192
 KNOWN_BYTES_MAX = 8 * 1024 * 1024
-# No key is longer: what is longer is not hashed in vain.
-KEY_BYTES_MAX = 256
 
 _BEARER = b"bearer "
 
@@ -154,12 +152,13 @@ class Credentials:
             if given[:7].lower() != _BEARER:
                 raise refusal()
             given = given[7:]
-        if given.startswith(KEY_PREFIX):
-            known = self._find_key(given) if len(given) <= KEY_BYTES_MAX else None
-        else:
-            known = self._find_token(given) if is_bearer else None
+        # No key is shorter or longer: what is longer is not hashed in vain.
+        may_be_key = self._takes_keys and KEY_CHARS_MIN <= len(given) <= KEY_CHARS_MAX
+        known = self._find_key(given) if may_be_key else None
+        if known is None and is_bearer:
+            known = self._find_token(given)
         if known is None:
-            raise refusal()
+            raise not_known_yet() if may_be_key and self._stored is None else refusal()
         return known
 
     def _find_key(self, key: bytes) -> Known | None:
@@ -167,8 +166,6 @@ class Credentials:
         known = self._keys.get(digest)
         if known is not None and hmac.compare_digest(known.digest, digest):
             return known if self._wall() < known.until else None
-        if self._takes_keys and self._stored is None:
-            raise not_known_yet()
         return None
 
     def _find_token(self, token: bytes) -> Known | None:
@@ -206,7 +203,12 @@ class Credentials:
             tier.limit.concurrent if key.concurrent is None else key.concurrent,
         )
         return Caller(
-            key.counts_for, tier.number, False, limit_or_none(own), frozenset(key.models) if key.models else None
+            key.counts_for,
+            tier.number,
+            False,
+            limit_or_none(own),
+            frozenset(key.models) if key.models else None,
+            key.default_mode or "",
         )
 
 

@@ -1,35 +1,57 @@
-"""`carpool doctor`: look at the Redis of a deployment, and say what is wrong and what to change."""
+"""`carpool doctor`: look at the inference API and the Redis of a deployment; say what is wrong and what to change."""
 
 import asyncio
 import json as json_module
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from carpool.settings import Settings, broker_address, load_settings, require_broker
+from carpool.settings import ConfigError, Settings, broker_address, load_settings, models_of
 
 if TYPE_CHECKING:
-    from carpool.broker.redis.fleet.servers import Finding
+    from carpool.core.finding import Finding
 
 EXIT_PROBLEMS = 1
 EPILOG = """\
 [bold]Examples[/bold]
 
-  carpool doctor --broker redis://127.0.0.1:6379
-
-  CARPOOL_BROKER_PASSWORD_FILE=/run/secrets/redis carpool doctor --broker redis+cluster://redis-1:6379,redis-2:6379
+  carpool doctor --upstream http://127.0.0.1:9000/predict
 
   carpool doctor --config /etc/carpool.toml --json
 
-Give it the configuration of your gateways: it compares Redis with it. The exit status is 1 if there are problems.
+  carpool doctor --upstream http://127.0.0.1:9000/predict --input '[5.1, 3.5, 1.4, 0.2]'
+
+  CARPOOL_BROKER_PASSWORD_FILE=/run/secrets/redis carpool doctor --broker redis+cluster://redis-1:6379,redis-2:6379
+
+Give it the configuration of your gateways: it compares what it finds with it.
+
+Exit status: 0 all is well (there may be warnings), 1 something is wrong, 2 the command line or the configuration is.
 """
+# Of the endpoints or servers that a line is about.
+NAMED_MAX = 4
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
 def doctor(
+    upstream: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--upstream", metavar="URL", help="The API to call (default: upstream.endpoints); may be repeated."
+        ),
+    ] = None,
+    protocol: Annotated[
+        str | None, typer.Option("--protocol", metavar="NAME", help="What it speaks (default: upstream.protocol).")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="The model to ask it for (default: model).")
+    ] = None,
+    given: Annotated[
+        str, typer.Option("--input", metavar="JSON", help="An input that the model takes (default: some of its own).")
+    ] = "",
     broker: Annotated[
         str | None, typer.Option("--broker", metavar="URL", help="The Redis to look at (default: broker.url).")
     ] = None,
@@ -43,22 +65,58 @@ def doctor(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> int:
-    """Check the Redis between gateways and batchers: its version, persistence, memory and replicas, and the queue.
+    """Check the inference API, and the Redis between gateways and batchers, against the configuration.
+
+    It makes calls of one input, of two, and of more to the API: path, TLS, credentials, names of fields, number of
+    outputs, time, batch limit. Of Redis it looks at version, persistence, memory, replicas, and the queue.
 
     Each line says what is so, what it means, and what to change. Nothing is changed without --fix.
     """
-    settings = load_settings({"broker.url": broker}, environ=os.environ, file=config)
-    require_broker(settings)
-    findings = asyncio.run(_examine(settings, mend=fix))
+    flags = {"upstream.endpoints": upstream, "upstream.protocol": protocol, "model": model}
+    flags = {path: value or None for path, value in flags.items()}
+    settings = load_settings({**flags, "broker.url": broker}, environ=os.environ, file=config)
+    _check_input(given)
+    if not settings.broker.url and not any(each.upstream.endpoints for each in models_of(settings).values()):
+        raise ConfigError(
+            "nothing to look at: give --upstream URL (or upstream.endpoints), or --broker redis://HOST:6379 "
+            "(or broker.url)"
+        )
+    with _progress() as say:
+        findings = asyncio.run(_examine(settings, given.encode(), mend=fix, say=say))
+    changes = _changes(findings, flags)
     if json:
-        _print_json(findings)
+        _print_json(findings, changes)
     else:
         _print_lines(findings)
+        _print_changes(changes)
     return EXIT_PROBLEMS if any(finding.level == "problem" for finding in findings) else 0
 
 
-async def _examine(settings: Settings, *, mend: bool) -> "list[Finding]":
+def _check_input(text: str) -> None:
+    import msgspec
+
+    try:
+        if text:
+            msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as fault:
+        raise typer.BadParameter(f"--input is not JSON: {fault}") from None
+
+
+async def _examine(settings: Settings, given: bytes, *, mend: bool, say: Callable[[str], None]) -> "list[Finding]":
     # Here, so that the other commands do not pay for it.
+    from carpool.tools.api_doctor import ApiDoctor
+
+    findings = []
+    for each in models_of(settings).values():
+        if each.upstream.endpoints:
+            findings += await ApiDoctor(settings, each, given, say).examine()
+    if settings.broker.url:
+        say("looking at Redis")
+        findings += await _examine_redis(settings, mend=mend)
+    return findings
+
+
+async def _examine_redis(settings: Settings, *, mend: bool) -> "list[Finding]":
     from carpool.broker.redis.keys import Keys
     from carpool.tools.doctor import Doctor
     from carpool.tools.doctor_checks import Wants
@@ -74,13 +132,50 @@ async def _examine(settings: Settings, *, mend: bool) -> "list[Finding]":
     return await Doctor(broker_address(broker), keys, wants).examine(mend=mend)
 
 
-def _print_json(findings: "Sequence[Finding]") -> None:
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Where to say what is being done: a line at the terminal that goes away; else nowhere."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("looking") as status:
+        yield lambda text: status.update(escape(text))
+
+
+def _changes(findings: "Sequence[Finding]", flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings to change; where some are, those that the command line gave too, so that a file has all of them."""
+    from carpool.settings.dump import without_secrets
+
+    found: dict[str, Any] = {path: value for finding in findings for path, value in finding.changes}
+    given = {path: value for path, value in flags.items() if value is not None}
+    if "upstream.endpoints" in given:
+        given["upstream.endpoints"] = [without_secrets(url) for url in given["upstream.endpoints"]]
+    return {**given, **found} if found else {}
+
+
+def _print_json(findings: "Sequence[Finding]", changes: Mapping[str, Any]) -> None:
+    """Without what the API said: this is for programs, which keep it."""
     import msgspec
 
     from carpool.tools.doctor_checks import worst
 
-    report = {"status": worst(findings), "findings": msgspec.to_builtins(findings)}
-    typer.echo(json_module.dumps(report, indent=2))
+    listed = [{**msgspec.structs.asdict(finding), "changes": dict(finding.changes)} for finding in findings]
+    for each in listed:
+        del each["heard"]
+    typer.echo(json_module.dumps({"status": worst(findings), "findings": listed, "changes": changes}, indent=2))
+
+
+def _print_changes(changes: Mapping[str, Any]) -> None:
+    if changes:
+        from carpool.settings.dump import changes_toml
+
+        typer.echo("\nFor carpool.toml (where it has such a table already, put the lines into that one):\n")
+        typer.echo(changes_toml(changes))
+        typer.echo("\nThen run `carpool doctor` again; when all is well, `carpool serve`.")
 
 
 def _print_lines(findings: "Sequence[Finding]") -> None:
@@ -94,12 +189,16 @@ def _print_lines(findings: "Sequence[Finding]") -> None:
         for finding in findings:
             do = f" -> {finding.do}" if finding.do else ""
             typer.echo(f"{finding.level}: {_titled(finding)}: {finding.says}{do}")
+            if finding.heard:
+                typer.echo(f"    it said: {finding.heard}")
         return
     table = Table(show_header=False, box=None)
     for finding in findings:
         words = Text(finding.says)
         if finding.do:
             words.append(f"\n→ {finding.do}", style="italic")
+        if finding.heard:
+            words.append(f"\nit said: {finding.heard}", style="dim")
         table.add_row(Text(finding.level, style=_STYLES[finding.level]), Text(_titled(finding)), words)
     console.print(table)
     counts = {level: sum(finding.level == level for finding in findings) for level in ("problem", "warning")}
@@ -107,4 +206,7 @@ def _print_lines(findings: "Sequence[Finding]") -> None:
 
 
 def _titled(finding: "Finding") -> str:
-    return finding.check + (f" ({', '.join(finding.where)})" if finding.where else "")
+    named = list(finding.where[:NAMED_MAX])
+    if len(finding.where) > NAMED_MAX:
+        named.append(f"and {len(finding.where) - NAMED_MAX} more")
+    return finding.check + (f" ({', '.join(named)})" if named else "")

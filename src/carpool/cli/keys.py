@@ -1,11 +1,13 @@
-"""`carpool keys`: make API keys, list and revoke them.
+"""`carpool keys`: make API keys, take those that clients have already, list and revoke them.
 
 They are kept where the configuration says: in Redis where there is a broker, else in a file beside the journal. Running
-gateways see a change within two seconds. A key is shown once, when it is made; what is kept is its SHA-256.
+gateways see a change within two seconds. A key is shown once, when it is made; what is kept is its SHA-256. A key that
+is taken is read from stdin, never from the command line, which other users of the machine can see.
 """
 
 import json as json_module
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +15,9 @@ from typing import Annotated, NoReturn, Protocol, TypeVar
 
 import typer
 
-from carpool.core.api_key import KEY_PREFIX, LIMIT_MAX, ApiKey, KeyStoreError, owner_fault
+from carpool.core.api_key import KEY_PREFIX, LIMIT_MAX, ApiKey, KeyStoreError, key_fault, owner_fault
 from carpool.core.clock import rfc3339
+from carpool.core.names import ModeName
 from carpool.settings import ConfigError, Settings, broker_address, check_name, load_settings
 
 Done = TypeVar("Done")
@@ -23,17 +26,21 @@ EXIT_FAILED = 1
 KEY_RANDOM_BYTES = 32
 DIGEST_CHARS_SHOWN = 8
 DAY_S = 86400
+# More than any key: what is longer is refused.
+STDIN_CHARS_MAX = 4096
 
 keys = typer.Typer(
     name="keys",
     no_args_is_help=True,
-    help="API keys: create, list and revoke them. Running gateways see a change within two seconds.",
+    help="API keys: create, import, list and revoke them. Running gateways see a change within two seconds.",
     epilog="""\
 [bold]Examples[/bold]
 
   carpool keys create alice --tier paid --per-minute 600 --burst 50
 
   carpool keys create ci --models small --expires 30 --broker redis://127.0.0.1:6379
+
+  carpool keys import old-shop --tier paid < their-key.txt
 
   carpool keys revoke alice
 
@@ -68,8 +75,10 @@ class KeyStore(Protocol):
         ...
 
 
-@keys.command()
+@keys.command("import", help="Take a key that a client has, of any form from 20 characters on: one line on stdin.")
+@keys.command(help="Make a key and print it: the only time that it can be seen. Everything else goes to stderr.")
 def create(
+    context: typer.Context,
     name: Name,
     owner: Annotated[str, typer.Option(help="Whom its requests count for (default: the name).")] = "",
     tier: Annotated[str, typer.Option(help="The tier's name (default: the lowest).")] = "",
@@ -79,6 +88,7 @@ def create(
     per_minute: Annotated[int | None, typer.Option(min=0, max=LIMIT_MAX, help="As limits.per_minute.")] = None,
     burst: Annotated[int | None, typer.Option(min=1, max=LIMIT_MAX, help="As limits.burst.")] = None,
     concurrent: Annotated[int | None, typer.Option(min=0, max=LIMIT_MAX, help="As limits.concurrent.")] = None,
+    default_mode: Annotated[ModeName | None, typer.Option(help="As gateway.default_mode, for this key.")] = None,
     expires: Annotated[
         float | None, typer.Option(metavar="DAYS", min=0, max=36500, help="It is valid for so long.")
     ] = None,
@@ -89,13 +99,14 @@ def create(
     broker: Broker = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Make a key and print it: the only time that it can be seen. Everything else goes to stderr."""
+    """Make a key, or take one that there is."""
     import secrets
     from hashlib import sha256
 
     settings = _load(config, broker, data_dir)
+    is_taken = context.info_name == "import"
     now = time.time()
-    secret = KEY_PREFIX.decode() + secrets.token_urlsafe(KEY_RANDOM_BYTES)
+    secret = _read_key() if is_taken else KEY_PREFIX.decode() + secrets.token_urlsafe(KEY_RANDOM_BYTES)
     key = ApiKey(
         name=name,
         sha256=sha256(secret.encode()).hexdigest(),
@@ -105,17 +116,21 @@ def create(
         per_minute=per_minute,
         burst=burst,
         concurrent=concurrent,
+        default_mode=default_mode,
         created=now,
         expires=0.0 if expires is None else now + expires * DAY_S,
     )
     _check(key, settings)
+    if is_taken:
+        _check_is_new(key, settings)
     if show_toml:
         if expires is not None:
             raise ConfigError("--expires is for keys that are kept by Carpool, not for those of the configuration")
         typer.echo(_table(key), err=True)
     elif not _do(lambda: _store(settings).create(key)):
         _leave(f"there is a key called {name}; revoke it first, or choose another name")
-    typer.echo(secret)
+    if not is_taken:
+        typer.echo(secret)
 
 
 @keys.command("list")
@@ -156,6 +171,24 @@ def revoke(name: Name, config: Config = None, broker: Broker = None, data_dir: D
     if not _do(lambda: _store(settings).revoke(name)):
         _leave(f"there is no key called {name}; see `carpool keys list`")
     typer.echo(f"{name} is revoked", err=True)
+
+
+def _read_key() -> str:
+    """The key on stdin; raises ConfigError, which does not show it."""
+    on_terminal = sys.stdin.isatty()
+    given = typer.prompt("key", hide_input=True, err=True) if on_terminal else sys.stdin.read(STDIN_CHARS_MAX)
+    secret: str = given.strip()
+    if fault := key_fault(secret):
+        raise ConfigError(f"the key on stdin {fault}")
+    return secret
+
+
+def _check_is_new(key: ApiKey, settings: Settings) -> None:
+    """One key, one name: else nobody could say whose tier and limits count."""
+    configured = ((name, each.sha256.lower()) for name, each in settings.keys.items())
+    for name, digest in (*configured, *((each.name, each.sha256) for each in _do(_store(settings).all))):
+        if digest == key.sha256:
+            _leave(f"the key on stdin is there already: it is called {name}")
 
 
 def _load(config: Path | None, broker: str | None, data_dir: str | None) -> Settings:
@@ -212,6 +245,7 @@ def _row(key: ApiKey, where: str) -> dict[str, str]:
 def _table(key: ApiKey) -> str:
     said: dict[str, object] = {"sha256": key.sha256, "owner": key.owner, "tier": key.tier, "models": list(key.models)}
     said |= {"per_minute": key.per_minute, "burst": key.burst, "concurrent": key.concurrent}
+    said |= {"default_mode": key.default_mode}
     lines = [f"{name} = {json_module.dumps(value)}" for name, value in said.items() if value not in (None, "", [])]
     return "\n".join([f"[keys.{json_module.dumps(key.name)}]", *lines])
 

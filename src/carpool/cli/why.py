@@ -67,7 +67,7 @@ def story(request_id: str, state: "RequestState") -> list[str]:
     outcome = {"queued": "waits", "processing": "is being worked on", "completed": "was completed"}
     head = outcome.get(state.status, f"failed ({state.error})")
     how_long = "after" if state.status in ("completed", "failed") else "for"
-    lines = [f"{request_id} {head}, {how_long} {state.latency_ms:g} ms"]
+    lines = [f"{request_id} {head}, {how_long} {state.latency_ms} ms"]
     facts = [("owner", state.owner), ("model", state.model), ("client", state.client_id or msgspec.UNSET)]
     lines += [f"  {name}: {value}" for name, value in facts if value is not msgspec.UNSET]
     if state.is_task is True:

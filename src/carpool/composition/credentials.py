@@ -63,6 +63,7 @@ def configured_keys(settings: Settings) -> Iterable[ApiKey]:
             per_minute=key.per_minute,
             burst=key.burst,
             concurrent=key.concurrent,
+            default_mode=key.default_mode,
         )
 
 

@@ -37,7 +37,7 @@ from carpool.face.http.streams import PATH as STREAM
 from carpool.face.http.streams import Streams
 from carpool.face.http.task_events import TaskEvents
 from carpool.face.http.tickets import Tickets
-from carpool.face.intake import Intake, IntakeSettings
+from carpool.face.intake import Intake, IntakeSettings, make_uuids
 from carpool.service import ModelFace
 from carpool.settings import Settings, grpc_port, total_timeout_s
 from carpool.settings.schema import LimitSettings
@@ -143,6 +143,8 @@ class GatewayHalf:
             rates=rates or LocalLimits(ground.clock),
             sharers=sharers,
         )
+        if settings.gateway.request_ids == "uuid":
+            make_uuids()
         self.results = ResultCache(bytes_max=settings.cache.bytes_max, ttl_s=settings.cache.ttl_s)
         cached = {name for name, model in ground.models.items() if model.is_cached}
         self.seats = self._make_seats(far) if cached else None
@@ -383,7 +385,7 @@ def intake_settings(ground: Ground) -> IntakeSettings:
 def face_settings(settings: Settings) -> HttpFaceSettings:
     """What the HTTP face must know of the configuration."""
     tasks = settings.tasks
-    return HttpFaceSettings(settings.gateway.default_mode, tasks.wait_ms_max, tasks.forget_after_read)
+    return HttpFaceSettings(tasks.wait_ms_max, tasks.forget_after_read)
 
 
 def http_limits(settings: Settings, models: Sequence[ModelFace]) -> HttpLimits:

@@ -1,6 +1,8 @@
 """An API key as it is stored: by its SHA-256, with what it lets its owner do. The key itself is nowhere.
 
-1. A key is `cp_` and 43 characters of `A-Za-z0-9_-`: 256 random bits, so a plain hash is enough, and no two are alike.
+1. A key that Carpool makes is `cp_` and 43 characters of `A-Za-z0-9_-`: 256 random bits, so a plain hash is enough, and
+   no two are alike. One that its operator brings is 20 to 256 printable ASCII characters without spaces, of any form:
+   that it cannot be guessed is for whoever made it to see to.
 2. An owner is 1 to 64 printable ASCII characters. It is no address, nor does it begin as the owners of tokens do: so
    whoever comes with a key is never taken for a stranger of that address, or for the subject of a token.
 3. Fields that a newer version wrote are passed over. A key that is not as it should be lets nobody in, and keeps
@@ -15,7 +17,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from carpool.core.names import ModeName
+
 KEY_PREFIX = b"cp_"
+KEY_CHARS_MIN, KEY_CHARS_MAX = 20, 256
 # What the owner of a token begins with: its subject follows, or the subject's hash.
 TOKEN_OWNER, TOKEN_OWNER_HASHED = "jwt:", "jwt#"
 OWNER_CHARS_MAX = 64
@@ -25,6 +30,7 @@ Limit = Annotated[int, Meta(ge=0, le=LIMIT_MAX)]
 Burst = Annotated[int, Meta(ge=1, le=LIMIT_MAX)]
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_KEY = re.compile(rf"[\x21-\x7e]{{{KEY_CHARS_MIN},{KEY_CHARS_MAX}}}")
 _OWNER = re.compile(r"[\x21-\x7e]{1,64}")
 
 
@@ -48,6 +54,8 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     per_minute: Limit | None = None
     burst: Burst | None = None
     concurrent: Limit | None = None
+    # What `POST /v1/inference` does where its client does not say; None: as the model, the tier or the gateway has it.
+    default_mode: ModeName | None = None
     # Seconds since 1970; 0: never, or not known.
     created: float = 0.0
     expires: float = 0.0
@@ -61,6 +69,13 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def is_digest(text: str) -> bool:
     """Whether this is a SHA-256 in hex."""
     return _DIGEST.fullmatch(text) is not None
+
+
+def key_fault(key: str) -> str:
+    """Why this cannot be a key; "" if it can. The text does not show it (rule 1)."""
+    if _KEY.fullmatch(key):
+        return ""
+    return f"must be {KEY_CHARS_MIN} to {KEY_CHARS_MAX} printable ASCII characters without spaces"
 
 
 def owner_fault(owner: str) -> str:

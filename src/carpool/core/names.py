@@ -12,6 +12,12 @@ ProtocolName = Literal[
     "json", "kserve_v1", "kserve_v2", "kserve_v2_grpc", "openai_embeddings", "openai_completions", "tei_embed"
 ]
 
+# What `POST /v1/inference` does where its client does not say.
+ModeName = Literal["sync", "async"]
+
+# What bytes of clients are to a model: what its protocol has for bytes, texts, or JSON. "": clients send no bytes.
+BytesForm = Literal["", "base64", "text", "json"]
+
 
 class TlsFiles(msgspec.Struct, frozen=True):
     """The PEM files that protect a connection; each is optional."""

@@ -5,12 +5,13 @@ The halves of `composition/` plug them together.
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from carpool.core.dead_letter import DeadLetterSummary, Replayed, ReplayReport, StoredDeadLetter
 from carpool.core.errors import CarpoolError
+from carpool.core.names import ModeName
 from carpool.core.outcome import Outcome, Output
 from carpool.core.request import Request
 from carpool.core.task import StoredTask
@@ -37,7 +38,7 @@ class LaneQueue(Protocol):
         """When the longest-waiting request arrived. Only for a lane with `waiting` > 0."""
         ...
 
-    def place(self) -> float:
+    def place(self, now: float = -inf) -> float:
         """Where the lane stands among others: the smallest goes first. Only for a lane with `waiting` > 0."""
         ...
 
@@ -306,6 +307,8 @@ class Caller(msgspec.Struct, frozen=True):
     limit: RateLimit | None = None
     # The models that it may ask for; None: all.
     models: frozenset[str] | None = None
+    # What its key says that `POST /v1/inference` does where the client does not; "": nothing.
+    default_mode: ModeName | Literal[""] = ""
     # Under which name its requests are counted where gateways share a budget: an owner has one for each of its limits.
     account: str = ""
 

@@ -199,7 +199,9 @@ def searched_since(request: Request, now: float) -> float:
     return now - batch.ended if batch is not None and request.taken <= batch.ended < now and batch.ended else 0.0
 
 
-class _Nobody:
+class Nobody:
+    """The waiter of a request that nobody waits for."""
+
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Whoever wants to know asks for it."""
 
@@ -208,7 +210,7 @@ def ended_elsewhere(
     request_id: str, owner: str, tier: int, model: str, arrived: float, ended: float, error: CarpoolError
 ) -> Request:
     """A task that got its outcome where no process has it, for those who are told of outcomes."""
-    request = Request(request_id, model, b"", b"", 0, tier, arrived, arrived, 0.0, ended, _Nobody(), is_task=True)
+    request = Request(request_id, model, b"", b"", 0, tier, arrived, arrived, 0.0, ended, Nobody(), is_task=True)
     request.owner = owner
     request.settle(error, ended)
     return request

@@ -63,7 +63,8 @@ class RequestState(msgspec.Struct, frozen=True):
     """What an operator sees of a request at `/internal/requests/{id}`; never its input."""
 
     status: Literal["queued", "processing", "completed", "failed"]
-    latency_ms: float
+    # A whole number, whoever tells it: processes of another version may tell fractions.
+    latency_ms: Annotated[float, Meta(extra_json_schema={"type": "integer"})]
     error: Annotated[str | None, Meta(description="the code of the error of one that failed")]
     client_id: Annotated[str | None, Meta(description="what its client calls itself")]
     model: str | UnsetType = UNSET
@@ -74,6 +75,9 @@ class RequestState(msgspec.Struct, frozen=True):
     batch: BatchShown | UnsetType = UNSET
     waits: Annotated[Sequence[Wait], Meta(description="what its time went to, in this order")] | UnsetType = UNSET
     kept: Annotated[bool, Meta(description="told from tracking: no process has it any more")] | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "latency_ms", round(self.latency_ms))
 
 
 def state_of(request: Request, now: float, company_s_max: float = COMPANY_S_MAX) -> RequestState:

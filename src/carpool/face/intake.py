@@ -12,6 +12,7 @@ A face translates: bytes of its protocol to the arguments here, outcomes back to
 
 import logging
 import secrets
+import uuid
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import count
@@ -26,9 +27,10 @@ from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_WISHES, Admission, Caller, Cancels, Peer, Sharing, TaskBoard, Wishes
 from carpool.core.request import Request, Waiter
 from carpool.core.task import StoredTask
-from carpool.core.tensors import as_input
+from carpool.core.tensors import Data, as_input
 from carpool.core.timers import SharedTurns
 from carpool.core.trace import Trace
+from carpool.face.octets import Octets
 from carpool.face.recent import Recent
 
 logger = logging.getLogger("carpool.face")
@@ -42,13 +44,20 @@ Came = Callable[[int, Output], Any]
 # How many of the last requests can be asked for at /internal/requests/{id}.
 RECENT_KEPT = 8192
 # A prefix of this process and a number: unique, and cheaper than drawing randomness for each request.
-_PREFIX = f"req_{secrets.token_hex(6)}-"
+_form = f"req_{secrets.token_hex(6)}-%d"
 _numbers = count(1)
 
 
 def new_request_id() -> str:
     """An id for a request whose client gave it none."""
-    return f"{_PREFIX}{next(_numbers)}"
+    return _form % next(_numbers)
+
+
+def make_uuids() -> None:
+    """Give requests UUIDs from now on, all of this process: of version 4, whose last 48 bits are a number."""
+    global _form, _numbers
+    beginning = str(uuid.uuid4()).rpartition("-")[0]
+    _form, _numbers = f"{beginning}-%012x", count(secrets.randbits(47))
 
 
 class ServedTensors(msgspec.Struct, frozen=True):
@@ -77,6 +86,10 @@ class ServedModel(msgspec.Struct, frozen=True):
     protocol: ProtocolName = "json"
     # None: its inputs are no tensors.
     tensors: ServedTensors | None = None
+    # Tiers whose requests at `/v1/inference` are tasks where neither the client nor its key says.
+    task_tiers: frozenset[int] = frozenset()
+    # Where clients send bytes and get some: those of an output. None: they send JSON, and get JSON.
+    output_bytes: Callable[[Data], Octets] | None = None
 
 
 class IntakeSettings(msgspec.Struct, frozen=True):

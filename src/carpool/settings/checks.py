@@ -80,6 +80,10 @@ def check_together(settings: Settings, where: Where) -> None:
         raise ConfigError(f"{where('model')} must be one of the configured: {', '.join(settings.models)}")
     if settings.upstream.inputs_field == settings.upstream.parameters_field:
         raise ConfigError(f"{where('upstream.parameters_field')} must differ from upstream.inputs_field")
+    answer_fields = ("outputs_field", "tokens_field", "version_field")
+    if len({getattr(settings.upstream, name) for name in answer_fields}) < len(answer_fields):
+        at = " and ".join(where(f"upstream.{name}") for name in answer_fields[1:])
+        raise ConfigError(f"{at} must differ from each other, and from upstream.outputs_field")
     if settings.tasks.journal and not settings.tasks.data_dir:
         raise ConfigError(f"{where('tasks.data_dir')} must name a directory while tasks.journal is true")
     _check_gateway(settings.gateway, where)

@@ -37,11 +37,24 @@ def dump_toml(settings: Settings) -> str:
     return "\n".join(lines) + "\n"
 
 
+def changes_toml(changes: Mapping[str, Any]) -> str:
+    """Settings by their paths, each under its table."""
+    tables: dict[str, list[str]] = {}
+    for path, value in changes.items():
+        table, _, key = path.rpartition(".")
+        tables.setdefault(table, []).append(f"{key} = {_toml(value)}")
+    parts = ["\n".join(tables.pop("", []))]
+    for table, lines in tables.items():
+        section, _, name = table.partition(".")
+        parts.append("\n".join([f"[{section}.{_toml_key(name)}]" if name else f"[{section}]", *lines]))
+    return "\n\n".join(filter(None, parts))
+
+
 def _dump_named(path: str, sections: Mapping[str, Section]) -> list[str]:
     """Tables that have names; what they leave open is left out."""
     lines: list[str] = []
     for name, section in sections.items():
-        lines.append(f"[{path}.{name if _BARE_TOML_KEY.fullmatch(name) else _toml(name)}]")
+        lines.append(f"[{path}.{_toml_key(name)}]")
         for key in section_keys(type(section), f"{path}.{name}."):
             value = getattr(section, key.name)
             if value is not None:
@@ -62,13 +75,13 @@ def _dump_key(key: Key, value: Any, derived: Any = None) -> list[str]:
 
 def _dump_url(key: Key, value: Any) -> list[str]:
     """One URL or several; a comment if something had to be left out, for then it would not load back."""
-    hidden = [_without_secrets(url) for url in value] if isinstance(value, list) else _without_secrets(value)
+    hidden = [without_secrets(url) for url in value] if isinstance(value, list) else without_secrets(value)
     if hidden == value:
         return [f"{key.name} = {_toml(value)}"]
     return ["# (*** stands for what may be secret)", f"# {key.name} = {_toml(hidden)}"]
 
 
-def _without_secrets(url: str) -> str:
+def without_secrets(url: str) -> str:
     """A valid URL without its password and its query string."""
     if url.startswith("sim:"):
         return url
@@ -80,6 +93,10 @@ def _without_secrets(url: str) -> str:
         start = f"{scheme}://" + (f"{user}:***@" if colon else "***@" if at else "")
     address, _, query = url.partition("?")
     return start + address + ("?***" if query else "")
+
+
+def _toml_key(name: str) -> str:
+    return name if _BARE_TOML_KEY.fullmatch(name) else _toml(name)
 
 
 def _toml(value: Any) -> str:

@@ -49,6 +49,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     batching: BatchingSettings
     input: InputSettings
     body_bytes_max: int
+    # Numbers of the tiers whose requests are tasks where neither the client nor its key says.
+    task_tiers: frozenset[int]
     # Results are kept, and identical requests share a seat.
     is_cached: bool
     # What one owner asked for is never given to another.
@@ -80,6 +82,11 @@ def resolve(settings: Settings, name: str, own: ModelSettings, where: Where = st
         is_cached=settings.cache.enabled if own.cache is None else own.cache,
         is_cached_by_owner=settings.cache.scope == "owner",
         body_bytes_max=own.body_bytes_max or settings.gateway.body_bytes_max,
+        task_tiers=frozenset(
+            number
+            for number, tier in enumerate(settings.tiers)
+            if (own.default_mode or tier.default_mode or settings.gateway.default_mode) == "async"
+        ),
         security=UpstreamSecurity(
             upstream.tls_ca, upstream.tls_cert, upstream.tls_key, upstream.token_file, header_files
         ),

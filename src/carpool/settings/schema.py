@@ -12,7 +12,7 @@ from msgspec import Meta
 from carpool.batching.policy import PolicyName
 from carpool.core.api_key import Burst, Limit
 from carpool.core.dead_letter import SynchronousKept
-from carpool.core.names import ProtocolName
+from carpool.core.names import BytesForm, ModeName, ProtocolName
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
@@ -73,8 +73,13 @@ class GatewaySettings(Section, frozen=True):
     ] = None
     grpc_calls_max: Annotated[Count, doc("gRPC calls at once, streams included (RESOURCE_EXHAUSTED)")] = 10_000
     default_mode: Annotated[
-        Literal["sync", "async"], doc("what `POST /v1/inference` does when the client does not say")
+        ModeName,
+        doc("what `POST /v1/inference` does when the client does not say; a key, a model and a tier go before it"),
     ] = "sync"
+    request_ids: Annotated[
+        Literal["counted", "uuid"],
+        doc("what requests are called whose client gives no `X-Request-Id`: `req_6f2c9a81d04e-1`, or a UUID"),
+    ] = "counted"
     tls_cert: Annotated[str, doc("PEM file with the certificate chain; turns TLS on")] = ""
     tls_key: Annotated[str, doc("PEM file with the private key")] = ""
     trusted_proxies: Annotated[
@@ -230,6 +235,23 @@ class UpstreamSettings(Section, frozen=True):
     inputs_field: Annotated[FieldName, doc("`json`: field of the call that holds the inputs")] = "inputs"
     outputs_field: Annotated[FieldName, doc("`json`: field of the answer that holds the outputs")] = "outputs"
     parameters_field: Annotated[FieldName, doc("`json`: field of the call for the parameters")] = "parameters"
+    tokens_field: Annotated[
+        FieldName, doc("`json`: field of the answer with the tokens used: a number for all inputs, or an array of such")
+    ] = "tokens_used"
+    version_field: Annotated[
+        FieldName, doc("`json`: field of the answer with the version of the model: one for all inputs, or an array")
+    ] = "model_version"
+    completion_output: Annotated[
+        Literal["choice", "text"],
+        doc("`openai_completions`: what the `output` is: the whole choice as an object, or its text"),
+    ] = "choice"
+    bytes_as: Annotated[
+        BytesForm,
+        doc(
+            "clients send bytes: at `/v1/predict` `input_data` and `output` are base64, over gRPC `output` is bytes; "
+            "the model has them as its protocol has bytes (`base64`), as texts (`text`) or as JSON (`json`)"
+        ),
+    ] = ""
     model_version: Annotated[str, doc("`kserve_…`: version of the model to ask for; by default the server decides")] = (
         ""
     )
@@ -609,18 +631,22 @@ class TierSettings(Section, frozen=True):
             le=86_400_000,
         ),
     ] = 500.0
+    default_mode: Annotated[ModeName | None, doc("as `gateway.default_mode`, before that")] = None
     per_minute: Annotated[Limit | None, doc("as `limits.per_minute`")] = None
     burst: Annotated[Burst | None, doc("as `limits.burst`")] = None
     concurrent: Annotated[Limit | None, doc("as `limits.concurrent`")] = None
 
 
 class KeySettings(Section, frozen=True):
-    """One API key. `carpool keys create --show-toml` writes such a table."""
+    """One API key. `carpool keys create --show-toml` writes such a table; for a key that exists, `keys import` does."""
 
-    sha256: Annotated[str, doc("SHA-256 of the key, in hex: the key itself is nowhere")]
+    sha256: Annotated[str, doc("SHA-256 of the key (20 to 256 characters), in hex: the key itself is nowhere")]
     owner: Annotated[str, doc("whom its requests count for; by default the name of this table")] = ""
     tier: Annotated[str, doc("the tier's name; by default the lowest")] = ""
     models: Annotated[list[str], doc("models that it may ask for; empty: all")] = []
+    default_mode: Annotated[ModeName | None, doc("as `gateway.default_mode`, before what a model or a tier says")] = (
+        None
+    )
     per_minute: Annotated[Limit | None, doc("as `limits.per_minute`")] = None
     burst: Annotated[Burst | None, doc("as `limits.burst`")] = None
     concurrent: Annotated[Limit | None, doc("as `limits.concurrent`")] = None
@@ -637,6 +663,9 @@ class ModelSettings(Section, frozen=True):
     tensor_datatype: Annotated[DatatypeName | None, doc("as `upstream.tensor_datatype`")] = None
     tensor_shape: Annotated[TensorShape | None, doc("as `upstream.tensor_shape`")] = None
     tensor_binary: Annotated[bool | None, doc("as `upstream.tensor_binary`")] = None
+    completion_output: Annotated[Literal["choice", "text"] | None, doc("as `upstream.completion_output`")] = None
+    bytes_as: Annotated[BytesForm | None, doc("as `upstream.bytes_as`")] = None
+    default_mode: Annotated[ModeName | None, doc("as `gateway.default_mode`, before what a tier says")] = None
     timeout_s: Annotated[Seconds | None, doc("as `upstream.timeout_s`")] = None
     max_batch: Annotated[BatchSize | None, doc("as `batching.max_batch`")] = None
     batch_bytes_max: Annotated[Count | None, doc("as `batching.batch_bytes_max`")] = None

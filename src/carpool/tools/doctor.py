@@ -14,7 +14,6 @@ from carpool.broker.redis.fleet.persistence import replicas_disks
 from carpool.broker.redis.fleet.servers import (
     FAILURES,
     Deployment,
-    Finding,
     Inspection,
     NoWayInError,
     Server,
@@ -26,6 +25,7 @@ from carpool.broker.redis.fleet.servers import (
 from carpool.broker.redis.fleet.view import FleetView, read_view
 from carpool.broker.redis.keys import Keys, Shard
 from carpool.broker.redis.scripts import AUDIT, SWEEP
+from carpool.core.finding import Finding
 from carpool.tools.doctor_checks import (
     ReplyStream,
     ShardFacts,

@@ -11,9 +11,10 @@ import msgspec
 
 from carpool.broker.redis.fleet.memory import SHARE_MAX
 from carpool.broker.redis.fleet.persistence import check_no_disk, is_replica
-from carpool.broker.redis.fleet.servers import Finding, Level, NodeFacts
+from carpool.broker.redis.fleet.servers import NodeFacts
 from carpool.broker.redis.fleet.view import FleetView
 from carpool.broker.redis.keys import GROUP
+from carpool.core.finding import Finding, Level
 
 LEVELS: tuple[Level, ...] = ("ok", "warning", "problem")
 

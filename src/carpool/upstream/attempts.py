@@ -46,7 +46,7 @@ from carpool.core.tally import SECONDS_BOUNDS, Histogram
 from carpool.core.trace import CallTrace
 from carpool.upstream.call_ids import CallIds
 from carpool.upstream.codecs import Codec, ProtocolFaultError
-from carpool.upstream.codecs.base import Refusal
+from carpool.upstream.codecs.base import Decoded, Refusal
 from carpool.upstream.endpoint import (
     Answer,
     AttemptFailedError,
@@ -473,7 +473,7 @@ class Attempts:
             search_s=searched_since(members[0], started) if is_search else 0.0,
             is_traced=traced is not None and is_kept(batch),
         )
-        outputs = [Output(part.value, facts, part.tokens_used) for part in parts]
+        outputs = outputs_of(parts, facts)
         outputs = outputs if places is None else [outputs[place] for place in places]
         self._outcomes.settle_batch(members, told_of_searches(members, outputs) if self.has_cleared else outputs)
         return None
@@ -539,6 +539,15 @@ class Attempts:
 def is_kept(batch: Batch | None) -> bool:
     """Whether it is known already that the span of a batch is kept."""
     return batch is not None and batch.trace is not None and bool(batch.trace.links)
+
+
+def outputs_of(parts: Sequence[Decoded], facts: CallFacts) -> list[Output]:
+    """The outputs of one call. Where several versions of a model answered it, each has the facts of its own."""
+    version = facts.model_version
+    if version is None or all(part.model_version == version for part in parts):
+        return [Output(part.value, facts, part.tokens_used) for part in parts]
+    every = {version: replace(facts, model_version=version) for version in {part.model_version for part in parts}}
+    return [Output(part.value, every[part.model_version], part.tokens_used) for part in parts]
 
 
 def told_of_searches(members: Sequence[Request], outputs: Sequence[Output]) -> list[Output]:

@@ -27,6 +27,8 @@ CAPACITY = SLOTS * BATCH * 1000 / CALL_MS
 LARGE_BATCH, LARGE_CALL_MS = 9, 201.4
 # Far from the limit; after this long the gateway knows its capacity.
 CALM, WARM_UP_S, CALM_S = 0.5, 3, 8
+# From then on too much is no burst any more.
+STANDING_S = 3.0
 # As in the default settings: how long each tier may be expected to wait.
 WAIT_MAX_MS = {"enterprise": 1000.0, "paid": 500.0, "free": 250.0}
 
@@ -50,6 +52,10 @@ class Compared(NamedTuple):
     def ratio(self, *names: str) -> float:
         """The p99 of these clients, times what it was."""
         return p99_ms(self.much.answers, *names) / max(p99_ms(self.calm.answers, *names), 0.001)
+
+    def standing_ratio(self) -> float:
+        """The same of all, without the first seconds: until then it is a burst, which is served."""
+        return p99_ms(self.much.between(STANDING_S)) / max(p99_ms(self.calm.answers), 0.001)
 
     @property
     def about(self) -> str:

@@ -71,7 +71,10 @@ class Inference:
         # None where nothing is traced.
         self._begin_trace = None if problems.traces is None else problems.traces.begin
         self._early = intake.early
-        self._answers = Answers()
+        self.output_bytes = {
+            model.name: found for model in intake.models() if (found := model.output_bytes) is not None
+        }
+        self._answers = Answers(self.output_bytes)
         self._streams = Streams(self, places, settings.unread_bytes_max)
         self.methods: Mapping[str, Method] = {
             "Predict": Method(self.predict),

@@ -3,7 +3,7 @@
 What is read has limits: a message with too many fields, or too many requests, is Malformed before much of it was read.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 
 import msgspec
 
@@ -25,7 +25,8 @@ from carpool.core.protobuf import (
 )
 from carpool.core.request import Request
 from carpool.core.task import StoredTask
-from carpool.core.tensors import shown
+from carpool.core.tensors import Data, shown
+from carpool.face.octets import Octets
 
 # A request has six fields; a client that is newer than this gateway may send more.
 FIELDS_MAX = 32
@@ -132,7 +133,9 @@ def read_get_result(message: bytes) -> tuple[str, int]:
 class Answers:
     """Writes PredictResponses. What the members of a batch have in common is written once."""
 
-    def __init__(self) -> None:
+    def __init__(self, output_bytes: Mapping[str, Callable[[Data], Octets]] | None = None) -> None:
+        # By name, the models whose clients get bytes; the others' get JSON.
+        self._output_bytes = output_bytes
         # The last call and its part of the metadata: the outcomes of one batch come one after the other.
         self._call: CallFacts | None = None
         self._call_part = b""
@@ -145,7 +148,9 @@ class Answers:
         arrived = request.arrived
         tokens = b"" if output.tokens_used is None else number_field(7, output.tokens_used)
         metadata = double_field(1, (request.taken - arrived) * 1000.0) + tokens + self._call_part
-        own_id, value = request.id.encode(), shown(output.value)
+        octets_of = self._output_bytes.get(request.model) if self._output_bytes else None
+        value = shown(output.value) if octets_of is None else octets_of(output.value).data
+        own_id = request.id.encode()
         return b"".join(
             (
                 b"\x0a",

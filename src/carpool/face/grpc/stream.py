@@ -91,7 +91,7 @@ class Stream:
         self._service = streams.service
         self._intake = streams.service.intake
         self._call = call
-        self._answers = Answers()
+        self._answers = Answers(streams.service.output_bytes)
         # By the client's ids: those that wait for an outcome, or for word of their rate limit (None).
         self._asked: dict[str, Request | None] = {}
         # What there is to write, and how many bytes that is; and how many answers are being written now.

@@ -17,7 +17,7 @@ from carpool.core.snapshot import Moment, Page
 class Metadata(Struct):
     """What is known of the way of a request."""
 
-    latency_ms: Annotated[float, Meta(description="from its arrival to its outcome")]
+    latency_ms: Annotated[int, Meta(description="from its arrival to its outcome")]
     queue_ms: Annotated[float, Meta(description="of these, until it was taken into a batch")]
     upstream_ms: Annotated[float, Meta(description="how long the call took that brought the output")]
     batch_size: Annotated[int, Meta(description="inputs in that call")]

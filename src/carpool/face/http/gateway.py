@@ -27,15 +27,16 @@ from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import NO_WISHES, Caller, Entry, RequestTraces, Wishes
 from carpool.core.request import DONE, Request
 from carpool.core.task import StoredTask
+from carpool.core.tensors import Data
 from carpool.core.trace import Trace
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.ids import echo_line, request_id
-from carpool.face.http.octets import OCTETS, octets_in, wants_octets
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.router import Router, query_of
 from carpool.face.http.wire import (
     InferenceAnswers,
     Pieces,
+    base64_pieces,
     canonical_parameters,
     checked_input,
     decode_inference,
@@ -44,10 +45,12 @@ from carpool.face.http.wire import (
     predict_pieces,
 )
 from carpool.face.intake import Intake, ServedModel, new_request_id
+from carpool.face.octets import OCTETS, Octets, base64_bytes, octets_in, wants_octets
 
 logger = logging.getLogger("carpool.http")
 
 _encode = msgspec.json.Encoder().encode
+FORM = b"application/x-www-form-urlencoded"
 # How a body must say that it is a task.
 ASYNC = b'"async"'
 TASK_ID = re.compile(r"[0-9a-f]{32}\Z").match
@@ -61,7 +64,6 @@ def no_callbacks(url: str) -> str:
 class HttpFaceSettings(msgspec.Struct, frozen=True):
     """What these routes must know of the configuration."""
 
-    default_mode: str
     wait_ms_max: int
     forget_after_read: bool
 
@@ -99,10 +101,19 @@ class ParkedReplies:
 class OctetReplies(ParkedReplies):
     """The same for clients that would rather have bytes than JSON."""
 
+    def __init__(
+        self,
+        form: Callable[[Request, Output], Pieces],
+        route: str,
+        find: Callable[[Data], Octets | None] = octets_in,
+    ) -> None:
+        super().__init__(form, route)
+        self._find = find
+
     def settled(self, request: Request, outcome: Outcome) -> None:
         """Answer with the output's own bytes, if it has some."""
         try:
-            octets = octets_in(outcome.value) if isinstance(outcome, Output) else None
+            octets = self._find(outcome.value) if isinstance(outcome, Output) else None
             if octets is None:
                 super().settled(request, outcome)
                 return
@@ -133,13 +144,20 @@ class GatewayRoutes:
         # None where nothing is traced.
         self._begin_trace = None if traces is None else traces.begin
         self._settings = settings
-        self._default_mode = settings.default_mode
-        # A task is not refused for how long it would wait: where the body may make it one, it is read first.
-        self._early = intake.early if settings.default_mode == "sync" else None
+        self._early = intake.early
+        # Tiers whose requests may be tasks though nobody says so: it depends on the model.
+        self._task_tiers = frozenset().union(*(model.task_tiers for model in intake.models()))
         self._openapi = openapi
         self._inference_replies = ParkedReplies(InferenceAnswers().pieces, "/v1/inference")
-        self._predict_replies = ParkedReplies(predict_pieces, "/v1/predict")
-        self._octet_replies = OctetReplies(predict_pieces, "/v1/predict")
+        # For clients who accept JSON, and for those who would rather have bytes; of some models all clients have bytes.
+        route = "/v1/predict"
+        self._predict_replies = ParkedReplies(predict_pieces, route), OctetReplies(predict_pieces, route)
+        self._bytes_replies = {
+            model.name: (ParkedReplies(pieces, route), OctetReplies(pieces, route, model.output_bytes))
+            for model in intake.models()
+            if model.output_bytes is not None
+            for pieces in [partial(base64_pieces, model.output_bytes)]
+        }
         self.router = Router()
         self.router.add(b"POST", b"/v1/inference", self.inference)
         self.router.add(b"POST", b"/v1/predict", self.predict)
@@ -160,20 +178,19 @@ class GatewayRoutes:
                 self._does_not_come_in(exchange, caller, entry)
                 return
         early = self._early
-        # From the end: `rfind` takes a third of the time of `in`.
-        if early is not None and early.rooms[caller.tier] <= 0 and body.rfind(ASYNC) < 0 and b"prefer" not in headers:
+        if early is not None and early.rooms[caller.tier] <= 0 and not self.may_be_task(caller, headers, body):
             refusal = early.refusal(caller)
             if refusal is not None:
                 exchange.sink.answer_error(exchange, refusal)
                 return
         if not exchange.is_plain:
-            check_media(headers.get(b"content-type", JSON))
+            check_media(exchange)
             check_encoding(headers)
         call = decode_inference(body)
         model = self._intake.default_model if call.model is None else self._intake.model(call.model, caller)
         if len(body) > model.body_bytes_max:
             raise too_large_for(model)
-        mode, wishes = call.mode or self._default_mode, NO_WISHES
+        mode, wishes = call.mode or caller.default_mode, NO_WISHES
         if not exchange.is_plain:
             prefer = preferences(headers.get(b"prefer", b""))
             wishes = wishes_in(headers, prefer)
@@ -184,7 +201,7 @@ class GatewayRoutes:
         if self._begin_trace is not None and (trace := self._begin_trace(headers)) is not None:
             wishes = with_trace(wishes, trace)
         client_id = call.client_id or ""
-        if mode == "async":
+        if mode == "async" or (not mode and caller.tier in model.task_tiers):
             callback_url = "" if call.callback_url is None else self._check_callback(call.callback_url)
             self._submit(exchange, caller, model, parameters, value, client_id, callback_url, wishes)
             return
@@ -215,18 +232,20 @@ class GatewayRoutes:
                 raise too_large_for(model)
             value = model.binary_input(exchange.body)
         else:
-            check_media(media, "application/json or application/octet-stream")
+            check_media(exchange, "application/json or application/octet-stream")
             call = decode_predict(exchange.body)
             if named is not None and named != call.model_id:
                 raise Malformed("`model_id` in the query is another than in the body; name the model once")
             model = self._intake.model(call.model_id, caller)
-            value = checked_input(call.input_data, "input_data")
+            if model.output_bytes is None:
+                value = checked_input(call.input_data, "input_data")
+            else:
+                value = model.binary_input(base64_bytes(call.input_data))
         if len(exchange.body) > model.body_bytes_max:
             raise too_large_for(model)
         headers = exchange.headers
-        own_id, replies = request_id(headers), self._predict_replies
-        if b"accept" in headers and wants_octets(headers[b"accept"]):
-            replies = self._octet_replies
+        own_id, both = request_id(headers), self._bytes_replies.get(model.name, self._predict_replies)
+        replies = both[b"accept" in headers and wants_octets(headers[b"accept"])]
         wishes = wishes_in(headers, preferences(headers.get(b"prefer", b"")))
         if self._begin_trace is not None and (trace := self._begin_trace(headers)) is not None:
             wishes = with_trace(wishes, trace)
@@ -272,6 +291,12 @@ class GatewayRoutes:
     def openapi(self, exchange: Exchange, _: str) -> None:
         """`GET /openapi.json`."""
         exchange.respond(200, self._openapi)
+
+    def may_be_task(self, caller: Caller, headers: dict[bytes, bytes], body: bytes) -> bool:
+        """Whether the body must be read first: a task is not refused for how long it would wait."""
+        if b"prefer" in headers or body.rfind(ASYNC) >= 0:  # from the end: `rfind` takes a third of the time of `in`
+            return True
+        return caller.default_mode == "async" or (not caller.default_mode and caller.tier in self._task_tiers)
 
     def _does_not_come_in(self, exchange: Exchange, caller: Caller, refusal: CarpoolError | None) -> None:
         """A caller with a limit is refused; or it is not known yet, and the route is called once more."""
@@ -384,9 +409,18 @@ def media_type(content_type: bytes) -> bytes:
     return content_type.partition(b";")[0].strip().lower()
 
 
-def check_media(content_type: bytes, wanted: str = "application/json") -> None:
-    """Refuse a body of another type than JSON."""
-    if media_type(content_type) != JSON:
+def check_media(exchange: Exchange, wanted: str = "application/json") -> None:
+    """Refuse a body of another type than JSON.
+
+    `curl -d` calls everything a form. One that is JSON is taken as that, unless a page in a browser may have sent it:
+    other sites' pages may send forms, but not JSON, without asking first. Browsers say so with one of two headers.
+    """
+    headers = exchange.headers
+    media = media_type(headers.get(b"content-type", JSON))
+    if media == JSON:
+        return
+    is_of_page = b"origin" in headers or b"sec-fetch-site" in headers
+    if media != FORM or is_of_page or not exchange.body.lstrip().startswith(b"{"):
         raise UnsupportedMedia(f"send the header `Content-Type: {wanted}`")
 
 

@@ -28,11 +28,11 @@ from carpool.face.http.gateway import (
 )
 from carpool.face.http.ids import acceptable_id, echo_line, given_id
 from carpool.face.http.lists import Answers
-from carpool.face.http.octets import OCTETS
 from carpool.face.http.problem import problem_headers
 from carpool.face.http.router import Router, split_target
 from carpool.face.http.v2_wire import V2Answer, V2Call, parse_call, write_answer
 from carpool.face.intake import Group, Intake, ServedModel, as_error, new_request_id
+from carpool.face.octets import OCTETS
 from carpool.face.tensor_rows import Row, join_rows, read_row
 from carpool.version import __version__
 

@@ -128,7 +128,7 @@ class ListFace:
             caller = exchange.sink.peer.caller or self.intake.identify(exchange.headers, exchange.sink.peer)
             try:
                 if not exchange.is_plain:
-                    check_media(exchange.headers.get(b"content-type", JSON))
+                    check_media(exchange)
                     check_encoding(exchange.headers)
                 call: ListCall | CarpoolError = self.read(exchange, rest, caller)
             except CarpoolError as fault:

@@ -1,5 +1,7 @@
 """JSON in and out of the inference routes. `input` and `output` stay the bytes they were."""
 
+from binascii import b2a_base64
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import msgspec
@@ -13,6 +15,7 @@ from carpool.core.request import Request
 from carpool.core.tensors import Data, shown
 from carpool.core.webhook import URL_CHARS_MAX
 from carpool.face.http.strict_json import QUOTE, json_fault
+from carpool.face.octets import Octets
 
 PARAMETERS_BYTES_MAX = 16 * 1024
 CLIENT_ID_CHARS_MAX = 256
@@ -62,7 +65,13 @@ class PredictCall(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """The body of `POST /v1/predict`."""
 
     model_id: str
-    input_data: Annotated[Raw, Meta(description="any JSON value; passed on untouched", examples=["a short sentence"])]
+    input_data: Annotated[
+        Raw,
+        Meta(
+            description="any JSON value, passed on untouched; base64 for a model whose clients send bytes",
+            examples=["a short sentence"],
+        ),
+    ]
 
 
 _decode_inference = msgspec.json.Decoder(InferenceCall).decode
@@ -159,7 +168,7 @@ class InferenceAnswers:
             self._call_part = call_part(request.model, output.call)
         tokens = b"" if output.tokens_used is None else b',"tokens_used":%d' % output.tokens_used
         arrived = request.arrived
-        end = b',"metadata":{"latency_ms":%.2f,"queue_ms":%.2f%b%b' % (
+        end = b',"metadata":{"latency_ms":%.0f,"queue_ms":%.2f%b%b' % (
             (request.ended - arrived) * 1000.0,
             (request.taken - arrived) * 1000.0,
             tokens,
@@ -182,8 +191,16 @@ def call_part(model: str, call: CallFacts) -> bytes:
 
 def predict_pieces(request: Request, output: Output) -> Pieces:
     """The 200 of `POST /v1/predict`."""
-    start, end = b'{"request_id":"%b","output":' % request.id.encode(), b',"latency_ms":%d}' % latency_ms(request)
-    return start, shown(output.value), end
+    return _predicted(request, shown(output.value))
+
+
+def base64_pieces(octets_of: Callable[[Data], Octets], request: Request, output: Output) -> Pieces:
+    """The same where clients get bytes."""
+    return _predicted(request, b'"%b"' % b2a_base64(octets_of(output.value).data, newline=False))
+
+
+def _predicted(request: Request, value: Data) -> Pieces:
+    return b'{"request_id":"%b","output":' % request.id.encode(), value, b',"latency_ms":%d}' % latency_ms(request)
 
 
 def latency_ms(request: Request) -> int:

@@ -37,6 +37,9 @@ def make_codec(
     tensor_datatype: str = "",
     tensor_shape: str = "",
     tensor_binary: bool = False,
+    tokens_field: str = "tokens_used",
+    version_field: str = "model_version",
+    completion_text: bool = False,
 ) -> Codec:
     """The codec of a protocol. Field names matter to `json`, the version to KServe, `tensor_…` to its V2.
 
@@ -46,7 +49,7 @@ def make_codec(
     tensors = TensorDefaults(tensor_name, tensor_datatype, shape, tensor_binary)
     match protocol:
         case "json":
-            return JsonCodec(inputs_field, outputs_field, parameters_field)
+            return JsonCodec(inputs_field, outputs_field, parameters_field, tokens_field, version_field)
         case "kserve_v1":
             return KServeV1Codec(model_version)
         case "kserve_v2":
@@ -56,6 +59,6 @@ def make_codec(
         case "openai_embeddings":
             return OpenAiEmbeddingsCodec()
         case "openai_completions":
-            return OpenAiCompletionsCodec()
+            return OpenAiCompletionsCodec(is_text=completion_text)
         case "tei_embed":
             return TeiEmbedCodec()

@@ -59,7 +59,7 @@ class Decoded(msgspec.Struct, frozen=True, gc=False):
     # JSON bytes (anything with the buffer protocol).
     value: object
     tokens_used: int | None = None
-    # As the answer tells it; the same for all members.
+    # As the answer tells it: for each of the members, or for none.
     model_version: str | None = None
 
 

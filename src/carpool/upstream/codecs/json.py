@@ -1,10 +1,13 @@
-"""Plain JSON: `{"inputs":[…],"parameters":{…}?}` → `{"outputs":[…]}`; the three names are configurable.
+"""Plain JSON: `{"inputs":[…],"parameters":{…}?}` → `{"outputs":[…]}`; the names are configurable.
 
+An answer may tell `tokens_used` and `model_version`, under names that are configurable too: one for all inputs, or an
+array with one for each. The tokens of all are shared out by the length of the inputs. What is neither is passed over:
+outputs are none the worse for it.
 Lane key: model and parameters. The model's name is not sent: an endpoint serves one model.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -14,8 +17,11 @@ from carpool.upstream.codecs.base import (
     Decoded,
     ProtocolFaultError,
     Refusal,
+    TokenCount,
+    apportion,
     check_count,
     check_text,
+    input_lengths,
     parse_answer,
 )
 from carpool.upstream.codecs.refusals import classify_status, limit_words
@@ -27,22 +33,39 @@ _LIMIT = limit_words(
     r"(?i:batch size SIZE exceeds (?:the )?(?:maximum|limit)(?: batch size)?(?: of)? MAX\.?)",
     r"(?i:too many (?:inputs|instances|items): SIZE, the (?:maximum|limit) is MAX\.?)",
 )
+# It is shown to clients, and kept with results.
+VERSION_CHARS_MAX = 128
+_Version = Annotated[str, msgspec.Meta(max_length=VERSION_CHARS_MAX)] | Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_decode_tokens = msgspec.json.Decoder(TokenCount | list[TokenCount]).decode
+_decode_version = msgspec.json.Decoder(_Version | list[_Version]).decode
+_NOTHING = msgspec.Raw()
 
 
 class JsonCodec(Codec):
     """The default protocol."""
 
     def __init__(
-        self, inputs_field: str = "inputs", outputs_field: str = "outputs", parameters_field: str = "parameters"
+        self,
+        inputs_field: str = "inputs",
+        outputs_field: str = "outputs",
+        parameters_field: str = "parameters",
+        tokens_field: str = "tokens_used",
+        version_field: str = "model_version",
     ) -> None:
         quoted = msgspec.json.encode
         self._start = b"{" + quoted(inputs_field) + b":["
         self._parameters = b"]," + quoted(parameters_field) + b":"
         self._inputs_field = inputs_field
         self._outputs_field = outputs_field
-        # A struct made for the configured name: only that field is looked at, the rest is skipped.
+        # A struct made for the configured names: only these fields are looked at, the rest is skipped.
         answer = msgspec.defstruct(
-            "Answer", [("outputs", list[msgspec.Raw] | None, None)], rename={"outputs": outputs_field}
+            "Answer",
+            [
+                ("outputs", list[msgspec.Raw] | None, None),
+                ("tokens", msgspec.Raw, _NOTHING),
+                ("version", msgspec.Raw, _NOTHING),
+            ],
+            rename={"outputs": outputs_field, "tokens": tokens_field, "version": version_field},
         )
         self._decode: Callable[[bytes], Any] = msgspec.json.Decoder(answer).decode
 
@@ -59,13 +82,36 @@ class JsonCodec(Codec):
     def decode(self, answer: Answer, batch: Sequence[Request], call_id: str = "") -> Sequence[Decoded]:
         """Slices of the answer."""
         body = answer.body
-        outputs: list[msgspec.Raw] | None = parse_answer(self._decode, body).outputs
+        parsed = parse_answer(self._decode, body)
+        outputs: list[msgspec.Raw] | None = parsed.outputs
         if outputs is None:
             raise ProtocolFaultError(f"the answer has no array `{self._outputs_field}`")
         check_count(len(outputs), len(batch))
         check_text(body)
-        return [Decoded(output) for output in outputs]
+        if parsed.tokens is _NOTHING and parsed.version is _NOTHING:  # the usual case
+            return [Decoded(output) for output in outputs]
+        tokens = _told(_decode_tokens, parsed.tokens, len(batch))
+        if isinstance(tokens, int):
+            tokens = apportion(tokens, input_lengths(batch))
+        versions = _told(_decode_version, parsed.version, len(batch))
+        if not isinstance(versions, list):
+            versions = [versions] * len(batch)
+        return [
+            Decoded(output, used, None if version is None else str(version))
+            for output, used, version in zip(outputs, tokens or [None] * len(batch), versions, strict=True)
+        ]
 
     def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
         """By the status, and some usual words for too large a batch."""
         return classify_status(answer, size, _LIMIT, inputs_field=self._inputs_field)
+
+
+def _told(decode: Callable[[msgspec.Raw], Any], field: msgspec.Raw, count: int) -> Any:
+    """What an answer tells beside its outputs: one for all, or a list with one for each; None for anything else."""
+    if field is _NOTHING:
+        return None
+    try:
+        found = decode(field)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return found if not isinstance(found, list) or len(found) == count else None

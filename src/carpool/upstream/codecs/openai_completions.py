@@ -2,6 +2,7 @@
 
 `input` is the prompt: a text or an array of token ids. The output is its choice without `index`: `text`,
 `finish_reason` and whatever else the server says; with `usage`, its share of the tokens, where the server tells them.
+Or, where that is configured, the output is the text alone.
 Parameters are fields of the call: `max_tokens`, `temperature`, ….
 One completion a prompt: with more, servers disagree on what an index means. No streaming.
 Lane key: model, parameters, and whether the prompt is a text or token ids.
@@ -51,7 +52,10 @@ _decode_index = msgspec.json.Decoder(int).decode
 
 
 class OpenAiCompletionsCodec(TextCodec):
-    """One prompt in, one choice out, by index."""
+    """One prompt in, one choice out, by index; or its text."""
+
+    def __init__(self, *, is_text: bool = False) -> None:
+        self._is_text = is_text
 
     def check_parameters(self, parameters: bytes) -> None:
         """One whole completion a prompt."""
@@ -83,12 +87,16 @@ class OpenAiCompletionsCodec(TextCodec):
         check_text(answer.body)
         # The number was the place in a batch that is none of the client's business.
         ordered = [choices[place] for place in places]
-        usage = parsed.usage
+        texts, usage = [choice["text"] for choice in ordered], parsed.usage
+        if self._is_text and not all(bytes(text).startswith(b'"') for text in texts):
+            raise ProtocolFaultError("the `text` of a choice is none")
         if usage is None or usage.prompt_tokens is None:
-            return [Decoded(msgspec.json.encode(choice)) for choice in ordered]
+            return [Decoded(part) for part in (texts if self._is_text else map(msgspec.json.encode, ordered))]
         # Shared out: the tokens of prompts by their length, the others by that of the texts.
         read = apportion(usage.prompt_tokens, input_lengths(batch))
-        written = apportion(usage.completion_tokens or 0, [len(bytes(choice["text"])) for choice in ordered])
+        written = apportion(usage.completion_tokens or 0, [len(bytes(text)) for text in texts])
+        if self._is_text:
+            return [Decoded(text, sum(used)) for text, *used in zip(texts, read, written, strict=True)]
         return [
             Decoded(msgspec.json.encode({**choice, "usage": _Usage(prompt, completion)}), prompt + completion)
             for choice, prompt, completion in zip(ordered, read, written, strict=True)

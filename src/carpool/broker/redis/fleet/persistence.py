@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from carpool.broker.redis.client.address import BrokerAddress
 from carpool.broker.redis.fleet.servers import (
     FAILURES,
-    Finding,
     Inspection,
     NodeFacts,
     NoWayInError,
@@ -17,6 +16,7 @@ from carpool.broker.redis.fleet.servers import (
     node_facts,
     reason_of,
 )
+from carpool.core.finding import Finding
 from carpool.core.timers import repeat
 
 logger = logging.getLogger("carpool.broker")

@@ -3,7 +3,7 @@
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from redis.asyncio import Redis
@@ -14,8 +14,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from carpool.broker.redis.client.address import BrokerAddress, HostPort
 from carpool.broker.redis.client.topology import SlotRange, connection_options, login_of, parse_slots
 from carpool.broker.redis.keys import Keys
+from carpool.core.finding import Finding
 
-Level = Literal["ok", "warning", "problem"]
 ANSWER_S_MAX = 5.0
 PINGS = 5
 SENTINELS_MIN = 3
@@ -25,19 +25,6 @@ CONFIG_NAMES = ("appendfsync", "save", "min-replicas-to-write", "repl-diskless-s
 T = TypeVar("T")
 # What a server's silence or refusal raises.
 FAILURES = (RedisError, OSError)
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """The result of one check."""
-
-    check: str
-    level: Level
-    # What is so, and what it means.
-    says: str
-    # What to change; empty where nothing is.
-    do: str = ""
-    # The servers it was found at; empty where there is only one, or where it is about all together.
-    where: tuple[str, ...] = ()
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
