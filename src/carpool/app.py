@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import socket
@@ -14,8 +15,10 @@ import uvloop
 from carpool.broker.journal_records import JournalUnusable
 from carpool.composition.process import Process
 from carpool.core.names import Role
-from carpool.settings import Settings
+from carpool.settings import Settings, warnings_of
 from carpool.telemetry.logs import configure_logging
+
+logger = logging.getLogger("carpool")
 
 OnReady = Callable[[int, int], None]
 # A second signal within this is the first one once more: a service manager signals parent and children alike.
@@ -36,6 +39,8 @@ def run(
     `plug` is called with the process when it serves, for those who add something to it.
     """
     configure_logging(settings.log.level, settings.log.format)
+    for warning in warnings_of(settings):
+        logger.warning(warning)
     try:
         return uvloop.run(_serve(settings, on_ready, reload, role, listen, plug))
     except (JournalUnusable, ssl.SSLError) as failure:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from carpool.broker.dead_letters import DeadLetterBox, DeadLetterDesk
+from carpool.broker.fill import LOOK_S, FillWatch
 from carpool.broker.journal import Journal
 from carpool.broker.tasks import Tasks
 from carpool.broker.webhooks.deliverer import Deliverer
@@ -70,6 +71,8 @@ class EmbeddedProcess(Process):
         if self.gateway.seats is not None:
             self.tasks.keep_result = self.gateway.seats.keep
         ground.do_every(EXPIRY_TICK_S, self.expire)
+        fill = FillWatch(tasks.stored_bytes_max)
+        ground.do_every(LOOK_S, lambda: fill.look(self.journal.unread_bytes, ground.clock()))
         outbox = JournalOutbox(self.journal)
         self.webhooks = start_webhooks(ground, outbox)
         if self.webhooks is not None:

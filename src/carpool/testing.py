@@ -17,7 +17,14 @@ import msgspec
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.ports import Caller
 from carpool.core.request import Request, Waiter
-from carpool.upstream.endpoint import Answer, AttemptFailedError, Call, ConnectionWasDeadError, DoubtfulAnswerError
+from carpool.upstream.endpoint import (
+    Answer,
+    AttemptFailedError,
+    Call,
+    ConnectionWasDeadError,
+    DoubtfulAnswerError,
+    NoAnswerError,
+)
 from carpool.virtual_time import VirtualClock
 
 __all__ = [
@@ -106,7 +113,7 @@ class FakeUpstream:
                 await asyncio.sleep(delay_s)
                 await self._open.wait()
         except TimeoutError:
-            raise AttemptFailedError(f"no answer within {timeout_s:g} s") from None
+            raise NoAnswerError(timeout_s) from None
         finally:
             self.in_flight -= 1
         if isinstance(reaction, Exception):

@@ -389,7 +389,9 @@ class BrokerContract(ABC):
         assert self.witness.told == {}
         self.clock.advance(0.02)
         self.adapter.expire(self.broker, self.clock())
-        assert isinstance(self.witness.outcome(waits), QueueTimeout)
+        told = self.witness.outcome(waits)
+        assert isinstance(told, QueueTimeout)
+        assert "within 2 s (`broker.queue_timeout_s`)" in told.detail
         assert list(self.broker.lanes("m")) == []
         assert self.witness.outcome(runs) is None
         self.clock.advance(1.98)
@@ -399,6 +401,7 @@ class BrokerContract(ABC):
         self.adapter.expire(self.broker, self.clock())
         outcome = self.witness.outcome(runs)
         assert isinstance(outcome, DeadlineExceeded) and not isinstance(outcome, QueueTimeout)
+        assert outcome.detail == "no result within 4 s (`broker.total_timeout_s`)"
         assert self.held() == (0, 0)
 
     def test_a_task_has_no_queue_timeout(self) -> None:
@@ -409,7 +412,9 @@ class BrokerContract(ABC):
         assert self.witness.outcome(task) is None
         self.clock.advance(1.0)
         self.adapter.expire(self.broker, self.clock())
-        assert isinstance(self.witness.outcome(task), DeadlineExceeded)
+        told = self.witness.outcome(task)
+        assert isinstance(told, DeadlineExceeded)
+        assert "`tasks.timeout_s`" in told.detail
 
     def test_nothing_is_taken_past_its_deadline(self) -> None:
         """Not even before anybody looked at the deadlines."""

@@ -88,6 +88,16 @@ def test_config_prints_what_is_in_effect(tmp_path: Path) -> None:
     assert again.stdout == done.stdout
 
 
+def test_config_warns_of_timeouts_that_cannot_be_reached(tmp_path: Path) -> None:
+    (tmp_path / "carpool.toml").write_text("[broker]\ntotal_timeout_s = 4\n[upstream]\ntimeout_s = 30")
+    done = carpool("config", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stderr.startswith(
+        "carpool: warning: upstream.timeout_s (30 s) is not below broker.total_timeout_s (4 s)"
+    )
+    assert tomllib.loads(done.stdout)["broker"]["total_timeout_s"] == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [

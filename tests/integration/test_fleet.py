@@ -230,7 +230,7 @@ async def one_is(gateway: GatewayProcess, url: str) -> bool:
 async def test_sighup_changes_timeouts_and_says_what_waits_for_the_next_start(tmp_path: Path) -> None:
     async with two_upstreams() as (first, _):
         write_toml(tmp_path, first.url, more="timeout_s = 30.0\n")
-        settings: dict[str, Any] = {"broker.total_timeout_s": 60, "broker.queue_timeout_s": 60, "upstream.attempts": 1}
+        settings: dict[str, Any] = {"broker.total_timeout_s": 90, "broker.queue_timeout_s": 60, "upstream.attempts": 1}
         async with running_gateway(tmp_path, "", settings=settings) as gateway:
             first.behaviour = "hang"
             write_toml(tmp_path, first.url, more="timeout_s = 0.2\n[batching]\nmax_batch = 3\n")

@@ -246,6 +246,7 @@ async def test_a_deadline_of_its_own(workshop: Workshop) -> None:
         path = f"/v1/result/{task.json['task_id']}?wait_ms=5000"
         ended = await ask_once(workshop.other.port, "GET", path)
         assert (ended.json["status"], ended.json["error"]["status"]) == ("FAILED", 504)
+        assert "`tasks.timeout_s`, or less where its client said so" in ended.json["error"]["detail"]
         await until(lambda: workshop.holds(1, 1))
     assert not {"hasty", "later"} & set(workshop.gpu.seen)
 
@@ -259,6 +260,7 @@ async def test_deadlines(workshop: Workshop) -> None:
         asked = time.monotonic()
         waiting = await ask(hasty.process, "too late")
         assert (waiting.status, problem(waiting)) == (504, "queue-timeout")
+        assert "within 1 s (`broker.queue_timeout_s`)" in waiting.json["detail"]
         assert time.monotonic() - asked >= queue_s
         assert int(waiting.headers["retry-after"]) >= 1
         await until(lambda: workshop.holds(1, 1))
@@ -266,6 +268,7 @@ async def test_deadlines(workshop: Workshop) -> None:
         workshop.batcher.process.send_signal(signal.SIGSTOP)
         try:
             assert ((await running).status, problem(await running)) == (504, "deadline-exceeded")
+            assert (await running).json["detail"] == "no result within 4 s (`broker.total_timeout_s`)"
             assert time.monotonic() - started >= total_s
         finally:
             workshop.batcher.process.send_signal(signal.SIGCONT)

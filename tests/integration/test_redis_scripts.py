@@ -898,6 +898,62 @@ class TestBytes:
             assert shard.forget(f"t{number}")
         assert shard.counted_bytes() == {"input_bytes": 0, "result_bytes": 0, "letter_bytes": 0}
 
+    def finished(self, shard: ShardBench, *tasks: str, size: int = 1000) -> None:
+        """Tasks of which each counts so much with its result."""
+        for task in tasks:
+            shard.submit("a:t0", tasks=[task])
+            (entry,) = shard.take(PLENTY)
+            assert shard.finish(entry, task, b"r" * (size - TASK_BYTES)) == (True, 0)
+
+    def kept(self, shard: ShardBench, tasks: str) -> str:
+        return "".join(task for task in tasks if shard.client.hexists(shard.shard.task(task), "s"))
+
+    def test_nearly_full_the_results_that_were_read_first_go(self, shard: ShardBench) -> None:
+        self.finished(shard, *"abcdefgh")
+        assert shard.was_read("f", "d") == 2
+        assert shard.was_read("d", "b", "unknown") == 3
+        assert shard.counted_bytes() == shard.true_bytes()
+        bound: dict[str, Any] = {"stored_bytes_max": 10_000}  # nearly full from 8,500 on
+        shard.submit("a:t0", tasks=["i"], **bound)
+        assert self.kept(shard, "abcdefgh") == "abcdefgh"  # there is room
+        shard.submit("a:t0", [b"x" * 900], tasks=["j"], **bound)
+        assert self.kept(shard, "abcdefgh") == "abcdegh"
+        shard.submit("a:t0", [b"x" * 2000], tasks=["k"], **bound)
+        assert self.kept(shard, "abcdefgh") == "acegh"
+        assert shard.counted_bytes() == shard.true_bytes()
+        shard.submit("a:t0", [b"x" * 900], tasks=["l"], **bound)
+        with pytest.raises(redis.ResponseError, match=r"^STOREFULL"):
+            shard.submit("a:t0", [b"x" * 3000], tasks=["m"], **bound)
+        assert self.kept(shard, "abcdefgh") == "acegh"  # whose results nobody has read
+        assert shard.client.llen(shard.shard.prefix + b"read") == 0
+
+    def test_what_is_forgotten_or_over_is_not_looked_at_again(self, shard: ShardBench) -> None:
+        self.finished(shard, *"abcd")
+        assert shard.was_read(*"abc") == 3
+        assert shard.forget("a")
+        shard.client.delete(shard.shard.task("b"))
+        assert shard.was_read("d") == 2
+        assert {b"c", b"d"} == set(shard.client.lrange(shard.shard.prefix + b"read", 0, -1))
+        assert 0 < shard.client.pttl(shard.shard.prefix + b"read") <= 2 * 600_000
+        shard.now = START_MS + 10**7
+        shard.sweep()
+        assert shard.counted_bytes() == {"input_bytes": 0, "result_bytes": 0, "letter_bytes": 0}
+
+    def test_a_task_without_a_result_is_not_read(self, shard: ShardBench) -> None:
+        shard.submit("a:t0", tasks=["t1"])
+        assert shard.was_read("t1") == 0
+        assert shard.counted_bytes() == shard.true_bytes()
+
+    def test_a_batcher_that_asks_again_hears_of_a_result_that_has_gone(self, shard: ShardBench) -> None:
+        shard.submit("a:t0", tasks=["t1"])
+        (entry,) = shard.take(PLENTY)
+        shard.finish(entry, "t1", b"r" * 1000, finisher="b1")
+        shard.was_read("t1")
+        shard.submit("a:t0", tasks=["t2"], stored_bytes_max=1000)
+        assert self.kept(shard, "t1") == ""
+        assert shard.finish(entry, "t1", b"r" * 1000, finisher="b1") == (True, 0)
+        assert shard.finish(entry, "t1", b"r" * 1000, finisher="b2") == (False, 0)
+
     def test_a_shard_without_tasks_takes_one_of_any_size(self, shard: ShardBench) -> None:
         bound: dict[str, Any] = {"input_bytes_max": 100, "stored_bytes_max": 10**6}
         shard.submit("a:t0", [b"x" * 900], tasks=["t1"], **bound)

@@ -218,6 +218,33 @@ async def test_results_are_bounded_too(redis_server: RedisServer) -> None:
         await office.submit(tasks)
 
 
+async def test_nearly_full_results_that_were_read_go_first(redis_server: RedisServer) -> None:
+    """Not those that nobody was there to read."""
+    async with open_office(redis_server.url, shards=1) as office:
+        tasks = office.gateway(stored_bytes_max=10_000)
+        ids = [await office.submit(tasks) for _ in range(3)]
+        for taken in await office.take():
+            assert await office.finish(taken, make_output(b'"%b"' % (b"r" * 2500)))
+        read, unread, left = ids
+        assert (await look(tasks, read)).status == "SUCCESS"
+        was_told = asyncio.Event()
+
+        def told_nobody(found: object) -> bool:
+            was_told.set()
+            return False
+
+        tasks.look(ANYBODY, left, 0.0, False, told_nobody)
+        await asyncio.wait_for(was_told.wait(), PATIENCE_S)
+
+        async def is_known() -> bool:
+            return b" read_bytes:" in (await office.hash_of(read))[b"b"]
+
+        await until(is_known)
+        await office.submit(tasks, b'"%b"' % (b"x" * 2000))
+        found = [await look(tasks, task_id) for task_id in (read, unread, left)]
+        assert [isinstance(each, UnknownTask) for each in found] == [True, False, False]
+
+
 async def test_tasks_go_to_the_shards_that_are_for_them(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = office.gateway(shards_used=2)
     ids = [await office.submit(tasks) for _ in range(20)]

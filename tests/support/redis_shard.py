@@ -28,6 +28,7 @@ from carpool.broker.redis.scripts import (
     SUBMIT,
     SWEEP,
     TAKE,
+    WAS_READ,
 )
 from support.processes import PATIENCE_S
 from support.redis_servers import HOST
@@ -156,6 +157,11 @@ class ShardBench:
     def forget(self, task: str) -> bool:
         """Remove a task in any state; whether there was one."""
         return self.run(FORGET, task) is not None
+
+    def was_read(self, *tasks: str) -> int:
+        """Somebody has their results; how many such results there are."""
+        number: int = self.run(WAS_READ, self._now(), *tasks)
+        return number
 
     def cancel(self, *entries: tuple[str, str], has_left: bool = True) -> list[int]:
         """Delete (field, id) that nobody took; which of them were."""
@@ -362,7 +368,7 @@ class ShardBench:
                 entries: Any = self.client.xrange(self.stream(field.decode()), entry_id, entry_id)
                 ((_, entry),) = entries
                 found["input_bytes"] += len(*entry.values()) + beside
-            else:
+            elif status is not None:  # else it is gone, but for whoever finished it
                 found["result_bytes"] += len(result) + beside
         found["letter_bytes"] = sum(size for _, size in self.letters())
         return found
@@ -370,9 +376,10 @@ class ShardBench:
     def counted_bytes(self) -> dict[str, int]:
         """The same as the shard believes; and that the parts are these totals."""
         counts = self.all_counts()
-        for total in ("input_bytes", "result_bytes"):
+        for total in ("input_bytes", "result_bytes", "read_bytes"):
             parts = sum(number for name, number in counts.items() if name.startswith(f"{total}:"))
             assert parts == counts.get(total, 0)
+        counts["result_bytes"] = counts.get("result_bytes", 0) + counts.get("read_bytes", 0)
         return {name: counts.get(name, 0) for name in ("input_bytes", "result_bytes", "letter_bytes")}
 
     def let_lapse(self, *entries: Entry, ms: int = 2 * LEASE_MS, deliveries: int | None = None) -> None:

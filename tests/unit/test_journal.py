@@ -839,3 +839,66 @@ async def test_without_a_path_it_lives_in_memory(tmp_path: Path, monkeypatch: py
     assert await ask(journal.read, "a") is None
     await journal.close()
     assert os.listdir(tmp_path) == []
+
+
+# Results that were read go first.
+
+
+async def finished(journal: Journal, *names: str, size: int = 100) -> None:
+    """Tasks of which each has a result of so many bytes."""
+    for name in names:
+        assert await ask(journal.append, task(name)) is None
+        assert await ask(journal.finish, name, success(b"r" * size)) is True
+
+
+async def kept(journal: Journal, *names: str) -> list[bool]:
+    return [await ask(journal.read, name) is not None for name in names]
+
+
+async def test_nearly_full_the_oldest_results_that_were_read_go(opener: Opener) -> None:
+    journal = opener(stored_bytes_max=1000)  # nearly full from 850 on
+    names = "abcdefgh"
+    await finished(journal, *names)
+    for name in "fdbd":
+        journal.was_read(name)
+    assert await ask(journal.append, task("i", b"x" * 98)) is None  # 900 with this
+    assert await kept(journal, *names) == [True, False, True, True, True, True, True, True]
+    assert (journal.stored_bytes, journal.counts.read_bytes, journal.unread_bytes) == (800, 200, 600)
+    assert await ask(journal.append, task("j", b"x" * 198)) is None  # 1000 with this
+    assert await kept(journal, *names) == [True, False, True, False, True, False, True, True]
+    assert (journal.stored_bytes, journal.counts.read_bytes) == (800, 0)
+    assert isinstance(await ask(journal.append, task("k", b"x" * 300)), QueueFull)  # nothing else is read
+
+
+async def test_results_that_were_read_are_kept_while_there_is_room(opener: Opener) -> None:
+    journal = opener(stored_bytes_max=1000)
+    await finished(journal, *"abc")
+    for name in "abc":
+        journal.was_read(name)
+    await finished(journal, "d")
+    assert await kept(journal, *"abcd") == [True] * 4
+    assert journal.counts.read_bytes == 300
+    assert await ask(journal.delete, "a") is True
+    assert journal.counts.read_bytes == 200
+    opener.clock.now += 601.0
+    await finished(journal, "e")
+    await until(lambda: journal.counts.results == 1)
+    assert (journal.counts.read_bytes, journal.stored_bytes) == (0, 100)
+
+
+async def test_what_was_read_when_all_is_full_makes_room_at_once(opener: Opener) -> None:
+    journal = opener(stored_bytes_max=1000)
+    await finished(journal, "a", size=900)
+    assert isinstance(await ask(journal.append, task("b", b"x" * 198)), QueueFull)
+    journal.was_read("a")
+    await until(lambda: journal.stored_bytes == 0)
+    assert await ask(journal.append, task("b", b"x" * 198)) is None
+
+
+async def test_tasks_without_a_result_never_go(opener: Opener) -> None:
+    journal = opener(stored_bytes_max=1000)
+    assert await ask(journal.append, task("a", b"x" * 898)) is None
+    journal.was_read("a")
+    assert await ask(journal.append, task("b")) is None
+    assert await kept(journal, "a", "b") == [True, True]
+    assert journal.counts.read_bytes == 0

@@ -98,8 +98,23 @@ def test_the_text_says_whose_deadline_it_was() -> None:
     told = [witness.outcome(request) for request in (own, usual, other)]
     assert [each.detail for each in told if isinstance(each, CarpoolError)] == [
         "no result within the 50 ms that the request itself allowed",
-        "no result in time",
+        "no result within 4 s (`broker.total_timeout_s`)",
         "no slot",
+    ]
+
+
+def test_a_task_is_told_what_bounds_tasks() -> None:
+    witness = Witness()
+    task, hasty = (
+        make_request(name, witness, now=0.0, is_task=True, total_timeout_s=600.0, own_timeout_s=own)
+        for name, own in (("task", 0.0), ("hasty", 2.0))
+    )
+    for request in (task, hasty):
+        request.settle(DeadlineExceeded("late"), 600.0)
+    told = [witness.outcome(request) for request in (task, hasty)]
+    assert [each.detail for each in told if isinstance(each, CarpoolError)] == [
+        "no result in the task's time (`tasks.timeout_s`, or less where its client said so)",
+        "no result within the 2000 ms that the request itself allowed",
     ]
 
 

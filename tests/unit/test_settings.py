@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from carpool.composition.process import changed_for_the_next_start
 from carpool.core.names import Role
 from carpool.settings import (
     ConfigError,
@@ -24,6 +25,8 @@ from carpool.settings import (
     models_of,
     require_for,
     require_upstream,
+    total_timeout_s,
+    warnings_of,
 )
 from carpool.settings.endpoints import ENDPOINTS_MAX, expand_endpoints
 from carpool.settings.keys import FLAGS, KEYS, VARIABLES, describe, section_keys
@@ -1032,3 +1035,49 @@ class TestCatalogue:
         slow = {"aiohttp", "uvloop", "ssl", "joserfc", "cryptography"}
         code = f"import sys, carpool.settings; sys.exit(bool({slow} & set(sys.modules)))"
         assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0
+
+
+class TestTimeouts:
+    """Unless it is set, the time of a synchronous request is enough for one call of any model."""
+
+    @pytest.mark.parametrize(
+        ("toml", "total_s"),
+        [
+            ("", 4.0),
+            ("[upstream]\ntimeout_s = 2", 4.0),
+            ("[upstream]\ntimeout_s = 3.5", 4.5),
+            ("[upstream]\ntimeout_s = 30", 31.0),
+            ("[broker]\ntotal_timeout_s = 7\n[upstream]\ntimeout_s = 30", 7.0),
+            ("[models.a]\n[models.b]\ntimeout_s = 20", 21.0),
+            ("[upstream]\ntimeout_s = 30\n[models.a]\ntimeout_s = 1", 4.0),
+        ],
+    )
+    def test_the_total_follows_the_longest_call(self, toml: str, total_s: float) -> None:
+        settings = load(toml=toml)
+        assert total_timeout_s(settings) == total_s
+        comment = "" if settings.broker.total_timeout_s else "# "
+        assert f"\n{comment}total_timeout_s = {total_s}\n" in dump_toml(settings)
+        assert load(toml=dump_toml(settings)) == settings
+
+    def test_what_goes_together_is_not_warned_about(self) -> None:
+        assert warnings_of(load()) == []
+        assert warnings_of(load(toml="[upstream]\ntimeout_s = 30\n[broker]\nqueue_timeout_s = 30")) == []
+
+    def test_who_never_gets_its_time_is_told_so(self) -> None:
+        settings = load(
+            toml="[broker]\nqueue_timeout_s = 4\ntotal_timeout_s = 4\n[upstream]\ntimeout_s = 1\n"
+            "[models.quick]\n[models.slow]\ntimeout_s = 30"
+        )
+        queue, call = warnings_of(settings)
+        assert queue.startswith("broker.queue_timeout_s (4 s) is not below broker.total_timeout_s (4 s)")
+        assert call.startswith("models.slow.timeout_s (30 s) is not below broker.total_timeout_s (4 s)")
+        (queue,) = warnings_of(load(toml="[broker]\nqueue_timeout_s = 5"))
+        assert "broker.total_timeout_s (4 s, as it is not set)" in queue
+
+    def test_a_total_that_follows_changes_with_the_next_start(self) -> None:
+        quick, slow, slower = (load(toml=f"[upstream]\ntimeout_s = {seconds}") for seconds in (2, 3, 30))
+        assert changed_for_the_next_start(quick, slow) == []
+        assert changed_for_the_next_start(slow, slower) == ["broker"]
+        fixed = "[broker]\ntotal_timeout_s = 40\n"
+        slow, slower = (load(toml=f"{fixed}[upstream]\ntimeout_s = {seconds}") for seconds in (3, 30))
+        assert changed_for_the_next_start(slow, slower) == []

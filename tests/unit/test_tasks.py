@@ -12,7 +12,6 @@ import pytest
 from carpool.broker.polls import Poll
 from carpool.core.errors import (
     CarpoolError,
-    DeadlineExceeded,
     Draining,
     InputRefused,
     InternalError,
@@ -20,6 +19,7 @@ from carpool.core.errors import (
     QueueFull,
     UnknownTask,
     UpstreamFailed,
+    task_time_passed,
 )
 from carpool.core.ports import Caller
 from carpool.core.request import DONE, QUEUED
@@ -108,7 +108,7 @@ async def test_the_first_result_wins(office: Office) -> None:
     [
         (UpstreamFailed("down"), 1),
         (InputRefused("no"), 1),
-        (DeadlineExceeded("late"), 0),
+        (task_time_passed(), 0),
         (InternalError("defect"), 0),
     ],
 )

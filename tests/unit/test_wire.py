@@ -1,6 +1,7 @@
 """JSON in and out of the inference routes."""
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from carpool.core.errors import Malformed
 from carpool.core.outcome import CallFacts, Output
 from carpool.face.http import wire
+from carpool.face.http.stream_messages import BadCall, decode_message
 from carpool.testing import Witness, make_request
 
 
@@ -133,3 +135,27 @@ def test_answers() -> None:
         "output": {"echo": 1},
         "latency_ms": 250.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("decode", "body", "told"),
+    [
+        (wire.decode_inference, {"inputs": ["a"]}, "unknown field `inputs`; did you mean `input`?"),
+        (wire.decode_inference, {"prompt": "a"}, "unknown field `prompt`; did you mean `input`?"),
+        (wire.decode_inference, {"input": 1, "model_id": "m"}, "unknown field `model_id`; did you mean `model`?"),
+        (wire.decode_inference, {"input": 1, "params": {}}, "unknown field `params`; did you mean `parameters`?"),
+        (wire.decode_predict, {"model_id": "m", "input": 1}, "unknown field `input`; did you mean `input_data`?"),
+        (wire.decode_predict, {"model_id": "m", "parameters": {}}, "unknown field `parameters`"),
+        (wire.decode_inference, {"input": 1, "temperature": 1}, "unknown field `temperature`"),
+    ],
+)
+def test_a_usual_name_of_others_is_told_as_it_is_here(decode: Any, body: Any, told: str) -> None:
+    with pytest.raises(Malformed) as caught:
+        decode(json.dumps(body).encode())
+    assert caught.value.detail.endswith(told)
+
+
+def test_a_message_of_a_stream_is_told_so_too() -> None:
+    (bad,) = decode_message(b'{"id": 7, "inputs": 1}')
+    assert isinstance(bad, BadCall) and bad.id == 7
+    assert bad.error.detail.endswith("did you mean `input`?")

@@ -8,17 +8,10 @@ One that lasts would keep all the settled behind it, so the lines are cleared of
 from collections import deque
 from heapq import heapify, heappop, heappush
 
-from carpool.core.errors import QueueTimeout
 from carpool.core.request import DONE, Request
 
 # So many entries are never worth a clearance.
 REBUILD_MIN = 1024
-
-
-def queue_timeout(request: Request) -> QueueTimeout:
-    """What is told to whoever waited too long for a slot."""
-    waited = f"no slot was free within {request.queue_timeout_s:g} s; try again, or as a task"
-    return QueueTimeout(waited, retry_after_s=1)
 
 
 class Deadlines:

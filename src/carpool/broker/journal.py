@@ -36,6 +36,7 @@ from carpool.broker.journal_records import (
     Reply,
     TaskRecord,
     TaskResult,
+    WereRead,
     result_size_of,
     size_of,
     store_full,
@@ -60,6 +61,10 @@ BURYING_MAX = 1000
 BURYING_BYTES_MAX = 64 * 1024 * 1024
 # Dead letters may have so much of `stored_bytes_max`, in addition to it.
 DEAD_LETTER_SHARE = 0.25
+# Results that were read go first where more than this share of `stored_bytes_max` is used.
+NEARLY_FULL = 0.85
+# So many are told to the writer at once that they were read.
+READ_AT_ONCE = 1024
 
 
 class Journal:
@@ -77,7 +82,7 @@ class Journal:
         clock: Clock = monotonic,
     ) -> None:
         """Open or create the journal at `path` (None: in memory); raises JournalUnusable."""
-        self._store = Store(path, int(stored_bytes_max * DEAD_LETTER_SHARE))
+        self._store = Store(path, int(stored_bytes_max * DEAD_LETTER_SHARE), int(stored_bytes_max * NEARLY_FULL))
         self._loop = loop
         self._clock = clock
         self._opened = clock()
@@ -86,6 +91,8 @@ class Journal:
         # Operations without an answer yet, and their bytes.
         self._unanswered = 0
         self._unanswered_bytes = 0
+        # Tasks whose results were read, of which the writer does not know that.
+        self._read: list[str] = []
         # Dead letters among the operations, and their bytes, which are not among those.
         self._burying = 0
         self._burying_bytes = 0
@@ -118,6 +125,8 @@ class Journal:
         With `letter_id` it replays a dead letter, which goes in the same transaction: NotFound if it is gone already.
         """
         size = size_of(task)
+        if self._read:  # which may have to make room for it
+            self._tell_read()
         if self.stored_bytes + size > self._stored_bytes_max:
             self._loop.call_soon(done, store_full())
         elif task.callback_url and self.counts.webhook_bytes >= self._webhook_bytes_max:
@@ -143,6 +152,16 @@ class Journal:
     def read(self, task_id: str, done: Callable[[StoredTask | CarpoolError | None], None]) -> None:
         """Look a task up."""
         self._offer(Read(task_id, done, 0))
+
+    def was_read(self, task_id: str) -> None:
+        """Somebody has the result of a task: it goes before others where there is no room for new ones."""
+        self._read.append(task_id)
+        if len(self._read) >= READ_AT_ONCE or self.stored_bytes > NEARLY_FULL * self._stored_bytes_max:
+            self._tell_read()
+
+    def _tell_read(self) -> None:
+        told, self._read = self._read, []
+        self._offer(WereRead("", lambda _: None, 0, told))
 
     def delete(self, task_id: str, done: Callable[[bool | CarpoolError], None]) -> None:
         """Remove a task in any state; `done` says whether there was one. Its dead letter stays."""
@@ -236,6 +255,11 @@ class Journal:
     def stored_bytes(self) -> int:
         """Bytes of the inputs and results of tasks, on the disk and on their way to it."""
         return self._store.counts.stored_bytes + self._unanswered_bytes
+
+    @property
+    def unread_bytes(self) -> int:
+        """The same without results that somebody has read."""
+        return self.stored_bytes - self._store.counts.read_bytes
 
 
 def _closed() -> JournalFailed:

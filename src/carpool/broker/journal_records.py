@@ -61,6 +61,8 @@ class Counts(msgspec.Struct):
     dead_letters: int = 0
     # Inputs, parameters, outputs and errors of tasks; dead letters have a budget of their own.
     stored_bytes: int = 0
+    # Of these, results that somebody has read since the journal was opened.
+    read_bytes: int = 0
     dead_letter_bytes: int = 0
     # Dead letters that had to make room since the journal was opened.
     dead_letters_evicted: int = 0
@@ -95,6 +97,12 @@ class Finish(Operation, eq=False):
 
 class Read(Operation, eq=False):
     """A task to be looked up."""
+
+
+class WereRead(Operation, eq=False):
+    """Tasks whose results somebody has."""
+
+    task_ids: list[str]
 
 
 class Delete(Operation, eq=False):

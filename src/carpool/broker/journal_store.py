@@ -116,6 +116,13 @@ READ = f"""SELECT id, owner, status, output, error, coalesce(finished, submitted
 FIND = f"SELECT seq, id, status, bytes FROM tasks WHERE {IDS} AND (expires IS NULL OR expires > ?)"
 EXPIRED_TASKS = "SELECT seq, id, status, bytes FROM tasks WHERE expires <= ? LIMIT ?"
 EXPIRED_DEAD = "SELECT seq, bytes FROM dead_letters WHERE expires <= ? LIMIT ?"
+# The results that were read since the journal was opened: in memory, some 20 bytes each.
+READ_TASKS = "CREATE TEMP TABLE read_tasks (seq INTEGER PRIMARY KEY, bytes INTEGER NOT NULL)"
+WERE_READ = f"""INSERT OR IGNORE INTO read_tasks SELECT seq, bytes FROM tasks
+    WHERE {IDS} AND expires IS NOT NULL RETURNING bytes"""
+OLDEST_READ = """SELECT seq, id, status, tasks.bytes FROM (SELECT seq FROM read_tasks ORDER BY seq LIMIT ?)
+    JOIN tasks USING (seq) ORDER BY seq"""
+REMOVE_READ = "DELETE FROM read_tasks WHERE seq IN (SELECT value FROM json_each(?)) RETURNING bytes"
 REMOVE_TASKS = "DELETE FROM tasks WHERE seq IN (SELECT value FROM json_each(?))"
 REMOVE_DEAD = "DELETE FROM dead_letters WHERE seq IN (SELECT value FROM json_each(?))"
 
@@ -123,9 +130,13 @@ REMOVE_DEAD = "DELETE FROM dead_letters WHERE seq IN (SELECT value FROM json_eac
 class Store:
     """One open journal file, or a database in memory with the same behaviour."""
 
-    def __init__(self, path: Path | None, dead_letter_bytes_max: int = sys.maxsize) -> None:
+    def __init__(
+        self, path: Path | None, dead_letter_bytes_max: int = sys.maxsize, unread_bytes_max: int = sys.maxsize
+    ) -> None:
         """Open or create the journal at `path`, and own it until `close`."""
         self.path = path
+        # With more than that, results that were read go.
+        self._unread_bytes_max = unread_bytes_max
         self._dead_letter_bytes_max = dead_letter_bytes_max
         self._lock = _lock(path) if path else None
         try:
@@ -178,6 +189,8 @@ class Store:
         # Freed pages are reused, neither overwritten nor given back: the file grows to its high-water mark, which
         # `stored_bytes_max` and the dead letters' budget bound; and whoever may read it may read the payloads in it.
         execute("PRAGMA secure_delete = OFF")
+        execute("PRAGMA temp_store = MEMORY")
+        execute(READ_TASKS)
         self.counts = self._draft = Counts()
         self.webhooks = WebhookRows(self._connection, self._draft)
         if is_new:
@@ -195,7 +208,13 @@ class Store:
         count = "SELECT count(expires), count(*), coalesce(sum(bytes), 0) FROM "
         results, tasks, task_bytes = execute(count + "tasks").fetchone()
         _, dead, dead_bytes = execute(count + "dead_letters").fetchone()
-        self.counts = Counts(tasks - results, results, dead, task_bytes, dead_bytes)
+        self.counts = Counts(
+            tasks_pending=tasks - results,
+            results=results,
+            dead_letters=dead,
+            stored_bytes=task_bytes,
+            dead_letter_bytes=dead_bytes,
+        )
         (last_letter,) = execute(LAST_LETTER).fetchone()
         self.last_letter = int(last_letter)
         with self.transaction(None):
@@ -349,6 +368,24 @@ class Store:
         rows = self._connection.execute(READ, (_json(task_ids), now))
         return {row[0]: StoredTask(row[0], row[1], STATUS_NAMES[row[2]], *row[3:]) for row in rows}
 
+    def were_read(self, task_ids: Collection[str]) -> None:
+        """Somebody has the results of these."""
+        read = self._connection.execute(WERE_READ, (_json(task_ids),)).fetchall()
+        self._draft.read_bytes += sum(size for (size,) in read)
+
+    def make_room(self, limit: int) -> None:
+        """Where much is stored, remove results that were read, the oldest first, at most `limit` at once."""
+        too_much = self._draft.stored_bytes - self._unread_bytes_max
+        if too_much <= 0 or not self._draft.read_bytes:
+            return
+        doomed: list[tuple[int, str, int, int]] = []
+        for row in self._connection.execute(OLDEST_READ, (limit,)).fetchall():
+            if too_much <= 0:
+                break
+            doomed.append(row)
+            too_much -= row[3]
+        self._remove(doomed)
+
     def delete(self, task_ids: Collection[str], now: float) -> set[str]:
         """Remove tasks in any state; says which of them were there. Their dead letters stay."""
         rows = self._connection.execute(FIND, (_json(task_ids), now)).fetchall()
@@ -366,7 +403,11 @@ class Store:
     def _remove(self, rows: Sequence[tuple[int, str, int, int]]) -> None:
         if not rows:
             return
-        self._connection.execute(REMOVE_TASKS, (_json([row[0] for row in rows]),))
+        numbers = _json([row[0] for row in rows])
+        self._connection.execute(REMOVE_TASKS, (numbers,))
+        if self._draft.read_bytes:
+            read = self._connection.execute(REMOVE_READ, (numbers,)).fetchall()
+            self._draft.read_bytes -= sum(size for (size,) in read)
         pending = sum(row[2] == PENDING for row in rows)
         self._draft.tasks_pending -= pending
         self._draft.results -= len(rows) - pending

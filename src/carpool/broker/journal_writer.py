@@ -4,7 +4,7 @@ The loop puts operations into the queue; the thread takes what is there, makes o
 hands all answers of that group back in one call. Rules:
 
 1. Nobody hears of a success before its commit. Operations of one group are all unanswered, so they count as
-   simultaneous: they run by kind (append, finish, bury, delete, drop, webhooks), reads after the commit.
+   simultaneous: they run by kind (what was read, append, finish, bury, delete, drop, webhooks), reads after the commit.
 2. A commit that fails fails its whole group, except results: an outcome must not be lost, so they are kept
    and tried again, apart from the groups, so that what frees space can get through meanwhile.
 3. An operation that can never be written (a defect) is found by halving the group, and fails alone.
@@ -32,6 +32,7 @@ from carpool.broker.journal_records import (
     Read,
     ReadLetter,
     Reply,
+    WereRead,
 )
 from carpool.broker.journal_store import Store
 from carpool.broker.replays import no_such_letter
@@ -219,6 +220,7 @@ class Writer:
     def _commit(self, operations: list[Operation]) -> list[Reply]:
         started = time.perf_counter()
         now = self._now()
+        reads = [op for op in operations if isinstance(op, WereRead)]
         appends = [op for op in operations if isinstance(op, Append)]
         finishes = [op for op in operations if isinstance(op, Finish)]
         burials = [op for op in operations if isinstance(op, Bury)]
@@ -226,8 +228,13 @@ class Writer:
         drops = [op for op in operations if isinstance(op, DropLetters)]
         replies: list[Reply] = []
         with self._store.transaction(now):
+            for read in reads:
+                self._store.were_read(read.task_ids)
+                replies.append((read, None))
             if appends:
                 replies += self._append(appends, now)
+            if appends or reads:
+                self._store.make_room(PURGE_MAX)
             if finishes:
                 stored = self._store.finish(
                     [(op.task_id, op.result, op.dead_letter) for op in finishes],

@@ -9,11 +9,11 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from math import inf
 
-from carpool.broker.deadlines import Deadlines, queue_timeout
+from carpool.broker.deadlines import Deadlines
 from carpool.broker.lanes import Lane, Ranks, Yields
 from carpool.broker.task_places import TaskPlaces
 from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull
+from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull, queue_time_passed
 from carpool.core.events import Events
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import LaneQueue, Standing
@@ -325,7 +325,7 @@ class MemoryBroker:
                 self.settle(request, DeadlineExceeded("no result in time; the request was given up"))
             elif request.phase == QUEUED and not request.taken and request.queue_timeout_s < inf:
                 # Else it had its slot, and was put back; or it is shared, and each who waits has its own time.
-                self.settle(request, queue_timeout(request))
+                self.settle(request, queue_time_passed(request.queue_timeout_s))
             else:
                 self._deadlines.add_end(request)
 

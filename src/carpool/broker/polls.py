@@ -28,18 +28,16 @@ class Poll(msgspec.Struct, eq=False):
         """Whoever waited was told, or has left. It refers to this, so this must not refer to it."""
         self.has_left, self.answer = True, _tell_nobody
 
-    def tell(self, found: StoredTask | CarpoolError | None, forget: Callable[[], object] = lambda: None) -> None:
-        """Answer with what was found; `forget` is called if the task is to be forgotten with that."""
+    def tell(self, found: StoredTask | CarpoolError | None) -> bool:
+        """Answer with what was found; says whether that was an outcome, and somebody was there to read it."""
         if self.has_left:
-            return
+            return False
         if found is None or self.is_hidden(found):
             found = no_such_task()
         answer = self.answer
         self.leave()
-        was_read = answer(found) is not False
-        # Only now: a reader that hung up meanwhile must be able to come back for it.
-        if self.forget and was_read and isinstance(found, StoredTask) and found.status != "PENDING":
-            forget()
+        # Whoever hung up meanwhile must be able to come back for it.
+        return answer(found) is not False and isinstance(found, StoredTask) and found.status != "PENDING"
 
     def is_hidden(self, found: object) -> bool:
         """Whether that is a task of somebody else."""

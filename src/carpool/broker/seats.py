@@ -28,9 +28,16 @@ from math import inf
 from msgspec.structs import replace
 
 from carpool.broker.asked_twice import AskedTwice
-from carpool.broker.deadlines import Deadlines, queue_timeout
+from carpool.broker.deadlines import Deadlines
 from carpool.core.clock import Clock, monotonic
-from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, InternalError, QueueFull
+from carpool.core.errors import (
+    CarpoolError,
+    ClientLeft,
+    DeadlineExceeded,
+    InternalError,
+    QueueFull,
+    queue_time_passed,
+)
 from carpool.core.events import Events
 from carpool.core.outcome import CallFacts, Outcome, Output
 from carpool.core.ports import NO_WISHES, FarResults, RequestQueue, Results, SameKey, Standing, Wishes
@@ -294,7 +301,7 @@ class Seats:
             elif self._may_run(member.held_by, member):
                 self._deadlines.add_unordered(member, member.deadline)
             else:
-                self._leave(member, queue_timeout(member))
+                self._leave(member, queue_time_passed(member.queue_timeout_s))
 
     # What the broker tells.
 

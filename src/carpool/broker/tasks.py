@@ -255,7 +255,12 @@ class Tasks:
 
     def _read(self, poll: Poll) -> None:
         def found(stored: StoredTask | CarpoolError | None) -> None:
-            poll.tell(stored, lambda: self._journal.delete(poll.task_id, lambda _: None))
+            if not poll.tell(stored):
+                return
+            if poll.forget:
+                self._journal.delete(poll.task_id, lambda _: None)
+            else:
+                self._journal.was_read(poll.task_id)
 
         self._journal.read(poll.task_id, found)
 

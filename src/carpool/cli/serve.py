@@ -6,7 +6,7 @@ import typer
 
 from carpool.cli.flags import Given, LoadSettings, with_role_flags, with_setting_flags
 from carpool.core.names import Role
-from carpool.settings import ConfigError, Settings, admin_port, dump_toml, require_for
+from carpool.settings import ConfigError, Settings, admin_port, dump_toml, require_for, warnings_of
 
 _ABOUT_SETTINGS = """\
 Every setting is also a key of carpool.toml and an environment variable, such as CARPOOL_GATEWAY_PORT=8080: \
@@ -102,7 +102,10 @@ def config(load: LoadSettings) -> int:
 
     Takes the flags of `carpool serve`, reads the same environment and file, and starts nothing.
     """
-    sys.stdout.write(dump_toml(load()))
+    settings = load()
+    sys.stdout.write(dump_toml(settings))
+    for warning in warnings_of(settings):
+        print(f"carpool: warning: {warning}", file=sys.stderr)  # noqa: T201 - beside the TOML
     return 0
 
 

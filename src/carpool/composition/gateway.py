@@ -39,7 +39,7 @@ from carpool.face.http.task_events import TaskEvents
 from carpool.face.http.tickets import Tickets
 from carpool.face.intake import Intake, IntakeSettings, make_uuids
 from carpool.service import ModelFace
-from carpool.settings import Settings, grpc_port
+from carpool.settings import Settings, grpc_port, total_timeout_s
 from carpool.settings.schema import LimitSettings
 
 if TYPE_CHECKING:
@@ -302,7 +302,7 @@ class GatewayHalf:
     async def drain(self) -> None:
         """Answer what was received; after that nothing is admitted."""
         settings = self._ground.settings
-        give_up_at = self._ground.clock() + settings.gateway.receive_timeout_s + settings.broker.total_timeout_s
+        give_up_at = self._ground.clock() + settings.gateway.receive_timeout_s + total_timeout_s(settings)
         await asyncio.gather(*(server.finish(give_up_at) for server in self.servers))
         self.gate.closed = True
 
@@ -371,12 +371,13 @@ def anonymous_limit(limits: LimitSettings) -> RateLimit | None:
 
 def intake_settings(ground: Ground) -> IntakeSettings:
     """What the way in must know of the configuration."""
-    settings, broker = ground.settings, ground.settings.broker
+    settings = ground.settings
+    total_s = total_timeout_s(settings)
     return IntakeSettings(
         default_model=settings.model,
         tier_target_s=ground.tier_target_s,
-        queue_timeout_s=min(broker.queue_timeout_s, broker.total_timeout_s),
-        total_timeout_s=broker.total_timeout_s,
+        queue_timeout_s=min(settings.broker.queue_timeout_s, total_s),
+        total_timeout_s=total_s,
         task_timeout_s=settings.tasks.timeout_s,
     )
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from carpool.broker.fill import LOOK_S, FillWatch
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.parking import Parking
 from carpool.broker.redis.client.nodes import Nodes
@@ -132,6 +133,9 @@ class Meeting:
             opened.callback(part.close)
         opened.callback(self.tasks.close)
         self.ground.do_every(REFRESH_S, lambda: self.ground.in_background(self._refresh()))
+        if self.role != "batcher":  # gateways take tasks
+            fill = FillWatch(self.ground.settings.tasks.stored_bytes_max)
+            self.ground.do_every(LOOK_S, lambda: fill.look(self.depth.unread_task_bytes(), self.ground.clock()))
 
     async def wait_for_redis(self, is_connected: Callable[[], bool]) -> None:
         """Give Redis a moment, so that the first clients find it; then go on without it.

@@ -28,7 +28,7 @@ from carpool.face.http.openapi import admin_openapi
 from carpool.face.http.server import HttpServer
 from carpool.face.http.state import HttpLimits
 from carpool.service import ModelService
-from carpool.settings import Model, Settings, admin_port, is_loopback, models_of
+from carpool.settings import Model, Settings, admin_port, is_loopback, models_of, total_timeout_s
 from carpool.telemetry.metrics import Exposition
 from carpool.tracking.recorder import Recorder
 from carpool.upstream.fleet import Endpoints
@@ -175,7 +175,10 @@ def changed_for_the_next_start(old: Settings, new: Settings) -> list[str]:
         has_tls = "yes" if settings.gateway.tls_cert else ""
         gateway = replace(settings.gateway, tls_cert=has_tls, tls_key=has_tls)
         webhooks = replace(settings.webhooks, secrets=[])
-        return replace(settings, gateway=gateway, keys={}, upstream=upstream, models=models, webhooks=webhooks)
+        broker = replace(settings.broker, total_timeout_s=total_timeout_s(settings))  # it may follow the upstreams'
+        return replace(
+            settings, gateway=gateway, keys={}, upstream=upstream, models=models, webhooks=webhooks, broker=broker
+        )
 
     before, after = fixed(old), fixed(new)
     return [name for name in Settings.__struct_fields__ if getattr(before, name) != getattr(after, name)]

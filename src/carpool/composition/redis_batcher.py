@@ -16,6 +16,7 @@ from carpool.composition.shedding import yields_of
 from carpool.core.errors import Draining
 from carpool.core.snapshot import RedisBatcherNumbers
 from carpool.service import ModelService
+from carpool.settings import total_timeout_s
 
 logger = logging.getLogger("carpool")
 
@@ -79,11 +80,11 @@ class RedisBatcherHalf(BatcherHalf):
 
     async def drain(self) -> None:
         """Take nothing more, send what was taken, and write the outcomes."""
-        broker_settings = self._ground.settings.broker
+        settings = self._ground.settings
         self.feed.drain()
-        await self.feed.finish_asking(broker_settings.redis_timeout_ms / 1000)
+        await self.feed.finish_asking(settings.broker.redis_timeout_ms / 1000)
         self.hurry()
-        await self._send_what_is_staged(self._ground.clock() + broker_settings.total_timeout_s)
+        await self._send_what_is_staged(self._ground.clock() + total_timeout_s(settings))
         await super().drain()
         if not await self.replies.finish(RELEASE_TIMEOUT_S):
             logger.warning("Redis did not take every outcome; another batcher will do that work again")

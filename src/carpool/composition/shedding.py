@@ -11,7 +11,7 @@ from carpool.core.clock import Clock
 from carpool.core.ports import Standing
 from carpool.core.request import Request
 from carpool.service import ModelService
-from carpool.settings import Settings
+from carpool.settings import Settings, total_timeout_s
 
 # Who waits of a model and a tier.
 FindStanding = Callable[[str, int], Standing]
@@ -49,7 +49,7 @@ def make_doors(settings: Settings, models: Iterable[str], standing: FindStanding
 
 def queue_timeout_s(settings: Settings) -> float:
     """How long a request may wait for a slot at all."""
-    return min(settings.broker.queue_timeout_s, settings.broker.total_timeout_s)
+    return min(settings.broker.queue_timeout_s, total_timeout_s(settings))
 
 
 def yields_of(settings: Settings) -> Yields | None:

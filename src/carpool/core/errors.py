@@ -335,11 +335,27 @@ def own_deadline_passed(timeout_s: float) -> DeadlineExceeded:
     return DeadlineExceeded(f"no result within the {timeout_s * 1000:g} ms that the request itself allowed")
 
 
+def total_time_passed(timeout_s: float) -> DeadlineExceeded:
+    """What is told to whoever waited for an answer as long as anybody may."""
+    return DeadlineExceeded(f"no result within {round(timeout_s, 3):g} s (`broker.total_timeout_s`)")
+
+
+def task_time_passed() -> DeadlineExceeded:
+    """What is told of a task that had no outcome in time; a process that took it over does not know how long it had."""
+    return DeadlineExceeded("no result in the task's time (`tasks.timeout_s`, or less where its client said so)")
+
+
 class QueueTimeout(DeadlineExceeded):
     """The request waited its whole queue time without a free slot."""
 
     code = "queue-timeout"
     title = "No free slot in time"
+
+
+def queue_time_passed(timeout_s: float) -> QueueTimeout:
+    """What is told to whoever waited too long for a slot."""
+    waited = f"no slot was free within {timeout_s:g} s (`broker.queue_timeout_s`); try again, or as a task"
+    return QueueTimeout(waited, retry_after_s=1)
 
 
 # Carpool's own fault or state.

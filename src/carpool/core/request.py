@@ -14,7 +14,14 @@ from typing import Any, Protocol
 import msgspec
 
 from carpool.core.batch import Batch
-from carpool.core.errors import CarpoolError, DeadlineExceeded, own_deadline_passed, without_frames
+from carpool.core.errors import (
+    CarpoolError,
+    DeadlineExceeded,
+    own_deadline_passed,
+    task_time_passed,
+    total_time_passed,
+    without_frames,
+)
 from carpool.core.outcome import CallFacts, Outcome
 from carpool.core.trace import Trace
 
@@ -145,8 +152,8 @@ class Request(msgspec.Struct, eq=False):
             self.result_code = outcome.code
             if outcome.__traceback__ is not None:  # it was raised somewhere
                 without_frames(outcome)
-            if self.own_timeout_s and type(outcome) is DeadlineExceeded:
-                outcome = own_deadline_passed(self.own_timeout_s)
+            if type(outcome) is DeadlineExceeded:  # whoever saw it pass need not know which one it was
+                outcome = deadline_passed(self)
         else:
             self.call = outcome.call
         try:
@@ -157,6 +164,13 @@ class Request(msgspec.Struct, eq=False):
         if self.result_key is not None:
             self.result_key = self.result = None  # the key may be the whole input
         return True
+
+
+def deadline_passed(request: Request) -> DeadlineExceeded:
+    """What a request is told whose deadline passed: who set it."""
+    if request.own_timeout_s:
+        return own_deadline_passed(request.own_timeout_s)
+    return task_time_passed() if request.is_task else total_time_passed(request.deadline - request.arrived)
 
 
 def facts_of_failure(request: Request) -> CallFacts | None:

@@ -1,6 +1,6 @@
 """The configuration: what there is to set (`schema.py`), how it is read, and what each model makes of it."""
 
-from carpool.settings.checks import check_name, require_broker, require_for, require_upstream
+from carpool.settings.checks import check_name, require_broker, require_for, require_upstream, warnings_of
 from carpool.settings.dump import dump_toml
 from carpool.settings.errors import ConfigError
 from carpool.settings.loading import load_settings
@@ -12,6 +12,7 @@ from carpool.settings.resolution import (
     is_loopback,
     models_of,
     read_password,
+    total_timeout_s,
 )
 from carpool.settings.schema import Settings
 
@@ -31,4 +32,6 @@ __all__ = [
     "require_broker",
     "require_for",
     "require_upstream",
+    "total_timeout_s",
+    "warnings_of",
 ]

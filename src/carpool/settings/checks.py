@@ -17,6 +17,7 @@ from carpool.settings.resolution import (
     Where,
     admin_port,
     broker_address,
+    call_timeouts_s,
     grpc_port,
     is_loopback,
     models_of,
@@ -24,6 +25,7 @@ from carpool.settings.resolution import (
     read_password,
     resolve,
     tls_files,
+    total_timeout_s,
 )
 from carpool.settings.schema import (
     BrokerSettings,
@@ -94,6 +96,22 @@ def check_together(settings: Settings, where: Where) -> None:
     _check_models(settings, where)
     _check_tracing(settings.tracing, where)
     _check_webhooks(settings.webhooks, where)
+
+
+def warnings_of(settings: Settings) -> list[str]:
+    """What can be done as the settings say, and is hardly what anybody wants."""
+    total_s, queue_s = total_timeout_s(settings), settings.broker.queue_timeout_s
+    is_set = settings.broker.total_timeout_s is not None
+    total = f"broker.total_timeout_s ({total_s:g} s{'' if is_set else ', as it is not set'})"
+    said = []
+    if queue_s >= total_s:
+        ends = "a request that waits so long for a slot has no time left for a call"
+        said.append(f"broker.queue_timeout_s ({queue_s:g} s) is not below {total}: {ends}")
+    for path, timeout_s in call_timeouts_s(settings).items():
+        if timeout_s >= total_s:
+            ends = "synchronous requests are given up before a call may end"
+            said.append(f"{path} ({timeout_s:g} s) is not below {total}: {ends}")
+    return said
 
 
 def check_name(name: str, where: str) -> None:

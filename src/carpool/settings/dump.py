@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from carpool.settings.keys import ROOT_KEYS, SECTIONS, Key, section_keys, summary
+from carpool.settings.resolution import admin_port, total_timeout_s
 from carpool.settings.schema import KeySettings, ModelSettings, Section, Settings, TierSettings
 
 _BARE_TOML_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -16,12 +17,17 @@ _BARE_TOML_KEY = re.compile(r"[A-Za-z0-9_-]+")
 def dump_toml(settings: Settings) -> str:
     """The whole configuration as commented TOML that loads back to the same settings, secrets left out."""
     lines: list[str] = []
+    # What is in effect of that which is not set.
+    derived: dict[str, Any] = {
+        "gateway.admin_port": admin_port(settings.gateway),
+        "broker.total_timeout_s": total_timeout_s(settings),
+    }
     for key in ROOT_KEYS:
         lines += _dump_key(key, getattr(settings, key.name))
     for name, cls in SECTIONS.items():
         lines += ["", f"# {summary(cls)}", f"[{name}]"]
         for key in section_keys(cls, f"{name}."):
-            lines += _dump_key(key, getattr(getattr(settings, name), key.name))
+            lines += _dump_key(key, getattr(getattr(settings, name), key.name), derived.get(key.path))
     lines += ["", f"# {summary(TierSettings)}"]
     for tier in settings.tiers:
         said = msgspec.structs.asdict(tier).items()
@@ -56,13 +62,15 @@ def _dump_named(path: str, sections: Mapping[str, Section]) -> list[str]:
     return lines
 
 
-def _dump_key(key: Key, value: Any) -> list[str]:
+def _dump_key(key: Key, value: Any, derived: Any = None) -> list[str]:
     if key.is_secret:
         line = f'# {key.name} = "***"' if value else f'# {key.name} = ""'
         return [f"# {key.description}; set it with {key.variable}", line]
     if key.is_url:
         return [f"# {key.description}", *_dump_url(key, value)]
-    return [f"# {key.description}", f"# {key.name} =" if value is None else f"{key.name} = {_toml(value)}"]
+    if value is None:
+        return [f"# {key.description}", f"# {key.name} =" + ("" if derived is None else f" {_toml(derived)}")]
+    return [f"# {key.description}", f"{key.name} = {_toml(value)}"]
 
 
 def _dump_url(key: Key, value: Any) -> list[str]:

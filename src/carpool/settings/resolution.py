@@ -125,6 +125,20 @@ def grpc_port(gateway: GatewaySettings) -> int | None:
     return gateway.port + 2 if gateway.port else 0
 
 
+def call_timeouts_s(settings: Settings) -> dict[str, float]:
+    """How long one attempt may take, by the path of the setting that says so."""
+    models = settings.models or {settings.model: ModelSettings()}
+    return {
+        path_of(name, own, "timeout_s"): own.timeout_s or settings.upstream.timeout_s for name, own in models.items()
+    }
+
+
+def total_timeout_s(settings: Settings) -> float:
+    """How long a synchronous request may take: unless it is set, long enough for one attempt of any model."""
+    own = settings.broker.total_timeout_s
+    return max(4.0, max(call_timeouts_s(settings).values()) + 1.0) if own is None else own
+
+
 def broker_address(broker: BrokerSettings) -> "BrokerAddress":
     """Where Redis is and how to get in; raises ConfigError. Reads the password's file."""
     # Here, so that commands without a broker start without it.

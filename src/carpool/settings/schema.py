@@ -339,7 +339,13 @@ class BrokerSettings(Section, frozen=True):
         Count, doc("distinct model and parameter sets that may wait at once, shared among owners (503)")
     ] = 1024
     queue_timeout_s: Annotated[Seconds, doc("a synchronous request waits this long for a slot (504)")] = 2.0
-    total_timeout_s: Annotated[Seconds, doc("a synchronous request has its answer within this (504)")] = 4.0
+    total_timeout_s: Annotated[
+        Seconds | None,
+        doc(
+            "a synchronous request has its answer within this (504); by default 4, or one second more than the "
+            "longest `timeout_s` of an upstream, if that is more"
+        ),
+    ] = None
     order: Annotated[
         Literal["deadline", "strict"],
         doc("`deadline`: arrival + the tier's target; `strict`: higher tiers always first, but for `trickle`"),
@@ -358,7 +364,13 @@ class TaskSettings(Section, frozen=True):
     result_ttl_s: Annotated[Seconds, doc("how long a result is kept")] = 600.0
     forget_after_read: Annotated[bool, doc("forget a result once it has been read")] = False
     dead_letter_ttl_s: Annotated[Seconds, doc("how long a dead letter is kept")] = 7 * 86400.0
-    stored_bytes_max: Annotated[Count, doc("bytes of inputs and results kept, together (503 for new tasks)")] = 4 * GIB
+    stored_bytes_max: Annotated[
+        Count,
+        doc(
+            "bytes of inputs and results kept, together (503 for new tasks); from 85 % on results that were read go "
+            "before their time"
+        ),
+    ] = 4 * GIB
     waiting_max: Annotated[Count, doc("tasks without an outcome at once (503 for new ones)")] = 50_000
     patience_ms: Annotated[
         float, doc("a task's place in the order is this much later than a synchronous request's", ge=0, le=600_000)
@@ -611,7 +623,13 @@ class TierSettings(Section, frozen=True):
     name: Annotated[str, doc("what the tier is called")]
     target_ms: Annotated[float, doc("a request's place in the order is arrival + this", ge=0, le=86_400_000)]
     wait_max_ms: Annotated[
-        float, doc("who would wait longer for a slot is refused at the door (`shedding.mode`)", ge=1, le=86_400_000)
+        float,
+        doc(
+            "who would wait longer for a slot is refused at the door (`shedding.mode`); where no tiers are configured "
+            "it is 1000 for enterprise, 500 for paid, 250 for free",
+            ge=1,
+            le=86_400_000,
+        ),
     ] = 500.0
     default_mode: Annotated[ModeName | None, doc("as `gateway.default_mode`, before that")] = None
     per_minute: Annotated[Limit | None, doc("as `limits.per_minute`")] = None

@@ -11,6 +11,7 @@ import msgspec
 from yarl import URL
 
 from carpool.core.finding import Change, Finding, Level
+from carpool.settings import total_timeout_s
 from carpool.settings.schema import ModelSettings, Settings, UpstreamSettings
 from carpool.upstream.codecs.base import Refusal
 from carpool.upstream.endpoint import Answer
@@ -295,8 +296,7 @@ def check_limit(largest: int, refused: Tried | None, where: Where, max_batch: in
 
 def check_time(slowest: Tried, first: Tried, where: Where) -> Finding:
     """How long a call takes, against how long it may."""
-    broker, timeout_s = where.settings.broker, where.upstream.timeout_s
-    total_s = broker.total_timeout_s or max(4.0, timeout_s + 1)
+    timeout_s, total_s = where.upstream.timeout_s, total_timeout_s(where.settings)
     path = where.path("timeout_s")
     took = f"a call of {slowest.size} took {slowest.seconds:.2f} s"
     allowed = f"{path} is {timeout_s:g}, broker.total_timeout_s {total_s:g}"

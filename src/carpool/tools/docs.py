@@ -64,7 +64,7 @@ What Carpool does not know is an error: one line names the key, where it came fr
 the exit status is 2. That holds for `CARPOOL_*` variables too; only those that Kubernetes makes for a Service
 whose name starts with `carpool` are passed over. `carpool config` takes the flags of `carpool serve` and
 prints the configuration in effect as TOML. Secrets are left out, and so are the passwords and query strings of URLs.
-Relative paths start at the working directory.
+Relative paths start at the working directory. How the timeouts go together: [timeouts.md](timeouts.md).
 
 ## Example
 
@@ -248,7 +248,7 @@ endpoints = ["http://127.0.0.1:9000-9031/infer"]
 endpoints = ["http://10.0.0.7:8500/v1/models/large:predict"]
 protocol = "kserve_v1"
 max_batch = 8
-timeout_s = 30
+timeout_s = 30                    # and so broker.total_timeout_s is 31
 body_bytes_max = 16777216
 
 [[tiers]]

@@ -47,7 +47,13 @@ from carpool.core.trace import CallTrace
 from carpool.upstream.call_ids import CallIds
 from carpool.upstream.codecs import Codec, ProtocolFaultError
 from carpool.upstream.codecs.base import Decoded, Refusal
-from carpool.upstream.endpoint import Answer, AttemptFailedError, ConnectionFailedError, DoubtfulAnswerError
+from carpool.upstream.endpoint import (
+    Answer,
+    AttemptFailedError,
+    ConnectionFailedError,
+    DoubtfulAnswerError,
+    NoAnswerError,
+)
 from carpool.upstream.pool import DOUBT_MAX, IN_DOUBT_FROM, WELL_S, Member, Pool
 from carpool.upstream.retry import RetryBudget, pause_before
 from carpool.upstream.same import Merged, still_there
@@ -405,7 +411,10 @@ class Attempts:
             is_slot_held = not 200 <= answer.status < 300
         except AttemptFailedError as failure:
             self.calls["failed"] += 1
-            error = UpstreamFailed(f"the inference API could not be used: {failure}")
+            # Else it was the clients' own time that was over.
+            is_by_setting = isinstance(failure, NoAnswerError) and timeout_s == self.timeout_s
+            setting = " (`upstream.timeout_s`)" if is_by_setting else ""
+            error = UpstreamFailed(f"the inference API could not be used: {failure}{setting}")
             without_frames(failure)  # which hold the call and its answer
             dead = failure if isinstance(failure, ConnectionFailedError) else None
             tells = dead is not None or self._call_failed(members, member, timeout_s, started)

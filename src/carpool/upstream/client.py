@@ -12,7 +12,14 @@ from yarl import URL
 from carpool.core.errors import without_frames
 from carpool.core.tensors import Data
 from carpool.upstream.connections import EarlyAnswerError, Line, Trip, make_trace, trip_now, watched
-from carpool.upstream.endpoint import Answer, AttemptFailedError, Call, ConnectionWasDeadError, DoubtfulAnswerError
+from carpool.upstream.endpoint import (
+    Answer,
+    AttemptFailedError,
+    Call,
+    ConnectionWasDeadError,
+    DoubtfulAnswerError,
+    NoAnswerError,
+)
 from carpool.upstream.load import parse_load
 from carpool.upstream.tls import Credentials, UpstreamSecurity
 
@@ -118,7 +125,7 @@ class HttpEndpoint:
             async with asyncio.timeout(timeout_s):
                 response, body = await self._send(call, secrets, trip)
         except TimeoutError:
-            raise AttemptFailedError(f"no answer within {timeout_s:.2f} s") from None
+            raise NoAnswerError(timeout_s) from None
         except (aiohttp.ClientError, OSError, ValueError) as failure:
             is_cut, reason = isinstance(failure, aiohttp.ClientConnectionError | OSError), _reason(failure)
             without_frames(failure)  # which hold the call; aiohttp's own hold the failure too
@@ -156,7 +163,7 @@ class HttpEndpoint:
                 async with self._session.get(url, headers=secrets, allow_redirects=False, ssl=tls or True) as response:
                     body = await self._read(response, PAGE_BYTES_MAX)
         except TimeoutError:
-            raise AttemptFailedError(f"no answer within {timeout_s:.2f} s") from None
+            raise NoAnswerError(timeout_s) from None
         except (aiohttp.ClientError, OSError, ValueError) as failure:
             reason = _reason(failure)
             without_frames(failure)

@@ -38,6 +38,13 @@ class AttemptFailedError(Exception):
     """No answer: refused, reset, timed out, broken off, too long. The text names no payload."""
 
 
+class NoAnswerError(AttemptFailedError):
+    """No answer came in time."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(f"no answer within {timeout_s:.2f} s")
+
+
 class ConnectionFailedError(AttemptFailedError):
     """There is no answer because of the connection that the call was made on, and the next call will have another one.
 

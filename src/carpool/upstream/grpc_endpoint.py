@@ -21,7 +21,7 @@ import msgspec
 from yarl import URL
 
 from carpool.core.clock import Clock, monotonic
-from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
+from carpool.upstream.endpoint import Answer, AttemptFailedError, Call, NoAnswerError
 from carpool.upstream.tls import Credentials, Pems, UpstreamSecurity
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
@@ -117,7 +117,7 @@ class GrpcEndpoint:
                 # The server is told too, so that it need not work for nobody.
                 body: bytes = await channel.infer(call.body, timeout=timeout_s, metadata=metadata)
         except TimeoutError:
-            raise AttemptFailedError(f"no answer within {timeout_s:.2f} s") from None
+            raise NoAnswerError(timeout_s) from None
         except (OSError, ValueError) as failure:  # of the files with credentials
             raise AttemptFailedError(f"the call could not be made ({type(failure).__name__})") from None
         except RpcError as failure:
@@ -130,7 +130,7 @@ class GrpcEndpoint:
         text: str = failure.details() or ""
         status = HTTP_STATUS.get(code, OTHER_STATUS)
         if code == "DEADLINE_EXCEEDED" and text == "Deadline Exceeded":
-            raise AttemptFailedError(f"no answer within {timeout_s:.2f} s") from None
+            raise NoAnswerError(timeout_s) from None
         if code == "UNAVAILABLE" and text.startswith(_NO_CONNECTION):
             raise AttemptFailedError("no connection") from None
         if code == "RESOURCE_EXHAUSTED":

@@ -25,7 +25,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from carpool.core.clock import Clock, monotonic
-from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
+from carpool.upstream.endpoint import Answer, AttemptFailedError, Call, NoAnswerError
 
 # A hanging call holds its slot until its client leaves, and no longer than this.
 HANG_S_MAX = 60.0
@@ -436,7 +436,7 @@ class SimulatedEndpoint:
             async with asyncio.timeout(timeout_s):
                 answer = await reply
         except TimeoutError:
-            raise AttemptFailedError(f"no answer within {timeout_s:g} s") from None
+            raise NoAnswerError(timeout_s) from None
         finally:
             self.gpu.leave(running)
         if answer is None:

@@ -15,7 +15,7 @@ from struct import Struct, error
 
 import msgspec
 
-from carpool.core.errors import CarpoolError, DeadlineExceeded, InternalError, all_errors
+from carpool.core.errors import CarpoolError, InternalError, all_errors, task_time_passed
 from carpool.core.outcome import CallFacts
 from carpool.core.story import RequestState
 from carpool.core.tensors import PACKED, Data
@@ -28,7 +28,7 @@ _BEGINNING = Struct(">BHQQQBB")
 _RECORD_AT, _NAMES_AT = 3, _BEGINNING.size
 _pack = _BEGINNING.pack  # for every request
 # The outcome of a task that no batcher ends.
-LATE = DeadlineExceeded("no batcher had a result in time")
+LATE = task_time_passed()
 # The state of a task.
 PENDING, SUCCESS, FAILED = b"P", b"S", b"F"
 

@@ -14,10 +14,11 @@ evenly, they share the shards evenly.
 | `<ns>:{tag}:openers`, `:opened`, `:lines` | hash | lanes that count: who opened them, how many each, lines |
 | `<ns>:{tag}:counts` | hash | `held`: entries without an outcome, `unread`: those nobody took yet, `unread:<line>`: of
   one line; `letter`: the last letter's id, `letter_bytes`, `letters_counted` (ms); `input_bytes`, `result_bytes`,
-  their parts (scripts/bytes.lua) |
+  `read_bytes`, their parts (scripts/bytes.lua) |
 | `<ns>:{tag}:q:<lane>:<line>` | stream | the entries of one lane and one line (a tier: synchronous requests, those of
   them that exceed their owner's share, or tasks) |
 | `<ns>:{tag}:task:<id>` | hash | a task and its result |
+| `<ns>:{tag}:read` | list | tasks whose results were read, in that order: they go first where there is no room |
 | `<ns>:{tag}:gone:<lane>:<line>` | zset | numbers of tasks that were removed before somebody took them |
 | `<ns>:{tag}:letters`, `:letter` | zset, hash | ids of dead letters in order; their contents by id |
 | `<ns>:{tag}:hooks`, `:hooks:<host>` | zset | hosts that outcomes are to be sent to, by when the first is due; tasks

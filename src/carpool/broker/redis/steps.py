@@ -477,6 +477,10 @@ class Steps:
         arguments = (task_id, self._now_ms(), int(was_refused), receipt)
         self._run(scripts.FORGET, self.keys.shard_of_task(task_id), arguments, reading(removed, done))
 
+    def were_read(self, shard: Shard, task_ids: Sequence[str], done: Done[int]) -> None:
+        """Somebody has the results of these tasks; tells how many such results the shard has."""
+        self._run(scripts.WAS_READ, shard, (self._now_ms(), *task_ids), reading(int, done))
+
     def ends(self, shard: Shard, name: bytes, done: Done[dict[bytes, list[EndedTask]]]) -> None:
         """Tasks that steps of this process ended, by receipt."""
 

@@ -264,13 +264,13 @@ class GatewayRoutes:
                 respond_problem(exchange, task)
             else:
                 exchange.respond(200, task_json(task))
-            return not exchange.sink.is_gone()
+            return exchange.method == b"GET" and not exchange.sink.is_gone()
 
         ticket = self._intake.look(
             caller=caller,
             task_id=possible_task_id(task_id),
             wait_s=int(wait_text) / 1000,
-            forget=self._settings.forget_after_read and exchange.method == b"GET",
+            forget=self._settings.forget_after_read,
             answer=answer,
         )
         if exchange.response is None:

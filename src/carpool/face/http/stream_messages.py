@@ -80,7 +80,7 @@ def _decode_one(part: Raw) -> StreamCall | BadCall:
     try:
         return _decode_call(part)
     except _FAULTS as failure:
-        fault = Malformed(body_fault(failure))
+        fault = Malformed(body_fault(failure, StreamCall))
     try:
         return BadCall(_decode_named(part).id, fault)
     except _FAULTS:

@@ -22,6 +22,13 @@ CLIENT_ID_CHARS_MAX = 256
 FAULT_CHARS_MAX = 200
 # Canonical forms already worked out, by the client's bytes: few distinct parameters make most of the traffic.
 CANONICAL_KEPT_MAX = 1024
+# What other gateways and APIs call the fields that are here, each with its like.
+ALIKE = (
+    ("input", "input_data", "inputs", "instances", "data", "prompt", "text", "texts"),
+    ("model", "model_id", "model_name"),
+    ("parameters", "params", "options"),
+)
+_UNKNOWN_FIELD = "Object contains unknown field `"
 
 Parameters = Annotated[
     Raw,
@@ -82,7 +89,7 @@ def decode_inference(body: bytes) -> InferenceCall:
     try:
         return _decode_inference(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as failure:
-        raise Malformed(body_fault(failure)) from None
+        raise Malformed(body_fault(failure, InferenceCall)) from None
 
 
 def decode_predict(body: bytes) -> PredictCall:
@@ -90,7 +97,7 @@ def decode_predict(body: bytes) -> PredictCall:
     try:
         return _decode_predict(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as failure:
-        raise Malformed(body_fault(failure)) from None
+        raise Malformed(body_fault(failure, PredictCall)) from None
 
 
 def checked_input(raw: Raw, field: str) -> bytes:
@@ -126,8 +133,11 @@ def canonical_parameters(raw: Raw) -> bytes:
     return canonical
 
 
-def body_fault(failure: Exception) -> str:
-    """What is wrong with a body, in words for its sender. msgspec's texts name fields and places, and one value."""
+def body_fault(failure: Exception, call: type[msgspec.Struct] = msgspec.Struct) -> str:
+    """What is wrong with a body, in words for its sender. msgspec's texts name fields and places, and one value.
+
+    Of an unknown field it is told which one of `call` may have been meant.
+    """
     if isinstance(failure, RecursionError):
         return "the body is nested too deeply"
     if isinstance(failure, UnicodeDecodeError):
@@ -135,6 +145,10 @@ def body_fault(failure: Exception) -> str:
     text = str(failure)
     if text.startswith("Invalid enum value"):
         text = '`mode` must be "sync" or "async"'
+    if text.startswith(_UNKNOWN_FIELD):
+        name = text.removeprefix(_UNKNOWN_FIELD).partition("`")[0]
+        alike = next((names for names in ALIKE if name in names), ())
+        text += "".join(f"; did you mean `{field}`?" for field in call.__struct_fields__ if field in alike)
     # A field's name may be as long as the body.
     return f"the body is not what this path takes: {text[:FAULT_CHARS_MAX]}"
 

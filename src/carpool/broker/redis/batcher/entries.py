@@ -10,7 +10,7 @@ from carpool.broker.redis.batcher.replies import ReplyWriter
 from carpool.broker.redis.batcher.suspects import company_of
 from carpool.broker.redis.formats import Header, NewerFormatError, began_ms, decode_header, decode_value
 from carpool.broker.sides import FedModel, SuspectLetters
-from carpool.core.errors import CarpoolError, DeadlineExceeded, QueueTimeout, UpstreamFailed
+from carpool.core.errors import CarpoolError, DeadlineExceeded, UpstreamFailed, queue_time_passed
 from carpool.core.kept import Kept
 from carpool.core.request import AGAIN, Request
 from carpool.core.trace import read_text
@@ -109,7 +109,7 @@ class Unpacker:
         # What another batcher had sent, or had when it died, was taken in time.
         was_taken = delivery > 1 or history.failures > 0
         if header.queue_ms and not was_taken and now - request.arrived >= header.queue_ms / 1000:
-            return QueueTimeout("no slot was free in time; try again, or as a task", retry_after_s=1)
+            return queue_time_passed(header.queue_ms / 1000)
         if delivery > self._deliveries_max:
             error = UpstreamFailed(f"given up: {delivery - 1} batchers did not come back with an outcome")
             request.sends = delivery - 1

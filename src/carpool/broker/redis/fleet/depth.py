@@ -9,7 +9,16 @@ from carpool.broker.redis.keys import Keys, Shard, tier_of
 from carpool.core.timers import Every
 
 INTERVAL_S = 1.0
-COUNTS = (b"unread", b"input_bytes", b"result_bytes", b"letter_bytes", b"cache_bytes", b"hooks", b"hook_bytes")
+COUNTS = (
+    b"unread",
+    b"input_bytes",
+    b"result_bytes",
+    b"letter_bytes",
+    b"cache_bytes",
+    b"hooks",
+    b"hook_bytes",
+    b"read_bytes",
+)
 
 
 class DepthWatch:
@@ -52,6 +61,10 @@ class DepthWatch:
 
     def task_bytes(self) -> int:
         """Bytes of tasks without a result, and of results."""
+        return self.unread_task_bytes() + sum(counts[7] for counts in self._counts)
+
+    def unread_task_bytes(self) -> int:
+        """The same without results that somebody has read."""
         return sum(counts[1] + counts[2] for counts in self._counts)
 
     def letter_bytes(self) -> int:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from carpool.broker.deadlines import queue_timeout
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.parking import Parking
 from carpool.broker.redis.client.link import NoRoom, RedisFailure, Refused
@@ -42,6 +41,7 @@ from carpool.core.errors import (
     DeadlineExceeded,
     InternalError,
     QueueTimeout,
+    queue_time_passed,
 )
 from carpool.core.events import Events
 from carpool.core.kept import Kept
@@ -239,7 +239,7 @@ class RedisQueue:
                 self.settle(request, DeadlineExceeded("no result in time; the request was given up"))
             else:
                 self.parking.await_end(request)
-                self._withdraw(request, queue_timeout(request))
+                self._withdraw(request, queue_time_passed(request.queue_timeout_s))
 
     def fail_waiting(self, model: str, since: float, error: CarpoolError) -> None:
         """No batcher can serve a model: fail its synchronous requests that came before and that no batcher has.

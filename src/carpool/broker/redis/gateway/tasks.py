@@ -5,9 +5,11 @@
    that was deleted meanwhile gets none.
 3. A gateway where somebody waits for a task says so in the task; whoever writes the result tells it. A notice can be
    lost, so every gateway also looks by itself, once a second, at the tasks for which somebody waits there.
-4. A gateway keeps nothing about tasks but those who wait.
+4. A gateway keeps nothing about tasks but those who wait, and for a moment whose results were read: where there is no
+   room for new tasks, such results go first.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 
@@ -20,6 +22,7 @@ from carpool.broker.redis.formats import LATE
 from carpool.broker.redis.gateway.refusals import out_of_reach
 from carpool.broker.redis.gateway.task_intake import Accepted, TaskIntake
 from carpool.broker.redis.gateway.task_removals import TaskRemovals
+from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.steps import EndedTask, LookedAt, Steps
 from carpool.core.errors import CarpoolError, ClientLeft, UnknownTask
 from carpool.core.outcome import Outcome
@@ -30,6 +33,10 @@ from carpool.core.task import TAKEN, QueuePlace, StoredTask
 from carpool.core.timers import Every
 
 LOOK_AGAIN_S = 1.0
+# Redis is told of results that were read together: some at a call, which holds up everybody else there.
+TELL_READ_S = 0.25
+READ_A_CALL_MAX = 256
+READ_MAX = 100_000
 Found = StoredTask | RedisFailure | None
 
 
@@ -59,6 +66,9 @@ class RedisTasks:
         self._polls = Polls(self._read)
         # Runs while somebody waits.
         self._looks = Every(LOOK_AGAIN_S, self._look_again)
+        # Tasks whose results were read, of which Redis does not know that. Runs while there are some.
+        self._read_ids: set[str] = set()
+        self._tells_read = Every(TELL_READ_S, self._tell_read)
         # While true, nobody is kept waiting.
         self.draining = False
 
@@ -160,6 +170,7 @@ class RedisTasks:
         self._deleted.close()
         self._late.close()
         self._looks.stop()
+        self._tells_read.stop()
         self._polls.take_all()
 
     # Looking.
@@ -217,10 +228,25 @@ class RedisTasks:
         self._look(poll.task_id, partial(self._answer, poll), to_be_told=False, with_standing=True)
 
     def _answer(self, poll: Poll, found: Found) -> None:
-        poll.tell(
-            out_of_reach() if isinstance(found, RedisFailure) else found,
-            lambda: self._removals.remove(poll.task_id, lambda _: None),
-        )
+        if not poll.tell(out_of_reach() if isinstance(found, RedisFailure) else found):
+            return
+        if poll.forget:
+            self._removals.remove(poll.task_id, lambda _: None)
+        elif len(self._read_ids) < READ_MAX:
+            self._read_ids.add(poll.task_id)
+            self._tells_read.start()
+
+    def _tell_read(self) -> None:
+        """Let Redis know whose results were read. Of those that it is not told nothing is lost: they stay longer."""
+        told, self._read_ids = self._read_ids, set()
+        by_shard: defaultdict[Shard, list[str]] = defaultdict(list)
+        for task_id in told:
+            by_shard[self._steps.keys.shard_of_task(task_id)].append(task_id)
+        for shard, task_ids in by_shard.items():
+            for at in range(0, len(task_ids), READ_A_CALL_MAX):
+                self._steps.were_read(shard, task_ids[at : at + READ_A_CALL_MAX], lambda _: None)
+        if not told:
+            self._tells_read.stop()
 
 
 def names_a_shard(task_id: str) -> bool:

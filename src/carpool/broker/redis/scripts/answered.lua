@@ -3,8 +3,10 @@
 --       now, where its outcome is sent ('' if nowhere), ms that its submitter may have no answer
 -- Returns: as submit.lua, of one that was queued
 local task, client, result, kept_ms, now = task_of(ARGV[1]), ARGV[3], ARGV[4], tonumber(ARGV[5]), clock(ARGV[7])
-local stored = math.max(count_of('input_bytes'), 0) + math.max(count_of('result_bytes'), 0)
-if stored > 0 and stored + #result + #client + #ARGV[8] + TASK_BYTES > tonumber(ARGV[6]) then
+local size = #result + #client + #ARGV[8] + TASK_BYTES
+make_room(size, tonumber(ARGV[6]), 1, now)
+local stored = stored_bytes()
+if stored > 0 and stored + size > tonumber(ARGV[6]) then
   return redis.error_reply('STOREFULL no room')
 end
 local id = string.format('%.0f-0', now)

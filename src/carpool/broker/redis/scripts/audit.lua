@@ -34,7 +34,7 @@ for _, id in ipairs(letters) do
 end
 local answer = {
   count_of('held'), count_of('unread'), count_of('letter_bytes'), letter_bytes, #letters,
-  count_of('input_bytes'), count_of('result_bytes'),
+  count_of('input_bytes'), count_of('result_bytes') + count_of('read_bytes'),
 }
 for _, facts in ipairs(streams) do
   answer[#answer + 1] = facts

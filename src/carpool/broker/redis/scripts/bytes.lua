@@ -1,5 +1,6 @@
 -- Prepended to the scripts that change how many bytes of tasks a shard keeps.
--- They are counted twice: in a total (`input_bytes`: tasks without a result; `result_bytes`), and in a part of it that
+-- They are counted twice: in a total (`input_bytes`: tasks without a result; `result_bytes`; `read_bytes`: results that
+-- somebody has read), and in a part of it that
 -- is gone by a certain time whatever happens (`<total>:<ms>`): the end of a task's time, or of its result's. The sweep
 -- drops parts whose time has come and adds up the others, so a wrong count mends itself. A task has its size and its part
 -- in one field: another one would cost 80 bytes.
@@ -23,6 +24,49 @@ local function uncount_bytes(field)
   local size, part = string.match(field or '', '^(%d+) (%l+_bytes:%d+)$')
   if size then
     count_bytes(part, -size)
+  end
+end
+
+local function stored_bytes()
+  local counts = redis.call('HMGET', COUNTS, 'input_bytes', 'result_bytes', 'read_bytes')
+  local stored = 0
+  for i = 1, 3 do
+    stored = stored + math.max(tonumber(counts[i] or '0') or 0, 0)
+  end
+  return stored
+end
+
+-- Forget a task. The batcher that finished it may not know yet that it did, and ask again: `ended` tells it.
+local FINISHER_KEPT_MS = 30000
+local function drop_task(task, ended, counted)
+  redis.call('DEL', task)
+  if string.find(ended or '', ' ', 1, true) then
+    redis.call('HSET', task, 'e', ended)
+    redis.call('PEXPIRE', task, FINISHER_KEPT_MS)
+  end
+  uncount_bytes(counted)
+end
+
+-- Results that were read, in that order. Where there is hardly room for new tasks these go first: from this share of the
+-- bound on, and some more of them than tasks come, so that a script stays short.
+local READ, NEARLY_FULL, DROPPED_A_TASK, DROPPED_MIN = PREFIX .. 'read', 0.85, 2, 32
+local function make_room(bytes, bytes_max, tasks, now)
+  local too_much = stored_bytes() + bytes - NEARLY_FULL * bytes_max
+  local left = DROPPED_A_TASK * tasks + DROPPED_MIN
+  while too_much > 0 and left > 0 do
+    local id = redis.call('LPOP', READ)
+    if not id then
+      return
+    end
+    local task = task_of(id)
+    local state = redis.call('HMGET', task, 'b', 'e', 't')
+    local size = string.match(state[1] or '', '^(%d+) read_bytes:')
+    if size then
+      local is_asked = now - tonumber(state[3] or '0') < FINISHER_KEPT_MS
+      drop_task(task, is_asked and state[2], state[1])
+      too_much = too_much - size
+    end
+    left = left - 1
   end
 end
 

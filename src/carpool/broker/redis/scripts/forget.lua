@@ -2,7 +2,6 @@
 -- ARGV: id of the task, now, 1 if it was never accepted: then its webhook goes too, the receipt for its end
 -- Returns: names of the gateways where somebody waits for it; if it had no result its owner, its model, its age in ms and
 --          its field; nil if there is no such task
-local FINISHER_KEPT_MS = 30000
 local task, hook = task_of(ARGV[1]), hook_of(ARGV[1])
 local state = redis.call('HMGET', task, 's', 'f', 'e', 'w', 'b', 'n', 'o')
 redis.call('ZREM', UNSURE, ARGV[1])
@@ -15,12 +14,7 @@ end
 if not state[1] then
   return false
 end
-redis.call('DEL', task)
-if string.find(state[3] or '', ' ', 1, true) then -- the batcher that finished it may not know yet, and ask again
-  redis.call('HSET', task, 'e', state[3])
-  redis.call('PEXPIRE', task, FINISHER_KEPT_MS)
-end
-uncount_bytes(state[5])
+drop_task(task, state[3], state[5])
 local ended = {}
 if state[1] == 'P' then
   local field, id = state[2], state[3]

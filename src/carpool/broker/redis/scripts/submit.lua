@@ -32,8 +32,12 @@ end
 local part, input_bytes = nil, 0
 if ARGV[VALUES + values + 1] then
   part = part_of('input_bytes', now, tonumber(ARGV[11]))
-  local inputs = math.max(count_of('input_bytes'), 0)
-  local stored = inputs + math.max(count_of('result_bytes'), 0)
+  local wanted_bytes = 0
+  for i = 1, wanted do
+    wanted_bytes = wanted_bytes + size_of(i)
+  end
+  make_room(wanted_bytes, tonumber(ARGV[10]), wanted, now)
+  local inputs, stored = math.max(count_of('input_bytes'), 0), stored_bytes()
   for i = 1, wanted do
     local size = size_of(i)
     local are_inputs_full = inputs > 0 and inputs + size > tonumber(ARGV[9])

@@ -216,7 +216,7 @@ local function sweep_counts()
   if redis.call('HLEN', LANES) <= COUNTED_ALWAYS_MAX or is_due('streams_counted') then
     count_streams()
   end
-  local bytes = { input_bytes = 0, result_bytes = 0 }
+  local bytes = { input_bytes = 0, result_bytes = 0, read_bytes = 0 }
   local known = redis.call('HGETALL', COUNTS)
   for i = 1, #known, 2 do
     local total, gone_at = string.match(known[i], '^(%l+_bytes):(%d+)$')
@@ -226,7 +226,9 @@ local function sweep_counts()
       bytes[total] = bytes[total] + math.max(tonumber(known[i + 1]), 0)
     end
   end
-  redis.call('HSET', COUNTS, 'input_bytes', bytes.input_bytes, 'result_bytes', bytes.result_bytes)
+  for total, number in pairs(bytes) do
+    redis.call('HSET', COUNTS, total, number)
+  end
 end
 
 local function sweep_letters()
@@ -258,6 +260,7 @@ if ARGV[1] == '0' then
     heal(key, 'zset')
   end
   heal_numbers(COUNTS)
+  heal(READ, 'list')
 end
 write_also_without_memory(COUNTS)
 local next_part = ''
