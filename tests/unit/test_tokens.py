@@ -1,6 +1,7 @@
 """Tokens (rules at the top of `admission/tokens.py`): every attack ends as nobody."""
 
 import json
+from itertools import count
 from typing import Any
 
 import pytest
@@ -130,6 +131,7 @@ class TestKeys:
             ),
             (SIGNERS.key_set(SIGNERS.ec, SIGNERS.ec), "does not tell apart"),
         ],
+        ids=count(),  # keys are drawn anew in each process, and a test has the same name in all of them
     )
     def test_files_that_cannot_be_used(self, content: bytes, says: str) -> None:
         with pytest.raises(ValueError, match=says) as fault:
