@@ -60,6 +60,7 @@ class EndpointState(Page, frozen=True, kw_only=True):
     breaker: Annotated[str, Meta(extra_json_schema={"enum": ["closed", "open", "half-open"]})]
     last_heartbeat: Annotated[Moment | None, Meta(description="when a call or a probe was last answered well")]
     batcher: Annotated[str, Meta(description="over Redis: who calls it")] | UnsetType = UNSET
+    problem: Annotated[str, Meta(description="what its calls become, while none was answered well")] | UnsetType = UNSET
 
 
 class ModelState(Page, frozen=True, kw_only=True):

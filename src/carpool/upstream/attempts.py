@@ -48,6 +48,15 @@ from carpool.upstream.call_ids import CallIds
 from carpool.upstream.codecs import Codec, ProtocolFaultError
 from carpool.upstream.codecs.base import Refusal
 from carpool.upstream.endpoint import Answer, AttemptFailedError, ConnectionFailedError, DoubtfulAnswerError
+from carpool.upstream.first_contact import (
+    LOOK_AT_ADDRESS,
+    NEVER_WORKED,
+    call_failed,
+    field_names,
+    look_at_after,
+    look_at_answer,
+    status_told,
+)
 from carpool.upstream.pool import DOUBT_MAX, IN_DOUBT_FROM, WELL_S, Member, Pool
 from carpool.upstream.retry import RetryBudget, pause_before
 from carpool.upstream.same import Merged, still_there
@@ -247,6 +256,8 @@ class Attempts:
                 outcome = await self._traced_call(self._traces, members, member, attempt, within_s, ended, is_search)
             if outcome is None:
                 return member
+            if members[0].batch is not None:
+                members[0].batch.failure = outcome.error.detail
             was_received = outcome.dead is None or not outcome.dead.closed_before_sent
             for request in members:
                 request.sends += was_received
@@ -405,10 +416,12 @@ class Attempts:
             is_slot_held = not 200 <= answer.status < 300
         except AttemptFailedError as failure:
             self.calls["failed"] += 1
-            error = UpstreamFailed(f"the inference API could not be used: {failure}")
+            error = UpstreamFailed(f"the inference API could not be used: {failure}{self._never_worked()}")
             without_frames(failure)  # which hold the call and its answer
             dead = failure if isinstance(failure, ConnectionFailedError) else None
             tells = dead is not None or self._call_failed(members, member, timeout_s, started)
+            if not member.succeeded and tells and dead is None:
+                call_failed(member, str(failure), LOOK_AT_ADDRESS, self._clock())
             return Failure(Refusal("elsewhere"), error, member, len(members), started, dead=dead, tells=tells)
         except BaseException:
             is_slot_held = False
@@ -425,7 +438,7 @@ class Attempts:
             member.load.report(answer.load)
         try:
             if not 200 <= answer.status < 300:
-                return self._refused(answer, members, member, started, call_id)
+                return self._refused(answer, members, member, started, call_id, call.path)
             if places is not None:
                 sent = still_there(Merged(sent, places), members)
             parts = self._codec.decode(answer, sent, call_id)
@@ -433,9 +446,11 @@ class Attempts:
         except ProtocolFaultError as fault:
             self.calls["protocol-fault"] += 1
             self._pool.went_badly(member)
+            if not member.succeeded:
+                call_failed(member, str(fault), look_at_answer(self._codec.outputs_field), self._clock())
             fields = {"endpoint": member.name, **names_of(members)}
             logger.error("protocol fault: %s", fault, extra={"fields": fields})
-            broken = UpstreamProtocolFault(f"the inference API broke its protocol: {fault}")
+            broken = UpstreamProtocolFault(f"the inference API broke its protocol: {fault}{self._never_worked()}")
             return Failure(Refusal("fault"), broken, member, len(members), started)
         except Exception:  # a defect of the codec, which must not leave a probe without a verdict
             self._pool.says_nothing(member)
@@ -488,14 +503,20 @@ class Attempts:
             self.blame([member], {request.owner for request in members})
         return False
 
-    def _refused(self, answer: Answer, members: list[Request], member: Member, started: float, call_id: str) -> Failure:
+    def _refused(
+        self, answer: Answer, members: list[Request], member: Member, started: float, call_id: str, path: str
+    ) -> Failure:
         """An answer with an error status. What the body says goes to a client that was alone in its call, at most."""
         self.calls["refused"] += 1
         size = len(members)
         refusal = self._codec.classify(answer, size, call_id)
         if refusal.batch_max is not None and member.batch_limit.said(refusal.batch_max, size, self._clock()):
             self._when_limit_is_learned(member)
-        says = f"the inference API answered with status {answer.status}"
+        if not member.succeeded and refusal.kind != "split":
+            names = field_names(answer.body, members[0].parameters) if answer.status == 422 else ()
+            what = status_told(answer.status, member.name, path, names)
+            call_failed(member, what, look_at_after(answer.status, self._codec.inputs_field), self._clock())
+        says = f"the inference API answered with status {answer.status}{self._never_worked()}"
         if refusal.kind == "give-up" and self._may_be_an_input(answer.status, members, member):
             self._pool.refused(member)
             bisect = Refusal("bisect", refusal.message)
@@ -514,6 +535,10 @@ class Attempts:
             return Failure(refusal, error, member, size, started, tells=answer.status != 429)
         self._pool.refused(member)
         return Failure(refusal, UpstreamFailed(says), member, size, started, answer.status in (400, 422))
+
+    def _never_worked(self) -> str:
+        """What is added to an error while no endpoint has answered a call well."""
+        return "" if self._pool.is_proven else NEVER_WORKED
 
     def _may_be_an_input(self, status: int, members: list[Request], member: Member) -> bool:
         """Whether another status than those that blame inputs does so here, as that of a content filter may."""

@@ -17,6 +17,7 @@ search.py, refusals.py and slot_share.py; who is at fault is decided here.
 7. Where other batchers have endpoints that work, one of them is asked before an input is blamed, with this input alone.
    Only a refusal that blames the input (400, 422), by an endpoint that answered others of the same batch, is final.
    Nobody is an offender for what goes back to the queue.
+8. Until an endpoint has answered a call well, nobody is at fault and nobody an offender (first_contact.py).
 """
 
 import asyncio
@@ -30,6 +31,7 @@ from carpool.core.request import DONE, RUNNING, Request
 from carpool.core.timers import Every
 from carpool.upstream.attempts import Attempts, Failure, names_of
 from carpool.upstream.case import Case
+from carpool.upstream.first_contact import NEVER_WORKED
 from carpool.upstream.offenders import OFFENDS_FROM, CommonOwner, Offenders
 from carpool.upstream.poison import KnownPoison
 from carpool.upstream.pool import WELL_S, Member, Pool, Wish
@@ -501,6 +503,8 @@ class Isolation:
 
     def _is_at_fault(self, case: Case, index: int) -> bool:
         """Rule 5."""
+        if not self._pool.is_proven:
+            return False
         failure = case.last[index]
         by, by_alone = case.refused_by.get(index, set()), case.refused_alone_by.get(index, set())
         lane = case.batch[index].plain_key
@@ -531,7 +535,7 @@ class Isolation:
         # In the lane where the next ones of this owner will be.
         request.is_apart = (self._model, request.owner) in self._offenders
         self._shares.refused(request.lane_key)
-        self._give_up(request, input_refused(failure))
+        self._give_up(request, input_refused(failure, is_proven=True))
 
     def _look_for_common(self, members: list[Request], *, is_refused: bool, is_batch: bool) -> None:
         if not (self._common or is_batch):
@@ -544,6 +548,8 @@ class Isolation:
             self._offends(found, OFFENDS_FROM)
 
     def _offends(self, owner: str, count: float = 1.0) -> None:
+        if not self._pool.is_proven:
+            return  # it may be the endpoint that refuses everything
         was_apart = (self._model, owner) in self._offenders
         self._offenders.refused(self._model, owner, self._clock(), count)
         if not was_apart and (self._model, owner) in self._offenders:
@@ -589,7 +595,7 @@ class Isolation:
 
     def _make_way(self, member: Member) -> None:
         """What waits of an owner to whom an endpoint is closed must not stand in the way of the others."""
-        blamed = member.breaker.blamed_owner
+        blamed = member.breaker.blamed_owner if self._pool.is_proven else None
         if member.breaker.state != "closed" and blamed is not None and not self._attempts.are_others_well():
             self._offenders.refused(self._model, blamed, self._clock(), count=3.0)
             self.look_soon()
@@ -620,10 +626,11 @@ class Isolation:
             if self._attempts.goes_back(request, for_verdict=last is not None and last.is_certain):
                 went_back = True
             elif last is None:
-                self._settle([request], unresolved())
+                self._give_up(request, unresolved())
             elif last.is_certain and index in case.search.refused_alone:
-                self._shares.refused(request.lane_key)
-                self._give_up(request, input_refused(last))
+                if self._pool.is_proven:
+                    self._shares.refused(request.lane_key)
+                self._give_up(request, input_refused(last, is_proven=self._pool.is_proven))
             else:
                 self._give_up(request, last.error)
         if went_back:
@@ -689,10 +696,10 @@ class Isolation:
         return ordered, firsts if is_balanced else 0
 
 
-def input_refused(failure: Failure) -> InputRefused:
+def input_refused(failure: Failure, *, is_proven: bool) -> InputRefused:
     """What a client is told whose input the model refused: the model's own words, since it was alone in its call."""
     said = f": {failure.refusal.message}" if failure.refusal.message else ""
-    return InputRefused(f"the model refused this input{said}")
+    return InputRefused(f"the model refused this input{said}{'' if is_proven else NEVER_WORKED}")
 
 
 def unresolved() -> Unresolved:

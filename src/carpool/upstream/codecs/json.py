@@ -38,8 +38,8 @@ class JsonCodec(Codec):
         quoted = msgspec.json.encode
         self._start = b"{" + quoted(inputs_field) + b":["
         self._parameters = b"]," + quoted(parameters_field) + b":"
-        self._inputs_field = inputs_field
-        self._outputs_field = outputs_field
+        self.inputs_field = inputs_field
+        self.outputs_field = outputs_field
         # A struct made for the configured name: only that field is looked at, the rest is skipped.
         answer = msgspec.defstruct(
             "Answer", [("outputs", list[msgspec.Raw] | None, None)], rename={"outputs": outputs_field}
@@ -61,11 +61,11 @@ class JsonCodec(Codec):
         body = answer.body
         outputs: list[msgspec.Raw] | None = parse_answer(self._decode, body).outputs
         if outputs is None:
-            raise ProtocolFaultError(f"the answer has no array `{self._outputs_field}`")
+            raise ProtocolFaultError(f"the answer has no array `{self.outputs_field}`")
         check_count(len(outputs), len(batch))
         check_text(body)
         return [Decoded(output) for output in outputs]
 
     def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
         """By the status, and some usual words for too large a batch."""
-        return classify_status(answer, size, _LIMIT, inputs_field=self._inputs_field)
+        return classify_status(answer, size, _LIMIT, inputs_field=self.inputs_field)
