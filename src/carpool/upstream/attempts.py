@@ -50,7 +50,6 @@ from carpool.upstream.codecs.base import Refusal
 from carpool.upstream.endpoint import Answer, AttemptFailedError, ConnectionFailedError, DoubtfulAnswerError
 from carpool.upstream.first_contact import (
     LOOK_AT_ADDRESS,
-    NEVER_WORKED,
     call_failed,
     field_names,
     look_at_after,
@@ -416,7 +415,7 @@ class Attempts:
             is_slot_held = not 200 <= answer.status < 300
         except AttemptFailedError as failure:
             self.calls["failed"] += 1
-            error = UpstreamFailed(f"the inference API could not be used: {failure}{self._never_worked()}")
+            error = UpstreamFailed(f"the inference API could not be used: {failure}")
             without_frames(failure)  # which hold the call and its answer
             dead = failure if isinstance(failure, ConnectionFailedError) else None
             tells = dead is not None or self._call_failed(members, member, timeout_s, started)
@@ -450,7 +449,7 @@ class Attempts:
                 call_failed(member, str(fault), look_at_answer(self._codec.outputs_field), self._clock())
             fields = {"endpoint": member.name, **names_of(members)}
             logger.error("protocol fault: %s", fault, extra={"fields": fields})
-            broken = UpstreamProtocolFault(f"the inference API broke its protocol: {fault}{self._never_worked()}")
+            broken = UpstreamProtocolFault(f"the inference API broke its protocol: {fault}")
             return Failure(Refusal("fault"), broken, member, len(members), started)
         except Exception:  # a defect of the codec, which must not leave a probe without a verdict
             self._pool.says_nothing(member)
@@ -516,7 +515,7 @@ class Attempts:
             names = field_names(answer.body, members[0].parameters) if answer.status == 422 else ()
             what = status_told(answer.status, member.name, path, names)
             call_failed(member, what, look_at_after(answer.status, self._codec.inputs_field), self._clock())
-        says = f"the inference API answered with status {answer.status}{self._never_worked()}"
+        says = f"the inference API answered with status {answer.status}"
         if refusal.kind == "give-up" and self._may_be_an_input(answer.status, members, member):
             self._pool.refused(member)
             bisect = Refusal("bisect", refusal.message)
@@ -535,10 +534,6 @@ class Attempts:
             return Failure(refusal, error, member, size, started, tells=answer.status != 429)
         self._pool.refused(member)
         return Failure(refusal, UpstreamFailed(says), member, size, started, answer.status in (400, 422))
-
-    def _never_worked(self) -> str:
-        """What is added to an error while no endpoint has answered a call well."""
-        return "" if self._pool.is_proven else NEVER_WORKED
 
     def _may_be_an_input(self, status: int, members: list[Request], member: Member) -> bool:
         """Whether another status than those that blame inputs does so here, as that of a content filter may."""

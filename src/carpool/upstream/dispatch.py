@@ -17,7 +17,7 @@ from carpool.core.request import DONE, Request
 from carpool.core.tally import Histogram
 from carpool.upstream.attempts import Attempts, BatchEnded, Failure, names_of
 from carpool.upstream.codecs import Codec
-from carpool.upstream.first_contact import PatientTasks
+from carpool.upstream.first_contact import PatientTasks, never_worked
 from carpool.upstream.isolation import Isolation
 from carpool.upstream.offenders import Offenders
 from carpool.upstream.poison import KnownPoison
@@ -243,17 +243,20 @@ class UpstreamDispatcher:
 
     def _give_up(self, request: Request, error: CarpoolError) -> None:
         """Settle a request with an error, and keep it as a dead letter if that is wanted. What another batcher may
-        serve goes back to the queue: it failed here, and nobody has shown that it is its own fault.
+        serve goes back to the queue: it failed here, and nobody has shown that it is its own fault. Before any call was
+        answered nothing is known of it: a task is tried again, and nobody else is kept.
         """
         if request.phase == DONE:
             return
         is_own = isinstance(error, InputRefused | DeadlineExceeded)
         if not is_own and self.attempts.goes_back(request):
             return
-        if not self._pool.is_proven and request.is_task and not isinstance(error, DeadlineExceeded):
-            self._patient_tasks.keep(request, error)
+        if not self._pool.is_proven and not isinstance(error, DeadlineExceeded):
+            if request.is_task:
+                self._patient_tasks.keep(request, error)
+            else:
+                self._broker.settle(request, never_worked(error))
             return
-        is_letter = self._pool.is_proven and is_dead_letter(error)
-        if self._dead_letters is not None and not request.is_task and is_letter:
+        if self._dead_letters is not None and not request.is_task and is_dead_letter(error):
             self._dead_letters.bury(request, error, request.sends)  # a task becomes one by its outcome
         self._broker.settle(request, error)

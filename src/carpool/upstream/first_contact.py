@@ -34,8 +34,8 @@ SAY_AGAIN_S, SAY_AGAIN_S_MAX, SAY_OTHER_S = 10.0, 600.0, 5.0
 # Rule 2.
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}")
 NAMES_MAX = 5
-# What is added to errors that clients see.
-NEVER_WORKED = "; it has answered no call well so far: the log of the gateway and its /internal/health say why"
+# What is added to the errors of clients.
+_NEVER_WORKED = "the inference API has answered no call well so far: the log and /internal/health of the gateway say why"
 # Rule 3.
 LOOK_S = 0.5
 RETRY_S = 2.0
@@ -81,6 +81,11 @@ def call_answered(member: "Member") -> None:
     """The first good answer after such failures."""
     member.trouble = None
     logger.info("%s answers now", member.name, extra={"fields": {"endpoint": member.name}})
+
+
+def never_worked(error: CarpoolError) -> CarpoolError:
+    """What a client is told of whose request nobody knows whether it is at fault."""
+    return type(error)(f"{error.detail} ({_NEVER_WORKED})", retry_after_s=error.retry_after_s)
 
 
 def status_told(status: int, endpoint: str, path: str, names: Sequence[str]) -> str:

@@ -31,7 +31,6 @@ from carpool.core.request import DONE, RUNNING, Request
 from carpool.core.timers import Every
 from carpool.upstream.attempts import Attempts, Failure, names_of
 from carpool.upstream.case import Case
-from carpool.upstream.first_contact import NEVER_WORKED
 from carpool.upstream.offenders import OFFENDS_FROM, CommonOwner, Offenders
 from carpool.upstream.poison import KnownPoison
 from carpool.upstream.pool import WELL_S, Member, Pool, Wish
@@ -535,7 +534,7 @@ class Isolation:
         # In the lane where the next ones of this owner will be.
         request.is_apart = (self._model, request.owner) in self._offenders
         self._shares.refused(request.lane_key)
-        self._give_up(request, input_refused(failure, is_proven=True))
+        self._give_up(request, input_refused(failure))
 
     def _look_for_common(self, members: list[Request], *, is_refused: bool, is_batch: bool) -> None:
         if not (self._common or is_batch):
@@ -630,7 +629,7 @@ class Isolation:
             elif last.is_certain and index in case.search.refused_alone:
                 if self._pool.is_proven:
                     self._shares.refused(request.lane_key)
-                self._give_up(request, input_refused(last, is_proven=self._pool.is_proven))
+                self._give_up(request, input_refused(last))
             else:
                 self._give_up(request, last.error)
         if went_back:
@@ -696,10 +695,10 @@ class Isolation:
         return ordered, firsts if is_balanced else 0
 
 
-def input_refused(failure: Failure, *, is_proven: bool) -> InputRefused:
+def input_refused(failure: Failure) -> InputRefused:
     """What a client is told whose input the model refused: the model's own words, since it was alone in its call."""
     said = f": {failure.refusal.message}" if failure.refusal.message else ""
-    return InputRefused(f"the model refused this input{said}{'' if is_proven else NEVER_WORKED}")
+    return InputRefused(f"the model refused this input{said}")
 
 
 def unresolved() -> Unresolved:
