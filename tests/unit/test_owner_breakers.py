@@ -13,7 +13,7 @@ from support.virtual_gateway import SERVICE_S, Stand, failing
 
 
 async def worked_once(stand: Stand) -> None:
-    """Before an endpoint has answered a call, nobody is an offender. Afterwards nobody knows whether it still is well."""
+    """Until an endpoint has answered, nobody is an offender. A while later nobody knows whether it still is well."""
     assert isinstance(await stand.answer(b"good", "Z"), Output)
     await asyncio.sleep(15.0)
 

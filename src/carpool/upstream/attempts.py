@@ -418,9 +418,7 @@ class Attempts:
             error = UpstreamFailed(f"the inference API could not be used: {failure}")
             without_frames(failure)  # which hold the call and its answer
             dead = failure if isinstance(failure, ConnectionFailedError) else None
-            tells = dead is not None or self._call_failed(members, member, timeout_s, started)
-            if not member.succeeded and tells and dead is None:
-                call_failed(member, str(failure), LOOK_AT_ADDRESS, self._clock())
+            tells = dead is not None or self._call_failed(members, member, timeout_s, started, str(failure))
             return Failure(Refusal("elsewhere"), error, member, len(members), started, dead=dead, tells=tells)
         except BaseException:
             is_slot_held = False
@@ -445,8 +443,7 @@ class Attempts:
         except ProtocolFaultError as fault:
             self.calls["protocol-fault"] += 1
             self._pool.went_badly(member)
-            if not member.succeeded:
-                call_failed(member, str(fault), look_at_answer(self._codec.outputs_field), self._clock())
+            call_failed(member, str(fault), look_at_answer(self._codec.outputs_field), self._clock())
             fields = {"endpoint": member.name, **names_of(members)}
             logger.error("protocol fault: %s", fault, extra={"fields": fields})
             broken = UpstreamProtocolFault(f"the inference API broke its protocol: {fault}")
@@ -483,7 +480,7 @@ class Attempts:
         self._outcomes.settle_batch(members, told_of_searches(members, outputs) if self.has_cleared else outputs)
         return None
 
-    def _call_failed(self, members: list[Request], member: Member, timeout_s: float, started: float) -> bool:
+    def _call_failed(self, members: list[Request], member: Member, timeout_s: float, started: float, why: str) -> bool:
         """No answer came: the fault of the endpoint, unless its clients gave it less time than calls take.
 
         Nor is it while this process stood still. Returns whether it is.
@@ -495,6 +492,7 @@ class Attempts:
         is_short = timeout_s < min(self.timeout_s, CUT_SHORT * self.service_s)
         if not is_short or now < started + timeout_s - TIMER_EARLY_S:
             self._pool.went_badly(member)
+            call_failed(member, why, LOOK_AT_ADDRESS, now)
             return True
         if now - member.well_at < min(self.timeout_s, max(ANSWERS_S, CUT_SHORT * self.service_s)):
             self._pool.says_nothing(member)

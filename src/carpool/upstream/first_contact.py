@@ -35,7 +35,9 @@ SAY_AGAIN_S, SAY_AGAIN_S_MAX, SAY_OTHER_S = 10.0, 600.0, 5.0
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}")
 NAMES_MAX = 5
 # What is added to the errors of clients.
-_NEVER_WORKED = "the inference API has answered no call well so far: the log and /internal/health of the gateway say why"
+_NEVER_WORKED = (
+    "the inference API has answered no call well so far: the log and /internal/health of the gateway say why"
+)
 # Rule 3.
 LOOK_S = 0.5
 RETRY_S = 2.0
@@ -62,8 +64,7 @@ class Trouble:
             self._pause_s, self._say_at = SAY_AGAIN_S, min(self._say_at, now + SAY_OTHER_S)
         self.calls += 1
         self.what = what
-        calls = "its only call" if self.calls == 1 else f"all of its {self.calls} calls"
-        self.text = f"has answered no call well so far, {calls} failed, the last one so: {what}; {look_at}"
+        self.text = f"has answered no call well so far ({self.calls} failed, the last one so: {what}); {look_at}"
         if now < self._say_at:
             return False
         self._say_at, self._pause_s = now + self._pause_s, min(2 * self._pause_s, SAY_AGAIN_S_MAX)
@@ -71,7 +72,9 @@ class Trouble:
 
 
 def call_failed(member: "Member", what: str, look_at: str, now: float) -> None:
-    """A call to an endpoint failed. To be told of endpoints only that have answered none."""
+    """A call to an endpoint failed: of one that has answered before there is nothing to tell here."""
+    if member.succeeded:
+        return
     trouble = member.trouble = member.trouble or Trouble()
     if trouble.failed(what, look_at, now):
         logger.warning("%s %s", member.name, trouble.text, extra={"fields": {"endpoint": member.name}})

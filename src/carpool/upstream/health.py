@@ -187,7 +187,12 @@ def state_of(member: Member, now: float) -> EndpointStatus:
     is_open = breaker == "open" and not member.breaker.allows_others()  # else it is open to one owner only
     if is_open or member.failed_probes >= FAILED_PROBES_MAX:
         return "offline"
-    if breaker != "closed" or member.failed_probes or member.limit < member.endpoint.slots or member.trouble is not None:
+    if (
+        breaker != "closed"
+        or member.failed_probes
+        or member.limit < member.endpoint.slots
+        or member.trouble is not None
+    ):
         return "degraded"
     return "healthy"
 

@@ -259,6 +259,10 @@ class Pool:
         soonest = min((member.breaker.probe_at() for member in self.members), default=0.0)
         return max(1, round(soonest - self._clock() + 0.5))
 
+    def has_never_worked(self) -> bool:
+        """Whether no endpoint has answered a call well, though some were made."""
+        return not self.is_proven and any(member.trouble is not None for member in self.members)
+
     def when_slot_frees(self, ring: Callable[[], None]) -> None:
         """Have `ring` called when a slot becomes free."""
         self._rings.append(ring)

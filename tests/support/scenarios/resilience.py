@@ -256,9 +256,7 @@ class Slow(NamedTuple):
     most_in_flight: int
 
 
-async def one_is_slow(
-    directory: Path, per_s: float, seconds: float, settings: dict[str, object] | None = None
-) -> Slow:
+async def one_is_slow(directory: Path, per_s: float, seconds: float, settings: dict[str, object] | None = None) -> Slow:
     """U5: one endpoint takes ten times as long; the load is near what the other two can serve."""
     checker = Checker("U5")
     flags = ("--slots", "2", "--max-batch", "4")
