@@ -24,7 +24,7 @@ Any gateway of a fleet will do. One that ended long ago is told from tracking, w
 """
 WAITED_FOR = {
     "company": "waited for company: others who would share its batch",
-    "slot": "waited for a slot: all endpoints were busy",
+    "slot": "waited for a slot: all endpoints were busy, or failing",
     "retry": "lost to calls that failed, and to the pause before the next",
     "search": "its batch was refused: a search for the input at fault",
     "model": "the call: the model at work",

@@ -664,6 +664,7 @@ class Pool:
         if self._is_for_others(member):
             self._wait_for_probe(member)  # when its pause is over, it is for all
         elif was_offered:  # for others; now it is for all
+            self._serve_retries()
             self.ring()
 
     def _withdraw(self, member: Member) -> None:
