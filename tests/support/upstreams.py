@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 
+from support.client import ask_once
 from support.stream_server import StreamServer, stream_server
 
 MIB = 1024 * 1024
@@ -287,6 +288,14 @@ MISBEHAVIOURS = {
     "status 503": status_503,
     "status 400": status_400,
 }
+
+
+async def let_work_once(upstream: ScriptedUpstream, port: int) -> None:
+    """Have one request answered through the gateway at this port: before that nobody's input is blamed."""
+    behaviour, upstream.behaviour = upstream.behaviour, "good"
+    answer = await ask_once(port, "POST", "/v1/inference", b'{"input":"works"}', "Content-Type: application/json\r\n")
+    assert answer.status == 200, answer.body
+    upstream.behaviour = behaviour
 
 
 @asynccontextmanager
