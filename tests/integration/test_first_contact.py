@@ -80,9 +80,8 @@ async def test_what_the_api_does_is_said_and_nobody_is_blamed(tmp_path: Path, st
         assert (ended.json["status"], ended.json["output"]) == ("SUCCESS", "ksat")
 
         async def is_well() -> bool:
-            return (await on.gateway.health())["status"] == "healthy" and (
-                await ask(on.gateway.port, "last")
-            ).status == 200
+            status = (await on.gateway.health())["status"]
+            return bool(status == "healthy" and (await ask(on.gateway.port, "last")).status == 200)
 
         await until(is_well)
         assert "problem" not in (await on.gateway.fleet())["endpoints"][0]
