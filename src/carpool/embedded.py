@@ -5,6 +5,8 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from msgspec import UNSET
+
 from carpool.broker.dead_letters import DeadLetterBox, DeadLetterDesk
 from carpool.broker.fill import LOOK_S, FillWatch
 from carpool.broker.journal import Journal
@@ -18,7 +20,7 @@ from carpool.composition.process import EXPIRY_TICK_S, Process
 from carpool.composition.shedding import DOOR_TICK_S, Ticks, learn_own, let_see, make_doors, standings_of
 from carpool.composition.tracking import describe_tracking
 from carpool.composition.webhooks import describe_webhooks, start_webhooks
-from carpool.core.snapshot import FleetState, Health, JournalNumbers, OutcomeNumbers, Snapshot
+from carpool.core.snapshot import FleetState, Health, JournalNumbers, OutcomeNumbers, Snapshot, problem_of
 from carpool.face.http.admin import FoundRequest
 
 logger = logging.getLogger("carpool")
@@ -137,14 +139,22 @@ class EmbeddedProcess(Process):
     def snapshot(self) -> Snapshot:
         """What operators see."""
         ground, batcher, broker, journal = self.ground, self.batcher, self.broker, self.journal
+        states = batcher.states()
+        problem = problem_of(
+            (each.endpoint, each.problem)
+            for state in states.values()
+            for each in state.endpoints
+            if isinstance(each.problem, str)
+        )
         return Snapshot(
             health=Health(
-                status=ground.status,
+                status=ground.status_with(problem),
+                problem=problem or UNSET,
                 gpu_utilization=round(batcher.utilization(), 4),
                 queue_depth=broker.depth,
                 requests_per_second=round(sum(service.rate for service in batcher.services), 2),
             ),
-            fleet=FleetState(models=batcher.states()),
+            fleet=FleetState(models=states),
             numbers=(
                 OutcomeNumbers(
                     requests=broker.outcomes,

@@ -1,9 +1,11 @@
 """One model: its endpoints, its codec, and the loop that sends its batches, plugged together."""
 
+import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
 from carpool.admission.gate import upstream_down
@@ -13,6 +15,7 @@ from carpool.batching.policy import make_policy
 from carpool.broker.memory import MemoryBroker
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, QueueFull
+from carpool.core.outcome import Outcome
 from carpool.core.ports import CallTraces, DeadLetters, OtherBatchers, Sharing, Slots
 from carpool.core.request import Request
 from carpool.core.snapshot import ModelNumbers, ModelState
@@ -48,6 +51,8 @@ BREAKER_PAUSE_S_MAX = 4.0
 # How long a page that tells limits is waited for.
 INFO_TIMEOUT_S = 2.0
 OFFENDERS_SHOWN_MAX = 64
+# Between two attempts with `upstream.probe_input`.
+PROVE_S = 1.0
 # Over Redis: how much of offenders may wait in a batcher, in batches.
 APART_BATCHES_MAX = 2
 
@@ -226,6 +231,8 @@ class ModelService(ModelFace):
         self.loop.is_waiting = lambda: broker.is_waiting(self.name) or self.waiting_elsewhere() > 0
         self.loop.has_backlog = lambda: broker.is_waiting(self.name) or self.unread_elsewhere() > 0
         self._broker = broker
+        # For `prove`.
+        self.probe_input = upstream.probe_input.encode()
         self._others = others
         self.riders_apart = offenders
         # Kept by `measure`, once a second.
@@ -329,6 +336,30 @@ class ModelService(ModelFace):
                 self.pool.has_batch_limits = True
                 self._limit_is_learned(member)
 
+    def is_unproven(self) -> bool:
+        """Whether readiness waits for a call to be answered."""
+        return bool(self.probe_input) and not self.pool.is_proven
+
+    async def prove(self) -> None:
+        """Send `probe_input`, as a client would, again and again until a call is answered."""
+        while self.is_unproven() and not self.loop.draining:
+            now, told = self._clock(), asyncio.get_running_loop().create_future()
+            until = now + self.timeout_s + PROVE_S
+            # Held by this, it is not counted among the requests of clients.
+            request = Request(
+                "probe", self.name, b"", self.probe_input, len(self.probe_input), 0, now, now, inf, until, Told(told)
+            )
+            request.held_by = self
+            try:
+                self.prepare(request)
+            except CarpoolError as error:
+                logger.error("upstream.probe_input cannot be sent to %s: %s", self.name, error.detail)
+                return
+            self._broker.hold(request)
+            self._broker.enqueue(request)
+            await told
+            await asyncio.sleep(0 if self.pool.is_proven else PROVE_S)
+
     def state(self) -> ModelState:
         """What `/internal/fleet` shows of this model."""
         return ModelState(
@@ -405,6 +436,18 @@ class ModelService(ModelFace):
                 for result, number in (("ok", member.succeeded), ("failed", member.failed))
             },
         )
+
+
+class Told:
+    """Waits for the outcome of a request, whatever it is."""
+
+    def __init__(self, future: "asyncio.Future[None]") -> None:
+        self._future = future
+
+    def settled(self, request: Request, outcome: Outcome) -> None:
+        """It has one."""
+        if not self._future.done():
+            self._future.set_result(None)
 
 
 def addresses(model: Model) -> list[Address]:

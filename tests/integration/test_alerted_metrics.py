@@ -8,7 +8,7 @@ from support.client import ask_once, inference_body
 from support.metric_names import named_in
 from support.processes import GatewayProcess, running_gateway, running_role, until
 from support.redis_servers import RedisServer
-from support.upstreams import scripted_upstream
+from support.upstreams import let_work_once, scripted_upstream
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "carpool-rules.yml"
 METRIC = "carpool_dead_letters_total"
@@ -35,6 +35,7 @@ async def test_the_metric_is_there_from_the_start_and_counts(tmp_path: Path, red
         ):
             for process in (alone, over_redis):
                 assert await counts(process) == zeros
+                await let_work_once(process.port)
 
                 async def is_counted(process: GatewayProcess = process) -> bool:
                     return await counts(process) == {**zeros, "input-refused": 1.0}

@@ -13,7 +13,7 @@ import pytest
 from support.client import Response, ask_once, inference_body
 from support.processes import PATIENCE_S, GatewayProcess, dlq, run_dlq, running_gateway, until
 from support.stream_server import stream_server
-from support.upstreams import ScriptedUpstream, scripted_upstream
+from support.upstreams import ScriptedUpstream, let_work_once, scripted_upstream
 
 JSON = "Content-Type: application/json\r\n"
 ASYNC = JSON + "Prefer: respond-async\r\n"
@@ -30,6 +30,7 @@ async def upstream() -> AsyncIterator[ScriptedUpstream]:
 @pytest.fixture
 async def gateway(tmp_path: Path, upstream: ScriptedUpstream) -> AsyncIterator[GatewayProcess]:
     async with running_gateway(tmp_path, upstream.url, "--max-batch", "1") as running:
+        await let_work_once(running.port)
         yield running
 
 
@@ -175,6 +176,7 @@ async def test_the_admin_port_says_what_is_wrong(gateway: GatewayProcess) -> Non
 
 async def test_letters_and_replayed_tasks_survive_a_kill(tmp_path: Path, upstream: ScriptedUpstream) -> None:
     async with running_gateway(tmp_path, upstream.url, "--max-batch", "1") as gateway:
+        await let_work_once(gateway.port)
         await fail_tasks(gateway, "one", "two")
         upstream.gate.clear()  # the replayed task hangs
         task_id = (await admin(gateway, "POST", "/internal/dead-letters/1/replay")).json["task_id"]
@@ -260,6 +262,7 @@ async def test_which_synchronous_requests_are_kept(
 ) -> None:
     settings = {"dead_letters.synchronous": kept}
     async with running_gateway(tmp_path, upstream.url, "--max-batch", "1", settings=settings) as gateway:
+        await let_work_once(gateway.port)
         assert (await ask_once(gateway.port, "POST", "/v1/inference", inference_body("sync"), JSON)).status == 422
         await fail_tasks(gateway, "task")
 

@@ -9,7 +9,7 @@ import pytest
 from support.client import Connection, Response, ask_once, inference_body
 from support.processes import GatewayProcess, running_gateway, running_role, until
 from support.redis_servers import RedisServer
-from support.upstreams import ScriptedUpstream, scripted_upstream
+from support.upstreams import ScriptedUpstream, let_work_once, scripted_upstream
 
 JSON = "Content-Type: application/json\r\n"
 ASYNC = JSON + "Prefer: respond-async\r\n"
@@ -78,6 +78,7 @@ async def send_all(port: int) -> dict[str, str]:
 
 async def test_everybody_is_known_by_an_address(tmp_path: Path, upstream: ScriptedUpstream) -> None:
     async with running_gateway(tmp_path, upstream.url, "--max-batch", "1", settings=SETTINGS) as gateway:
+        await let_work_once(gateway.port)
         expected = await send_all(gateway.port)
         assert await owners(gateway, len(expected)) == expected
 
@@ -95,6 +96,7 @@ async def test_over_redis_everybody_is_known_to_the_batcher(
             return (await ask_once(gateway.admin_port, "GET", "/internal/ready")).status == 200
 
         await until(is_ready)
+        await let_work_once(gateway.port)
         expected = await send_all(gateway.port)
         assert await owners(gateway, len(expected)) == expected
 
@@ -108,6 +110,7 @@ async def test_a_task_has_its_owner_after_a_restart_and_after_a_replay(
         gateway.kill()
     upstream.behaviour = "status 400"
     async with running_gateway(tmp_path, upstream.url, "--max-batch", "1") as gateway:
+        await let_work_once(gateway.port)
         assert await owners(gateway, 1) == {"task": CLIENT}
         replayed = await ask_once(gateway.admin_port, "POST", "/internal/dead-letters/1/replay")
         result = await ask_once(gateway.port, "GET", f"/v1/result/{replayed.json['task_id']}?wait_ms=10000")

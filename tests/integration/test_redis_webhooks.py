@@ -18,10 +18,19 @@ SIM = "sim:?latency_ms=5&slots=8"
 
 @asynccontextmanager
 async def served(
-    directory: Path, redis: RedisServer, hooks: Receiver, upstream: str = SIM, **settings: object
+    directory: Path,
+    redis: RedisServer,
+    hooks: Receiver,
+    upstream: str = SIM,
+    task_timeout_s: float = 600,
+    **settings: object,
 ) -> AsyncIterator[GatewayProcess]:
     """Both halves in one process."""
-    given = allowing(hooks, **settings) | {"broker.namespace": directory.name, "upstream.attempts": 1}
+    given = allowing(hooks, **settings) | {
+        "broker.namespace": directory.name,
+        "upstream.attempts": 1,
+        "tasks.timeout_s": task_timeout_s,
+    }
     flags = ("--broker", redis.url, "--upstream", upstream)
     async with running_role(directory, "serve", *flags, settings=given) as gateway:
         yield gateway
@@ -65,7 +74,8 @@ async def test_delivers_lists_and_sends_again(tmp_path: Path, redis_server: Redi
 
 
 async def test_a_task_that_failed_tells_its_problem(tmp_path: Path, redis_server: RedisServer) -> None:
-    async with receiver() as hooks, served(tmp_path, redis_server, hooks, "http://127.0.0.1:1/infer") as gateway:
+    nobody = "http://127.0.0.1:1/infer"
+    async with receiver() as hooks, served(tmp_path, redis_server, hooks, nobody, task_timeout_s=2) as gateway:
         await submit(gateway.port, hooks.url)
         await until(lambda: len(hooks.came) == 1)
         assert hooks.came[0].json["status"] == "FAILED"

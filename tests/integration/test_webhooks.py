@@ -72,7 +72,7 @@ class TestDelivery:
 
     async def test_a_task_that_failed_tells_its_problem(self, tmp_path: Path) -> None:
         async with receiver() as hooks:
-            settings = allowing(hooks) | {"upstream.attempts": 1}
+            settings = allowing(hooks) | {"upstream.attempts": 1, "tasks.timeout_s": 2}
             async with running_gateway(tmp_path, "http://127.0.0.1:1/infer", settings=settings) as gateway:
                 await submit(gateway.port, hooks.url)
                 await until(lambda: len(hooks.came) == 1)

@@ -328,6 +328,8 @@ def test_a_defect_at_the_end_of_a_search_leaves_nobody_without_an_outcome() -> N
 
     async def main() -> None:
         isolation = stand.dispatcher.isolation
+        assert isinstance(await stand.answer(b"good", "client"), Output)  # else there are no letters
+        await asyncio.sleep(15.0)
         requests = [stand.send(b"bad", f"client {number}") for number in range(8)]
         await asyncio.sleep(3.9)
         assert defect.is_met

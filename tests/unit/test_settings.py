@@ -185,6 +185,8 @@ class TestRefusals:
             ("port = 1", ["port (carpool.toml)", "did you mean gateway.port?"]),
             ("[gateway]\nmax_batch = 1", ["did you mean batching.max_batch?"]),
             ("[gatway]\nport = 1", ["gatway", "did you mean gateway?"]),
+            ("[upstream]\nendpoint = 'http://a:1'", ["did you mean upstream.endpoints?"]),
+            ("[upstream]\nprobe_input = 'hello'", ["upstream.probe_input (carpool.toml) must be JSON"]),
             ('"a\\nb" = 1', [r"'a\nb'", "not a known key"]),
             ("gateway = 1", ["gateway (carpool.toml) must be a table"]),
             ("[gateway]\nport = '80'", ["gateway.port (carpool.toml) must be a whole number", "not '80'"]),
@@ -573,6 +575,11 @@ class TestEndpoints:
         text = refusal(toml=toml)
         assert where in text and "has 'grpc://a:1': that needs protocol kserve_v2_grpc, not json" in text
         load(toml="[upstream]\nendpoints = ['grpc://a:1-3']\nprotocol='kserve_v2_grpc'\n[models.a]")
+
+    @pytest.mark.parametrize(("url", "scheme"), [("http://a:1", "grpc://"), ("https://a:1/x", "grpcs://")])
+    def test_grpc_is_not_spoken_over_http(self, url: str, scheme: str) -> None:
+        text = refusal(toml=f"[upstream]\nendpoints = ['{url}']\nprotocol='kserve_v2_grpc'")
+        assert f"upstream.endpoints (carpool.toml) has '{url}': protocol kserve_v2_grpc needs {scheme}" in text
 
     def test_the_same_one_twice(self) -> None:
         with pytest.raises(ConfigError, match="names 'http://a:3/' twice"):

@@ -39,6 +39,9 @@ class Up:
     def retry_after_s(self) -> int:
         return 1
 
+    def has_never_worked(self) -> bool:
+        return False
+
 
 TIERS = [TierRule(0.05, 1.0, "enterprise"), TierRule(0.15, 0.5, "paid"), TierRule(0.5, 0.25, "free")]
 ENTERPRISE, PAID, FREE = range(3)

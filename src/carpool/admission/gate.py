@@ -160,8 +160,9 @@ def is_closed_to(request: Request, upstream: Availability) -> bool:
 
 def upstream_down(upstream: Availability) -> UpstreamDown:
     """What is told while no endpoint may be called."""
-    down = "the inference API is down; try again soon, or submit a task"
-    return UpstreamDown(down, retry_after_s=upstream.retry_after_s())
+    failed = "has answered no call well so far" if upstream.has_never_worked() else "failed the last calls to it"
+    text = f"the inference API {failed}, and is left alone for a moment; try again soon, or submit a task"
+    return UpstreamDown(text, retry_after_s=upstream.retry_after_s())
 
 
 def leaving() -> Draining:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 ENDPOINTS_SHOWN, SLOW_SHOWN = 20, 5
-BAR_WIDTH = 20
+# Bars take the room of names on narrow terminals.
+BAR_WIDTH, BARS_FROM_COLUMNS = 20, 110
 COLOURS = {"healthy": "green", "ok": "green", "degraded": "yellow", "draining": "yellow", "offline": "red"}
 
 EPILOG = """\
@@ -70,15 +71,15 @@ def _show(events: Iterator[dict[str, Any]], once: bool) -> None:
 
     console = Console()
     if once:
-        console.print(picture(next(events)))
+        console.print(picture(next(events), console.width))
         return
     with Live(console=console, screen=console.is_terminal, auto_refresh=False) as screen:
         for event in events:
-            screen.update(picture(event), refresh=True)
+            screen.update(picture(event, console.width), refresh=True)
 
 
-def picture(event: dict[str, Any]) -> "Group":
-    """One second."""
+def picture(event: dict[str, Any], columns: int) -> "Group":
+    """One second, so that it fits into 80 columns or more: what is too long is folded, and nothing is cut."""
     from rich.console import Group
     from rich.text import Text
 
@@ -94,15 +95,17 @@ def picture(event: dict[str, Any]) -> "Group":
     )
     if "gateways" in health:
         head.append(f"   {health['gateways']} gateways, {health['batchers']} batchers")
-    return Group(head, "", _tiers(event), "", _endpoints(event), "", _slow(event))
+    if "problem" in health:
+        head.append("\n").append(_text(health["problem"], "yellow"))
+    return Group(head, "", _tiers(event), "", _endpoints(event, columns >= BARS_FROM_COLUMNS), "", _slow(event))
 
 
 def _table(*columns: str) -> "Table":
     from rich.table import Table
 
-    table = Table(box=None, header_style="bold")
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
     for name in columns:
-        table.add_column(name, justify="left" if name in LEFT else "right")
+        table.add_column(name, justify="left" if name in LEFT else "right", overflow="fold")
     return table
 
 
@@ -117,7 +120,7 @@ def _tiers(event: dict[str, Any]) -> "Table":
     return table
 
 
-def _endpoints(event: dict[str, Any]) -> "Table":
+def _endpoints(event: dict[str, Any], has_bars: bool) -> "Table":
     table = _table("endpoint", "state", "calls", "busy", "batches/s", "mean size", "failed")
     found: dict[str, list[Any]] = {}
     for _, batch in event["batches"]:
@@ -126,12 +129,12 @@ def _endpoints(event: dict[str, Any]) -> "Table":
     for each in endpoints[:ENDPOINTS_SHOWN]:
         ended = [batch for batch in found.get(each["endpoint"], ()) if batch[5]]
         size = sum(batch[3] for batch in ended) / len(ended) if ended else None
-        bar = "█" * round(BAR_WIDTH * each["utilization"])
+        bar = f"{'█' * round(BAR_WIDTH * each['utilization']):<{BAR_WIDTH}} " if has_bars else ""
         table.add_row(
-            _text(each["endpoint"]),
+            _text(each["endpoint"].removeprefix("http://")),
             _text(each["state"], COLOURS.get(each["state"], "red")),
             f"{each['in_flight']}/{each['limit']}",
-            _text(f"{bar:<{BAR_WIDTH}} {each['utilization']:4.0%}"),
+            _text(f"{bar}{each['utilization']:4.0%}"),
             number(len(ended)),
             number(size),
             number(sum(batch[6] != "ok" for batch in ended)),

@@ -24,12 +24,14 @@ Any gateway of a fleet will do. One that ended long ago is told from tracking, w
 """
 WAITED_FOR = {
     "company": "waited for company: others who would share its batch",
-    "slot": "waited for a slot: all endpoints were busy",
+    "slot": "waited for a slot: all endpoints were busy, or failing",
     "retry": "lost to calls that failed, and to the pause before the next",
     "search": "its batch was refused: a search for the input at fault",
     "model": "the call: the model at work",
+    "call": "the call",
     "rest": "on its way in and back",
 }
+HEALTH = "/internal/health"
 REASONS = {
     "full": "it was full",
     "waited": "its oldest had waited as long as anybody does for company",
@@ -47,9 +49,9 @@ def why(
     config: Config = None,
 ) -> None:
     """Tell one request's story: where it is, what its time went to, with whom it was sent, and to which endpoint."""
-    found = Gateway(admin, token, "why").ask(
-        "GET", f"/internal/requests/{quote(request_id, safe='')}", may_miss=True
-    ) or find_kept(config, request_id)
+    gateway = Gateway(admin, token, "why")
+    asked = gateway.ask("GET", f"/internal/requests/{quote(request_id, safe='')}", may_miss=True)
+    found = asked or find_kept(config, request_id)
     if found is None:
         leave("no gateway knows this request any more, and nothing was kept of it", EXIT_FAILED, "why")
     if json:
@@ -58,7 +60,14 @@ def why(
     from carpool.core.story import RequestState
 
     state = msgspec.convert(found, RequestState)
-    for line in story(request_id, state):
+    lines = story(request_id, state)
+    if (
+        state.status != "completed"
+        and state.kept is not True
+        and (problem := gateway.ask("GET", HEALTH).get("problem"))
+    ):
+        lines.append(f"  now: {problem}")
+    for line in lines:
         typer.echo(printable(line))
 
 
@@ -104,6 +113,8 @@ def batch_lines(state: "RequestState") -> list[str]:
     if not isinstance(batch.endpoint, msgspec.UnsetType):
         attempts = batch.attempts if isinstance(batch.attempts, int) else 1
         lines.append(f"  endpoint {batch.endpoint}" + (f", call {attempts} of its batch" if attempts > 1 else ""))
+    if not isinstance(batch.failure, msgspec.UnsetType):
+        lines.append(f"  its last call failed: {batch.failure}")
     return lines
 
 
@@ -118,6 +129,8 @@ def wait_lines(state: "RequestState") -> list[str]:
         return []
     lines, at = ["  its time:"], 0.0
     for wait in state.waits:
-        lines.append(f"    {at:9.1f} ms  +{wait.ms:<9.1f} {WAITED_FOR.get(wait.what, wait.what)}")
+        # Only an answer shows that the model was at work.
+        what = "call" if wait.what == "model" and state.status != "completed" else wait.what
+        lines.append(f"    {at:9.1f} ms  +{wait.ms:<9.1f} {WAITED_FOR.get(what, what)}")
         at += wait.ms
     return lines

@@ -78,6 +78,8 @@ class BatcherHalf:
             self._ground.opened.push_async_callback(service.fleet.close)
             service.fleet.start()
             self._ground.in_background(service.ask_limits())
+            if service.probe_input:
+                self._ground.in_background(service.prove())
         self._ground.do_every(RATE_TICK_S, self._measure)
 
     def hurry(self) -> None:
@@ -148,7 +150,13 @@ class BatcherHalf:
         return all(service.pool.is_down for service in self.services)
 
     def try_endpoints(self, answer: Callable[[str | None], None]) -> None:
-        """Answer None once an endpoint accepts a connection, else the reason why nothing can be done."""
+        """Answer None once an endpoint accepts a connection, else the reason why nothing can be done.
+
+        Where there is a `probe_input`, once a call was answered.
+        """
+        if (waiting := next((each for each in self.services if each.is_unproven()), None)) is not None:
+            answer(f"no endpoint of {waiting.name} has answered a call yet, and upstream.probe_input is set")
+            return
         self._ground.in_background(self._try_endpoints(answer))
 
     async def _try_endpoints(self, answer: Callable[[str | None], None]) -> None:

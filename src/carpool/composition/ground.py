@@ -77,9 +77,10 @@ class Ground:
         """What `/metrics` shows of it."""
         return () if self.tracing is None else (self.tracing.describe(),)
 
-    @property
-    def status(self) -> Status:
+    def status_with(self, problem: str) -> Status:
         """For operators."""
+        if problem:
+            return "degraded"
         return "draining" if self.draining else "healthy"
 
     def company_s_max(self, model: str) -> float:

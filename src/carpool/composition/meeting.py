@@ -36,7 +36,7 @@ from carpool.composition.ground import Ground
 from carpool.core.errors import CarpoolError
 from carpool.core.names import Role
 from carpool.core.request import ended_elsewhere
-from carpool.core.snapshot import FleetState, Health, Mode, OutcomeNumbers, RedisNumbers
+from carpool.core.snapshot import FleetState, Health, Mode, OutcomeNumbers, RedisNumbers, problem_of
 from carpool.core.story import Queue, RequestState
 from carpool.core.task import QueuePlace, place_behind
 from carpool.service import ModelFace
@@ -181,11 +181,11 @@ class Meeting:
 
     def health(self, mode: Mode) -> Health:
         """Of the whole fleet."""
-        found = self.disks.found
+        found = self.disks.found or problem_of(self.registry.view.problems())
         return fleet_health(
             self.registry.view,
             self.depth.unread(),
-            status="degraded" if found else self.ground.status,
+            status=self.ground.status_with(found),
             broker=mode,
             problem=found,
         )

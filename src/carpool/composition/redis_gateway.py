@@ -67,6 +67,7 @@ class FleetAvailability:
         self._probe: Request | None = None
         self._others_until: dict[str, float] = {}
         self._retry_after_s = 1
+        self._has_never_worked = False
 
     def heard(self, view: FleetView, model: str) -> None:
         """Batchers have told how they are. One request at a time is a try: with its answer the door opens for all, and
@@ -77,6 +78,7 @@ class FleetAvailability:
             self._let_others_first(probe.owner, view.seen_at)
         self.probes, self._probe = min(view.probes(model), 1), None
         self._retry_after_s = view.retry_after_s(model)
+        self._has_never_worked = view.has_never_worked(model)
 
     def takes_probe(self, request: Request) -> bool:
         """While it is down: whether one more request is let in. Batchers want it to try an endpoint with.
@@ -107,6 +109,10 @@ class FleetAvailability:
     def retry_after_s(self) -> int:
         """While it is down: whole seconds until it is tried again."""
         return self._retry_after_s
+
+    def has_never_worked(self) -> bool:
+        """Whether no endpoint of the batchers has answered a call well, though some were made."""
+        return self._has_never_worked
 
 
 class RedisGatewayHalf(GatewayHalf):

@@ -28,6 +28,8 @@ class Batch(msgspec.Struct, eq=False, gc=False):
     # error's code: that of the last call, whatever became of the requests then.
     ended: float = 0.0
     result: str = ""
+    # How its last call failed, in Carpool's own words.
+    failure: str = ""
     # What tracing keeps about it; None where it is off, and before the first call.
     trace: BatchTrace | None = None
 

@@ -261,7 +261,7 @@ class UpstreamDown(OverloadError):
 
     code = "upstream-down"
     grpc_code = "UNAVAILABLE"
-    title = "The inference API is down"
+    title = "The inference API fails"
 
 
 class Unresolved(OverloadError):

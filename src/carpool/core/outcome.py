@@ -36,6 +36,8 @@ class CallFacts(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True
     searched_s: float = 0.0
     # The span of its batch is kept: whoever tells of a request may refer to it.
     is_traced: bool = False
+    # How it failed, in Carpool's own words; "" for one that was answered.
+    failure: str = ""
 
 
 # For requests of whose call nothing is known.

@@ -173,6 +173,10 @@ class Availability(Protocol):
         """While it is down: whole seconds until it is tried again."""
         ...
 
+    def has_never_worked(self) -> bool:
+        """Whether no endpoint has answered a call well, though some were made."""
+        ...
+
 
 class Slots(Protocol):
     """What batching sees of the upstream pool: how many batches it takes at once, and one free slot at a time."""

@@ -190,6 +190,7 @@ def facts_of_failure(request: Request) -> CallFacts | None:
         search_s=search_s,
         searched_s=request.searched_s,
         is_traced=batch.trace is not None,  # those that fail are kept
+        failure=batch.failure,
     )
 
 

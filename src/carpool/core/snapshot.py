@@ -5,7 +5,7 @@ that becomes a metric says so beside its type; its name is `carpool_` and that o
 docs/metrics.md are made from that. Over a fleet a sum counts each event once: what one process counts, no other does.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
@@ -60,6 +60,13 @@ class EndpointState(Page, frozen=True, kw_only=True):
     breaker: Annotated[str, Meta(extra_json_schema={"enum": ["closed", "open", "half-open"]})]
     last_heartbeat: Annotated[Moment | None, Meta(description="when a call or a probe was last answered well")]
     batcher: Annotated[str, Meta(description="over Redis: who calls it")] | UnsetType = UNSET
+    problem: Annotated[str, Meta(description="what its calls become, while none was answered well")] | UnsetType = UNSET
+
+
+def problem_of(endpoints: Iterable[tuple[str, str]]) -> str:
+    """What is wrong with endpoints that have never worked, from their names and problems; "" if there is none."""
+    first, *more = list(endpoints) or [("", "")]
+    return " ".join((*first, f"(and {len(more)} more like it)" if more else "")).strip()
 
 
 class ModelState(Page, frozen=True, kw_only=True):

@@ -57,6 +57,7 @@ class BatchShown(msgspec.Struct, frozen=True, kw_only=True):
     )
     endpoint: str | UnsetType = UNSET
     attempts: Annotated[int, Meta(description="calls with it, the last included")] | UnsetType = UNSET
+    failure: Annotated[str, Meta(description="how its last call failed, if it did")] | UnsetType = UNSET
 
 
 class RequestState(msgspec.Struct, frozen=True):
@@ -108,13 +109,15 @@ def state_of(request: Request, now: float, company_s_max: float = COMPANY_S_MAX)
 def shown_batch(batch: Batch | None, call: CallFacts | None) -> BatchShown | UnsetType:
     """What is known of a batch: by the process that sends it, or by the facts that came back."""
     if call is not None and call.batch_id:
-        return make_batch(call.batch_id, call.batch_size, call.reason, call.endpoint, call.attempts)
+        return make_batch(call.batch_id, call.batch_size, call.reason, call.endpoint, call.attempts, call.failure)
     if batch is not None:
-        return make_batch(batch.id, batch.size, batch.reason, batch.endpoint, batch.attempts)
+        return make_batch(batch.id, batch.size, batch.reason, batch.endpoint, batch.attempts, batch.failure)
     return UNSET
 
 
-def make_batch(batch_id: str, size: int, reason: str | None, endpoint: str | None, attempts: int) -> BatchShown:
+def make_batch(
+    batch_id: str, size: int, reason: str | None, endpoint: str | None, attempts: int, failure: str = ""
+) -> BatchShown:
     """A batch of which some facts may not be known."""
     return BatchShown(
         id=batch_id,
@@ -123,6 +126,7 @@ def make_batch(batch_id: str, size: int, reason: str | None, endpoint: str | Non
         reason=reason or UNSET,
         endpoint=endpoint or UNSET,
         attempts=attempts or UNSET,
+        failure=failure or UNSET,
     )
 
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from functools import partial
 from importlib.util import find_spec
 
+import msgspec
+
 from carpool.admission.input_policy import BadPatternError, compile_patterns
 from carpool.admission.owners import parse_network
 from carpool.core.api_key import is_digest, owner_fault
@@ -324,6 +326,7 @@ def _check_models(settings: Settings, where: Where) -> None:
     for model, own in [(shared, nothing), *models]:
         at = partial(_place, where, model.name, own)
         _check_load(model.upstream, at)
+        _check_probe_input(model.upstream.probe_input, at)
         with faults_at(at("deny_patterns", "input")):
             _check_patterns(model)
         if model.batching.batch_bytes_max > (most := model.batching.in_flight_bytes_max):
@@ -367,9 +370,22 @@ def _check_load(upstream: UpstreamSettings, at: Where) -> None:
         raise ConfigError(f"{at(present)} needs {absent} beside it")
 
 
+def _check_probe_input(text: str, at: Where) -> None:
+    """An input is JSON; that of a text has quotes."""
+    try:
+        if text:
+            msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        raise ConfigError(f"{at('probe_input')} must be JSON, a text in quotes for example: '\"hello\"'") from None
+
+
 def _check_schemes(upstream: UpstreamSettings, at: Where) -> None:
-    """A `grpc://` endpoint is for the protocol that speaks it."""
+    """A `grpc://` endpoint is for the protocol that speaks it, and the other way round."""
     for url in upstream.endpoints:
+        if url.startswith(("http://", "https://")) and upstream.protocol == "kserve_v2_grpc":
+            scheme = "grpcs" if url.startswith("https") else "grpc"
+            needs = f"protocol kserve_v2_grpc needs {scheme}://, and the port on which the server speaks gRPC"
+            raise ConfigError(f"{at('endpoints')} has {shown(url)}: {needs}")
         if url.startswith(GRPC_ENDPOINTS) and upstream.protocol != "kserve_v2_grpc":
             needs = f"that needs protocol kserve_v2_grpc, not {upstream.protocol}"
             raise ConfigError(f"{at('endpoints')} has {shown(url)}: {needs}")

@@ -26,10 +26,13 @@ def faults_at(place: str) -> Iterator[None]:
 def unknown(kind: str, name: str, source: str, known: Iterable[str]) -> ConfigError:
     """The error for a name that does not exist, with the one that was probably meant."""
     known = list(known)
-    # First the same key in another section (`gateway.port` for `port`), then what is spelled alike.
-    key = name.removeprefix("CARPOOL_").rpartition(".")[2]
-    same_key = [other for other in known if other == key or other.endswith((f".{key}", f"_{key}"))]
-    near = same_key or difflib.get_close_matches(name, known, n=1)
+    # First what is spelled alike in the same section, then the same key in another one (`gateway.port` for `port`),
+    # then what is spelled alike anywhere.
+    section, dot, key = name.removeprefix("CARPOOL_").rpartition(".")
+    own_keys = [other[len(section) + 1 :] for other in known if dot and other.startswith(f"{section}.")]
+    near = [f"{section}.{other}" for other in difflib.get_close_matches(key, own_keys, n=1, cutoff=0.85)]
+    near = near or [other for other in known if other == key or other.endswith((f".{key}", f"_{key}"))]
+    near = near or difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else "docs/configuration.md lists them"
     written = name if name.isprintable() else ascii(name)
     return ConfigError(f"{written[:100]} ({source}) is not a known {kind}; {hint}")

@@ -203,6 +203,13 @@ class UpstreamSettings(Section, frozen=True):
     health_interval_s: Annotated[
         Seconds, doc("an endpoint without a good call for this long is probed, and again each time")
     ] = 2.0
+    probe_input: Annotated[
+        str,
+        doc(
+            "an input that the model answers, in JSON (`'\"hello\"'`): it is sent at the start, again and again until "
+            "a call is answered, and `/internal/ready` waits for that"
+        ),
+    ] = ""
     load_header: Annotated[
         str, doc("header in which answers tell the load: `0.93`, or `93` for per cent; over 90 % it gets less")
     ] = ""
@@ -673,6 +680,7 @@ class ModelSettings(Section, frozen=True):
     cache: Annotated[bool | None, doc("as `cache.enabled`")] = None
     input_bytes_max: Annotated[Whole | None, doc("as `input.input_bytes_max`")] = None
     deny_patterns: Annotated[list[str] | None, doc("as `input.deny_patterns`; `[]`: none")] = None
+    probe_input: Annotated[str | None, doc('as `upstream.probe_input`; `""`: none')] = None
     load_header: Annotated[str | None, doc('as `upstream.load_header`; `""`: none')] = None
     load_metrics_url: Annotated[str | None, doc('as `upstream.load_metrics_url`; `""`: none', url=True)] = None
     load_metric: Annotated[str | None, doc("as `upstream.load_metric`")] = None

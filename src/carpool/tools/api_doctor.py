@@ -74,7 +74,7 @@ class ApiDoctor:
         # With the names of the fields that are known to work, once they are.
         self._model = model
         # Kinds of inputs, and the one that the API takes as far as is known.
-        given = given or getattr(model.upstream, "probe_input", "").encode()
+        given = given or model.upstream.probe_input.encode()
         self._kinds = [[given]] if given else []
         self._values: list[bytes] = []
         self._say = say

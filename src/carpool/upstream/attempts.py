@@ -54,6 +54,14 @@ from carpool.upstream.endpoint import (
     DoubtfulAnswerError,
     NoAnswerError,
 )
+from carpool.upstream.first_contact import (
+    LOOK_AT_ADDRESS,
+    call_failed,
+    field_names,
+    look_at_after,
+    look_at_answer,
+    status_told,
+)
 from carpool.upstream.pool import DOUBT_MAX, IN_DOUBT_FROM, WELL_S, Member, Pool
 from carpool.upstream.retry import RetryBudget, pause_before
 from carpool.upstream.same import Merged, still_there
@@ -253,6 +261,8 @@ class Attempts:
                 outcome = await self._traced_call(self._traces, members, member, attempt, within_s, ended, is_search)
             if outcome is None:
                 return member
+            if members[0].batch is not None:
+                members[0].batch.failure = outcome.error.detail
             was_received = outcome.dead is None or not outcome.dead.closed_before_sent
             for request in members:
                 request.sends += was_received
@@ -417,7 +427,7 @@ class Attempts:
             error = UpstreamFailed(f"the inference API could not be used: {failure}{setting}")
             without_frames(failure)  # which hold the call and its answer
             dead = failure if isinstance(failure, ConnectionFailedError) else None
-            tells = dead is not None or self._call_failed(members, member, timeout_s, started)
+            tells = dead is not None or self._call_failed(members, member, timeout_s, started, str(failure))
             return Failure(Refusal("elsewhere"), error, member, len(members), started, dead=dead, tells=tells)
         except BaseException:
             is_slot_held = False
@@ -434,7 +444,7 @@ class Attempts:
             member.load.report(answer.load)
         try:
             if not 200 <= answer.status < 300:
-                return self._refused(answer, members, member, started, call_id)
+                return self._refused(answer, members, member, started, call_id, call.path)
             if places is not None:
                 sent = still_there(Merged(sent, places), members)
             parts = self._codec.decode(answer, sent, call_id)
@@ -442,6 +452,7 @@ class Attempts:
         except ProtocolFaultError as fault:
             self.calls["protocol-fault"] += 1
             self._pool.went_badly(member)
+            call_failed(member, str(fault), look_at_answer(self._codec.outputs_field), self._clock())
             fields = {"endpoint": member.name, **names_of(members)}
             logger.error("protocol fault: %s", fault, extra={"fields": fields})
             broken = UpstreamProtocolFault(f"the inference API broke its protocol: {fault}")
@@ -478,7 +489,7 @@ class Attempts:
         self._outcomes.settle_batch(members, told_of_searches(members, outputs) if self.has_cleared else outputs)
         return None
 
-    def _call_failed(self, members: list[Request], member: Member, timeout_s: float, started: float) -> bool:
+    def _call_failed(self, members: list[Request], member: Member, timeout_s: float, started: float, why: str) -> bool:
         """No answer came: the fault of the endpoint, unless its clients gave it less time than calls take.
 
         Nor is it while this process stood still. Returns whether it is.
@@ -490,6 +501,7 @@ class Attempts:
         is_short = timeout_s < min(self.timeout_s, CUT_SHORT * self.service_s)
         if not is_short or now < started + timeout_s - TIMER_EARLY_S:
             self._pool.went_badly(member)
+            call_failed(member, why, LOOK_AT_ADDRESS, now)
             return True
         if now - member.well_at < min(self.timeout_s, max(ANSWERS_S, CUT_SHORT * self.service_s)):
             self._pool.says_nothing(member)
@@ -497,13 +509,19 @@ class Attempts:
             self.blame([member], {request.owner for request in members})
         return False
 
-    def _refused(self, answer: Answer, members: list[Request], member: Member, started: float, call_id: str) -> Failure:
+    def _refused(
+        self, answer: Answer, members: list[Request], member: Member, started: float, call_id: str, path: str
+    ) -> Failure:
         """An answer with an error status. What the body says goes to a client that was alone in its call, at most."""
         self.calls["refused"] += 1
         size = len(members)
         refusal = self._codec.classify(answer, size, call_id)
         if refusal.batch_max is not None and member.batch_limit.said(refusal.batch_max, size, self._clock()):
             self._when_limit_is_learned(member)
+        if not member.succeeded and refusal.kind != "split":
+            names = field_names(answer.body, members[0].parameters) if answer.status == 422 else ()
+            what = status_told(answer.status, member.name, path, names)
+            call_failed(member, what, look_at_after(answer.status, self._codec.inputs_field), self._clock())
         says = f"the inference API answered with status {answer.status}"
         if refusal.kind == "give-up" and self._may_be_an_input(answer.status, members, member):
             self._pool.refused(member)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import ssl
 from collections.abc import Mapping
 
@@ -36,6 +37,8 @@ UNIX_PREFIX = "unix:"
 SECRET_CHARS_MIN = 8
 # OpenSSL's codes for a certificate of another name or address; its text for these would quote the configuration.
 _OTHER_NAME = (62, 64)
+# What OpenSSL says of bytes that are no TLS.
+_NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
 
 
 def make_session(unix_socket: str = "") -> aiohttp.ClientSession:
@@ -232,7 +235,12 @@ def _reason(failure: Exception) -> str:
             other_name = fault.verify_code in _OTHER_NAME
             return f"its certificate is refused: {'it is for another name' if other_name else fault.verify_message}"
     if isinstance(failure, aiohttp.ClientOSError) and isinstance(failure.__cause__, ssl.SSLError):
-        return f"TLS failed ({failure.__cause__.reason})"
+        hint = ": the server there may be a plain one, http://" if failure.__cause__.reason in _NO_TLS else ""
+        return f"TLS failed ({failure.__cause__.reason}){hint}"
+    if isinstance(failure, aiohttp.ClientConnectorDNSError):
+        return "the name of its host does not resolve"
+    if isinstance(failure, aiohttp.ClientConnectorError) and failure.os_error.errno:
+        return f"no connection: {os.strerror(failure.os_error.errno)}"
     if isinstance(failure, EarlyAnswerError):
         return "an answer came before the call was sent"
     return f"the call broke off ({type(failure).__name__})"

@@ -17,6 +17,7 @@ from carpool.core.request import DONE, Request
 from carpool.core.tally import Histogram
 from carpool.upstream.attempts import Attempts, BatchEnded, Failure, names_of
 from carpool.upstream.codecs import Codec
+from carpool.upstream.first_contact import PatientTasks, never_worked
 from carpool.upstream.isolation import Isolation
 from carpool.upstream.offenders import Offenders
 from carpool.upstream.poison import KnownPoison
@@ -72,6 +73,7 @@ class UpstreamDispatcher:
         self.offenders = offenders if offenders is not None else Offenders()
         self._shares = RefusedShares()
         self._known_poison = KnownPoison()
+        self._patient_tasks = PatientTasks(broker, clock)
         self.attempts = Attempts(
             pool,
             codec,
@@ -160,6 +162,7 @@ class UpstreamDispatcher:
         """Wait for the batches under way, and those that start meanwhile; past the timeout they are given up."""
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + timeout_s
+        self._patient_tasks.leave()
         while self._running or self.isolation.running:
             left_s = give_up_at - loop.time()
             if self._running:
@@ -169,6 +172,7 @@ class UpstreamDispatcher:
                         task.cancel()
             else:
                 await self.isolation.finish(max(left_s, 0.0))
+        self._patient_tasks.leave()  # those that failed meanwhile
 
     async def _deliver_apart(self, batch: list[Request], member: Member, ended: BatchEnded, paid_s: float) -> None:
         started = self._clock()
@@ -205,6 +209,7 @@ class UpstreamDispatcher:
             else:
                 for request in self.attempts.live(batch):
                     self._give_up(request, result.error)
+                batch = [request for request in batch if request not in self._patient_tasks]
         except asyncio.CancelledError:  # by `finish`: tasks are left to the next process
             failure = Draining("this gateway shut down before the result came; send the request again")
             raise
@@ -238,12 +243,19 @@ class UpstreamDispatcher:
 
     def _give_up(self, request: Request, error: CarpoolError) -> None:
         """Settle a request with an error, and keep it as a dead letter if that is wanted. What another batcher may
-        serve goes back to the queue: it failed here, and nobody has shown that it is its own fault.
+        serve goes back to the queue: it failed here, and nobody has shown that it is its own fault. Before any call was
+        answered nothing is known of it: a task is tried again, and nobody else is kept.
         """
         if request.phase == DONE:
             return
         is_own = isinstance(error, InputRefused | DeadlineExceeded)
         if not is_own and self.attempts.goes_back(request):
+            return
+        if not self._pool.is_proven and not isinstance(error, DeadlineExceeded):
+            if request.is_task:
+                self._patient_tasks.keep(request, error)
+            else:
+                self._broker.settle(request, never_worked(error))
             return
         if self._dead_letters is not None and not request.is_task and is_dead_letter(error):
             self._dead_letters.bury(request, error, request.sends)  # a task becomes one by its outcome

@@ -49,7 +49,8 @@ _ANSWER_TOO_LONG = re.compile(
 _CALL_TOO_LONG = re.compile(
     r"(?:SERVER: Received|Received|grpc: received) message larger than max \((?P<size>[0-9]+) vs\. [0-9]+\)"
 )
-_NO_CONNECTION = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
+_NO_CONNECTION = "failed to connect to all addresses"
+_NO_SUCH_NAME = ("DNS resolution failed", "errors resolving")
 
 _OPTIONS = [
     ("grpc.max_send_message_length", -1),
@@ -132,7 +133,9 @@ class GrpcEndpoint:
         if code == "DEADLINE_EXCEEDED" and text == "Deadline Exceeded":
             raise NoAnswerError(timeout_s) from None
         if code == "UNAVAILABLE" and text.startswith(_NO_CONNECTION):
-            raise AttemptFailedError("no connection") from None
+            raise AttemptFailedError("no connection: nothing listens there, or it does not speak gRPC") from None
+        if code == "UNAVAILABLE" and text.startswith(_NO_SUCH_NAME):
+            raise AttemptFailedError("the name of its host does not resolve") from None
         if code == "RESOURCE_EXHAUSTED":
             here, there = _ANSWER_TOO_LONG.fullmatch(text), _CALL_TOO_LONG.fullmatch(text)
             if here and here["max"] == str(self._answer_bytes_max):

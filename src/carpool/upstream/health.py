@@ -16,6 +16,7 @@ from math import inf
 from typing import Protocol, runtime_checkable
 
 import msgspec
+from msgspec import UNSET
 
 from carpool.core.clock import Clock, monotonic, rfc3339
 from carpool.core.snapshot import EndpointState, EndpointStatus
@@ -186,7 +187,12 @@ def state_of(member: Member, now: float) -> EndpointStatus:
     is_open = breaker == "open" and not member.breaker.allows_others()  # else it is open to one owner only
     if is_open or member.failed_probes >= FAILED_PROBES_MAX:
         return "offline"
-    if breaker != "closed" or member.failed_probes or member.limit < member.endpoint.slots:
+    if (
+        breaker != "closed"
+        or member.failed_probes
+        or member.limit < member.endpoint.slots
+        or member.trouble is not None
+    ):
         return "degraded"
     return "healthy"
 
@@ -211,4 +217,5 @@ def endpoint_state(member: Member, now: float, wall: float) -> EndpointState:
         slots=member.endpoint.slots,
         breaker=breaker_shown(member.breaker, now),
         last_heartbeat=rfc3339(wall - (now - heard_at)) if heard_at > -inf else None,
+        problem=UNSET if member.trouble is None else member.trouble.text,
     )

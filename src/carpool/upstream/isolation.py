@@ -17,6 +17,7 @@ search.py, refusals.py and slot_share.py; who is at fault is decided here.
 7. Where other batchers have endpoints that work, one of them is asked before an input is blamed, with this input alone.
    Only a refusal that blames the input (400, 422), by an endpoint that answered others of the same batch, is final.
    Nobody is an offender for what goes back to the queue.
+8. Until an endpoint has answered a call well, nobody is at fault and nobody an offender (first_contact.py).
 """
 
 import asyncio
@@ -501,6 +502,8 @@ class Isolation:
 
     def _is_at_fault(self, case: Case, index: int) -> bool:
         """Rule 5."""
+        if not self._pool.is_proven:
+            return False
         failure = case.last[index]
         by, by_alone = case.refused_by.get(index, set()), case.refused_alone_by.get(index, set())
         lane = case.batch[index].plain_key
@@ -544,6 +547,8 @@ class Isolation:
             self._offends(found, OFFENDS_FROM)
 
     def _offends(self, owner: str, count: float = 1.0) -> None:
+        if not self._pool.is_proven:
+            return  # it may be the endpoint that refuses everything
         was_apart = (self._model, owner) in self._offenders
         self._offenders.refused(self._model, owner, self._clock(), count)
         if not was_apart and (self._model, owner) in self._offenders:
@@ -589,7 +594,7 @@ class Isolation:
 
     def _make_way(self, member: Member) -> None:
         """What waits of an owner to whom an endpoint is closed must not stand in the way of the others."""
-        blamed = member.breaker.blamed_owner
+        blamed = member.breaker.blamed_owner if self._pool.is_proven else None
         if member.breaker.state != "closed" and blamed is not None and not self._attempts.are_others_well():
             self._offenders.refused(self._model, blamed, self._clock(), count=3.0)
             self.look_soon()
@@ -620,9 +625,10 @@ class Isolation:
             if self._attempts.goes_back(request, for_verdict=last is not None and last.is_certain):
                 went_back = True
             elif last is None:
-                self._settle([request], unresolved())
+                self._give_up(request, unresolved())
             elif last.is_certain and index in case.search.refused_alone:
-                self._shares.refused(request.lane_key)
+                if self._pool.is_proven:
+                    self._shares.refused(request.lane_key)
                 self._give_up(request, input_refused(last))
             else:
                 self._give_up(request, last.error)

@@ -32,6 +32,7 @@ from carpool.core.clock import Clock, monotonic
 from carpool.core.request import Request
 from carpool.upstream.breaker import Breaker
 from carpool.upstream.endpoint import Endpoint
+from carpool.upstream.first_contact import Trouble, call_answered
 from carpool.upstream.limits import BatchLimit
 from carpool.upstream.load import LoadLimit
 from carpool.upstream.slot_share import SlotShare
@@ -73,6 +74,7 @@ class Member:
         "offered",
         "probing",
         "succeeded",
+        "trouble",
         "utilization",
         "well_at",
         "well_lanes",
@@ -97,6 +99,8 @@ class Member:
         self.well_lanes: dict[int, float] = {}
         self.succeeded = 0
         self.failed = 0
+        # What its calls have become while none was answered well; None before the first, and after a good one.
+        self.trouble: Trouble | None = None
         # Rules 9 and 10: batches that failed here and are tried elsewhere now; and how much is to be said against it.
         self.helped = 0
         self.doubt = 0.0
@@ -182,6 +186,8 @@ class Pool:
         self._leaving: dict[Member, Callable[[], None]] = {}
         # Slot-seconds of endpoints that are no longer here.
         self._busy_s_gone = 0.0
+        # Whether any endpoint has answered a call well. Until then no input can be blamed (first_contact.py).
+        self.is_proven = False
         # True while no endpoint may be called: synchronous requests are refused at the door then.
         self.is_down = False
         # How many endpoints work, as far as is known. True while none does: some may be tried with a call at a time.
@@ -252,6 +258,10 @@ class Pool:
         """While the pool is down: whole seconds until the next probe."""
         soonest = min((member.breaker.probe_at() for member in self.members), default=0.0)
         return max(1, round(soonest - self._clock() + 0.5))
+
+    def has_never_worked(self) -> bool:
+        """Whether no endpoint has answered a call well, though some were made."""
+        return not self.is_proven and any(member.trouble is not None for member in self.members)
 
     def when_slot_frees(self, ring: Callable[[], None]) -> None:
         """Have `ring` called when a slot becomes free."""
@@ -339,6 +349,9 @@ class Pool:
     def went_well(self, member: Member, lane: bytes = b"", began: float = -inf) -> None:
         """A call of a lane, which began then, was answered as it should be."""
         member.succeeded += 1
+        self.is_proven = True
+        if member.trouble is not None:
+            call_answered(member)
         member.well_at = self._clock()
         number = hash(lane)  # a lane's key may have kilobytes, and each endpoint has its own list
         if number not in member.well_lanes and len(member.well_lanes) >= WELL_LANES_MAX:
@@ -651,6 +664,7 @@ class Pool:
         if self._is_for_others(member):
             self._wait_for_probe(member)  # when its pause is over, it is for all
         elif was_offered:  # for others; now it is for all
+            self._serve_retries()
             self.ring()
 
     def _withdraw(self, member: Member) -> None:

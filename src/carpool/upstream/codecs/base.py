@@ -70,6 +70,9 @@ class Codec(Protocol):
     in all steps of a call, and another for each call; it matters to protocols that repeat it in the answer.
     """
 
+    # How the call names its inputs, and the answer its outputs, where these names are settings.
+    inputs_field: str = ""
+    outputs_field: str = ""
     # Where False, `prepare` need not be called.
     prepares: bool = False
 

@@ -55,8 +55,8 @@ class JsonCodec(Codec):
         quoted = msgspec.json.encode
         self._start = b"{" + quoted(inputs_field) + b":["
         self._parameters = b"]," + quoted(parameters_field) + b":"
-        self._inputs_field = inputs_field
-        self._outputs_field = outputs_field
+        self.inputs_field = inputs_field
+        self.outputs_field = outputs_field
         # A struct made for the configured names: only these fields are looked at, the rest is skipped.
         answer = msgspec.defstruct(
             "Answer",
@@ -85,7 +85,7 @@ class JsonCodec(Codec):
         parsed = parse_answer(self._decode, body)
         outputs: list[msgspec.Raw] | None = parsed.outputs
         if outputs is None:
-            raise ProtocolFaultError(f"the answer has no array `{self._outputs_field}`")
+            raise ProtocolFaultError(f"the answer has no array `{self.outputs_field}`")
         check_count(len(outputs), len(batch))
         check_text(body)
         if parsed.tokens is _NOTHING and parsed.version is _NOTHING:  # the usual case
@@ -103,7 +103,7 @@ class JsonCodec(Codec):
 
     def classify(self, answer: Answer, size: int, call_id: str = "") -> Refusal:
         """By the status, and some usual words for too large a batch."""
-        return classify_status(answer, size, _LIMIT, inputs_field=self._inputs_field)
+        return classify_status(answer, size, _LIMIT, inputs_field=self.inputs_field)
 
 
 def _told(decode: Callable[[msgspec.Raw], Any], field: msgspec.Raw, count: int) -> Any:

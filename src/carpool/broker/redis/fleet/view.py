@@ -10,7 +10,7 @@ from math import inf
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from carpool.core.clock import rfc3339
 from carpool.core.snapshot import (
@@ -31,6 +31,10 @@ MODELS_MAX = 256
 # Of all models of a batcher together. Its slots count even where its endpoints are too many to be shown.
 ENDPOINTS_MAX = 1024
 NAME_LENGTH_MAX = 256
+# Problems of endpoints that a batcher tells, and how long each may be.
+PROBLEMS_MAX, PROBLEM_LENGTH_MAX = 16, 512
+# What is told of the others.
+SAME_PROBLEM = "has answered no call well so far"
 OWNERS_MAX = 64
 TIERS_MAX = 64
 OFFLINE = "offline"
@@ -40,6 +44,7 @@ _STAMP_MS_MAX = 253_402_300_799_000
 
 Name = Annotated[str, Meta(max_length=NAME_LENGTH_MAX)]
 Word = Annotated[str, Meta(max_length=32)]
+Problem = Annotated[str, Meta(max_length=PROBLEM_LENGTH_MAX)]
 Owner = Annotated[str, Meta(max_length=64)]
 Count = Annotated[int, Meta(ge=0, le=10**9)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -58,6 +63,8 @@ class EndpointBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     slots: Count = 0
     breaker: Word = ""
     last_heartbeat: Word | None = None
+    # What its calls become, while none was answered well.
+    problem: Problem = ""
 
 
 class ModelBeat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -206,6 +213,17 @@ class FleetView(msgspec.Struct, frozen=True):
                 found[tier] += rate if member.name != without else 0.0
         return found
 
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Endpoints that have answered no call well, and what becomes of their calls."""
+        for member in self.live_batchers():
+            for beat in member.beat.models.values():
+                yield from ((endpoint.name, endpoint.problem) for endpoint in beat.endpoints if endpoint.problem)
+
+    def has_never_worked(self, model: str) -> bool:
+        """Whether no endpoint of a model has answered a call well, though some were made."""
+        endpoints = [endpoint for _, beat in self._serving(model) for endpoint in beat.endpoints]
+        return bool(endpoints) and all(endpoint.problem for endpoint in endpoints)
+
     def live_names(self) -> set[str]:
         """Every process heard of lately."""
         return {member.name for member in (*self.live_gateways(), *self.live_batchers())}
@@ -318,6 +336,7 @@ def endpoint_beat(state: EndpointState) -> EndpointBeat:
         slots=state.slots,
         breaker=state.breaker,
         last_heartbeat=state.last_heartbeat,
+        problem="" if isinstance(state.problem, UnsetType) else state.problem,
     )
 
 
@@ -342,8 +361,9 @@ def _bounded(said: Beat, models: dict[str, ModelBeat]) -> Beat:
 def _bounded_models(said: Mapping[str, ModelBeat]) -> dict[str, ModelBeat]:
     models: dict[str, ModelBeat] = {}
     room = ENDPOINTS_MAX
+    problems = iter(range(PROBLEMS_MAX))
     for name, beat in list(said.items())[:MODELS_MAX]:
-        endpoints = tuple(_bounded_endpoint(endpoint) for endpoint in beat.endpoints[:room])
+        endpoints = tuple(_bounded_endpoint(endpoint, problems) for endpoint in beat.endpoints[:room])
         room -= len(endpoints)
         models[name[:NAME_LENGTH_MAX]] = ModelBeat(
             slots=_count(beat.slots),
@@ -364,7 +384,10 @@ def _bounded_models(said: Mapping[str, ModelBeat]) -> dict[str, ModelBeat]:
     return models
 
 
-def _bounded_endpoint(said: EndpointBeat) -> EndpointBeat:
+def _bounded_endpoint(said: EndpointBeat, problems: Iterator[int]) -> EndpointBeat:
+    problem = said.problem
+    if problem:
+        problem = problem[:PROBLEM_LENGTH_MAX] if next(problems, None) is not None else SAME_PROBLEM
     return EndpointBeat(
         name=said.name[:NAME_LENGTH_MAX],
         status=_word(said.status),
@@ -374,6 +397,7 @@ def _bounded_endpoint(said: EndpointBeat) -> EndpointBeat:
         slots=_count(said.slots),
         breaker=_word(said.breaker),
         last_heartbeat=None if said.last_heartbeat is None else _word(said.last_heartbeat),
+        problem=problem,
     )
 
 
@@ -414,6 +438,7 @@ def _model_state(view: FleetView, model: str) -> ModelState:
                 breaker=endpoint.breaker,
                 last_heartbeat=endpoint.last_heartbeat,
                 batcher=member.name,
+                problem=(endpoint.problem if member.is_live else "") or UNSET,
             )
             for member in view.batchers
             if model in member.beat.models

@@ -1,0 +1,194 @@
+"""Endpoints that have answered no call well since the start: what operators are told, and what becomes of tasks.
+
+1. Until an endpoint has answered one call, nobody can tell a bad input from a path, a credential or a field name that
+   is wrong. So the log says what the endpoint does, with the first failure and then at growing intervals, and which
+   setting to look at; `/internal/fleet` and `/internal/health` say the same.
+2. Of what the API itself says only names of fields are repeated: those that FastAPI puts into `loc`, the outermost
+   name alone, and none that a client may have chosen.
+3. A task that fails before any endpoint of its model has answered is tried again until its own time is over. Then it
+   gets the error of its last attempt, and is a dead letter.
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+from math import inf
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import msgspec
+
+from carpool.core.clock import Clock
+from carpool.core.errors import CarpoolError, Draining
+from carpool.core.ports import Returns
+from carpool.core.request import DONE, Request
+from carpool.core.timers import Every
+
+if TYPE_CHECKING:
+    from carpool.upstream.pool import Member
+
+logger = logging.getLogger("carpool.upstream")
+
+# Rule 1: from the first line to the second, doubled each time, up to the longest; and after a failure of another kind.
+SAY_AGAIN_S, SAY_AGAIN_S_MAX, SAY_OTHER_S = 10.0, 600.0, 5.0
+# Rule 2.
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}")
+NAMES_MAX = 5
+# What is added to the errors of clients.
+_NEVER_WORKED = (
+    "the inference API has answered no call well so far: the log and /internal/health of the gateway say why"
+)
+# Rule 3.
+LOOK_S = 0.5
+RETRY_S = 2.0
+
+# What to look at where no answer came.
+LOOK_AT_ADDRESS = "look at the address in upstream.endpoints, and whether the API runs there"
+
+
+class Trouble:
+    """What an endpoint does that has not answered yet."""
+
+    __slots__ = ("_pause_s", "_say_at", "calls", "text", "what")
+
+    def __init__(self) -> None:
+        # What became of the last call; with the number of calls, and with what to look at.
+        self.what = self.text = ""
+        self.calls = 0
+        self._say_at = -inf
+        self._pause_s = SAY_AGAIN_S
+
+    def failed(self, what: str, look_at: str, now: float) -> bool:
+        """One more call failed; whether it is time to say so."""
+        if what != self.what and self.calls:
+            self._pause_s, self._say_at = SAY_AGAIN_S, min(self._say_at, now + SAY_OTHER_S)
+        self.calls += 1
+        self.what = what
+        self.text = f"has answered no call well so far ({self.calls} failed, the last one so: {what}); {look_at}"
+        if now < self._say_at:
+            return False
+        self._say_at, self._pause_s = now + self._pause_s, min(2 * self._pause_s, SAY_AGAIN_S_MAX)
+        return True
+
+
+def call_failed(member: "Member", what: str, look_at: str, now: float) -> None:
+    """A call to an endpoint failed: of one that has answered before there is nothing to tell here."""
+    if member.succeeded:
+        return
+    trouble = member.trouble = member.trouble or Trouble()
+    if trouble.failed(what, look_at, now):
+        logger.warning("%s %s", member.name, trouble.text, extra={"fields": {"endpoint": member.name}})
+
+
+def call_answered(member: "Member") -> None:
+    """The first good answer after such failures."""
+    member.trouble = None
+    logger.info("%s answers now", member.name, extra={"fields": {"endpoint": member.name}})
+
+
+def never_worked(error: CarpoolError) -> CarpoolError:
+    """What a client is told of whose request nobody knows whether it is at fault."""
+    return type(error)(f"{error.detail} ({_NEVER_WORKED})", retry_after_s=error.retry_after_s)
+
+
+def status_told(status: int, endpoint: str, path: str, names: Sequence[str]) -> str:
+    """What became of a call that was answered with an error. `path`: what the protocol adds to a bare address."""
+    where = f" to POST {path}" if path and urlsplit(endpoint).path in ("", "/") else ""
+    fields = f", and spoke of the field{'s' * (len(names) > 1)} {', '.join(names)}" if names else ""
+    return f"it answered {status}{where}{fields}"
+
+
+def look_at_after(status: int, inputs_field: str) -> str:
+    """What to look at after an error status. `inputs_field`: how the call names its inputs, if that is a setting."""
+    if 300 <= status < 400:
+        return "redirects are not followed: name the address that it leads to in upstream.endpoints"
+    if status in (404, 405, 410, 501):
+        return "look at the path in upstream.endpoints"
+    if status in (401, 402, 403, 407):
+        return "look at the credentials: upstream.token_file, upstream.header_files"
+    if status in (400, 415, 422):
+        if inputs_field:
+            return (
+                f"look at upstream.inputs_field (the call has `{inputs_field}`) and upstream.protocol, or at the inputs"
+            )
+        return "look at upstream.protocol and the name of the model, or at the inputs"
+    return "look at the API's own log"
+
+
+def look_at_answer(outputs_field: str) -> str:
+    """What to look at after an answer that cannot be used."""
+    if outputs_field:
+        return f"look at upstream.outputs_field (now `{outputs_field}`) and upstream.protocol"
+    return "look at upstream.protocol"
+
+
+class _Faults(msgspec.Struct):
+    detail: list[dict[str, object]] = []
+
+
+_decode_faults = msgspec.json.Decoder(_Faults).decode
+
+
+def field_names(body: bytes, parameters: bytes) -> list[str]:
+    """The fields of the call that FastAPI's 422 speaks of; none that stands in the client's own `parameters`."""
+    try:
+        faults = _decode_faults(body).detail
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
+    names: dict[str, None] = {}
+    for fault in faults:
+        place = fault.get("loc")
+        if not (isinstance(place, list) and len(place) > 1 and place[0] == "body" and isinstance(place[1], str)):
+            continue
+        name = place[1]
+        if _NAME.fullmatch(name) and b'"%b"' % name.encode() not in parameters:
+            names[name] = None
+        if len(names) == NAMES_MAX:
+            break
+    return list(names)
+
+
+class PatientTasks:
+    """Rule 3: tasks that failed while nothing was known of the endpoints of their model."""
+
+    def __init__(self, broker: Returns, clock: Clock) -> None:
+        self._broker = broker
+        self._clock = clock
+        # The last error, and when it is to wait for a slot again; infinity: it does, or is under way.
+        self._kept: dict[Request, tuple[CarpoolError, float]] = {}
+        self._looks = Every(LOOK_S, self._look)
+
+    def __repr__(self) -> str:
+        return f"<PatientTasks {len(self._kept)}>"
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._kept
+
+    def keep(self, request: Request, error: CarpoolError) -> None:
+        """Try a task again in a while."""
+        self._kept[request] = (error, self._clock() + RETRY_S)
+        self._looks.start()
+
+    def leave(self) -> None:
+        """This process leaves: the tasks are for the next one, or for others."""
+        self._looks.stop()
+        kept, self._kept = self._kept, {}
+        for request, (_, again_at) in kept.items():
+            if again_at < inf:
+                self._broker.settle(request, Draining("this gateway shut down before the result came"))
+
+    def _look(self) -> None:
+        now = self._clock()
+        for request, (error, again_at) in list(self._kept.items()):
+            if request.phase == DONE:
+                del self._kept[request]
+            elif request.deadline - now <= 2 * LOOK_S:  # before the broker ends it, to whom it is only late
+                del self._kept[request]
+                self._broker.settle(request, error)
+            elif again_at <= now:
+                self._kept[request] = (error, inf)
+                searched_s = request.searched_s
+                self._broker.put_back([request])
+                request.searched_s = searched_s  # nobody searched
+        if not self._kept:
+            self._looks.stop()
