@@ -115,7 +115,7 @@ async def two_upstreams() -> AsyncIterator[list[ScriptedUpstream]]:
 async def test_an_endpoint_that_reports_load_in_a_header_gets_less_until_it_is_well(tmp_path: Path) -> None:
     async with two_upstreams() as (loaded, calm):
         flags = ("--upstream", calm.url, "--slots", "4", "--max-batch", "1")
-        settings = {**QUICK, "upstream.load_header": "X-Load"}
+        settings = {**QUICK, "upstream.load_header": "X-Load", "shedding.mode": "off"}
         async with running_gateway(tmp_path, loaded.url, *flags, settings=settings) as gateway:
             checker = Checker("header")
             load = Load(gateway.port, checker)

@@ -120,4 +120,4 @@ def test_the_time_of_a_call(gpu: HeldGpu, tmp_path: Path) -> None:
     with serving(tmp_path, gpu.url, settings={"upstream.timeout_s": 0.5, "upstream.attempts": 1}) as gateway:
         told = post(gateway, "/v1/inference", {"input": "x"})
         assert told.status == 502
-        assert told.json["detail"].endswith("no answer within 0.50 s (`upstream.timeout_s`)")
+        assert "no answer within 0.50 s (`upstream.timeout_s`)" in told.json["detail"]

@@ -123,7 +123,7 @@ def answer(question: bytes, services: Sequence[str]) -> bytes:
         found = field(5, field(1, as_bytes(asked[6])))  # nothing here has extensions
     else:
         found = _described([])
-    host = field(1, as_bytes(asked[1])) if 1 in asked else b""
+    host = field(1, as_text(asked[1]).encode()) if 1 in asked else b""
     return host + field(2, question) + found
 
 
