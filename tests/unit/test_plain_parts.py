@@ -39,7 +39,7 @@ def test_a_task_is_not_refused_before_its_body_was_read(
 
 
 def test_request_ids_can_be_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_form", "_numbers"):  # they are put back
+    for name in ("_prefix", "_numbers"):  # they are put back
         monkeypatch.setitem(vars(intake), name, vars(intake)[name])
     assert intake.new_request_id().startswith("req_")
     intake.make_uuids()

@@ -44,20 +44,20 @@ Came = Callable[[int, Output], Any]
 # How many of the last requests can be asked for at /internal/requests/{id}.
 RECENT_KEPT = 8192
 # A prefix of this process and a number: unique, and cheaper than drawing randomness for each request.
-_form = f"req_{secrets.token_hex(6)}-%d"
+_prefix = f"req_{secrets.token_hex(6)}-"
 _numbers = count(1)
 
 
 def new_request_id() -> str:
     """An id for a request whose client gave it none."""
-    return _form % next(_numbers)
+    return f"{_prefix}{next(_numbers)}"
 
 
 def make_uuids() -> None:
-    """Give requests UUIDs from now on, all of this process: of version 4, whose last 48 bits are a number."""
-    global _form, _numbers
-    beginning = str(uuid.uuid4()).rpartition("-")[0]
-    _form, _numbers = f"{beginning}-%012x", count(secrets.randbits(47))
+    """Give requests UUIDs from now on, all of this process: of version 4, whose last twelve digits are a number."""
+    global _prefix, _numbers
+    _prefix = str(uuid.uuid4())[: -len("000000000000")]
+    _numbers = count(10**11 + secrets.randbelow(8 * 10**11))
 
 
 class ServedTensors(msgspec.Struct, frozen=True):

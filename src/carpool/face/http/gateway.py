@@ -201,7 +201,7 @@ class GatewayRoutes:
         if self._begin_trace is not None and (trace := self._begin_trace(headers)) is not None:
             wishes = with_trace(wishes, trace)
         client_id = call.client_id or ""
-        if mode == "async" or (not mode and caller.tier in model.task_tiers):
+        if mode == "async" or (self._task_tiers and not mode and caller.tier in model.task_tiers):
             callback_url = "" if call.callback_url is None else self._check_callback(call.callback_url)
             self._submit(exchange, caller, model, parameters, value, client_id, callback_url, wishes)
             return
