@@ -212,8 +212,6 @@ class ModelService(ModelFace):
         )
         # Requests of this model that wait where this process takes them from (Redis), as far as it knows.
         self.waiting_elsewhere: Callable[[], int] = lambda: 0
-        # The same as it was last told, without those that may have come since.
-        self.unread_elsewhere: Callable[[], int] = lambda: 0
         self.pool.others_wait = lambda: self._others_waiting() > 0
         self._slots: Slots = self.pool if sharers is None else SharedSlots(self.pool, sharers)
         self.loop = BatchLoop(
@@ -229,7 +227,6 @@ class ModelService(ModelFace):
             clock=clock,
         )
         self.loop.is_waiting = lambda: broker.is_waiting(self.name) or self.waiting_elsewhere() > 0
-        self.loop.has_backlog = lambda: broker.is_waiting(self.name) or self.unread_elsewhere() > 0
         self._broker = broker
         # For `prove`.
         self.probe_input = upstream.probe_input.encode()
@@ -394,10 +391,6 @@ class ModelService(ModelFace):
         # An endpoint that is closed to one owner only has a call at a time for the others.
         slots = self.fleet.healthy_slots() or int(self.pool.is_shut_to_some)
         return self.loop.capacity_rps(slots) * share
-
-    def busy_s(self) -> float:
-        """For how long requests have found no free slot; 0.0 if there is one."""
-        return max(0.0, self._clock() - self.loop.busy_since())
 
     def numbers(self) -> ModelNumbers:
         """What `/metrics` shows of this model."""

@@ -35,7 +35,7 @@ PATIENT = pytest.mark.timeout(300 + 2 * SECONDS)
 def test_twice_the_capacity(tmp_path: Path, broker: Broker) -> None:
     seen = uvloop.run(undisturbed(lambda n: times_capacity(tmp_path / str(n), broker, 2, SECONDS)))
     much, enterprise = seen.much.report, seen.much.report.tiers["enterprise"]
-    goodput, ratio = much.rate / CAPACITY, seen.standing_ratio()
+    goodput, ratio = much.rate / CAPACITY, seen.ratio()
     is_right = seen.verdict.is_clean and seen.much.timed_out == 0
     is_quick = goodput >= 0.95 and ratio <= 2.0 and (much.refusal_ms.p99 or 0.0) <= 20.0
     passed = is_right and (is_quick or seen.is_disturbed)

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 
-from carpool.broker.lanes import Yields
 from carpool.broker.redis.keys import tier_of
 from carpool.broker.redis.steps import Steps
 from carpool.core.clock import monotonic
@@ -91,23 +90,6 @@ async def serve_two_tiers(halves: Halves) -> None:
         taken += batch
     free = sum(request.tier == 2 for request in taken)
     assert 0.1 * len(taken) - BATCH <= free <= 0.1 * len(taken) + BATCH
-
-
-@pytest.mark.parametrize("shards", [1, 16])
-@pytest.mark.parametrize("yields", [Yields((0.0, 0.0, 0.0), 600.0), None], ids=["yield", "by their places"])
-async def test_who_was_let_in_with_a_burst_lets_higher_tiers_go_first(
-    redis_server: RedisServer, shards: int, yields: Yields | None
-) -> None:
-    """Of the lowest tier more wait than can be sent, and have better places by now."""
-    async with open_halves(redis_server, shards=shards) as halves:
-        gateway = await halves.gateway(line_offsets_ms=dict.fromkeys(LINE_OFFSETS_MS, 0))
-        batcher = await halves.batcher(free=0, largest=BATCH, yields=yields)
-        gateway.submit(*(f"free-{number}" for number in range(400)), tier=2)
-        await halves.until_entries(400)
-        gateway.submit(*(f"paid-{number}" for number in range(8)), tier=1)
-        await halves.until_entries(408)
-        tiers = [request.tier for _ in range(9) for request in await next_answered(batcher)]
-        assert tiers.count(1) == (8 if yields else 0)
 
 
 @pytest.mark.parametrize("shards", [1, 16])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from carpool.broker.lanes import REBUILD_DEAD_MIN, Lane, Ranks, Yields
+from carpool.broker.lanes import REBUILD_DEAD_MIN, Lane, Ranks
 from carpool.core.errors import ClientLeft
 from carpool.core.request import APART, RUNNING, Request
 from carpool.testing import Witness, make_request
@@ -78,47 +78,6 @@ def test_strict_order_holds_between_lanes_too() -> None:
     waiting(long_waiting, "free", 0.0, FREE)
     waiting(just_come, "enterprise", 100.0, ENTERPRISE)
     assert just_come.place() < long_waiting.place()
-
-
-class TestYields:
-    """Who was let in with a burst lets higher tiers go first, from when its tier's limit is over until it must go."""
-
-    YIELDS = Yields((1.0, 0.5, 0.25), 1.5)
-
-    @pytest.mark.parametrize(
-        ("now", "first"),
-        [
-            (0.2, "free"),  # not yet: it goes by its place
-            (0.3, "paid"),
-            (1.4, "paid"),
-            (1.6, "free"),  # it must go
-        ],
-    )
-    def test_from_when_to_when(self, now: float, first: str) -> None:
-        lane = Lane("m", b"", Ranks(3, yields=self.YIELDS))
-        waiting(lane, "free", 0.0, FREE)
-        waiting(lane, "paid", 0.4, PAID)  # place 0.55
-        assert names(lane.take(1, now)[0]) == [first]
-        assert len(lane.take(2, now)[0]) == 1  # nobody is left behind where there is room
-
-    def test_the_highest_tier_yields_to_nobody_and_tasks_to_nobody(self) -> None:
-        lane = Lane("m", b"", Ranks(3, yields=self.YIELDS))
-        waiting(lane, "task", -1.0, FREE, is_task=True)
-        waiting(lane, "enterprise", 0.0, ENTERPRISE)
-        waiting(lane, "paid", 0.2, PAID)
-        assert names(lane.take(3, 1.2)[0]) == ["task", "enterprise", "paid"]
-
-    def test_between_lanes(self) -> None:
-        ranks = Ranks(3, yields=self.YIELDS)
-        burst, other = (Lane("m", parameters, ranks) for parameters in (b"{1}", b"{2}"))
-        waiting(burst, "free", 0.0, FREE)
-        assert burst.place(0.3) == burst.place(0.2)  # nobody is there to go first
-        waiting(other, "paid", 0.4, PAID)
-        assert burst.place(0.2) < other.place(0.2)
-        assert burst.place(0.5) > other.place(0.5)
-        assert burst.place(1.6) < other.place(1.6)
-        # If it is its turn all the same, because the other may not be sent now, it is taken.
-        assert names(burst.take(1, 0.5)[0]) == ["free"]
 
 
 def test_place_and_oldest_look_at_the_living(lane: Lane) -> None:

@@ -101,6 +101,7 @@ def test_who_would_wait_longer_than_its_tier_may_is_refused() -> None:
     assert refusal is not None
     assert refusal.predicted_wait_ms == 250
     assert refusal.retry_after_s == 1
+    assert "for 250 ms or more, and one of tier free may wait for 250 ms (its `wait_max_ms`)" in refusal.detail
 
 
 @pytest.mark.parametrize(
@@ -117,68 +118,6 @@ def test_who_would_wait_longer_than_its_tier_may_is_refused() -> None:
 def test_retry_after_is_the_predicted_wait_as_it_is_told(wait_s: float, told: tuple[int | None, int]) -> None:
     refusal = too_long(wait_s, "why")
     assert (refusal.predicted_wait_ms, refusal.retry_after_s) == told
-
-
-class TestBursts:
-    """Rule 4: in the first second of a busy period everybody may wait as long as its time in the queue allows."""
-
-    def scene(self) -> Scene:
-        scene = Scene()
-        scene.door = Door(TIERS, scene.stands, queue_s=2.0, yields_s=1.5)
-        scene.door.learn([1000.0] * 3, [8.0] * 3, scene.stands, call_s=0.2)
-        return scene
-
-    def room(self, scene: Scene, since: float, tier: int = FREE) -> float:
-        scene.door.busy_since = lambda: since
-        scene.now += RECOUNT_QUIET_S
-        scene.door.refusal_if_full(tier, "somebody", scene.now)
-        return scene.door.rooms[tier]
-
-    @pytest.mark.parametrize(
-        ("age_s", "free"),
-        [(-inf, 1760), (0.0, 1760), (1.0, 1760), (1.5, (1760 + 250) / 2), (2.0, 250), (60.0, 250)],
-    )
-    def test_the_limit_falls_to_the_tiers_own(self, age_s: float, free: float) -> None:
-        scene = self.scene()
-        assert self.room(scene, scene.now + RECOUNT_QUIET_S - age_s) == pytest.approx(free)
-
-    def test_a_call_that_takes_as_long_as_requests_may_wait_leaves_the_tiers_limit(self) -> None:
-        scene = self.scene()
-        scene.door.learn([1000.0] * 3, [8.0] * 3, scene.stands, call_s=3.0)
-        assert self.room(scene, inf) == pytest.approx(250)
-
-    def test_what_higher_tiers_bring_meanwhile_is_left_for_them(self) -> None:
-        scene = self.scene()
-        for _ in range(100):
-            scene.door.tick(0.1, scene.now)
-            for _ in range(40):
-                scene.door.refusal(PAID, "p", scene.now)
-        scene.door.tick(0.1, scene.now)
-        brought = 400 * 1.5  # a request lets others go first for as long
-        assert self.room(scene, inf) == pytest.approx(1760 - brought - 3 * sqrt(brought), rel=0.02)
-
-    def test_waits_that_were_allowed_cost_no_trust(self) -> None:
-        scene = self.scene()
-        began = scene.now
-        self.room(scene, began)
-        for tick in range(100):
-            scene.now = began + tick / 20
-            scene.door.waited(FREE, 1.5, scene.now - 1.5)
-            scene.door.tick(0.05, scene.now)
-            trust = scene.door.trust[FREE]
-            # Whoever came in the first second might wait so long; who came later might not.
-            if scene.now - 1.5 < began + 1.0:
-                assert trust == 1.0
-        assert trust < 1.0
-
-    def test_a_refusal_names_limit_tier_and_setting(self) -> None:
-        scene = self.scene()
-        scene.stands[FREE].set(somebody=300)
-        self.room(scene, scene.now - 10)
-        refusal = scene.ask(FREE)
-        assert refusal is not None
-        assert refusal.predicted_wait_ms == 300
-        assert "300 ms or more, and one of tier free may wait for 250 ms now (its `wait_max_ms` is 250)" in str(refusal)
 
 
 def test_the_lowest_tier_goes_first_then_the_next() -> None:

@@ -2,19 +2,15 @@
 
 1. How long a request of a tier would wait for a slot: the work ahead of it in its order, and what overtakes it
    meanwhile, divided by the capacity (healthy slots x batch / seconds a batch takes). Whoever would wait longer than
-   its tier may is refused. So the lowest tier goes first: everything is ahead of it.
+   its tier's `wait_max` is refused. So the lowest tier goes first: everything is ahead of it.
 2. The rule is turned around: a tier has *room* for so many more. Rooms are counted anew every few milliseconds, from
    what truly waits; in between each admission takes a place. So most requests cost one comparison. While no tier has
    used half of its room, a count may be older: it is one of too little room, and none is refused by it.
 3. Where a tier has no room, an owner is asked for its own wait: inside a tier owners are served in turn, so one that
    has little waiting stands behind as much of each other owner, and not behind all that the busiest of them has.
-4. Bursts are served, standing queues are cut. A busy period begins when a request finds no free slot, and ends when a
-   slot is free and nobody waits. In its first second a request may wait for as long as its time in the queue, less one
-   call; over the next second that falls in a line to its tier's `wait_max`, where it stays until the period ends.
-   Those who wait longer than `wait_max` let higher tiers go first (broker/lanes.py), so these do not notice. Before the
-   first call was sent nothing is known, and nobody is refused.
-5. An estimate may be wrong. If even the shortest wait that was seen in a while is longer than what was allowed when
-   that request came, the capacity is trusted less, until it is not (as CoDel does it).
+4. Until the first batches were seen the capacity is not known, and nobody is refused.
+5. An estimate may be wrong. If even the shortest wait that was seen in a while is longer than the tier may wait, the
+   capacity is trusted less, until it is not (as CoDel does it).
 6. The lowest tier always has room for a trickle: it must not starve while others use everything.
 7. `thresholds` is the simple way: by how many wait, and by the rate that comes in.
 8. Over Redis a gateway does not see who of its requests still waits and who is being served. As many as the slots can
@@ -25,7 +21,7 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import ceil, inf, sqrt
 
 import msgspec
@@ -36,10 +32,6 @@ from carpool.core.tally import SECONDS_BOUNDS, off_by
 
 # Rule 2: so old a count may be; and while there is much room.
 RECOUNT_S, RECOUNT_QUIET_S = 0.005, 0.05
-# Rule 4: for so long a busy period is a burst; after as long again it is a standing queue.
-BURST_S = 1.0
-# The part of its time in the queue that is planned for: a prediction is not exact, and nobody let in should time out.
-MARGIN = 0.98
 # Rule 5: how long the shortest wait is looked for, how many must be seen, and by how much trust falls and grows.
 GUARD_S = 0.5
 GUARD_SEEN_MIN = 4
@@ -85,14 +77,8 @@ class Door:
         is_strict: bool = False,
         trickle: float = 0.05,
         thresholds: Thresholds | None = None,
-        # Rule 4: how long a request may wait for a slot at all; 0: `wait_max` always counts. And for how long one that
-        # waits lets higher tiers go first.
-        queue_s: float = 0.0,
-        yields_s: float = 0.0,
     ) -> None:
         count = len(tiers)
-        self._queue_s = queue_s
-        self._yields_s = yields_s
         self._tiers = tiers
         self._lowest = count - 1
         self._is_strict = is_strict
@@ -113,10 +99,6 @@ class Door:
         self._batch = [1.0] * count
         # Rule 8: above 0 where `standings` count those too that are being served. How long a batch takes.
         self._batch_s = 0.0
-        # Rule 4: how long a call takes; since when no slot is free, or inf: now, and when that was last asked.
-        self._call_s = 0.0
-        self.busy_since: Callable[[], float] = lambda: inf
-        self._busy_since = inf
         self._running = [0.0] * count
         self._served_rates = [0.0] * count
         self._stood = [0] * count
@@ -137,7 +119,7 @@ class Door:
         self._admitted = [0] * count
         self._refused = [0] * count
         self._guard_at = -inf
-        # Rule 5: how often a wait was seen, and by how much the shortest was too long, since the last look.
+        # Rule 5: how often a wait was seen, and the shortest, since the last look.
         self._seen = [0] * count
         self._shortest = [inf] * count
         # How long those waited who got a slot, lately.
@@ -170,7 +152,7 @@ class Door:
         refusal = self.refusal_if_full(tier, owner, now, count) or self.refusal_if_late(tier, owner, seconds, count)
         is_short = self._thresholds is not None and self._is_known and self.rooms[tier] < count
         if refusal is None and is_short and any(map(self._waiting, range(len(self._tiers)))):
-            refusal = self._refuse(tier, count, self._too_long(tier, self.predicted_wait_s(tier)))
+            refusal = self._refuse(tier, count, self._too_long(tier))
         if refusal is None:
             self._admitted[tier] += count
             for behind in range(tier, len(self.rooms)):
@@ -192,7 +174,7 @@ class Door:
         self.shed[tier] += count
         refusal = self._refusals[tier]
         if refusal is None:
-            refusal = self._refusals[tier] = self._too_long(tier, self.predicted_wait_s(tier))
+            refusal = self._refusals[tier] = self._too_long(tier)
         return refusal
 
     def refusal_if_late(self, tier: int, owner: str, seconds: float, count: int = 1) -> Shed | None:
@@ -218,46 +200,32 @@ class Door:
         self.shed[tier] += count
         return refusal
 
-    def _too_long(self, tier: int, wait_s: float) -> Shed:
+    def _too_long(self, tier: int) -> Shed:
         """By which limit a request of this tier is refused now."""
+        wait_s = self.predicted_wait_s(tier)
         if self._thresholds is not None:
             return too_long(wait_s, 'too many wait or come for its tier (`shedding.mode = "thresholds"`)')
-        rule, limit_s = self._tiers[tier], self.limit_s(tier, self._counted_at)
-        setting = f"its `wait_max_ms` is {rule.wait_max_s * 1000:g}"
-        why = f"one of tier {rule.name} may wait for {as_ms(limit_s)} now ({setting})"
-        return too_long(max(wait_s, limit_s), why)
-
-    def limit_s(self, tier: int, arrived: float) -> float:
-        """How long a request of this tier that comes then may wait for a slot (rule 4)."""
-        wait_max_s = self._tiers[tier].wait_max_s
-        burst_s = max(wait_max_s, MARGIN * self._queue_s - self._call_s)
-        age_s = arrived - self._busy_since
-        return burst_s - (burst_s - wait_max_s) * min(max(0.0, age_s / BURST_S - 1.0), 1.0)
+        rule = self._tiers[tier]
+        why = f"one of tier {rule.name} may wait for {as_ms(rule.wait_max_s)} (its `wait_max_ms`)"
+        return too_long(max(wait_s, rule.wait_max_s), why)
 
     def predicted_wait_s(self, tier: int) -> float:
         """How long a request of this tier would wait for a slot, by all that waits now."""
         capacity = self.capacity[tier] * self.trust[tier]
         if not self._is_known or capacity <= 0.0:
             return inf if self._is_known else 0.0
-        limit_s = self.limit_s(tier, self._counted_at)
-        return (self._ahead(tier) + self._overtaking(tier, limit_s)) / capacity
+        return (self._ahead(tier) + self._overtaking(tier)) / capacity
 
     def learn(
-        self,
-        capacity: Sequence[float],
-        batch: Sequence[float],
-        standings: Sequence[Standing],
-        batch_s: float = 0.0,
-        call_s: float = 0.0,
+        self, capacity: Sequence[float], batch: Sequence[float], standings: Sequence[Standing], batch_s: float = 0.0
     ) -> None:
-        """What can be served, and is in a batch, by tier; where it waits; how long a call takes.
+        """What can be served, and is in a batch, by tier; where it waits. Rule 4: once the first batches were seen.
 
         With `batch_s`, the standings count those too that are being served, for so long each.
         """
         self.capacity, self._batch = list(capacity), list(batch)
         self._standings = standings
         self._batch_s = batch_s
-        self._call_s = call_s
         self._is_known = True
 
     def forget(self) -> None:
@@ -289,12 +257,12 @@ class Door:
                     self.wait_errors["too-high" if error > 0.0 else "too-low"].observe(abs(error))
                 break
         self._seen[tier] += 1
-        self._shortest[tier] = min(self._shortest[tier], seconds - self.limit_s(tier, arrived))
+        self._shortest[tier] = min(self._shortest[tier], seconds)
         self._waits[tier] += WAIT_WEIGHT * (seconds - self._waits[tier])
 
     def _guard(self) -> None:
-        for tier in range(len(self._tiers)):
-            is_late = self._seen[tier] >= GUARD_SEEN_MIN and self._shortest[tier] > 0.0
+        for tier, rule in enumerate(self._tiers):
+            is_late = self._seen[tier] >= GUARD_SEEN_MIN and self._shortest[tier] > rule.wait_max_s
             trust = self.trust[tier]
             self.trust[tier] = max(TRUST_MIN, trust * TRUST_FALLS) if is_late else min(1.0, trust + TRUST_GROWS)
             if not self._seen[tier]:
@@ -306,18 +274,16 @@ class Door:
         if not self._is_known:
             return
         self._refusals = [None] * len(self._tiers)
-        self._busy_since = self.busy_since()
         if self._batch_s:
             self._running = self._count_running()
         if self._thresholds is not None:
             self.rooms[:] = self._rooms_by_threshold(self._thresholds)
             return
         is_quiet = True
-        for tier in range(len(self._tiers)):
-            limit_s = self.limit_s(tier, now)
-            served = max(self.capacity[tier] * self.trust[tier] * limit_s, self._batch[tier])
+        for tier, rule in enumerate(self._tiers):
+            served = max(self.capacity[tier] * self.trust[tier] * rule.wait_max_s, self._batch[tier])
             waiting = self._waiting(tier)
-            allowed = served - self._overtaking(tier, limit_s) - (self._ahead(tier) - waiting)
+            allowed = served - self._overtaking(tier) - (self._ahead(tier) - waiting)
             if tier == self._lowest:
                 allowed = max(allowed, served * self._trickle)
             self._allowed[tier] = allowed
@@ -365,9 +331,8 @@ class Door:
         if not self._is_strict:
             for lower in range(tier + 1, len(self._tiers)):
                 head_start_s = self._tiers[lower].target_s - self._tiers[tier].target_s
-                wait_s = self._waits[lower]
-                if (goes_first_s := min(wait_s, self._goes_first_s(lower)) - head_start_s) > 0.0:
-                    ahead += self._waiting(lower) * goes_first_s / wait_s
+                if (wait_s := self._waits[lower]) > head_start_s:
+                    ahead += self._waiting(lower) * (1.0 - head_start_s / wait_s)
         return ahead
 
     def _turns(self, tier: int, owner: str, count: int = 1) -> float:
@@ -379,20 +344,15 @@ class Door:
             own = max(0.0, own - self._running[tier] / owners)
         return (own + count) * owners
 
-    def _goes_first_s(self, tier: int) -> float:
-        """How long a request of this tier may have waited and still go before a higher one, by its place."""
-        return self._tiers[tier].wait_max_s if self._yields_s else inf
-
-    def _overtaking(self, tier: int, seconds: float) -> float:
-        """What comes later, while one of this tier waits so long, and is served before."""
-        most = self._overtakers(tier, seconds)
+    def _overtaking(self, tier: int) -> float:
+        """What comes later, within the longest wait of this tier, and is served before."""
+        most = self._overtakers(tier, inf)
         return most + SIGMAS * sqrt(most)
 
     def _overtakers(self, tier: int, seconds: float) -> float:
-        """The mean of that. Rule 4: whoever waits longer than its tier's `wait_max` lets all of them go first."""
-        yields_s = min(seconds, self._yields_s) if seconds > self._tiers[tier].wait_max_s else 0.0
+        """The mean of that, for one that waits so long."""
         return sum(
-            max(self._admitted_rates[n], self._quick_rates[n]) * max(yields_s, min(each, seconds))
+            max(self._admitted_rates[n], self._quick_rates[n]) * min(each, seconds)
             for n, each in enumerate(self._overtaking_s[tier])
         )
 

@@ -40,10 +40,8 @@ SERVICE_WEIGHT = 0.1
 # The same for the mean size of batches that left while others still waited; and by how much it goes back to the largest
 # with each batch that left nobody behind, for then nothing is known of it.
 SIZE_WEIGHT, SIZE_DRIFT = 0.1, 0.02
-# Before the first batch has ended: it is taken to need so many times what it has needed so far.
-UNENDED_TIMES = 2.0
-# So many batches must have ended before others leave apart.
-APART_AFTER = 8
+# So many batches must have ended before anything is said of the capacity.
+BATCHES_SEEN_MIN = 8
 TIMER_S_MIN = 0.001
 # How far apart batches leave while more waits than the slots can take, in parts of the even pace.
 SPREAD = 0.9
@@ -89,10 +87,6 @@ class BatchLoop:
         # The same, of the last second: where calls take now long, now short, ten of them say little of the capacity.
         self._steady_s = SERVICE_S_PRIOR
         self._batches_ended = 0
-        self._first_sent = inf
-        self._busy_since = inf
-        # How long a slot stands idle though others wait: until they were fetched, or leave apart.
-        self._gap_s = 0.0
         # The mean size of batches while all slots are busy: with many lanes it is less than `max_batch`.
         self.busy_size = float(max_batch)
         # While true, company is no longer waited for.
@@ -135,11 +129,7 @@ class BatchLoop:
         self._free_since: deque[float] = deque()
         # Whether requests of this model wait, here or elsewhere; and who wants to see one of each batch that leaves.
         self.is_waiting: Callable[[], bool] = lambda: any(True for _ in broker.lanes(model))
-        # The same, but only of those that are known to: elsewhere others may have come since.
-        self.has_backlog: Callable[[], bool] = lambda: self.is_waiting()
         self.sampled: Callable[[Request], None] | None = None
-        # Who is told when the first batch has ended: now it is known how long one takes.
-        self.when_known: Callable[[], None] | None = None
         # Who is told that the next batch is due (`slots_due`): what it is made of may have to be fetched.
         self.left_apart: Callable[[], None] | None = None
 
@@ -159,8 +149,6 @@ class BatchLoop:
     def _slot_freed(self) -> None:
         self._freed_at = self._clock()
         self._free_since.append(self._freed_at)
-        if self._busy_since < inf and not self.has_backlog():
-            self._busy_since = inf
         while len(self._free_since) > self._slots.free():  # retries and searches take some as well
             self._free_since.popleft()
         self.ring()
@@ -174,12 +162,6 @@ class BatchLoop:
     def free_slots(self) -> int:
         """Slots that could take a batch now."""
         return self._slots.free() if self.has_room() else 0
-
-    def busy_since(self) -> float:
-        """When a request first found no free slot; inf once a slot was free and nobody waited."""
-        if self._busy_since < inf and self.free_slots() > 0 and not self.has_backlog():
-            self._busy_since = inf
-        return self._busy_since
 
     def slots_due(self) -> int:
         """Those of them that will take one in a moment: while batches leave apart, not all do."""
@@ -220,8 +202,6 @@ class BatchLoop:
         self._purse_s -= self._idle_slots * min(now - self._idle_since, self.max_wait_s)
         self._idle_slots = 0
         if self.free_slots() <= 0:
-            if self._busy_since == inf and self.is_waiting():
-                self._busy_since = now
             return inf  # a freed slot, or an outcome that makes room, will ring
         if self._leaves_later(now):
             return self._next_time()
@@ -241,7 +221,7 @@ class BatchLoop:
                 if self._leaves_later(now):
                     return self._next_time()
                 if lane.waiting:
-                    heappush(ready, (lane.place(now), number, lane))
+                    heappush(ready, (lane.place(), number, lane))
             elif isinstance(plan, WaitUntil):
                 wake = min(wake, plan.at)
         return wake if self.free_slots() > 0 else inf
@@ -256,7 +236,7 @@ class BatchLoop:
             plan = self.policy.plan(self._view(lane, now), now)
             if isinstance(plan, Send):
                 is_due = lane.is_apart and self._slots.is_apart_due()
-                ready.append((-inf if is_due else lane.place(now), number, lane))
+                ready.append((-inf if is_due else lane.place(), number, lane))
             elif isinstance(plan, WaitUntil):
                 wake = min(wake, plan.at)
         heapify(ready)
@@ -275,8 +255,6 @@ class BatchLoop:
         for request in batch:
             request.batch = named
         self._dispatcher.dispatch(batch, self._batch_ended)  # first: nothing that fails may come between
-        if self._first_sent == inf:
-            self._first_sent = now
         self.batches[send.reason] = self.batches.get(send.reason, 0) + 1
         self.batch_sizes.observe(len(batch))
         self._count_fill(send.reason, 1.0 if is_full else len(batch) / largest)
@@ -301,21 +279,18 @@ class BatchLoop:
     def _look_around(self, size: int, largest: int, now: float) -> None:
         """After a batch of this size: what the slots can do, and whether the next one may leave at once."""
         is_waiting, is_full = self.is_waiting(), self._slots.free() <= 0
-        if self._free_since and self._busy_since < inf:
-            self._gap_s += SERVICE_WEIGHT * (now - self._free_since[0] - self._gap_s)
         if is_full:
             self._free_since.clear()
         elif self._free_since:
             self._free_since.popleft()
         if is_full and is_waiting:
-            self._busy_since = min(self._busy_since, now)
             self.busy_size += SIZE_WEIGHT * (size - self.busy_size)
             self._is_crowded = True
         else:
             self.busy_size += SIZE_DRIFT * (largest - self.busy_size)
             self._is_crowded = self._is_crowded and is_waiting
         slots = self._slots.total()
-        if slots > 1 and self._batches_ended >= APART_AFTER:
+        if slots > 1 and self.is_capacity_known():
             all_in_step_s = slots * min(self.service_s, SPREAD_SERVICE_S_MAX) / 2
             self._purse_s = min(self._purse_s + SPREAD_SHARE * self.service_s, all_in_step_s)
             pace_s = self._pace_s()
@@ -346,17 +321,11 @@ class BatchLoop:
 
     def capacity_rps(self, slots: int) -> float:
         """Requests a second that so many slots serve while all of them are busy."""
-        return slots * self.busy_size / (self.batch_s() + self._gap_s)
-
-    def batch_s(self) -> float:
-        """How long a batch takes; while the first one runs, what can be said of it so far."""
-        if self._batches_ended or self._first_sent == inf:
-            return self._steady_s
-        return max(UNENDED_TIMES * (self._clock() - self._first_sent), TIMER_S_MIN)
+        return slots * self.busy_size / self._steady_s
 
     def is_capacity_known(self) -> bool:
-        """Whether anything can be said of how long a batch takes."""
-        return self._batches_ended > 0 or self._first_sent < inf
+        """Whether enough batches have ended to say how long one takes."""
+        return self._batches_ended >= BATCHES_SEEN_MIN
 
     def _awaits_company(self, lane: LaneQueue, now: float) -> bool:
         """Whether to give others a moment to come: the slot has just become free, and they wait elsewhere."""
@@ -401,8 +370,6 @@ class BatchLoop:
         """Learn how long a batch occupies a slot; nothing from those during which this process stood still."""
         now = self._clock()
         if self._has_stood_still(now) or now - seconds < self._stood_still_until:
-            if not self._batches_ended:
-                self._first_sent = inf  # it says nothing; the next one may
             return
         if not self._batches_ended:
             self.service_s = self._steady_s = seconds
@@ -410,5 +377,3 @@ class BatchLoop:
         self.service_s += SERVICE_WEIGHT * (seconds - self.service_s)
         weight = min(SERVICE_WEIGHT, self._steady_s / (STEADY_S * max(1, self._slots.total())))
         self._steady_s += max(weight, 1.0 / self._batches_ended) * (seconds - self._steady_s)
-        if self._batches_ended == 1 and self.when_known is not None:
-            self.when_known()

@@ -3,9 +3,8 @@
 1. Inside a tier: owners share fairly, by cost (`fair_line.py`); an owner's own requests in order of arrival; tasks
    apart. Between tiers: the smallest `place` (arrival + the tier's target) of the tiers' longest-waiting requests goes
    first. So those who pay go first, and nobody starves: a place never changes while later arrivals' places grow. With
-   `strict`, a higher tier always goes first, but for what is due to the lowest (`trickle.py`). Whoever was let in with
-   a burst, and has waited longer than its tier may otherwise (`Yields`), lets higher tiers go first. Tasks have later
-   places; those that are old enough go before synchronous requests, but for what is due to these.
+   `strict`, a higher tier always goes first, but for what is due to the lowest (`trickle.py`). Tasks have later places;
+   those that are old enough go before synchronous requests, but for what is due to these.
 2. A request that was settled while it waited (client left, queue timeout) stays in its line until it comes to the
    head, but counts no longer. When the dead outnumber the living the line is rebuilt, so memory follows the living.
 3. A batch is bounded in bytes too: it ends before the request with which it would have too many. Nobody behind that
@@ -14,7 +13,7 @@
 """
 
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from carpool.broker.fair_line import FairLine
 from carpool.broker.standing import WaitingCount
@@ -23,48 +22,23 @@ from carpool.broker.trickle import SYNCHRONOUS_SHARE, Trickle
 from carpool.core.request import APART, QUEUED, Request
 
 REBUILD_DEAD_MIN = 64
-# Of a line with somebody waiting: rank, place, number, and the one that has waited longest.
-LiveLine = tuple[int, float, int, Request]
 # With `strict`, what a tier adds to the place by which lanes are compared: more seconds than any clock counts.
 STRICT_STEP_S = 1e9
-
-
-class Yields(NamedTuple):
-    """From when on after its arrival a synchronous request lets higher tiers go first, by tier; and until when: then it
-    must go, or its time in the queue is over.
-    """
-
-    after_s: tuple[float, ...]
-    until_s: float
 
 
 class Ranks:
     """What the lanes of one model have in common: who waits in each line, and the rule between tiers."""
 
-    __slots__ = ("_yields", "is_strict", "lowest", "standings", "synchronous", "tiers", "trickle")
+    __slots__ = ("is_strict", "lowest", "standings", "synchronous", "tiers", "trickle")
 
-    def __init__(self, tiers: int, strict: bool = False, trickle: float = 0.0, yields: Yields | None = None) -> None:
+    def __init__(self, tiers: int, strict: bool = False, trickle: float = 0.0) -> None:
         self.tiers = tiers
-        self._yields = None if strict or tiers == 1 else yields
         self.is_strict = strict
         # Synchronous requests by tier, then tasks by tier: tasks have later places, so they need lines of their own.
         self.standings = [WaitingCount() for _ in range(2 * tiers)]
         self.lowest = (tiers - 1, 2 * tiers - 1)
         self.trickle = Trickle(trickle) if strict and trickle and tiers > 1 else None
         self.synchronous = Trickle(SYNCHRONOUS_SHARE, debt_max=0.0)
-
-    def yielding(self, lines: list[LiveLine], now: float) -> list[LiveLine]:
-        """Those of a lane's lines that let others go first, in whatever lane these wait."""
-        if self._yields is None:
-            return []
-        after_s, until_s = self._yields
-        return [
-            line
-            for line in lines
-            if 0 < line[2] < self.tiers
-            and after_s[line[2]] < now - line[3].arrived < until_s
-            and any(standing.waiting for standing in self.standings[: line[2]])
-        ]
 
     def served(self, batch: list[Request]) -> None:
         """A batch was taken: keep the shares."""
@@ -171,19 +145,15 @@ class Lane:
         """When the longest-waiting request arrived."""
         return min(head.arrived for _, _, _, head in self._live_lines())
 
-    def place(self, now: float = -inf) -> float:
+    def place(self) -> float:
         """Where the lane stands among others: the smallest goes first."""
         live, trickle = self._live_lines(), self._ranks.trickle
-        step = 0.0
-        if yielding := self._ranks.yielding(live, now):
-            live = [line for line in live if line not in yielding] or live
-            step = 0.25 if live[0] in yielding else 0.0  # behind the lanes that have others
         if trickle is not None and trickle.due():
             due = [place for _, place, index, _ in live if index in self._ranks.lowest]
             if due:
                 return min(due) - STRICT_STEP_S
         rank, place, _, _ = min(live)
-        step += rank
+        step = float(rank)
         if self._ranks.synchronous.due():
             due = [line[1] for line in live if line[0] == rank and line[2] < self._tiers]
             if due:
@@ -221,8 +191,6 @@ class Lane:
         """Move requests in their order while there is room; of the best rank, synchronous ones alone."""
         while taking.room and self.waiting and taking.bytes_left >= 0:
             live = sorted(self._live_lines())
-            if yielding := self._ranks.yielding(live, taking.now):
-                live = [line for line in live if line not in yielding] or live
             if is_synchronous:
                 live = [line for line in live if line[0] == live[0][0] and line[2] < self._tiers]
                 if not live:
@@ -239,8 +207,8 @@ class Lane:
     def _index_of(self, request: Request) -> int:
         return request.tier + self._tiers if request.is_task else request.tier
 
-    def _live_lines(self) -> list[LiveLine]:
-        """The lines with somebody waiting."""
+    def _live_lines(self) -> list[tuple[int, float, int, Request]]:
+        """The lines with somebody waiting: rank, place, number, and the one that has waited longest."""
         live = []
         tiers = self._tiers if self._ranks.is_strict else 1
         for index, line in enumerate(self._lines):

@@ -10,7 +10,7 @@ from functools import partial
 from math import inf
 
 from carpool.broker.deadlines import Deadlines
-from carpool.broker.lanes import Lane, Ranks, Yields
+from carpool.broker.lanes import Lane, Ranks
 from carpool.broker.task_places import TaskPlaces
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull, queue_time_passed
@@ -37,7 +37,6 @@ class MemoryBroker:
         strict_order: bool = False,
         # With strict order: the share of what is served that the lowest tier gets all the same.
         trickle: float = 0.0,
-        yields: Yields | None = None,
         task_patience_s: float = 0.0,
         offenders: Container[tuple[str, str]] = (),
         # Where the time of requests is counted; a process has one for all of its parts.
@@ -50,7 +49,7 @@ class MemoryBroker:
         self.lanes_max = lanes_max
         self._tiers = tiers
         # By model: what its lanes have in common.
-        self._ranks: defaultdict[str, Ranks] = defaultdict(partial(Ranks, tiers, strict_order, trickle, yields))
+        self._ranks: defaultdict[str, Ranks] = defaultdict(partial(Ranks, tiers, strict_order, trickle))
         # Added to a task's place in the order: nobody waits on the line for it.
         self._task_patience_s = task_patience_s
         # Model and owner of those who ride with one another only. Empty is false.

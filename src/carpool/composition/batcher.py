@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from carpool.broker.memory import MemoryBroker
 from carpool.composition.ground import Ground
-from carpool.composition.shedding import yields_of
 from carpool.core.ports import DeadLetters, OtherBatchers
 from carpool.core.request import Request
 from carpool.core.snapshot import ModelNumbers, ModelState
@@ -32,7 +31,6 @@ def make_broker(ground: Ground) -> MemoryBroker:
         tiers=len(settings.tiers),
         strict_order=settings.broker.order == "strict",
         trickle=settings.broker.trickle,
-        yields=yields_of(settings),
         task_patience_s=settings.tasks.patience_ms / 1000,
         offenders=ground.offenders.riders,
         seconds=ground.seconds,

@@ -12,7 +12,6 @@ from carpool.broker.redis.fleet.view import Beat, ModelBeat, endpoint_beat
 from carpool.broker.sides import BatcherSide
 from carpool.composition.batcher import BatcherHalf, make_broker
 from carpool.composition.meeting import Meeting, late_ms
-from carpool.composition.shedding import yields_of
 from carpool.core.errors import Draining
 from carpool.core.snapshot import RedisBatcherNumbers
 from carpool.service import ModelService
@@ -52,8 +51,7 @@ class RedisBatcherHalf(BatcherHalf):
             self.replies,
             meeting.dead_letters,
             self.services,
-            line_offsets_ms=meeting.line_offsets_ms,
-            yields=yields_of(settings),
+            lines=list(meeting.line_offsets_ms),
             late_ms=late_ms(settings),
             strict_order=settings.broker.order == "strict",
             trickle=settings.broker.trickle if settings.broker.order == "strict" else 0.0,
@@ -67,9 +65,7 @@ class RedisBatcherHalf(BatcherHalf):
             service.pool.when_slot_frees(self.feed.ring)
             service.pool.when_health_changes(partial(self._health_changed, service))
             service.loop.left_apart = self.feed.ring
-            service.loop.when_known = meeting.registry.beat
             service.waiting_elsewhere = partial(waiting_in_redis, self.feed, service)
-            service.unread_elsewhere = partial(self.feed.unread, service.name)
             service.loop.company_comes = partial(company_comes, self.feed, service)
         meeting.when_nodes_change.append(self.feed.ring)
 
@@ -140,8 +136,7 @@ def model_beat(service: ModelService) -> ModelBeat:
         rate=service.rate,
         mean_batch_size=service.mean_batch_size(),
         capacity_rps=state.capacity_rps if service.loop.is_capacity_known() else 0.0,
-        batch_s=service.loop.batch_s(),
-        busy_s=service.busy_s(),
+        batch_s=service.loop.service_s,
         probes=0 if state.healthy_slots else service.pool.free(),
         is_open_to_others=service.pool.is_shut_to_some,
         retry_after_s=service.pool.retry_after_s() if service.pool.is_down else 0,

@@ -19,7 +19,6 @@ from carpool.composition.gateway import GatewayHalf
 from carpool.composition.meeting import Meeting
 from carpool.composition.shedding import (
     DOOR_TICK_S,
-    SOME_RPS,
     Ticks,
     learn_own,
     learn_share,
@@ -39,8 +38,6 @@ from carpool.face.http.admin import FoundRequest
 BATCHERS_GONE_S = 3.0
 WATCH_S = 0.25
 RATE_TICK_S = 1.0
-# So many times what the other gateways know of is worth a heartbeat of its own.
-MORE_TIMES = 2.0
 # Weight of the last second in the rate that is shown.
 RATE_WEIGHT = 0.5
 # Codes of requests that tell of the upstream: it answered, or failed. Of others nobody may have been asked for it.
@@ -169,8 +166,6 @@ class RedisGatewayHalf(GatewayHalf):
         meeting.when_fleet_changes.append(self._look_at_fleet)
         meeting.when_heard.append(self._heard)
         self._door_ticks = Ticks(doors, ground.clock)
-        # Requests a second of each model, as the other gateways were told.
-        self._told_rates: dict[str, float] = {}
         self._batchers_seen = ground.clock()
         # Requests a second that came in at this process's own door, lately.
         self.rate = 0.0
@@ -205,7 +200,6 @@ class RedisGatewayHalf(GatewayHalf):
 
     def beat(self) -> Beat:
         """What the others are told of this gateway."""
-        self._told_rates = {model: max(SOME_RPS, sum(door.rates)) for model, door in self.doors.items()}
         return Beat(
             status=self.meeting.beat_status(),
             mode=self.queue.mode,
@@ -284,15 +278,10 @@ class RedisGatewayHalf(GatewayHalf):
                     others,
                     standings_of(self.queue.parking.standing, model, tiers),
                     batch_s,
-                    view.busy_since(model),
                 )
             else:
                 door.forget()
         self._door_ticks.tick()
-        if any(
-            sum(door.rates) > MORE_TIMES * self._told_rates.get(model, SOME_RPS) for model, door in self.doors.items()
-        ):
-            self.meeting.registry.beat()  # the others share the capacity with this one: by now, not at the next beat
 
     def _sampled(self, request: Request) -> None:
         sample(self.doors[request.model], request)

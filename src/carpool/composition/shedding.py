@@ -3,22 +3,18 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from math import inf
 
 from carpool.admission.shedding import Door, Thresholds, TierRule
-from carpool.broker.lanes import Yields
 from carpool.core.clock import Clock
 from carpool.core.ports import Standing
 from carpool.core.request import Request
 from carpool.service import ModelService
-from carpool.settings import Settings, total_timeout_s
+from carpool.settings import Settings
 
 # Who waits of a model and a tier.
 FindStanding = Callable[[str, int], Standing]
 # How often a door learns what can be served.
 DOOR_TICK_S = 0.1
-# The part of its time in the queue during which a request may let others go first. Then it must go.
-YIELDS_SHARE = 0.75
 # What a gateway is taken to want at least.
 SOME_RPS = 1.0
 
@@ -29,7 +25,6 @@ def make_doors(settings: Settings, models: Iterable[str], standing: FindStanding
     if shedding.mode == "off":
         return {}
     rules = [TierRule(tier.target_ms / 1000, tier.wait_max_ms / 1000, tier.name) for tier in settings.tiers]
-    yields = yields_of(settings)
     thresholds = None
     if shedding.mode == "thresholds":
         thresholds = Thresholds(shedding.depth_highest_only, shedding.depth_not_lowest, shedding.rate_share)
@@ -40,24 +35,9 @@ def make_doors(settings: Settings, models: Iterable[str], standing: FindStanding
             is_strict=settings.broker.order == "strict",
             trickle=settings.broker.trickle,
             thresholds=thresholds,
-            queue_s=queue_timeout_s(settings),
-            yields_s=yields.until_s if yields else 0.0,
         )
         for model in models
     }
-
-
-def queue_timeout_s(settings: Settings) -> float:
-    """How long a request may wait for a slot at all."""
-    return min(settings.broker.queue_timeout_s, total_timeout_s(settings))
-
-
-def yields_of(settings: Settings) -> Yields | None:
-    """When requests let higher tiers go first; None if the order alone decides."""
-    if settings.shedding.mode != "predicted" or settings.broker.order == "strict" or len(settings.tiers) < 2:
-        return None
-    after_s = tuple(tier.wait_max_ms / 1000 for tier in settings.tiers)
-    return Yields(after_s, YIELDS_SHARE * queue_timeout_s(settings))
 
 
 def standings_of(standing: FindStanding, model: str, tiers: int) -> list[Standing]:
@@ -96,9 +76,8 @@ def sample(door: Door, request: Request) -> None:
 def learn_own(door: Door, service: ModelService, standings: Sequence[Standing]) -> None:
     """What the endpoints of this process can serve."""
     if service.loop.is_capacity_known():
-        count, loop = len(standings), service.loop
-        door.learn([service.capacity_rps()] * count, [loop.busy_size] * count, standings, call_s=loop.batch_s())
-        door.busy_since = loop.busy_since
+        count = len(standings)
+        door.learn([service.capacity_rps()] * count, [service.loop.busy_size] * count, standings)
 
 
 def learn_share(
@@ -108,7 +87,6 @@ def learn_share(
     others: Sequence[float],
     standings: Sequence[Standing],
     batch_s: float,
-    busy_since: float = inf,
 ) -> None:
     """What a gateway may have of what the whole fleet can serve. `others`: requests a second, by tier, elsewhere.
 
@@ -120,8 +98,7 @@ def learn_share(
         # Whoever had nothing so far may be about to.
         share = max(own, SOME_RPS) / (max(own, SOME_RPS) + elsewhere)
         shares.append(max(capacity * share, capacity - elsewhere))
-    door.learn(shares, [batch * share / capacity for share in shares], standings, batch_s, batch_s)
-    door.busy_since = lambda: busy_since
+    door.learn(shares, [batch * share / capacity for share in shares], standings, batch_s)
 
 
 def wanted(doors: Mapping[str, Door]) -> dict[str, tuple[float, ...]]:

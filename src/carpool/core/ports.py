@@ -38,7 +38,7 @@ class LaneQueue(Protocol):
         """When the longest-waiting request arrived. Only for a lane with `waiting` > 0."""
         ...
 
-    def place(self, now: float = -inf) -> float:
+    def place(self) -> float:
         """Where the lane stands among others: the smallest goes first. Only for a lane with `waiting` > 0."""
         ...
 

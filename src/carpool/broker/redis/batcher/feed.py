@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from carpool.broker.lanes import Yields
 from carpool.broker.memory import MemoryBroker
 from carpool.broker.redis.batcher.entries import Unpacker
 from carpool.broker.redis.batcher.history import history_of
@@ -31,7 +30,6 @@ from carpool.broker.redis.batcher.shards import (
     ShardView,
     best_first,
     is_due_again,
-    is_higher_line,
     is_scarce,
     is_task_line,
     offers_of,
@@ -106,11 +104,10 @@ class Feed:
         dead_letters: SuspectLetters,
         models: Sequence[FedModel],
         *,
-        # The names of all lines (`line_name`), in their order, and what each adds to an entry's time for its place.
-        line_offsets_ms: Mapping[bytes, int],
+        # The names of all lines (`line_name`), in their order.
+        lines: Sequence[bytes],
         # Of these, which stand so many ms later inside their tier: what exceeds an owner's share.
         late_ms: Mapping[bytes, int] | None = None,
-        yields: Yields | None = None,
         strict_order: bool = False,
         # With strict order: the share of what is taken that the lowest tier gets all the same.
         trickle: float = 0.0,
@@ -129,16 +126,12 @@ class Feed:
         self._models = {model.name: model for model in models}
         self._model_names = list(self._models)
         self._late_ms = late_ms or {}
-        self._lines = [
-            b"%b=%d" % (line, late) if (late := self._late_ms.get(line)) else line for line in line_offsets_ms
-        ]
-        self._line_offsets_ms = line_offsets_ms
-        self._yields = yields
+        self._lines = [b"%b=%d" % (line, late) if (late := self._late_ms.get(line)) else line for line in lines]
         self._trickle = Trickle(trickle) if trickle else None
         self._is_strict = strict_order
         # By model: what others have does not count, for they have slots of their own.
         self._synchronous = {name: Trickle(SYNCHRONOUS_SHARE, debt_max=0.0) for name in self._models}
-        self._lowest_tier = max(map(tier_of, line_offsets_ms), default=0)
+        self._lowest_tier = max(map(tier_of, lines), default=0)
         self._lease_ms = lease_ms
         self._renew_every_s = lease_ms / 1000 / RENEWALS_A_LEASE
         self._look_every_s = lease_ms / 1000 / LOOKS_A_LEASE
@@ -350,7 +343,7 @@ class Feed:
         if unknown:
             self._look_at(unknown)
         elif offers:
-            has_share = self._yields is not None or any(share.due() for share in self._synchronous.values())
+            has_share = any(share.due() for share in self._synchronous.values())
             is_tight = (len(offers) > 1 or has_share) and is_scarce(offers, budgets)
             if is_tight:
                 offers = best_first(offers, self._late_ms)
@@ -364,9 +357,7 @@ class Feed:
                 self._take(offers[0][0], budgets)
 
     def _plan_shares(self, offers: Offers, budgets: Sequence[Budget], is_tight: bool) -> Reads:
-        """What is due whatever the order: to the lowest tier, to synchronous requests before old tasks, or to higher
-        tiers before those that were let in with a burst.
-        """
+        """What is due whatever the order: to the lowest tier, or to synchronous requests before old tasks."""
         reads: Reads = {}
         if self._trickle is not None and (due := self._trickle.due()):
             reads = plan_trickle(offers, budgets, lambda line: tier_of(line) == self._lowest_tier, due)
@@ -375,20 +366,7 @@ class Feed:
                 own = offers_of(offers, budget.model)
                 is_due = synchronous_of_the_best(own, is_strict=self._is_strict)
                 reads = {} if is_due is None else plan_trickle(own, budgets, is_due, due)
-            if not reads and self._yields is not None:
-                own = offers_of(offers, budget.model)
-                best = min((head for _, heads in own for head in heads), key=lambda head: head.place, default=None)
-                if best is not None and self._lets_others_go_first(best, own[0][0], self._yields):
-                    reads = plan_trickle(own, budgets, partial(is_higher_line, tier_of(best.line)), budget.largest)
         return reads
-
-    def _lets_others_go_first(self, head: Head, view: ShardView, yields: Yields) -> bool:
-        """As in the lanes of this process (`Yields`)."""
-        tier = tier_of(head.line)
-        if is_task_line(head.line) or not 0 < tier < len(yields.after_s):
-            return False
-        waited_ms = self._steps.time_ms(view.shard) - (head.place - self._line_offsets_ms.get(head.line, 0))
-        return yields.after_s[tier] * 1000 < waited_ms < yields.until_s * 1000
 
     def _budgets(self) -> list[Budget]:
         """What free slots can use beyond what is staged already."""

@@ -165,11 +165,6 @@ def is_task_line(line: bytes) -> bool:
     return line[:1] == b"t"
 
 
-def is_higher_line(tier: int, line: bytes) -> bool:
-    """Whether synchronous requests of a higher tier than this wait there."""
-    return not is_task_line(line) and 0 <= tier_of(line) < tier
-
-
 def synchronous_of_the_best(offers: Offers, *, is_strict: bool) -> Callable[[bytes], bool] | None:
     """Which lines have synchronous requests that a task would go before; None if there is no such task. With strict
     order it goes before others of its tier alone. What exceeds an owner's share comes behind what does not.

@@ -6,7 +6,6 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import inf
 from typing import Annotated, Any
 
 import msgspec
@@ -80,8 +79,6 @@ class ModelBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     capacity_rps: Rate = 0.0
     # How long a batch takes.
     batch_s: Seconds = 0.0
-    # For how long no slot has been free for those who come; 0 if one is.
-    busy_s: Seconds = 0.0
     # While nothing is known to work: slots on offer, for calls by which that is found out; seconds until there is one.
     probes: Count = 0
     retry_after_s: Count = 0
@@ -197,13 +194,6 @@ class FleetView(msgspec.Struct, frozen=True):
         known = self._measured(model)
         weighed = sum(beat.capacity_rps * beat.batch_s for beat in known)
         return weighed / max(sum(beat.capacity_rps for beat in known), 1e-9)
-
-    def busy_since(self, model: str) -> float:
-        """Since when none of the batchers that can serve a model has a free slot; inf while one has."""
-        ages = [
-            beat.busy_s and beat.busy_s + member.age_s for member, beat in self._serving(model) if beat.healthy_slots
-        ]
-        return self.seen_at - min(ages) if ages and all(ages) else inf
 
     def wanted(self, model: str, tiers: int, without: str = "") -> list[float]:
         """Requests a second that come to the live gateways, by tier; `without` one of them."""
@@ -374,7 +364,6 @@ def _bounded_models(said: Mapping[str, ModelBeat]) -> dict[str, ModelBeat]:
             mean_batch_size=_rate(beat.mean_batch_size),
             capacity_rps=_rate(beat.capacity_rps),
             batch_s=max(0.0, min(beat.batch_s, 1e6)),
-            busy_s=max(0.0, min(beat.busy_s, 1e6)),
             probes=_count(beat.probes),
             retry_after_s=_count(beat.retry_after_s),
             is_open_to_others=bool(beat.is_open_to_others),
@@ -462,7 +451,7 @@ def _facts(member: Member) -> dict[str, Any]:
 
 def _share_of(beat: ModelBeat) -> ModelShare:
     facts = msgspec.structs.asdict(beat)
-    for own in ("endpoints", "batch_s", "busy_s", "probes", "retry_after_s", "is_open_to_others"):
+    for own in ("endpoints", "batch_s", "probes", "retry_after_s", "is_open_to_others"):
         del facts[own]
     return ModelShare(**facts)
 
