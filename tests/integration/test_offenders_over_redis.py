@@ -15,7 +15,9 @@ SIM = "sim:?latency_ms=10&slots=2&refuse=INVALID"
 
 async def test_all_batchers_know_an_offender_and_others_are_answered(tmp_path: Path, redis_server: RedisServer) -> None:
     checker = Checker("U6")
-    async with fleet_over(tmp_path, redis_server.url, {"broker.namespace": tmp_path.name}) as fleet:
+    # The door is off: on a busy machine calls seem slow, and it would refuse some, whoever offends.
+    settings = {"broker.namespace": tmp_path.name, "shedding.mode": "off"}
+    async with fleet_over(tmp_path, redis_server.url, settings) as fleet:
         gateway = await fleet.add("gateway")
         batchers = [await fleet.add("batcher", "--upstream", SIM) for _ in range(2)]
         await fleet.wait_until_ready()
