@@ -35,7 +35,7 @@ PATIENT = pytest.mark.timeout(300 + 2 * SECONDS)
 def test_twice_the_capacity(tmp_path: Path, broker: Broker) -> None:
     seen = uvloop.run(undisturbed(lambda n: times_capacity(tmp_path / str(n), broker, 2, SECONDS)))
     much, enterprise = seen.much.report, seen.much.report.tiers["enterprise"]
-    goodput, ratio = much.rate / CAPACITY, seen.ratio()
+    goodput, ratio = much.rate / CAPACITY, seen.standing_ratio()
     is_right = seen.verdict.is_clean and seen.much.timed_out == 0
     is_quick = goodput >= 0.95 and ratio <= 2.0 and (much.refusal_ms.p99 or 0.0) <= 20.0
     passed = is_right and (is_quick or seen.is_disturbed)
@@ -100,7 +100,8 @@ def test_one_user_over_its_quota(tmp_path: Path, broker: Broker) -> None:
 
 @BROKERS
 def test_a_flood_of_the_free_tier(tmp_path: Path, broker: Broker) -> None:
-    seen = uvloop.run(undisturbed(lambda n: free_flood(tmp_path / str(n), broker, 3, 15)))
+    # The calls that run when it begins, 0.2 s, nobody can end: in 25 s that is less than 1 %.
+    seen = uvloop.run(undisturbed(lambda n: free_flood(tmp_path / str(n), broker, 3, 25)))
     tiers = seen.much.report.tiers
     ratio = seen.ratio("enterprise", "paid")
     is_right = seen.verdict.is_clean and tiers["enterprise"].shed == 0 and tiers["free"].goodput >= 0.05 * CAPACITY

@@ -4,10 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carpool.broker.redis.batcher.shards import (
+    SHARDS_A_QUESTION_MAX,
     ShardView,
     best_first,
     is_due_again,
     is_scarce,
+    plan_by_place,
     plan_claims,
     plan_reads,
     plan_trickle,
@@ -84,6 +86,37 @@ def test_what_is_read_can_be_used(views: list[list[Head]], budgets: list[Budget]
         if len(found) > 1:  # all of them, or none: else somebody could be passed over
             read = dict(streams)
             assert all(read[head.field] >= head.unread for head in found)
+
+
+LATE_MS = {b"o0": 20}
+
+
+@given(views=views, budgets=budgets())
+def test_by_place_the_free_slots_are_filled_with_the_best(views: list[list[Head]], budgets: list[Budget]) -> None:
+    shards = [ShardView(SHARDS[number], list(found)) for number, found in enumerate(views)]
+    offers = [(view, usable) for view in shards if (usable := view.usable(budgets))]
+    reads = plan_by_place(offers, budgets, LATE_MS)
+    read = {(number, field): count for number, streams in reads.items() for field, count in streams}
+    heads = {(view.shard.number, head.field): head for view, usable in offers for head in usable}
+    assert all(0 < count <= heads[which].unread for which, count in read.items())
+    numbers: dict[bytes, int] = {}
+    for which, count in read.items():
+        numbers[heads[which].lane] = numbers.get(heads[which].lane, 0) + count
+    for budget in budgets:
+        assert batches_needed(numbers, budget) <= budget.batches
+    left = {which: head for which, head in heads.items() if read.get(which, 0) < head.unread}
+    for which, head in left.items():
+        if which[0] in reads or len(reads) < SHARDS_A_QUESTION_MAX:
+            # Nothing more of this lane would fit, and nothing of its tier that was read stands behind it.
+            [budget] = [budget for budget in budgets if budget.model == head.model]
+            assert batches_needed({**numbers, head.lane: numbers.get(head.lane, 0) + 1}, budget) > budget.batches
+            behind = [
+                heads[other]
+                for other in read
+                if heads[other].lane == head.lane and same_tier(heads[other].line) == same_tier(head.line)
+            ]
+            late_place = head.place + LATE_MS.get(head.line, 0)
+            assert all(each.place + LATE_MS.get(each.line, 0) <= late_place for each in behind)
 
 
 @given(budgets=budgets(), due=st.integers(1, 16))

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from itertools import count, pairwise
+from math import inf
 from random import Random
 from typing import Any
 
@@ -674,17 +675,22 @@ class TestCapacity:
 
         stand.run(main)
 
-    def test_it_is_known_after_some_batches(self) -> None:
+    def test_it_is_known_after_the_first_batch(self) -> None:
         stand = Stand(slots=2)
+        told: list[bool] = []
 
         async def main() -> None:
-            stand.arrive(MAX_BATCH * 7)
-            await asyncio.sleep(2)
+            stand.loop.when_known = lambda: told.append(True)
             assert not stand.loop.is_capacity_known()
-            stand.arrive(MAX_BATCH)
+            assert stand.loop.first_sent() == inf
+            stand.arrive(MAX_BATCH * 3)
+            await asyncio.sleep(SERVICE_S / 4)
+            assert not stand.loop.is_capacity_known()
+            assert stand.loop.first_sent() == pytest.approx(stand.clock() - SERVICE_S / 4)
             await asyncio.sleep(1)
             assert stand.loop.is_capacity_known()
             assert stand.loop.capacity_rps(2) == pytest.approx(2 * MAX_BATCH / SERVICE_S)
+            assert told == [True]
 
         stand.run(main)
 

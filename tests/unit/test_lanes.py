@@ -64,6 +64,46 @@ def test_those_who_pay_go_first_and_the_rest_by_place(lane: Lane) -> None:
     assert names(lane.take(4, 1.0)[0]) == ["early", "paid", "free", "late"]
 
 
+def late(lane: Lane, name: str, now: float, tier: int = FREE, late_s: float = 1.0) -> Request:
+    request = make_request(name, Witness(), now=now, tier=tier, target_s=TARGETS_S[tier] + late_s)
+    request.is_late = True
+    lane.append(request)
+    return request
+
+
+def test_what_came_in_late_lets_others_go_first_until_its_later_place(lane: Lane) -> None:
+    late(lane, "late", 0.0)  # place 1.50
+    waiting(lane, "free", 0.9)  # 1.40
+    waiting(lane, "paid", 1.3, PAID)  # 1.45
+    waiting(lane, "enterprise", 1.46, ENTERPRISE)  # 1.51
+    assert names(lane.take(9, 1.6)[0]) == ["free", "paid", "late", "enterprise"]
+
+
+def test_it_is_counted_who_of_those_that_wait_came_in_late() -> None:
+    ranks = Ranks(3)
+    lane = Lane("m", b"", ranks)
+    counted = ranks.standings[FREE]
+    first, second, _ = (late(lane, name, now) for name, now in (("a", 0.0), ("b", 0.01), ("c", 0.02)))
+    waiting(lane, "in time", 0.0)
+    assert (counted.waiting, counted.late) == (4, 3)
+    leave(lane, second)
+    assert (counted.waiting, counted.late) == (3, 2)
+    assert names(lane.take(2, 0.1)[0]) == ["in time", "a"]
+    assert (counted.waiting, counted.late) == (1, 1)
+    lane.put_back(first)
+    assert (counted.waiting, counted.late) == (2, 2)
+    assert names(lane.take(9, 0.1)[0]) == ["a", "c"]
+    assert (counted.waiting, counted.late, lane.waiting) == (0, 0, 0)
+
+
+def test_old_tasks_leave_what_came_in_late_its_share(lane: Lane) -> None:
+    for number in range(100):
+        waiting(lane, f"t{number}", 0.0, total_timeout_s=1e6, is_task=True)
+        late(lane, f"l{number}", 59.0)
+    taken = [request for _ in range(10) for request in lane.take(10, 60.0)[0]]
+    assert 0 < sum(request.is_late for request in taken) < len(taken)
+
+
 def test_strict_order_lets_the_higher_tier_go_first_however_late_it_comes() -> None:
     lane = Lane("m", b"", Ranks(3, strict=True))
     waiting(lane, "free", 0.0, FREE)

@@ -107,7 +107,12 @@ class Gate:
         now, refusal = request.arrived, None
         if request.own_timeout_s:
             refusal = door.refusal_if_late(request.tier, request.owner, request.deadline - now)
-        return refusal or door.refusal(request.tier, request.owner, now) or self._broker.submit(request)
+        if (refusal := refusal or door.refusal(request.tier, request.owner, now)) is not None:
+            return refusal
+        if door.is_late:
+            request.is_late = True
+            request.place += door.late_s[request.tier]
+        return self._broker.submit(request)
 
     def judge_all(self, requests: Sequence[Request]) -> CarpoolError | None:
         """Why those of one call are not let in, all of them; if they are, each still has to be, with `admit`."""
@@ -123,6 +128,10 @@ class Gate:
             refusal = door.refusal_of_all(first.tier, first.owner, first.arrived, len(requests), seconds)
             if refusal is not None:
                 return refusal
+            if door.is_late:
+                for request in requests:
+                    request.is_late = True
+                    request.place += door.late_s[request.tier]
         for request in requests:
             request.is_judged = True
         return None

@@ -8,7 +8,14 @@
    used half of its room, a count may be older: it is one of too little room, and none is refused by it.
 3. Where a tier has no room, an owner is asked for its own wait: inside a tier owners are served in turn, so one that
    has little waiting stands behind as much of each other owner, and not behind all that the busiest of them has.
-4. Until the first batches were seen the capacity is not known, and nobody is refused.
+4. Bursts are served, standing queues are cut. The queue stands while more wait than a batch takes, and for a second
+   after the last refusal: one that is short because the door cuts it still stands. In its first second a request for
+   which there is no room may come in late: it may wait for as long as its time in the queue, less one call. Over the
+   next second that falls in a line to its tier's `wait_max`. Its place in the order is so late that those of higher
+   tiers who come meanwhile go first; of its own tier only owners with little waiting come in, until it has its slot. It
+   takes nothing that was promised: all that wait are ahead of it, and of many gateways each has an equal part. Until a
+   call has ended, one is taken to need twice what the oldest has needed so far; while none runs nothing is known, and
+   nobody is refused.
 5. An estimate may be wrong. If even the shortest wait that was seen in a while is longer than the tier may wait, the
    capacity is trusted less, until it is not (as CoDel does it).
 6. The lowest tier always has room for a trickle: it must not starve while others use everything.
@@ -21,7 +28,7 @@
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil, inf, sqrt
 
 import msgspec
@@ -32,12 +39,19 @@ from carpool.core.tally import SECONDS_BOUNDS, off_by
 
 # Rule 2: so old a count may be; and while there is much room.
 RECOUNT_S, RECOUNT_QUIET_S = 0.005, 0.05
+# Rule 4: for so long it is a burst; after as long again the queue stands.
+BURST_S = 1.0
+# The part of its time in the queue that is planned for: a prediction is not exact, and nobody let in should time out.
+MARGIN = 0.98
+UNENDED_TIMES = 2.0
 # Rule 5: how long the shortest wait is looked for, how many must be seen, and by how much trust falls and grows.
 GUARD_S = 0.5
 GUARD_SEEN_MIN = 4
 TRUST_FALLS, TRUST_GROWS, TRUST_MIN = 0.8, 0.05, 0.05
 # Weight of the newest tick in the rates; and in those that must see at once that more comes.
 RATE_WEIGHT, QUICK_WEIGHT = 0.2, 0.5
+# A rate is not told from less time than this.
+RATE_S_MIN = 0.02
 # More may come than the mean: so many standard deviations are counted on top of it.
 SIGMAS = 3.0
 # The same for a wait that was seen.
@@ -56,6 +70,8 @@ class TierRule(msgspec.Struct, frozen=True):
     target_s: float
     wait_max_s: float
     name: str = ""
+    # What is added on top of that for one that comes in late (rule 4).
+    late_s: float = 0.0
 
 
 class Thresholds(msgspec.Struct, frozen=True):
@@ -77,8 +93,14 @@ class Door:
         is_strict: bool = False,
         trickle: float = 0.05,
         thresholds: Thresholds | None = None,
+        # Rule 4: how long a request may wait for a slot at all.
+        queue_s: float = 0.0,
     ) -> None:
         count = len(tiers)
+        self._queue_s = queue_s
+        self.late_s = [tier.late_s for tier in tiers]
+        # After so long nobody who comes later goes before one that came in late.
+        self._goes_first_s = [tier.late_s + tier.target_s - tiers[0].target_s for tier in tiers]
         self._tiers = tiers
         self._lowest = count - 1
         self._is_strict = is_strict
@@ -99,6 +121,17 @@ class Door:
         self._batch = [1.0] * count
         # Rule 8: above 0 where `standings` count those too that are being served. How long a batch takes.
         self._batch_s = 0.0
+        # Rule 4: how long a call takes, and what this process may let in late, in requests a second; since when the
+        # queue stands, or inf; when one was last refused; how many more than there is room for may come in late.
+        self._call_s = self._burst_rps = 0.0
+        self._stands_since = inf
+        self._refused_at = -inf
+        self._late_rooms = [0.0] * count
+        # Whether the last one that was let in comes late.
+        self.is_late = False
+        # Until a call has ended: how many can be served at once, and since when the first one runs.
+        self._first_call: Callable[[], tuple[float, float]] | None = None
+        self._counts_running = False
         self._running = [0.0] * count
         self._served_rates = [0.0] * count
         self._stood = [0] * count
@@ -118,7 +151,7 @@ class Door:
         # Since the last tick.
         self._admitted = [0] * count
         self._refused = [0] * count
-        self._guard_at = -inf
+        self._ticked_at = self._guard_at = -inf
         # Rule 5: how often a wait was seen, and the shortest, since the last look.
         self._seen = [0] * count
         self._shortest = [inf] * count
@@ -134,8 +167,9 @@ class Door:
         return f"<Door capacity={self.capacity} rooms={self.rooms} trust={self.trust}>"
 
     def refusal(self, tier: int, owner: str, now: float) -> Shed | None:
-        """Let a request in, or say why not."""
+        """Let a request in, or say why not. Late, if `is_late` says so then."""
         rooms = self.rooms
+        self.is_late = False
         if now >= self._recount_at or rooms[tier] <= 0:
             refusal = self.refusal_if_full(tier, owner, now)
             if refusal is not None:
@@ -170,6 +204,10 @@ class Door:
             allowed = self._allowed[tier]
             if self._standings[tier].owners + 1 < allowed and self._turns(tier, owner) < allowed:
                 return None
+            if self.rooms[tier] + self._late_rooms[tier] > 0:
+                self.is_late = True
+                return None
+        self._refused_at = now
         self._refused[tier] += count
         self.shed[tier] += count
         refusal = self._refusals[tier]
@@ -205,9 +243,22 @@ class Door:
         wait_s = self.predicted_wait_s(tier)
         if self._thresholds is not None:
             return too_long(wait_s, 'too many wait or come for its tier (`shedding.mode = "thresholds"`)')
-        rule = self._tiers[tier]
-        why = f"one of tier {rule.name} may wait for {as_ms(rule.wait_max_s)} (its `wait_max_ms`)"
-        return too_long(max(wait_s, rule.wait_max_s), why)
+        rule, limit_s = self._tiers[tier], self._limit_s(tier, self._counted_at)
+        setting = f"its `wait_max_ms` is {rule.wait_max_s * 1000:g}"
+        why = f"one of tier {rule.name} may wait for {as_ms(limit_s)} now ({setting})"
+        return too_long(max(wait_s, limit_s), why)
+
+    def _limit_s(self, tier: int, now: float) -> float:
+        """How long a request of this tier that comes now may wait for a slot (rule 4)."""
+        wait_max_s = self._tiers[tier].wait_max_s
+        burst_s = MARGIN * self._queue_s
+        if sum(map(self._rate_now, range(tier))) >= 1.0:
+            # It should have its slot before it would go before those of higher tiers, who may bring more than they did so
+            # far: while all of that is supposed, nobody comes in late behind them.
+            burst_s = min(burst_s, self._goes_first_s[tier]) if self._first_call is None else 0.0
+        burst_s = max(burst_s - self._call_s, wait_max_s)
+        stands_s = now - self._stands_since
+        return burst_s - (burst_s - wait_max_s) * min(max(0.0, stands_s / BURST_S - 1.0), 1.0)
 
     def predicted_wait_s(self, tier: int) -> float:
         """How long a request of this tier would wait for a slot, by all that waits now."""
@@ -217,20 +268,49 @@ class Door:
         return (self._ahead(tier) + self._overtaking(tier)) / capacity
 
     def learn(
-        self, capacity: Sequence[float], batch: Sequence[float], standings: Sequence[Standing], batch_s: float = 0.0
+        self,
+        capacity: Sequence[float],
+        batch: Sequence[float],
+        standings: Sequence[Standing],
+        *,
+        call_s: float = 0.0,
+        burst_rps: float = 0.0,
+        batch_s: float = 0.0,
     ) -> None:
-        """What can be served, and is in a batch, by tier; where it waits. Rule 4: once the first batches were seen.
+        """What can be served, and is in a batch, by tier; where it waits. For rule 4: how long a call takes, and what
+        may be let in late.
 
         With `batch_s`, the standings count those too that are being served, for so long each.
         """
         self.capacity, self._batch = list(capacity), list(batch)
         self._standings = standings
         self._batch_s = batch_s
-        self._is_known = True
+        self._call_s, self._burst_rps = call_s, burst_rps
+        self._is_known, self._first_call = True, None
 
-    def forget(self) -> None:
-        """Nothing is known of the capacity any more."""
-        self._is_known = False
+    def suppose(
+        self,
+        first_call: Callable[[], tuple[float, float]],
+        standings: Sequence[Standing],
+        *,
+        counts_running: bool = False,
+    ) -> None:
+        """No call has ended: all that is known is how many can be served at once, and since when the first one runs.
+
+        With `counts_running`, the standings count those too that are being served.
+        """
+        self._standings = standings
+        self._is_known = self._is_known and self._first_call is not None
+        self._first_call, self._counts_running = first_call, counts_running
+
+    def _suppose(self, at_once: float, since: float, now: float) -> None:
+        """What a call that has run for so long tells of the capacity (rule 4)."""
+        self._is_known = at_once > 0 and now > since
+        if self._is_known:
+            count, call_s = len(self._tiers), UNENDED_TIMES * (now - since)
+            self.capacity, self._batch = [at_once / call_s] * count, [at_once] * count
+            self._call_s, self._burst_rps = call_s, at_once / call_s
+            self._batch_s = call_s if self._counts_running else 0.0
 
     def tick(self, seconds: float, now: float) -> None:
         """Work out the rates of the last `seconds`, and how far the estimate is to be trusted."""
@@ -243,6 +323,7 @@ class Door:
             self._served_rates[tier] += RATE_WEIGHT * (served / seconds - self._served_rates[tier])
             self._admitted[tier] = self._refused[tier] = 0
             self._stood[tier] = stands
+        self._ticked_at = now
         if now >= self._guard_at:
             self._guard_at = now + GUARD_S
             self._guard()
@@ -271,6 +352,8 @@ class Door:
 
     def _recount(self, now: float) -> None:
         self._counted_at, self._recount_at = now, now + RECOUNT_S
+        if self._first_call is not None:
+            self._suppose(*self._first_call(), now)
         if not self._is_known:
             return
         self._refusals = [None] * len(self._tiers)
@@ -279,6 +362,8 @@ class Door:
         if self._thresholds is not None:
             self.rooms[:] = self._rooms_by_threshold(self._thresholds)
             return
+        self._look_at_queue(now)
+        stand = sum(standing.waiting for standing in self._standings)
         is_quiet = True
         for tier, rule in enumerate(self._tiers):
             served = max(self.capacity[tier] * self.trust[tier] * rule.wait_max_s, self._batch[tier])
@@ -286,11 +371,24 @@ class Door:
             allowed = served - self._overtaking(tier) - (self._ahead(tier) - waiting)
             if tier == self._lowest:
                 allowed = max(allowed, served * self._trickle)
+            if self._standings[tier].late > self._running[tier]:
+                allowed = min(allowed, waiting)
             self._allowed[tier] = allowed
             self.rooms[tier] = allowed - waiting
+            limit_s, late = self._limit_s(tier, now), -inf
+            if limit_s > rule.wait_max_s:
+                late = self._burst_rps * self.trust[tier] * limit_s - self._overtaking_late(tier, limit_s) - stand
+            self._late_rooms[tier] = late - self.rooms[tier]
             is_quiet = is_quiet and allowed > 2 * waiting
         if is_quiet:
             self._recount_at = now + RECOUNT_QUIET_S
+
+    def _look_at_queue(self, now: float) -> None:
+        """Whether the queue stands (rule 4)."""
+        if sum(map(self._waiting, range(len(self._tiers)))) > self._batch[-1]:
+            self._stands_since = min(self._stands_since, now)
+        elif now > self._refused_at + BURST_S:
+            self._stands_since = inf
 
     def _rooms_by_threshold(self, thresholds: Thresholds) -> list[float]:
         capacity = self.capacity[-1]
@@ -332,7 +430,9 @@ class Door:
             for lower in range(tier + 1, len(self._tiers)):
                 head_start_s = self._tiers[lower].target_s - self._tiers[tier].target_s
                 if (wait_s := self._waits[lower]) > head_start_s:
-                    ahead += self._waiting(lower) * (1.0 - head_start_s / wait_s)
+                    # Those beyond that came in late, and let others go first.
+                    in_time = self.capacity[lower] * self._tiers[lower].wait_max_s
+                    ahead += min(self._waiting(lower), in_time) * (1.0 - head_start_s / wait_s)
         return ahead
 
     def _turns(self, tier: int, owner: str, count: int = 1) -> float:
@@ -351,10 +451,17 @@ class Door:
 
     def _overtakers(self, tier: int, seconds: float) -> float:
         """The mean of that, for one that waits so long."""
-        return sum(
-            max(self._admitted_rates[n], self._quick_rates[n]) * min(each, seconds)
-            for n, each in enumerate(self._overtaking_s[tier])
-        )
+        return sum(self._rate_now(n) * min(each, seconds) for n, each in enumerate(self._overtaking_s[tier]))
+
+    def _overtaking_late(self, tier: int, seconds: float) -> float:
+        """The same for one that came in late: those of higher tiers go first, also those who are refused just now."""
+        most = sum(max(self._rate_now(n), self.rates[n]) for n in range(tier)) * seconds
+        return most + SIGMAS * sqrt(most)
+
+    def _rate_now(self, tier: int) -> float:
+        """Requests a second that are let in: of late, or since the last tick if that is more."""
+        since_s = max(self._counted_at - self._ticked_at, RATE_S_MIN)
+        return max(self._admitted_rates[tier], self._quick_rates[tier], self._admitted[tier] / since_s)
 
 
 def as_ms(seconds: float) -> str:

@@ -37,11 +37,12 @@ logger = logging.getLogger("carpool.batching")
 SERVICE_S_PRIOR = 1.0
 # Weight of the newest batch in the running mean of service times.
 SERVICE_WEIGHT = 0.1
+GAP_WEIGHT = 0.3
 # The same for the mean size of batches that left while others still waited; and by how much it goes back to the largest
 # with each batch that left nobody behind, for then nothing is known of it.
 SIZE_WEIGHT, SIZE_DRIFT = 0.1, 0.02
-# So many batches must have ended before anything is said of the capacity.
-BATCHES_SEEN_MIN = 8
+# So many batches must have ended before others leave apart.
+APART_AFTER = 8
 TIMER_S_MIN = 0.001
 # How far apart batches leave while more waits than the slots can take, in parts of the even pace.
 SPREAD = 0.9
@@ -87,6 +88,10 @@ class BatchLoop:
         # The same, of the last second: where calls take now long, now short, ten of them say little of the capacity.
         self._steady_s = SERVICE_S_PRIOR
         self._batches_ended = 0
+        # While no call has ended well: the oldest batch that is under way, or has failed.
+        self._first: Batch | None = None
+        # How long a slot stands idle though others wait: until they were fetched, or leave apart.
+        self._gap_s = 0.0
         # The mean size of batches while all slots are busy: with many lanes it is less than `max_batch`.
         self.busy_size = float(max_batch)
         # While true, company is no longer waited for.
@@ -130,6 +135,8 @@ class BatchLoop:
         # Whether requests of this model wait, here or elsewhere; and who wants to see one of each batch that leaves.
         self.is_waiting: Callable[[], bool] = lambda: any(True for _ in broker.lanes(model))
         self.sampled: Callable[[Request], None] | None = None
+        # Who is told when the first batch has ended: now it is known how long one takes.
+        self.when_known: Callable[[], None] | None = None
         # Who is told that the next batch is due (`slots_due`): what it is made of may have to be fetched.
         self.left_apart: Callable[[], None] | None = None
 
@@ -255,6 +262,8 @@ class BatchLoop:
         for request in batch:
             request.batch = named
         self._dispatcher.dispatch(batch, self._batch_ended)  # first: nothing that fails may come between
+        if not self._batches_ended and (self._first is None or self._first.ended):
+            self._first = named
         self.batches[send.reason] = self.batches.get(send.reason, 0) + 1
         self.batch_sizes.observe(len(batch))
         self._count_fill(send.reason, 1.0 if is_full else len(batch) / largest)
@@ -279,6 +288,8 @@ class BatchLoop:
     def _look_around(self, size: int, largest: int, now: float) -> None:
         """After a batch of this size: what the slots can do, and whether the next one may leave at once."""
         is_waiting, is_full = self.is_waiting(), self._slots.free() <= 0
+        if self._free_since and self._is_crowded:
+            self._gap_s += GAP_WEIGHT * (now - self._free_since[0] - self._gap_s)
         if is_full:
             self._free_since.clear()
         elif self._free_since:
@@ -290,7 +301,7 @@ class BatchLoop:
             self.busy_size += SIZE_DRIFT * (largest - self.busy_size)
             self._is_crowded = self._is_crowded and is_waiting
         slots = self._slots.total()
-        if slots > 1 and self.is_capacity_known():
+        if slots > 1 and self._batches_ended >= APART_AFTER:
             all_in_step_s = slots * min(self.service_s, SPREAD_SERVICE_S_MAX) / 2
             self._purse_s = min(self._purse_s + SPREAD_SHARE * self.service_s, all_in_step_s)
             pace_s = self._pace_s()
@@ -321,11 +332,15 @@ class BatchLoop:
 
     def capacity_rps(self, slots: int) -> float:
         """Requests a second that so many slots serve while all of them are busy."""
-        return slots * self.busy_size / self._steady_s
+        return slots * self.busy_size / (self._steady_s + self._gap_s)
 
     def is_capacity_known(self) -> bool:
-        """Whether enough batches have ended to say how long one takes."""
-        return self._batches_ended >= BATCHES_SEEN_MIN
+        """Whether it is known how long a batch takes."""
+        return self._batches_ended > 0
+
+    def first_sent(self) -> float:
+        """While that is not known: since when the first batch is under way; inf if none is."""
+        return inf if self._first is None or self._first.ended else self._first.taken
 
     def _awaits_company(self, lane: LaneQueue, now: float) -> bool:
         """Whether to give others a moment to come: the slot has just become free, and they wait elsewhere."""
@@ -377,3 +392,5 @@ class BatchLoop:
         self.service_s += SERVICE_WEIGHT * (seconds - self.service_s)
         weight = min(SERVICE_WEIGHT, self._steady_s / (STEADY_S * max(1, self._slots.total())))
         self._steady_s += max(weight, 1.0 / self._batches_ended) * (seconds - self._steady_s)
+        if self._batches_ended == 1 and self.when_known is not None:
+            self.when_known()

@@ -3,8 +3,9 @@
 1. Inside a tier: owners share fairly, by cost (`fair_line.py`); an owner's own requests in order of arrival; tasks
    apart. Between tiers: the smallest `place` (arrival + the tier's target) of the tiers' longest-waiting requests goes
    first. So those who pay go first, and nobody starves: a place never changes while later arrivals' places grow. With
-   `strict`, a higher tier always goes first, but for what is due to the lowest (`trickle.py`). Tasks have later places;
-   those that are old enough go before synchronous requests, but for what is due to these.
+   `strict`, a higher tier always goes first, but for what is due to the lowest (`trickle.py`). What came in with a
+   burst has later places. So have tasks; those that are old enough go before synchronous requests, but for what is due
+   to these.
 2. A request that was settled while it waited (client left, queue timeout) stays in its line until it comes to the
    head, but counts no longer. When the dead outnumber the living the line is rebuilt, so memory follows the living.
 3. A batch is bounded in bytes too: it ends before the request with which it would have too many. Nobody behind that
@@ -34,8 +35,10 @@ class Ranks:
     def __init__(self, tiers: int, strict: bool = False, trickle: float = 0.0) -> None:
         self.tiers = tiers
         self.is_strict = strict
-        # Synchronous requests by tier, then tasks by tier: tasks have later places, so they need lines of their own.
-        self.standings = [WaitingCount() for _ in range(2 * tiers)]
+        # Synchronous requests by tier, then tasks by tier, then synchronous ones that came in late: those have later
+        # places, so they need lines of their own. Of a tier's two lines of synchronous requests the same one counts.
+        counts = [WaitingCount() for _ in range(2 * tiers)]
+        self.standings = counts + counts[:tiers]
         self.lowest = (tiers - 1, 2 * tiers - 1)
         self.trickle = Trickle(trickle) if strict and trickle and tiers > 1 else None
         self.synchronous = Trickle(SYNCHRONOUS_SHARE, debt_max=0.0)
@@ -53,7 +56,7 @@ class Ranks:
         if self.trickle is not None:
             tier = self.tiers - 1
             lowest = sum(request.tier == tier for request in batch)
-            waiting = sum(standing.waiting for standing in self.standings)
+            waiting = sum(standing.waiting for standing in standings[: 2 * tiers])
             lowest_waiting = sum(self.standings[index].waiting for index in self.lowest)
             self.trickle.served(
                 len(batch) - lowest,
@@ -106,7 +109,12 @@ class Lane:
         self.waiting += 1
         self.waiting_bytes += request.size
         self.arrivals += 1
-        index = request.tier + self._tiers if request.is_task else request.tier
+        index = request.tier
+        if request.is_task:
+            index += self._tiers
+        elif request.is_late:
+            self._standings[index].late += 1
+            index += 2 * self._tiers
         owner = request.owner
         standing = self._standings[index]
         standing.waiting += 1
@@ -128,6 +136,7 @@ class Lane:
         self.waiting_bytes += request.size
         index = self._index_of(request)
         self._standings[index].add(request.owner, request.size)
+        self._standings[index].late += index >= 2 * self._tiers
         self._lines[index].put_back(request)
 
     def forget(self, request: Request) -> None:
@@ -136,6 +145,7 @@ class Lane:
         self.waiting_bytes -= request.size
         index = self._index_of(request)
         self._standings[index].remove(request.owner, 1, request.size)
+        self._standings[index].late -= index >= 2 * self._tiers
         line = self._lines[index]
         line.dead += 1
         if line.dead > REBUILD_DEAD_MIN and line.dead > self.waiting:
@@ -155,7 +165,7 @@ class Lane:
         rank, place, _, _ = min(live)
         step = float(rank)
         if self._ranks.synchronous.due():
-            due = [line[1] for line in live if line[0] == rank and line[2] < self._tiers]
+            due = [line[1] for line in live if line[0] == rank and not self._has_tasks(line[2])]
             if due:
                 place = min(due)
             else:
@@ -192,7 +202,7 @@ class Lane:
         while taking.room and self.waiting and taking.bytes_left >= 0:
             live = sorted(self._live_lines())
             if is_synchronous:
-                live = [line for line in live if line[0] == live[0][0] and line[2] < self._tiers]
+                live = [line for line in live if line[0] == live[0][0] and not self._has_tasks(line[2])]
                 if not live:
                     return
             bound = live[1][1] if len(live) > 1 and live[0][0] == live[1][0] else inf
@@ -203,9 +213,15 @@ class Lane:
         number, size = self._lines[index].move(taking, bound, self._standings[index])
         self.waiting -= number
         self.waiting_bytes -= size
+        if index >= 2 * self._tiers:
+            self._standings[index].late -= number
 
     def _index_of(self, request: Request) -> int:
-        return request.tier + self._tiers if request.is_task else request.tier
+        kind = 1 if request.is_task else 2 if request.is_late else 0
+        return request.tier + kind * self._tiers
+
+    def _has_tasks(self, index: int) -> bool:
+        return self._tiers <= index < 2 * self._tiers
 
     def _live_lines(self) -> list[tuple[int, float, int, Request]]:
         """The lines with somebody waiting: rank, place, number, and the one that has waited longest."""

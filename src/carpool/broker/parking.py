@@ -6,6 +6,7 @@ later is dropped.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 
 from carpool.broker.deadlines import Deadlines
 from carpool.broker.shares import ParkedShares
@@ -90,6 +91,10 @@ class Parking:
     def standing(self, model: str, tier: int) -> Standing:
         """Who has synchronous requests of one model and tier parked here. It stays the same object."""
         return self._shares[model, tier]
+
+    def oldest(self, model: str) -> float:
+        """When the one that has been here longest came; inf if there is none."""
+        return next((each.arrived for each in self._parked.values() if each.model == model), inf)
 
     def still_here(self, requests: Iterable[Request]) -> list[Request]:
         """Those of them that wait here."""

@@ -446,6 +446,7 @@ class Seats:
             seated.deadline = max(seated.deadline, request.deadline)
         last = seat.requests[-1]
         is_better = request.tier < last.tier and (self._strict_order or request.place < last.place)
+        is_better = is_better or (request.tier == last.tier and last.is_late and not request.is_late)
         if (is_better or self._has_less_waiting(request, seat, last)) and not self._offends(request):
             self._move_up(seat, last, request)
         return None
@@ -485,6 +486,7 @@ class Seats:
         """A seat that waits gets the place that this member would have; one that runs needs none."""
         if seat.is_looked_for:
             seated.tier, seated.place, seated.owner = member.tier, member.place, member.owner
+            seated.is_late = member.is_late
             return
         if member.tier <= seated.tier and not any(each.taken for each in seat.requests):
             self._queue_anew(seat, seated, member, stays=member.tier == seated.tier)
@@ -525,6 +527,7 @@ class Seats:
         best, seated = min(others, key=by_place), seat.requests[-1]
         if seat.is_looked_for:
             seated.tier, seated.place, seated.owner = best.tier, best.place, best.owner
+            seated.is_late = best.is_late
             return True
         return self._queue_anew(seat, seated, best)
 

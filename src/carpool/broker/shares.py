@@ -31,10 +31,12 @@ class OwnerShare:
 class ParkedShares:
     """Of one model and tier: the synchronous requests that are parked, whether they wait or run."""
 
-    __slots__ = ("_last", "_owners", "_shared_until", "_weight", "waiting")
+    __slots__ = ("_last", "_owners", "_shared_until", "_weight", "late", "waiting")
 
     def __init__(self) -> None:
         self.waiting = 0
+        # Those that came in late, with a burst.
+        self.late = 0
         self._weight = 0
         self._owners: dict[str, OwnerShare] = {}
         # Who came last, and until when others count as being about.
@@ -71,6 +73,7 @@ class ParkedShares:
             share = self._owners[owner] = OwnerShare()
         weight = COST_BYTES + request.size
         self.waiting += 1
+        self.late += request.is_late
         self._weight += weight
         share.count += 1
         share.weight += weight
@@ -83,6 +86,7 @@ class ParkedShares:
         weight = COST_BYTES + request.size
         share = self._owners[request.owner]
         self.waiting -= 1
+        self.late -= request.is_late
         self._weight -= weight
         share.count -= 1
         if not share.count:

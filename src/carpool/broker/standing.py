@@ -7,11 +7,13 @@ COST_BYTES = 4096
 class WaitingCount:
     """Of one model, tier and kind (synchronous requests, or tasks)."""
 
-    __slots__ = ("by_owner", "bytes", "waiting")
+    __slots__ = ("by_owner", "bytes", "late", "waiting")
 
     def __init__(self) -> None:
         self.waiting = 0
         self.bytes = 0
+        # Those that came in late, with a burst.
+        self.late = 0
         # Only owners who wait.
         self.by_owner: dict[str, int] = {}
 

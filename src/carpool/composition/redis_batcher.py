@@ -65,6 +65,7 @@ class RedisBatcherHalf(BatcherHalf):
             service.pool.when_slot_frees(self.feed.ring)
             service.pool.when_health_changes(partial(self._health_changed, service))
             service.loop.left_apart = self.feed.ring
+            service.loop.when_known = meeting.registry.beat
             service.waiting_elsewhere = partial(waiting_in_redis, self.feed, service)
             service.loop.company_comes = partial(company_comes, self.feed, service)
         meeting.when_nodes_change.append(self.feed.ring)
@@ -151,5 +152,7 @@ def waiting_in_redis(feed: BatcherSide, service: ModelService) -> int:
 
 
 def company_comes(feed: BatcherSide, service: ModelService) -> bool:
-    """Whether requests that were cleared by a search should wait a moment for others, which the feed fetches."""
-    return service.dispatcher.isolation.running > 0 and waiting_in_redis(feed, service) > 0
+    """Whether those that are here when a slot becomes free should wait a moment for others, which the feed fetches:
+    they were cleared by a search, or left when the last batch was full.
+    """
+    return waiting_in_redis(feed, service) > 0

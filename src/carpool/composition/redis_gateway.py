@@ -19,6 +19,7 @@ from carpool.composition.gateway import GatewayHalf
 from carpool.composition.meeting import Meeting
 from carpool.composition.shedding import (
     DOOR_TICK_S,
+    SOME_RPS,
     Ticks,
     learn_own,
     learn_share,
@@ -38,6 +39,8 @@ from carpool.face.http.admin import FoundRequest
 BATCHERS_GONE_S = 3.0
 WATCH_S = 0.25
 RATE_TICK_S = 1.0
+# So many times what the other gateways know of is worth a heartbeat of its own.
+MORE_TIMES = 2.0
 # Weight of the last second in the rate that is shown.
 RATE_WEIGHT = 0.5
 # Codes of requests that tell of the upstream: it answered, or failed. Of others nobody may have been asked for it.
@@ -166,6 +169,8 @@ class RedisGatewayHalf(GatewayHalf):
         meeting.when_fleet_changes.append(self._look_at_fleet)
         meeting.when_heard.append(self._heard)
         self._door_ticks = Ticks(doors, ground.clock)
+        # Requests a second of each model, as the other gateways were told.
+        self._told_rates: dict[str, float] = {}
         self._batchers_seen = ground.clock()
         # Requests a second that came in at this process's own door, lately.
         self.rate = 0.0
@@ -200,6 +205,7 @@ class RedisGatewayHalf(GatewayHalf):
 
     def beat(self) -> Beat:
         """What the others are told of this gateway."""
+        self._told_rates = {model: max(SOME_RPS, sum(door.rates)) for model, door in self.doors.items()}
         return Beat(
             status=self.meeting.beat_status(),
             mode=self.queue.mode,
@@ -268,20 +274,26 @@ class RedisGatewayHalf(GatewayHalf):
                 for service in self._own.services:
                     if service.name == model:
                         learn_own(door, service, standings_of(self._own.broker.standing, model, tiers))
-            elif capacity := view.capacity_rps(model):
+                continue
+            standings = standings_of(self.queue.parking.standing, model, tiers)
+            slots, gateways = view.healthy_slots(model), max(1, len(view.live_gateways()))
+            if capacity := view.capacity_rps(model):
                 others, batch_s = view.wanted(model, tiers, without=self.meeting.name.decode()), view.batch_s(model)
-                batch = capacity * batch_s / max(1, view.healthy_slots(model))
-                learn_share(
-                    door,
-                    capacity,
-                    batch,
-                    others,
-                    standings_of(self.queue.parking.standing, model, tiers),
-                    batch_s,
-                )
+                batch = capacity * batch_s / max(1, slots)
+                learn_share(door, capacity, batch, others, standings, batch_s, gateways)
             else:
-                door.forget()
+                at_once = slots * self._ground.models[model].batching.max_batch / gateways
+                first_call = partial(self._first_call, model, at_once)
+                door.suppose(first_call, standings, counts_running=True)
         self._door_ticks.tick()
+        if any(
+            sum(door.rates) > MORE_TIMES * self._told_rates.get(model, SOME_RPS) for model, door in self.doors.items()
+        ):
+            self.meeting.registry.beat()  # the others share the capacity with this one: by now, not at the next beat
+
+    def _first_call(self, model: str, at_once: float) -> tuple[float, float]:
+        """Since when the first call runs: since its first request came, or so."""
+        return at_once, self.queue.parking.oldest(model)
 
     def _sampled(self, request: Request) -> None:
         sample(self.doors[request.model], request)

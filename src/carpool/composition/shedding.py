@@ -9,12 +9,14 @@ from carpool.core.clock import Clock
 from carpool.core.ports import Standing
 from carpool.core.request import Request
 from carpool.service import ModelService
-from carpool.settings import Settings
+from carpool.settings import Settings, total_timeout_s
 
 # Who waits of a model and a tier.
 FindStanding = Callable[[str, int], Standing]
 # How often a door learns what can be served.
 DOOR_TICK_S = 0.1
+# For that part of its time in the queue what came in with a burst lets all of higher tiers go first. Then it must go.
+LATE_SHARE = 0.7
 # What a gateway is taken to want at least.
 SOME_RPS = 1.0
 
@@ -24,7 +26,10 @@ def make_doors(settings: Settings, models: Iterable[str], standing: FindStanding
     shedding = settings.shedding
     if shedding.mode == "off":
         return {}
-    rules = [TierRule(tier.target_ms / 1000, tier.wait_max_ms / 1000, tier.name) for tier in settings.tiers]
+    rules = [
+        TierRule(tier.target_ms / 1000, tier.wait_max_ms / 1000, tier.name, late_s(settings, number))
+        for number, tier in enumerate(settings.tiers)
+    ]
     thresholds = None
     if shedding.mode == "thresholds":
         thresholds = Thresholds(shedding.depth_highest_only, shedding.depth_not_lowest, shedding.rate_share)
@@ -35,9 +40,21 @@ def make_doors(settings: Settings, models: Iterable[str], standing: FindStanding
             is_strict=settings.broker.order == "strict",
             trickle=settings.broker.trickle,
             thresholds=thresholds,
+            queue_s=queue_timeout_s(settings),
         )
         for model in models
     }
+
+
+def queue_timeout_s(settings: Settings) -> float:
+    """How long a request may wait for a slot at all."""
+    return min(settings.broker.queue_timeout_s, total_timeout_s(settings))
+
+
+def late_s(settings: Settings, tier: int) -> float:
+    """How much later than others of its tier stands what came in with a burst; nobody goes before the highest."""
+    head_start_s = (settings.tiers[tier].target_ms - settings.tiers[0].target_ms) / 1000
+    return max(0.0, LATE_SHARE * queue_timeout_s(settings) - head_start_s) if tier else 0.0
 
 
 def standings_of(standing: FindStanding, model: str, tiers: int) -> list[Standing]:
@@ -68,16 +85,19 @@ def let_see(door: Door, services: Iterable[ModelService]) -> None:
 
 
 def sample(door: Door, request: Request) -> None:
-    """One that has got its slot. Nobody waits on the line for a task."""
-    if not request.is_task:
+    """One that has got its slot. Nobody waits on the line for a task, and what came in late may wait long."""
+    if not (request.is_task or request.is_late):
         door.waited(request.tier, request.taken - request.arrived, request.arrived)
 
 
 def learn_own(door: Door, service: ModelService, standings: Sequence[Standing]) -> None:
     """What the endpoints of this process can serve."""
-    if service.loop.is_capacity_known():
-        count = len(standings)
-        door.learn([service.capacity_rps()] * count, [service.loop.busy_size] * count, standings)
+    count, loop = len(standings), service.loop
+    if loop.is_capacity_known():
+        capacity, batches = service.capacity_rps(), [loop.busy_size] * count
+        door.learn([capacity] * count, batches, standings, call_s=loop.service_s, burst_rps=capacity)
+    else:
+        door.suppose(lambda: (service.fleet.healthy_slots() * loop.busy_size, loop.first_sent()), standings)
 
 
 def learn_share(
@@ -87,18 +107,21 @@ def learn_share(
     others: Sequence[float],
     standings: Sequence[Standing],
     batch_s: float,
+    gateways: int,
 ) -> None:
     """What a gateway may have of what the whole fleet can serve. `others`: requests a second, by tier, elsewhere.
 
     What the others do not want of a tier and those above it is free; where they want it all, everybody has a share by
-    what comes to it. So much of a low tier elsewhere takes nothing from a higher tier here.
+    what comes to it. So much of a low tier elsewhere takes nothing from a higher tier here. A burst may come to all of
+    the gateways at once: each has an equal part for it.
     """
     shares: list[float] = []
     for own, elsewhere in zip(accumulate(door.rates), accumulate(others), strict=True):
         # Whoever had nothing so far may be about to.
         share = max(own, SOME_RPS) / (max(own, SOME_RPS) + elsewhere)
         shares.append(max(capacity * share, capacity - elsewhere))
-    door.learn(shares, [batch * share / capacity for share in shares], standings, batch_s)
+    batches = [batch * share / capacity for share in shares]
+    door.learn(shares, batches, standings, call_s=batch_s, burst_rps=capacity / gateways, batch_s=batch_s)
 
 
 def wanted(doors: Mapping[str, Door]) -> dict[str, tuple[float, ...]]:

@@ -52,6 +52,11 @@ class Standing(Protocol):
         ...
 
     @property
+    def late(self) -> int:
+        """Those of them that came in late, with a burst."""
+        ...
+
+    @property
     def cost(self) -> float:
         """What they cost together: 1 each, and 1 for every 4,096 bytes of input."""
         ...

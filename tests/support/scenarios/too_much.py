@@ -53,6 +53,10 @@ class Compared(NamedTuple):
         """The p99 of these clients, times what it was."""
         return p99_ms(self.much.answers, *names) / max(p99_ms(self.calm.answers, *names), 0.001)
 
+    def standing_ratio(self) -> float:
+        """The same of all, without the first seconds: until then it is a burst, which is served."""
+        return p99_ms(self.much.between(STANDING_S)) / max(p99_ms(self.calm.answers), 0.001)
+
     @property
     def about(self) -> str:
         """Both runs."""

@@ -149,9 +149,11 @@ def lane_name(model: str, lane_key: bytes) -> bytes:
     return blake2b(model.encode() + b"\0" + lane_key, digest_size=16).hexdigest().encode()
 
 
-def line_name(tier: int, is_task: bool, is_over: bool = False) -> bytes:
-    """Tiers wait apart, and so do tasks, which have later places in the order, and what exceeds its owner's share."""
-    return b"%b%d" % (b"t" if is_task else b"o" if is_over else b"s", tier)
+def line_name(tier: int, is_task: bool, is_over: bool = False, is_late: bool = False) -> bytes:
+    """Tiers wait apart, and so do tasks and what came in late, which have later places in the order, and what exceeds
+    its owner's share.
+    """
+    return b"%b%d" % (b"t" if is_task else b"l" if is_late else b"o" if is_over else b"s", tier)
 
 
 def tier_of(line: bytes) -> int:

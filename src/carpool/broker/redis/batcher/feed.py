@@ -33,6 +33,7 @@ from carpool.broker.redis.batcher.shards import (
     is_scarce,
     is_task_line,
     offers_of,
+    plan_by_place,
     plan_claims,
     plan_reads,
     plan_trickle,
@@ -351,7 +352,10 @@ class Feed:
                 self._next_shard += 1
                 first = self._next_shard % len(offers)
                 offers = offers[first:] + offers[:first]
-            if (reads := self._plan_shares(offers, budgets, is_tight)) or (reads := plan_reads(offers, budgets)):
+            reads = self._plan_shares(offers, budgets, is_tight)
+            if not reads and is_tight and len(offers) > 1:
+                reads = plan_by_place(offers, budgets, self._late_ms)
+            if reads or (reads := plan_reads(offers, budgets)):
                 self._read(reads)
             else:
                 self._take(offers[0][0], budgets)

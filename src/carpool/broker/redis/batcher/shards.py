@@ -242,6 +242,31 @@ def is_scarce(offers: Offers, budgets: Sequence[Budget]) -> bool:
     return False
 
 
+def plan_by_place(offers: Offers, budgets: Sequence[Budget], late_ms: Mapping[bytes, int]) -> Reads:
+    """The same where more waits than can be taken, in several shards: stream by stream, by the places of their first
+    entries. The tier whose first entry has the smallest place goes first; inside it a line may stand later.
+    """
+    room = Room(budgets)
+    reads: Reads = {}
+    tiers: dict[tuple[str, bytes], list[tuple[float, int, Head]]] = {}
+    for view, heads in offers:
+        for head in heads:
+            late_place = head.place + late_ms.get(head.line, 0)
+            tiers.setdefault((head.model, same_tier(head.line)), []).append((late_place, view.shard.number, head))
+    for streams in tiers.values():
+        streams.sort(key=lambda stream: stream[0], reverse=True)
+    while tiers:
+        best = min(tiers, key=lambda tier: min(head.place for _, _, head in tiers[tier]))
+        _, number, head = tiers[best].pop()
+        if not tiers[best]:
+            del tiers[best]
+        count = min(head.unread, room.for_lane(head))
+        if count > 0 and (number in reads or len(reads) < SHARDS_A_QUESTION_MAX):
+            reads.setdefault(number, []).append((head.field, count))
+            room.use(head, count)
+    return reads
+
+
 def plan_reads(offers: Offers, budgets: Sequence[Budget]) -> Reads:
     """By shard: streams and how many to read of each, which add up to what may be taken. Nothing where the order must
     be found out: that is for a script.

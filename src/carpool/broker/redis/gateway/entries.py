@@ -20,7 +20,7 @@ def stream_of(request: Request, offsets_ms: Mapping[bytes, int]) -> QueueStream:
 
     What most clients send, without parameters, is never shut out by those who send many different ones.
     """
-    name = line_name(request.tier, request.is_task, request.is_over)
+    name = line_name(request.tier, request.is_task, request.is_over, request.is_late)
     field = lane_name(request.model, request.lane_key) + b":" + name
     return QueueStream(field, request.model, offsets_ms.get(name, 0), is_bound=bool(request.lane_key))
 

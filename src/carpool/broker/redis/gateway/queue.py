@@ -344,6 +344,7 @@ class RedisQueue:
             queue_timeout_s,
             request.is_task,
             request.is_over,
+            request.is_late,
         )
         group = self._groups.get(key)
         if group is None:
