@@ -1,6 +1,8 @@
 """How tasks over a real Redis end: a refused one leaves nothing behind, an accepted one is counted once."""
 
 import asyncio
+import json
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.asyncio import from_url
 
 from carpool.broker.redis import ended_tasks as ended_module
 from carpool.broker.redis.batcher.leases import Haul, Lease
@@ -16,6 +19,7 @@ from carpool.broker.redis.client.link import Lost, OnReply
 from carpool.broker.redis.client.nodes import Nodes, Script
 from carpool.broker.redis.gateway import task_intake as intake_module
 from carpool.broker.redis.gateway import task_removals as removals_module
+from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.steps import EndedTask, Steps
 from carpool.broker.webhooks.deliverer import webhook_id_of
 from carpool.core.errors import BrokerDown, CarpoolError, UnknownTask
@@ -23,6 +27,7 @@ from carpool.core.events import Events
 from carpool.core.outcome import Output
 from carpool.core.task import StoredTask
 from carpool.testing import ANYBODY, make_output
+from support.client import ask_once
 from support.event_log import EventLog
 from support.processes import running_role, until
 from support.redis_nodes import connect
@@ -174,6 +179,25 @@ async def test_the_task_of_a_gateway_that_died_has_its_outcome_later(
     assert (await look(place, task_id)).status == "SUCCESS"
     place.nodes.waits.pop()(1)
     assert await answer is None
+
+
+async def test_a_server_that_takes_over_is_told_who_was_accepted(tmp_path: Path) -> None:
+    """A failover may lose the word that a task is accepted: it had no outcome for half a minute then."""
+    async with running_redis(tmp_path / "redis") as server, from_url(server.url) as client:
+
+        async def is_sure() -> bool:
+            return await client.zscore(unsure, task_id) is None
+
+        async with running_role(tmp_path, "gateway", "--broker", server.url) as gateway:
+            body, head = b'{"input":"x","mode":"async"}', "Content-Type: application/json\r\n"
+            answer = await ask_once(gateway.port, "POST", "/v1/inference", body, head)
+            assert answer.status == 202
+            task_id = str(json.loads(answer.body)["task_id"])
+            unsure = Keys("carpool", 16).shard_of_task(task_id).unsure
+            await until(is_sure)
+            await client.zadd(unsure, {task_id: (time.time() + 30) * 1000})  # as its replica still has it
+            await client.client_kill_filter(_type="normal", skipme=True)
+            await until(is_sure)
 
 
 async def test_a_task_with_a_kept_result_that_is_refused_sends_no_webhook(place: Place) -> None:

@@ -12,6 +12,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import redis.asyncio
+
 from carpool.core.snapshot import FleetState, Health
 from support.client import ask_once, inference_body
 from support.processes import CLEAN_ENVIRONMENT, PATIENCE_S, carpool, until
@@ -148,3 +150,22 @@ async def test_another_number_of_shards_than_the_fleets_is_refused(tmp_path: Pat
             done = await asyncio.to_thread(run)
             assert done.returncode == 2, command
             assert "broker.shards is 8 here and 16 in the fleet" in done.stderr.splitlines()[-1]
+
+
+async def test_a_batcher_takes_nothing_before_the_fleet_has_let_it_in(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """It does not know yet who else could serve a request that its endpoint fails; or it is not let in at all."""
+    own = {"CARPOOL_BROKER_URL": redis_server.url, "CARPOOL_BROKER_NAMESPACE": tmp_path.name}
+    async with started(tmp_path, redis_server, ["gateway"]) as [gateway]:
+        await until(lambda: len(gateway.ports()) == 1)
+        [(port, _)] = gateway.ports()
+        for number in range(64):
+            body = json.dumps({"input": str(number), "mode": "async"}).encode()
+            assert (await ask_once(port, "POST", "/v1/inference", body, JSON)).status == 202
+        run = partial(carpool, "batcher", "--upstream", SIM, "--port", "0", cwd=tmp_path, CARPOOL_BROKER_SHARDS="8")
+        assert (await asyncio.to_thread(partial(run, **own))).returncode == 2
+    async with redis.asyncio.from_url(redis_server.url) as client:
+        streams = [stream async for stream in client.scan_iter(match=f"{tmp_path.name}:*:q:*")]
+        assert sum([await client.xlen(stream) for stream in streams]) == 64
+        assert sum([(await client.xpending(stream, "batchers"))["pending"] for stream in streams]) == 0

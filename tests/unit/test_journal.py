@@ -870,6 +870,17 @@ async def test_nearly_full_the_oldest_results_that_were_read_go(opener: Opener) 
     assert isinstance(await ask(journal.append, task("k", b"x" * 300)), QueueFull)  # nothing else is read
 
 
+async def test_a_result_lets_those_go_that_were_read(opener: Opener) -> None:
+    """Full of what somebody had read, it took no task, and no task came in that would have made room."""
+    journal = opener(stored_bytes_max=1000)
+    await finished(journal, "a", size=500)
+    journal.was_read("a")
+    assert await ask(journal.append, task("b")) is None  # with it the writer hears of that
+    assert await ask(journal.finish, "b", success(b"r" * 500)) is True
+    assert await kept(journal, "a", "b") == [False, True]
+    assert await ask(journal.append, task("c", b"x" * 198)) is None
+
+
 async def test_results_that_were_read_are_kept_while_there_is_room(opener: Opener) -> None:
     journal = opener(stored_bytes_max=1000)
     await finished(journal, *"abc")

@@ -233,8 +233,6 @@ class Writer:
                 replies.append((read, None))
             if appends:
                 replies += self._append(appends, now)
-            if appends or reads:
-                self._store.make_room(PURGE_MAX)
             if finishes:
                 stored = self._store.finish(
                     [(op.task_id, op.result, op.dead_letter) for op in finishes],
@@ -243,6 +241,8 @@ class Writer:
                     now,
                 )
                 replies.extend(zip(finishes, stored, strict=True))
+            if appends or reads or finishes:  # a result may be longer than its input was
+                self._store.make_room(PURGE_MAX)
             if burials:
                 kept = self._store.bury(burials, now + self._dead_letter_ttl_s)
                 replies.extend(zip(burials, kept, strict=True))
@@ -330,6 +330,7 @@ class Writer:
             with self._store.transaction(now):
                 if self._store.purge(now, PURGE_MAX):
                     pause_s = 0.0
+                self._store.make_room(PURGE_MAX)
             self._note_commit(started)
         except sqlite3.Error as error:
             self._note_failure(error)

@@ -256,6 +256,7 @@ class Meeting:
         settings, broker = self.ground.settings, self.ground.settings.broker
         shards = task_shards(settings)
         removals = TaskRemovals(self.steps)
+        self.when_nodes_change.append(removals.nodes_changed)
         result_ttl_ms = round(settings.tasks.result_ttl_s * 1000)
         intake = TaskIntake(
             self.steps,

@@ -59,6 +59,7 @@ class RedisBatcherHalf(BatcherHalf):
             lease_ms=settings.broker.lease_ms,
             deliveries_max=settings.broker.deliveries_max,
             letter_bounds=meeting.letter_bounds,
+            is_let_in=lambda: meeting.registry.is_in,
             clock=ground.clock,
         )
         for service in self.services:

@@ -10,6 +10,7 @@
 4. An entry is leased. Leases are renewed while their requests are staged or running, and until their outcome is
    acknowledged; those that are not renewed (their batcher died, or never got to see them) are claimed by any batcher.
 5. An entry that was delivered before may be the one that kills batchers (suspects.py).
+6. Nothing is taken before the fleet has let this process in: until then it does not know who else could serve it.
 """
 
 import asyncio
@@ -117,6 +118,8 @@ class Feed:
         lease_ms: int = 1500,
         deliveries_max: int = DELIVERIES_MAX,
         letter_bounds: LetterBounds,
+        # Whether the fleet has let this process in. Before that nothing is known of the others.
+        is_let_in: Callable[[], bool] = lambda: True,
         clock: Clock = monotonic,
     ) -> None:
         self._steps = steps
@@ -137,6 +140,7 @@ class Feed:
         self._renew_every_s = lease_ms / 1000 / RENEWALS_A_LEASE
         self._look_every_s = lease_ms / 1000 / LOOKS_A_LEASE
         self._sweeper = Sweeper(steps, letter_bounds, replies.result_ttl_ms, replies.ended)
+        self._is_let_in = is_let_in
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._views = [ShardView(shard) for shard in steps.keys.shards]
@@ -322,7 +326,7 @@ class Feed:
             self._land()
 
     def _ask_next(self) -> None:
-        if self.unanswered or self.draining:
+        if self.unanswered or self.draining or not self._is_let_in():
             return
         budgets = self._budgets()
         if not budgets:

@@ -1,10 +1,11 @@
 """Accepting and removing tasks that Redis has: those that a client deletes, and those that no client was promised.
 
 Until a task is accepted it has no outcome. A task that its gateway refused is removed, with its webhook: Redis may not
-have it, or not have it yet, so it is tried for a while. What Redis was not told it is told again.
+have it, or not have it yet, so it is tried for a while. What Redis was not told it is told again. So is a server that
+comes back, or took another's place: the last that this one was told may be lost.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -18,6 +19,8 @@ from carpool.core.timers import Every
 ATTEMPTS = 3
 RETRY_S = 1.0
 DOUBTFUL_MAX = 10_000
+# So many of the last ones that were accepted in a shard are told again.
+LATELY_MAX = 256
 
 
 class TaskRemovals:
@@ -30,12 +33,27 @@ class TaskRemovals:
         self._doubtful: dict[str, int] = {}
         # Accepted tasks of which Redis may not know that.
         self._accepted: set[str] = set()
+        # The last ones that were accepted, by shard; and the shards that were in reach when that was looked at.
+        self._lately: defaultdict[Shard, deque[str]] = defaultdict(lambda: deque(maxlen=LATELY_MAX))
+        self._up: set[Shard] = set()
         # Runs while there are some.
         self._tries = Every(RETRY_S, self._try)
 
     def accept(self, task_ids: Sequence[str]) -> None:
         """Their submitters are told so: these tasks, of one shard, may have outcomes."""
         shard = self._steps.keys.shard_of_task(task_ids[0])
+        self._lately[shard].extend(task_ids)
+        self._tell(shard, task_ids)
+
+    def nodes_changed(self) -> None:
+        """A server was lost, or one is there again, which may not know what was accepted last."""
+        up = {shard for shard in self._steps.keys.shards if self._steps.nodes.is_up(shard.slot)}
+        for shard in up - self._up:
+            if shard in self._lately:
+                self._tell(shard, list(self._lately[shard]))
+        self._up = up
+
+    def _tell(self, shard: Shard, task_ids: Sequence[str]) -> None:
         self._steps.accept_tasks(shard, task_ids, partial(self._said, task_ids))
 
     def _said(self, task_ids: Sequence[str], found: int | RedisFailure) -> None:
@@ -97,7 +115,7 @@ class TaskRemovals:
         for shard, task_ids in accepted.items():
             if self._steps.nodes.is_up(shard.slot):
                 self._accepted.difference_update(task_ids)
-                self.accept(task_ids)
+                self._tell(shard, task_ids)
         if not self._doubtful and not self._accepted:
             self._tries.stop()
 
