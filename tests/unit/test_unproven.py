@@ -11,6 +11,7 @@ from carpool.core.outcome import Output
 from carpool.core.request import Request
 from carpool.testing import Answer, FakeUpstream, echo
 from carpool.upstream.first_contact import (
+    KINDS_MAX,
     NAMES_MAX,
     SAY_AGAIN_S,
     SAY_AGAIN_S_MAX,
@@ -176,6 +177,18 @@ def test_a_failure_of_another_kind_is_said_soon() -> None:
             now += 1.0
         pauses.append(now - began)
     assert pauses == sorted(pauses) and pauses[0] == SAY_AGAIN_S and pauses[-1] == SAY_AGAIN_S_MAX
+
+
+def test_failures_that_differ_each_time_are_told_at_growing_intervals_too() -> None:
+    whats = [
+        lambda number: f"no answer within {number / 7:.2f} s",
+        lambda number: f"it answered {404 if number % 2 else 500}",
+        lambda number: f"it answered 422, and spoke of the field f{number}",
+    ]
+    for what in whats:
+        trouble = Trouble()
+        said = sum(trouble.failed(what(number), "path", float(number)) for number in range(3600))
+        assert said <= 2 + KINDS_MAX + 3600 / SAY_AGAIN_S_MAX + 6, what(1)
 
 
 def fastapi(*places: object) -> bytes:

@@ -31,6 +31,9 @@ logger = logging.getLogger("carpool.upstream")
 
 # Rule 1: from the first line to the second, doubled each time, up to the longest; and after a failure of another kind.
 SAY_AGAIN_S, SAY_AGAIN_S_MAX, SAY_OTHER_S = 10.0, 600.0, 5.0
+# So many kinds of failures are worth a line of their own. How long nobody answered differs from call to call.
+KINDS_MAX = 8
+_SECONDS = re.compile(r"[0-9]+\.[0-9]+")
 # Rule 2.
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}")
 NAMES_MAX = 5
@@ -49,7 +52,7 @@ LOOK_AT_ADDRESS = "look at the address in upstream.endpoints, and whether the AP
 class Trouble:
     """What an endpoint does that has not answered yet."""
 
-    __slots__ = ("_pause_s", "_say_at", "calls", "text", "what")
+    __slots__ = ("_kinds", "_pause_s", "_say_at", "calls", "text", "what")
 
     def __init__(self) -> None:
         # What became of the last call; with the number of calls, and with what to look at.
@@ -57,10 +60,12 @@ class Trouble:
         self.calls = 0
         self._say_at = -inf
         self._pause_s = SAY_AGAIN_S
+        self._kinds: set[str] = set()
 
     def failed(self, what: str, look_at: str, now: float) -> bool:
         """One more call failed; whether it is time to say so."""
-        if what != self.what and self.calls:
+        if len(self._kinds) < KINDS_MAX and (kind := _SECONDS.sub("", what)) not in self._kinds:
+            self._kinds.add(kind)
             self._pause_s, self._say_at = SAY_AGAIN_S, min(self._say_at, now + SAY_OTHER_S)
         self.calls += 1
         self.what = what
