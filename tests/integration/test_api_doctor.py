@@ -210,6 +210,15 @@ async def test_secrets_are_not_shown_even_if_the_api_repeats_them(tmp_path: Path
     assert status == 1 and "echo" in said and "canary" not in said
 
 
+async def test_nor_in_the_list_of_its_paths(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("canary-of-a-token")
+    async with odd_api(OddApi(path="/canary-of-a-token/predict")) as api:
+        (tmp_path / "carpool.toml").write_text('[upstream]\ntoken_file = "token"\n')
+        for form in ([], ["--json"]):
+            status, said = await doctor("--upstream", api.root + "/x", *form, cwd=tmp_path)
+            assert status == 1 and "***" in said and "canary" not in said
+
+
 async def test_a_port_that_refuses_and_a_name_that_does_not_resolve() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # and does not listen

@@ -269,7 +269,8 @@ class ApiDoctor:
             answer = await endpoint.get(path, PAGE_S_MAX)
         except AttemptFailedError:
             return b""
-        return answer.body if answer.status == 200 else b""
+        # Names in it are shown, too.
+        return without_secrets(self._model.security.headers(), answer.body) if answer.status == 200 else b""
 
     async def _explain(self, url: str, endpoint: Endpoint, tried: Tried) -> Finding:
         """What is wrong with a call, in words."""
