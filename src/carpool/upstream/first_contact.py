@@ -127,11 +127,16 @@ def look_at_answer(outputs_field: str) -> str:
     return "look at upstream.protocol"
 
 
+class _Fault(msgspec.Struct):
+    loc: msgspec.Raw = msgspec.Raw()  # what is beside it may be a client's, and take long to read
+
+
 class _Faults(msgspec.Struct):
-    detail: list[dict[str, object]] = []
+    detail: list[_Fault] = []
 
 
 _decode_faults = msgspec.json.Decoder(_Faults).decode
+_decode_place = msgspec.json.Decoder(list[str | int]).decode
 
 
 def field_names(body: bytes, parameters: bytes) -> list[str]:
@@ -142,10 +147,12 @@ def field_names(body: bytes, parameters: bytes) -> list[str]:
         return []
     names: dict[str, None] = {}
     for fault in faults:
-        place = fault.get("loc")
-        if not (isinstance(place, list) and len(place) > 1 and place[0] == "body" and isinstance(place[1], str)):
+        try:
+            start, name, *_ = _decode_place(fault.loc)
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError):  # also of a place that is too short
             continue
-        name = place[1]
+        if start != "body" or not isinstance(name, str):
+            continue
         if _NAME.fullmatch(name) and b'"%b"' % name.encode() not in parameters:
             names[name] = None
         if len(names) == NAMES_MAX:
