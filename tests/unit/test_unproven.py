@@ -158,7 +158,7 @@ def test_the_log_says_it_once_and_then_at_growing_intervals(caplog: pytest.LogCa
     said = [record.getMessage() for record in caplog.records if "no call well so far" in record.getMessage()]
     assert said[0] == (
         "a has answered no call well so far (1 failed, the last one so: it answered 404); "
-        "look at the path in upstream.endpoints"
+        "look at the path in upstream.endpoints; `carpool doctor` finds out more"
     )
     assert 5 <= len(said) <= 8 and not [line for line in said if "secret" in line or "words" in line]
 

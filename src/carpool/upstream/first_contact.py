@@ -82,7 +82,8 @@ def call_failed(member: "Member", what: str, look_at: str, now: float) -> None:
         return
     trouble = member.trouble = member.trouble or Trouble()
     if trouble.failed(what, look_at, now):
-        logger.warning("%s %s", member.name, trouble.text, extra={"fields": {"endpoint": member.name}})
+        says = "%s %s; `carpool doctor` finds out more"
+        logger.warning(says, member.name, trouble.text, extra={"fields": {"endpoint": member.name}})
 
 
 def call_answered(member: "Member") -> None:
@@ -117,6 +118,8 @@ def look_at_after(status: int, inputs_field: str) -> str:
                 f"look at upstream.inputs_field (the call has `{inputs_field}`) and upstream.protocol, or at the inputs"
             )
         return "look at upstream.protocol and the name of the model, or at the inputs"
+    if status == 500 and inputs_field:  # so do those that look for a field and do not find it
+        return f"look at the API's own log, and at upstream.inputs_field (the call has `{inputs_field}`)"
     return "look at the API's own log"
 
 
