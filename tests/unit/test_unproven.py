@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 
 import pytest
 
@@ -115,6 +116,21 @@ def test_a_task_that_nobody_answers_fails_at_its_own_timeout_with_what_is_worth_
     stand.run(main)
 
 
+def test_such_a_task_takes_no_room_from_others_while_it_rests() -> None:
+    stand, _ = never_works(422, "a")
+
+    async def main() -> None:
+        task = stand.send(b"input", "X", is_task=True)
+        await asyncio.sleep(1.0)
+        assert stand.upstreams[0].calls and stand.witness.outcome(task) is None
+        assert stand.broker.bytes_running("m") == 0 and stand.broker.held == 1
+        stand.broker.cancel(task)
+        await asyncio.sleep(5.0)
+        assert stand.broker.bytes_running("m") == 0 and stand.broker.held == 0
+
+    stand.run(main)
+
+
 def test_at_the_end_of_a_process_such_a_task_is_left_to_the_next() -> None:
     stand, _ = never_works(404, "a")
 
@@ -180,7 +196,7 @@ def test_a_failure_of_another_kind_is_said_soon() -> None:
 
 
 def test_failures_that_differ_each_time_are_told_at_growing_intervals_too() -> None:
-    whats = [
+    whats: list[Callable[[int], str]] = [
         lambda number: f"no answer within {number / 7:.2f} s",
         lambda number: f"it answered {404 if number % 2 else 500}",
         lambda number: f"it answered 422, and spoke of the field f{number}",

@@ -181,6 +181,7 @@ class PatientTasks:
 
     def keep(self, request: Request, error: CarpoolError) -> None:
         """Try a task again in a while."""
+        self._broker.rest(request)  # what it has of `in_flight_bytes_max` is for others
         self._kept[request] = (error, self._clock() + RETRY_S)
         self._looks.start()
 
