@@ -13,6 +13,7 @@ import pytest
 from carpool.core.finding import Finding
 from carpool.settings import Settings, models_of
 from carpool.settings.schema import BatchingSettings, UpstreamSettings
+from carpool.tools.api_checks import NAMED_MAX
 from carpool.tools.api_doctor import ApiDoctor
 from carpool.tools.doctor_checks import LEVELS
 from support.certificates import Certificates
@@ -208,6 +209,22 @@ async def test_secrets_are_not_shown_even_if_the_api_repeats_them(tmp_path: Path
         (tmp_path / "carpool.toml").write_text('[upstream]\ntoken_file = "token"\n')
         status, said = await doctor("--upstream", api.url + "?key=canary", cwd=tmp_path)
     assert status == 1 and "echo" in said and "canary" not in said
+
+
+async def test_of_many_lists_that_may_be_the_outputs_some_are_named() -> None:
+    async with odd_api(OddApi(inputs_field="inputs", adds={f"k{number}": [1, 2] for number in range(100)})) as api:
+        api.compute = lambda inputs: [1] * len(inputs)
+        found = (await examine(api.url, max_batch=2))["api fields"]
+        assert found.do.count("k") <= NAMED_MAX + 1, found.do
+
+
+async def test_nor_in_the_list_of_its_paths(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("canary-of-a-token")
+    async with odd_api(OddApi(path="/canary-of-a-token/predict")) as api:
+        (tmp_path / "carpool.toml").write_text('[upstream]\ntoken_file = "token"\n')
+        for form in ([], ["--json"]):
+            status, said = await doctor("--upstream", api.root + "/x", *form, cwd=tmp_path)
+            assert status == 1 and "***" in said and "canary" not in said
 
 
 async def test_a_port_that_refuses_and_a_name_that_does_not_resolve() -> None:

@@ -165,6 +165,12 @@ def test_other_errors_have_the_form_too(gateway: GatewayProcess) -> None:
     assert asked.status == 204 and asked.headers["allow"] == "POST, OPTIONS"
     text = json.dumps(good).encode()
     assert ask(gateway.port, "POST", INFER, text, "Content-Encoding: gzip").status == 415
+    # A page of another site can send a text without asking.
+    for page in ("Origin: https://elsewhere.example", "Sec-Fetch-Site: cross-site"):
+        assert ask(gateway.port, "POST", INFER, text, page).status == 415
+        assert ask(gateway.port, "POST", INFER, text, page, "Content-Type: text/plain").status == 415
+        assert ask(gateway.port, "POST", INFER, text, page, "Content-Type: application/json").status == 200
+    assert ask(gateway.port, "POST", INFER, text, "Content-Type: text/plain").status == 200
     too_long = infer(gateway, {"inputs": [raw("T", "UINT8", [1, 17 << 20], bytes(17 << 20))]}, bytes(17 << 20))
     assert too_long.status == 413
 

@@ -202,6 +202,13 @@ async def with_curl(gateway: GatewayProcess) -> None:
     for header in ("Origin: https://elsewhere.example", "Origin: null", "Sec-Fetch-Site: cross-site"):
         for path in ("/v1/inference", "/v1/predict", "/v1/completions"):
             assert (await curl(gateway, '{"input": "Hello"}', header, path=path)).status == 415, header
+            # Nor may it say nothing at all of the type, as a page can too.
+            lines = f"X-API-Key: {KEYS['plain']}\r\n{header}\r\n"
+            assert (await ask_once(gateway.port, "POST", path, b'{"input": "Hello"}', lines)).status == 415, header
+    without = await ask_once(
+        gateway.port, "POST", "/v1/inference", b'{"input": "Hello"}', f"X-API-Key: {KEYS['plain']}\r\n"
+    )
+    assert without.status == 200
     refused = await curl(gateway, "input=Hello")
     assert refused.status == 415 and "Content-Type: application/json" in refused.json["detail"]
     assert (await curl(gateway, '{"input": ')).status == 400

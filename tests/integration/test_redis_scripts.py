@@ -948,6 +948,17 @@ class TestBytes:
         shard.sweep()
         assert shard.counted_bytes() == {"input_bytes": 0, "result_bytes": 0, "letter_bytes": 0}
 
+    def test_who_reads_and_deletes_again_and_again_leaves_nothing_behind(self, shard: ShardBench) -> None:
+        self.finished(shard, "kept")
+        shard.was_read("kept")
+        for number in range(2000):
+            self.finished(shard, f"t{number}", f"u{number}")
+            shard.was_read(f"t{number}", f"u{number}")
+            assert shard.forget(f"t{number}") and shard.forget(f"u{number}")
+        assert shard.client.llen(shard.shard.prefix + b"read") < 1200
+        assert b"kept" in shard.client.lrange(shard.shard.prefix + b"read", 0, -1)
+        assert shard.counted_bytes() == shard.true_bytes()
+
     def test_a_task_without_a_result_is_not_read(self, shard: ShardBench) -> None:
         shard.submit("a:t0", tasks=["t1"])
         assert shard.was_read("t1") == 0

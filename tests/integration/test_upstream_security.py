@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from carpool.testing import FakeClock
-from carpool.upstream.client import HttpEndpoint, make_session
+from carpool.upstream.client import ERROR_BYTES_MAX, ERROR_VALUES_MAX, HttpEndpoint, make_session
 from carpool.upstream.endpoint import Answer, AttemptFailedError, Call
 from carpool.upstream.tls import LOOK_EVERY_S, Credentials, UpstreamSecurity
 from support.certificates import Certificates
@@ -351,3 +351,23 @@ def carpool_config(settings: dict[str, Any], directory: Path) -> str:
     done = carpool("config", cwd=directory, **{variable(key): str(value) for key, value in settings.items()})
     assert done.returncode == 0
     return done.stdout + done.stderr
+
+
+async def test_errors_that_are_long_to_read_are_not_looked_into() -> None:
+    faults = json.dumps({"detail": [{"msg": "words"}]}).encode()
+    bodies = [
+        faults,
+        faults + b" " * ERROR_BYTES_MAX,
+        faults.replace(b"}]", b"}" + b",{}" * (ERROR_VALUES_MAX + 1) + b"]"),
+    ]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for body in bodies:
+            await reader.readuntil(CALL.body)
+            writer.write(b"HTTP/1.1 422 X\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            await writer.drain()
+
+    async with stream_server(serve) as server, make_session() as session:
+        endpoint = HttpEndpoint(session, f"http://127.0.0.1:{server.port}/x", 1, 2 * ERROR_BYTES_MAX)
+        answers = [await endpoint.post(CALL, TIMEOUT_S) for _ in bodies]
+    assert [(answer.status, answer.body) for answer in answers] == [(422, faults), (422, b""), (422, b"")]

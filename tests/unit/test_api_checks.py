@@ -9,6 +9,7 @@ from carpool.settings import Settings, models_of
 from carpool.settings.dump import changes_toml
 from carpool.settings.schema import ModelSettings, UpstreamSettings
 from carpool.tools.api_checks import (
+    ELEMENTS_MAX,
     HEARD_CHARS_MAX,
     Tried,
     Where,
@@ -167,6 +168,12 @@ def test_the_changes_are_toml_that_loads() -> None:
         "batching": {"max_batch": 1},
         "models": {"org/m": {"timeout_s": 5.0}},
     }
+
+
+def test_a_server_that_tells_of_many_large_tensors_costs_no_more_than_one() -> None:
+    tensors = [{"name": f"t{number}", "datatype": "FP32", "shape": [-1, 4096, 4096]} for number in range(1000)]
+    [[value, _]] = own_inputs(UpstreamSettings(protocol="kserve_v2"), body({"inputs": tensors}))
+    assert len(value) < 3 * ELEMENTS_MAX
 
 
 @pytest.mark.parametrize(

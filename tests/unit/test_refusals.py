@@ -1,6 +1,7 @@
 """U9 of FAULTS.md: what an error means for a batch, and that no client's text can say so."""
 
 import json
+import time
 from typing import Any, get_args
 
 import pytest
@@ -10,6 +11,7 @@ from carpool.upstream.codecs import Codec, JsonCodec, make_codec
 from carpool.upstream.codecs.base import Refusal
 from carpool.upstream.codecs.refusals import classify_status, error_message, limit_words
 from carpool.upstream.endpoint import Answer
+from carpool.upstream.first_contact import field_names
 
 JSON, V1, V2, GRPC, EMBEDDINGS, COMPLETIONS, TEI = (make_codec(name) for name in get_args(ProtocolName))
 EVERY = {name: make_codec(name) for name in get_args(ProtocolName)}
@@ -173,6 +175,16 @@ def test_a_message_is_looked_at_whole_also_where_it_is_cut_for_a_client() -> Non
     body = json.dumps({"error": "a" * 505 + "b <= 7" + "1" * 5 + " and more"}).encode()
     assert len(error_message(body)) == 512
     assert classify_status(Answer(400, body), SIZE, words).batch_max is None
+
+
+def test_what_a_server_quotes_of_the_input_costs_nobody_time() -> None:
+    faults = [{"type": "float_type", "loc": ["body", "inputs", 0], "msg": "words", "input": "*"}]
+    quoted = b"[" + b",".join([b"1e300"] * 100_000) + b"]"  # 15 us each, if they are decoded
+    body = json.dumps({"detail": faults}).encode().replace(b'"*"', quoted)
+    began = time.process_time()
+    refusal = JsonCodec().classify(Answer(422, body), 8)
+    assert field_names(body, b"") == ["inputs"] and refusal.message == "words"
+    assert time.process_time() - began < 0.5
 
 
 def test_the_id_of_the_call_is_not_shown_to_clients() -> None:

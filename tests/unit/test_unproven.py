@@ -3,14 +3,16 @@
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 
 import pytest
 
 from carpool.core.errors import CarpoolError, InputRefused, UpstreamFailed, UpstreamRefused
 from carpool.core.outcome import Output
 from carpool.core.request import Request
-from carpool.testing import Answer, FakeUpstream
+from carpool.testing import Answer, FakeUpstream, echo
 from carpool.upstream.first_contact import (
+    KINDS_MAX,
     NAMES_MAX,
     SAY_AGAIN_S,
     SAY_AGAIN_S_MAX,
@@ -76,6 +78,25 @@ def test_a_task_waits_until_the_endpoint_works(status: int) -> None:
     stand.run(main)
 
 
+@pytest.mark.parametrize("status", [400, 422, 500])
+@pytest.mark.parametrize("slots", [1, 4, 8])
+@pytest.mark.parametrize("refused", [5, 12, 17, 23, 40])
+def test_what_was_refused_before_the_first_answer_is_not_judged_after_it(status: int, slots: int, refused: int) -> None:
+    upstream = FakeUpstream(slots=slots).then(Answer(status, b""), delay_s=SERVICE_S, times=refused)
+    upstream.then(echo, delay_s=SERVICE_S, times=9999)
+    letters = Letters()
+    stand = Stand(upstream, dead_letters=letters)
+
+    async def main() -> None:
+        tasks = [stand.send(b"input %d" % number, "X", is_task=True) for number in range(100)]
+        await asyncio.sleep(90.0)
+        outcomes = [stand.witness.outcome(task) for task in tasks]
+        assert [outcome for outcome in outcomes if not isinstance(outcome, Output)] == []
+        assert not stand.dispatcher.poisoned and not letters.buried and not stand.offenders
+
+    stand.run(main)
+
+
 @pytest.mark.parametrize("status", STATUSES)
 def test_a_task_that_nobody_answers_fails_at_its_own_timeout_with_what_is_worth_a_look(status: int) -> None:
     stand, _ = never_works(status, "a")
@@ -91,6 +112,21 @@ def test_a_task_that_nobody_answers_fails_at_its_own_timeout_with_what_is_worth_
         stand.broker.expire(stand.clock())
         outcome = stand.witness.outcome(task)
         assert isinstance(outcome, InputRefused | UpstreamFailed | UpstreamRefused)  # which make a task a dead letter
+
+    stand.run(main)
+
+
+def test_such_a_task_takes_no_room_from_others_while_it_rests() -> None:
+    stand, _ = never_works(422, "a")
+
+    async def main() -> None:
+        task = stand.send(b"input", "X", is_task=True)
+        await asyncio.sleep(1.0)
+        assert stand.upstreams[0].calls and stand.witness.outcome(task) is None
+        assert stand.broker.bytes_running("m") == 0 and stand.broker.held == 1
+        stand.broker.cancel(task)
+        await asyncio.sleep(5.0)
+        assert stand.broker.bytes_running("m") == 0 and stand.broker.held == 0
 
     stand.run(main)
 
@@ -138,7 +174,7 @@ def test_the_log_says_it_once_and_then_at_growing_intervals(caplog: pytest.LogCa
     said = [record.getMessage() for record in caplog.records if "no call well so far" in record.getMessage()]
     assert said[0] == (
         "a has answered no call well so far (1 failed, the last one so: it answered 404); "
-        "look at the path in upstream.endpoints"
+        "look at the path in upstream.endpoints; `carpool doctor` finds out more"
     )
     assert 5 <= len(said) <= 8 and not [line for line in said if "secret" in line or "words" in line]
 
@@ -157,6 +193,18 @@ def test_a_failure_of_another_kind_is_said_soon() -> None:
             now += 1.0
         pauses.append(now - began)
     assert pauses == sorted(pauses) and pauses[0] == SAY_AGAIN_S and pauses[-1] == SAY_AGAIN_S_MAX
+
+
+def test_failures_that_differ_each_time_are_told_at_growing_intervals_too() -> None:
+    whats: list[Callable[[int], str]] = [
+        lambda number: f"no answer within {number / 7:.2f} s",
+        lambda number: f"it answered {404 if number % 2 else 500}",
+        lambda number: f"it answered 422, and spoke of the field f{number}",
+    ]
+    for what in whats:
+        trouble = Trouble()
+        said = sum(trouble.failed(what(number), "path", float(number)) for number in range(3600))
+        assert said <= 2 + KINDS_MAX + 3600 / SAY_AGAIN_S_MAX + 6, what(1)
 
 
 def fastapi(*places: object) -> bytes:

@@ -17,7 +17,7 @@ from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, Queu
 from carpool.core.events import Events
 from carpool.core.outcome import Outcome, Output
 from carpool.core.ports import LaneQueue, Standing
-from carpool.core.request import DONE, QUEUED, RUNNING, Request
+from carpool.core.request import ADMITTED, DONE, QUEUED, RUNNING, Request
 from carpool.core.tally import SECONDS_BOUNDS, Histogram, RequestSeconds
 
 # Lanes without requests are kept for their arrival rate; beyond so many lanes the longest-unused go.
@@ -259,7 +259,7 @@ class MemoryBroker:
         lanes: dict[int, Lane] = {}
         now = self._clock()
         for request in requests:
-            if request.phase == RUNNING:
+            if (is_running := request.phase == RUNNING) or request.phase == ADMITTED:
                 model = request.model
                 request.searched_s += now - request.taken
                 request.is_apart = bool(self._offenders) and (model, request.owner) in self._offenders
@@ -269,9 +269,16 @@ class MemoryBroker:
                 if request.is_task:
                     self._task_places.add(request)
                 lanes[id(lane)] = lane
-                self._runs_no_more(model, request.size)
+                if is_running:
+                    self._runs_no_more(model, request.size)
         for lane in lanes.values():
             self._arrived[lane.model](lane)
+
+    def rest(self, request: Request) -> None:
+        """Neither does a request that was taken run any more, nor does it wait yet; `put_back` lets it wait again."""
+        if request.phase == RUNNING:
+            request.phase = ADMITTED
+            self._runs_no_more(request.model, request.size)
 
     def withdraw(self, request: Request) -> None:
         """Take a waiting request out without an outcome: it stays with whoever keeps it for later."""

@@ -106,6 +106,10 @@ class RequestQueue(Cancels, Protocol):
 class Returns(Outcomes, Protocol):
     """Where outcomes go, and requests that are to be sent again in other company."""
 
+    def rest(self, request: Request) -> None:
+        """Neither does a request that was taken run any more, nor does it wait yet; `put_back` lets it wait again."""
+        ...
+
     def put_back(self, requests: Sequence[Request]) -> None:
         """Let requests that were taken wait again, before those who came after them."""
         ...

@@ -32,6 +32,8 @@ OF_THE_CALL = (400, 422, 500)
 HEARD_CHARS_MAX = 400
 NAME_CHARS_MAX = 64
 NAMED_MAX = 8
+# Of all tensors of an input together, whatever a server says of their shapes.
+ELEMENTS_MAX = 1_000_000
 # A call that needs more of its time than this has little to spare for a busy hour.
 TIME_SHARE_MAX = 0.5
 
@@ -336,7 +338,8 @@ def _tensors(upstream: UpstreamSettings, metadata: bytes) -> dict[str, Any]:
     said = _parse(metadata)
     listed = said.get("inputs") if isinstance(said, dict) else None
     if not upstream.tensor_name and isinstance(listed, list) and all(map(_is_tensor, listed)) and listed:
-        return {each["name"]: _zeros(each["datatype"], each["shape"]) for each in listed}
+        most = ELEMENTS_MAX // len(listed)
+        return {each["name"]: _zeros(each["datatype"], each["shape"], most) for each in listed}
     shape = [int(length) for length in upstream.tensor_shape.split(",")] if upstream.tensor_shape else [1, 1]
     return {upstream.tensor_name or "input": _zeros(upstream.tensor_datatype or "FP32", shape)}
 
@@ -348,11 +351,11 @@ def _is_tensor(said: object) -> bool:
     return False
 
 
-def _zeros(datatype: str, shape: Sequence[int]) -> Mapping[str, Any]:
+def _zeros(datatype: str, shape: Sequence[int], most: int = ELEMENTS_MAX) -> Mapping[str, Any]:
     lengths = [1, *(min(max(length, 1), 4096) for length in shape[1:])]  # -1: any
     count = 1
     for length in lengths:
-        count = min(count * length, 1_000_000)
+        count = min(count * length, most)
     if datatype in ("FP16", "BF16"):
         return {"datatype": datatype, "shape": lengths, "b64": bytes(2 * count)}
     zero = {"BOOL": False, "BYTES": "carpool doctor"}.get(datatype, 0)

@@ -27,6 +27,7 @@ from carpool.service import ModelFace, addresses, endpoint_maker
 from carpool.settings import Model, Settings, is_loopback
 from carpool.tools.api_checks import (
     ASIDE,
+    NAMED_MAX,
     USUAL_INPUTS,
     Tried,
     Where,
@@ -269,7 +270,8 @@ class ApiDoctor:
             answer = await endpoint.get(path, PAGE_S_MAX)
         except AttemptFailedError:
             return b""
-        return answer.body if answer.status == 200 else b""
+        # Names in it are shown, too.
+        return without_secrets(self._model.security.headers(), answer.body) if answer.status == 200 else b""
 
     async def _explain(self, url: str, endpoint: Endpoint, tried: Tried) -> Finding:
         """What is wrong with a call, in words."""
@@ -340,7 +342,7 @@ class ApiDoctor:
             f"the API takes its inputs in `{found.inputs_field}` and gives its outputs in `{found.outputs_field}`, and "
             f"the settings say `{given.inputs_field}` and `{given.outputs_field}`"
         )
-        also = [name for name in self._other_outputs if name not in ASIDE]
+        also = [name for name in self._other_outputs if name not in ASIDE][:NAMED_MAX]
         others = f"; its outputs may also be in {', '.join(also)}" if also else ""
         return [Finding("api fields", "problem", says, "set these names" + others, changes=changes)]
 

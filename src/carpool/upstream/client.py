@@ -35,6 +35,8 @@ KEEPALIVE_S = 60.0
 UNIX_PREFIX = "unix:"
 # A shorter secret is not looked for in the text of errors: it would be found in words that have nothing to do with it.
 SECRET_CHARS_MIN = 8
+# A longer error, or one of more values, is not looked into: all that it may tell is a message and some names.
+ERROR_BYTES_MAX, ERROR_VALUES_MAX = 8 * 1024 * 1024, 100_000
 # OpenSSL's codes for a certificate of another name or address; its text for these would quote the configuration.
 _OTHER_NAME = (62, 64)
 # What OpenSSL says of bytes that are no TLS.
@@ -140,7 +142,7 @@ class HttpEndpoint:
         if trip.is_doubtful:
             raise DoubtfulAnswerError("the answer may be the one to the call before, again")
         load = parse_load(response.headers.get(self._load_header, "")) if self._load_header else None
-        return Answer(response.status, body if response.status < 400 else without_secrets(secrets, body), load)
+        return Answer(response.status, body if response.status < 400 else _error_body(secrets, body), load)
 
     async def _send(self, call: Call, secrets: Mapping[str, str], trip: Trip) -> tuple[aiohttp.ClientResponse, bytes]:
         trip_now.set(trip)
@@ -244,6 +246,12 @@ def _reason(failure: Exception) -> str:
     if isinstance(failure, EarlyAnswerError):
         return "an answer came before the call was sent"
     return f"the call broke off ({type(failure).__name__})"
+
+
+def _error_body(secrets: Mapping[str, str], body: bytes) -> bytes:
+    """The body of an error, for those who look for its words; empty if that would take long."""
+    is_short = len(body) <= ERROR_BYTES_MAX and body.count(b",") <= ERROR_VALUES_MAX
+    return without_secrets(secrets, body) if is_short else b""
 
 
 def without_secrets(secrets: Mapping[str, str], body: bytes) -> bytes:

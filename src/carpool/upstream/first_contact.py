@@ -31,6 +31,9 @@ logger = logging.getLogger("carpool.upstream")
 
 # Rule 1: from the first line to the second, doubled each time, up to the longest; and after a failure of another kind.
 SAY_AGAIN_S, SAY_AGAIN_S_MAX, SAY_OTHER_S = 10.0, 600.0, 5.0
+# So many kinds of failures are worth a line of their own. How long nobody answered differs from call to call.
+KINDS_MAX = 8
+_SECONDS = re.compile(r"[0-9]+\.[0-9]+")
 # Rule 2.
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}")
 NAMES_MAX = 5
@@ -49,7 +52,7 @@ LOOK_AT_ADDRESS = "look at the address in upstream.endpoints, and whether the AP
 class Trouble:
     """What an endpoint does that has not answered yet."""
 
-    __slots__ = ("_pause_s", "_say_at", "calls", "text", "what")
+    __slots__ = ("_kinds", "_pause_s", "_say_at", "calls", "text", "what")
 
     def __init__(self) -> None:
         # What became of the last call; with the number of calls, and with what to look at.
@@ -57,10 +60,12 @@ class Trouble:
         self.calls = 0
         self._say_at = -inf
         self._pause_s = SAY_AGAIN_S
+        self._kinds: set[str] = set()
 
     def failed(self, what: str, look_at: str, now: float) -> bool:
         """One more call failed; whether it is time to say so."""
-        if what != self.what and self.calls:
+        if len(self._kinds) < KINDS_MAX and (kind := _SECONDS.sub("", what)) not in self._kinds:
+            self._kinds.add(kind)
             self._pause_s, self._say_at = SAY_AGAIN_S, min(self._say_at, now + SAY_OTHER_S)
         self.calls += 1
         self.what = what
@@ -77,7 +82,8 @@ def call_failed(member: "Member", what: str, look_at: str, now: float) -> None:
         return
     trouble = member.trouble = member.trouble or Trouble()
     if trouble.failed(what, look_at, now):
-        logger.warning("%s %s", member.name, trouble.text, extra={"fields": {"endpoint": member.name}})
+        says = "%s %s; `carpool doctor` finds out more"
+        logger.warning(says, member.name, trouble.text, extra={"fields": {"endpoint": member.name}})
 
 
 def call_answered(member: "Member") -> None:
@@ -112,6 +118,8 @@ def look_at_after(status: int, inputs_field: str) -> str:
                 f"look at upstream.inputs_field (the call has `{inputs_field}`) and upstream.protocol, or at the inputs"
             )
         return "look at upstream.protocol and the name of the model, or at the inputs"
+    if status == 500 and inputs_field:  # so do those that look for a field and do not find it
+        return f"look at the API's own log, and at upstream.inputs_field (the call has `{inputs_field}`)"
     return "look at the API's own log"
 
 
@@ -122,11 +130,16 @@ def look_at_answer(outputs_field: str) -> str:
     return "look at upstream.protocol"
 
 
+class _Fault(msgspec.Struct):
+    loc: msgspec.Raw = msgspec.Raw()  # what is beside it may be a client's, and take long to read
+
+
 class _Faults(msgspec.Struct):
-    detail: list[dict[str, object]] = []
+    detail: list[_Fault] = []
 
 
 _decode_faults = msgspec.json.Decoder(_Faults).decode
+_decode_place = msgspec.json.Decoder(list[str | int]).decode
 
 
 def field_names(body: bytes, parameters: bytes) -> list[str]:
@@ -137,10 +150,12 @@ def field_names(body: bytes, parameters: bytes) -> list[str]:
         return []
     names: dict[str, None] = {}
     for fault in faults:
-        place = fault.get("loc")
-        if not (isinstance(place, list) and len(place) > 1 and place[0] == "body" and isinstance(place[1], str)):
+        try:
+            start, name, *_ = _decode_place(fault.loc)
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError):  # also of a place that is too short
             continue
-        name = place[1]
+        if start != "body" or not isinstance(name, str):
+            continue
         if _NAME.fullmatch(name) and b'"%b"' % name.encode() not in parameters:
             names[name] = None
         if len(names) == NAMES_MAX:
@@ -166,6 +181,7 @@ class PatientTasks:
 
     def keep(self, request: Request, error: CarpoolError) -> None:
         """Try a task again in a while."""
+        self._broker.rest(request)  # what it has of `in_flight_bytes_max` is for others
         self._kept[request] = (error, self._clock() + RETRY_S)
         self._looks.start()
 

@@ -31,6 +31,7 @@ from carpool.core.tensors import Data
 from carpool.core.trace import Trace
 from carpool.face.http.exchange import JSON, Exchange
 from carpool.face.http.ids import echo_line, request_id
+from carpool.face.http.known_heads import is_of_page
 from carpool.face.http.problem import respond_problem
 from carpool.face.http.router import Router, query_of
 from carpool.face.http.wire import (
@@ -412,15 +413,15 @@ def media_type(content_type: bytes) -> bytes:
 def check_media(exchange: Exchange, wanted: str = "application/json") -> None:
     """Refuse a body of another type than JSON.
 
-    `curl -d` calls everything a form. One that is JSON is taken as that, unless a page in a browser may have sent it:
-    other sites' pages may send forms, but not JSON, without asking first. Browsers say so with one of two headers.
+    `curl -d` calls everything a form. One that is JSON is taken as that, and so is what is called nothing, unless a
+    page in a browser may have sent it: other sites' pages may send these, but not JSON, without asking first.
     """
-    headers = exchange.headers
-    media = media_type(headers.get(b"content-type", JSON))
-    if media == JSON:
+    given = exchange.headers.get(b"content-type")
+    media = JSON if given is None else media_type(given)
+    if media == JSON and given is not None:
         return
-    is_of_page = b"origin" in headers or b"sec-fetch-site" in headers
-    if media != FORM or is_of_page or not exchange.body.lstrip().startswith(b"{"):
+    is_json = media == JSON or (media == FORM and exchange.body.lstrip().startswith(b"{"))
+    if not is_json or is_of_page(exchange.headers):
         raise UnsupportedMedia(f"send the header `Content-Type: {wanted}`")
 
 

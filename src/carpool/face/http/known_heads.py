@@ -41,9 +41,15 @@ _SPECIAL = (
 )
 
 
+def is_of_page(headers: dict[bytes, bytes]) -> bool:
+    """Whether a page in a browser may have sent it: browsers say so with one of two headers."""
+    return b"origin" in headers or b"sec-fetch-site" in headers
+
+
 def is_plain(method: bytes, headers: dict[bytes, bytes]) -> bool:
     """Whether a head asks for nothing special: JSON is sent, and an ordinary response is wanted."""
-    is_json = headers.get(b"content-type", b"application/json") == b"application/json"
+    media = headers.get(b"content-type")
+    is_json = media == b"application/json" or (media is None and not is_of_page(headers))
     return is_json and method != b"HEAD" and not any(name in headers for name in _SPECIAL)
 
 

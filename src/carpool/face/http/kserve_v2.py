@@ -13,7 +13,15 @@ from urllib.parse import unquote
 import msgspec
 from msgspec.structs import replace
 
-from carpool.core.errors import CarpoolError, MethodNotAllowed, NotFound, QueueFull, UnknownModel, without_frames
+from carpool.core.errors import (
+    CarpoolError,
+    MethodNotAllowed,
+    NotFound,
+    QueueFull,
+    UnknownModel,
+    UnsupportedMedia,
+    without_frames,
+)
 from carpool.core.outcome import Output
 from carpool.core.ports import Caller, Entry, RequestTraces
 from carpool.core.timers import TURN_S
@@ -22,11 +30,13 @@ from carpool.face.http.faces import INFER, model_with_face
 from carpool.face.http.gateway import (
     check_encoding,
     headers_for_answer,
+    media_type,
     preferences,
     too_large_for,
     wishes_in,
 )
 from carpool.face.http.ids import acceptable_id, echo_line, given_id
+from carpool.face.http.known_heads import is_of_page
 from carpool.face.http.lists import Answers
 from carpool.face.http.problem import problem_headers
 from carpool.face.http.router import Router, split_target
@@ -285,6 +295,9 @@ def respond_error(exchange: Exchange, error: CarpoolError, where: str = "") -> N
 def read_call(exchange: Exchange, model: ServedModel) -> V2Call:
     """The call in a body; raises an error of the tree."""
     check_encoding(exchange.headers)
+    # Clients of this protocol say what they like of the type. Other sites' pages may not send these two unasked.
+    if is_of_page(exchange.headers) and media_type(exchange.headers.get(b"content-type", b"")) not in (JSON, OCTETS):
+        raise UnsupportedMedia("send the header `Content-Type: application/json`")
     if len(exchange.body) > model.body_bytes_max:
         raise too_large_for(model)
     return parse_call(exchange.headers, exchange.body)

@@ -14,7 +14,8 @@ What is believed in the end is not decided here, but by `limits.py`: what an end
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -46,7 +47,7 @@ def classify_status(
     `words`: see `limit_words`. `inputs_field`: the name of the array of inputs in the call, where the server may be one
     that tells the faults of fields. `start`: what the server puts before its own words; taken off.
     """
-    body = _parse(answer.body)
+    body = _read(_decode_error, answer.body, _ErrorBody())
     text = _text(body).removeprefix(start)
     message = text[:MESSAGE_CHARS_MAX]
     status = answer.status
@@ -67,32 +68,51 @@ def classify_status(
 
 def error_message(body: bytes) -> str:
     """The words in an error answer, wherever its protocol puts them, cut to MESSAGE_CHARS_MAX; "" if there are none."""
-    return _text(_parse(body))[:MESSAGE_CHARS_MAX]
+    return _text(_read(_decode_error, body, _ErrorBody()))[:MESSAGE_CHARS_MAX]
+
+
+# A server may quote the input that it refuses, and a client's numbers take long to read: only what is needed is.
+_NOTHING = msgspec.Raw()
+_NONE: list[msgspec.Raw] = []
+_NOWHERE: tuple[str, ...] = ()
 
 
 class _ErrorBody(msgspec.Struct):
-    error: object = None
-    message: object = None
+    error: msgspec.Raw = _NOTHING
+    message: msgspec.Raw = _NOTHING
     # FastAPI's: a text, or a list of faults of which `msg` is the text and the rest quotes the input.
-    detail: object = None
+    detail: msgspec.Raw = _NOTHING
+
+
+class _Fault(msgspec.Struct):
+    message: msgspec.Raw = _NOTHING
+    msg: msgspec.Raw = _NOTHING
+    type: msgspec.Raw = _NOTHING
+    loc: msgspec.Raw = _NOTHING
 
 
 _decode_error = msgspec.json.Decoder(_ErrorBody).decode
+_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_fault = msgspec.json.Decoder(_Fault).decode
+_decode_text = msgspec.json.Decoder(str).decode
+_decode_place = msgspec.json.Decoder(tuple[str, ...]).decode
+Read = TypeVar("Read")
 
 
-def _parse(body: bytes) -> _ErrorBody:
+def _read(decode: Callable[[bytes | msgspec.Raw], Read], part: bytes | msgspec.Raw, otherwise: Read) -> Read:
     try:
-        return _decode_error(body)
+        return decode(part)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _ErrorBody()
+        return otherwise
 
 
 def _text(body: _ErrorBody) -> str:
     for said in (body.error, body.message, body.detail):
-        first = said[0] if isinstance(said, list) and said else said
-        text = (first.get("message") or first.get("msg")) if isinstance(first, dict) else first
-        if isinstance(text, str) and text:
-            return text
+        first = next(iter(_read(_decode_list, said, [said])), _NOTHING)
+        fault = _read(_decode_fault, first, _Fault())
+        for part in (first, fault.message, fault.msg):
+            if text := _read(_decode_text, part, ""):
+                return text
     return ""
 
 
@@ -110,15 +130,10 @@ def _fault_of(field: str, body: _ErrorBody) -> re.Match[str] | None:
 
     A fault of one input has its number in the place, and one of parameters has their names, which are a client's.
     """
-    faults = body.detail if field and isinstance(body.detail, list) else []
-    for fault in faults:
-        if not isinstance(fault, dict) or not isinstance(fault.get("msg"), str):
-            continue
-        form = _PYDANTIC.get(str(fault.get("type")))
-        place = fault.get("loc")
-        if form is None or not isinstance(place, list) or place[:2] != ["body", field]:
-            continue
+    for part in _read(_decode_list, body.detail, _NONE) if field else ():
+        fault = _read(_decode_fault, part, _Fault())
+        form = _PYDANTIC.get(_read(_decode_text, fault.type, ""))
         # Behind the name may stand which of several types of a list it was.
-        if all(isinstance(part, str) for part in place):
-            return form.fullmatch(fault["msg"])
+        if form is not None and _read(_decode_place, fault.loc, _NOWHERE)[:2] == ("body", field):
+            return form.fullmatch(_read(_decode_text, fault.msg, ""))
     return None
