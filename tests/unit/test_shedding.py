@@ -1,5 +1,6 @@
 """The door: who would wait too long is refused."""
 
+from collections.abc import Sequence
 from math import inf, sqrt
 from random import Random
 from typing import Any
@@ -42,6 +43,22 @@ class Up:
 
     def has_never_worked(self) -> bool:
         return False
+
+
+class Taken:
+    """A queue that takes everything."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    def submit(self, request: Request) -> None:
+        self.requests.append(request)
+
+    def refusal_of_all(self, requests: Sequence[Request]) -> None:
+        return None
+
+    def cancel(self, request: Request) -> None:
+        self.requests.remove(request)
 
 
 TIERS = [TierRule(0.05, 1.0, "enterprise"), TierRule(0.15, 0.5, "paid"), TierRule(0.5, 0.25, "free")]
@@ -232,6 +249,22 @@ class TestBursts:
         assert [self.comes_in(scene, waiting) for waiting in (430, 439, 441, 460)] == [*["in time"] * 3, "not at all"]
         learn_share(scene.door, 1000.0, 8.0, [0.0] * 3, scene.stands, 0.2, 2)
         assert [self.comes_in(scene, waiting) for waiting in (460, 870, 890)] == ["late", "late", "not at all"]
+
+    def test_it_has_a_later_place(self) -> None:
+        scene = self.scene()
+        taken = Taken()
+        nothing: Any = None
+        gate = Gate(taken, nothing, {"m": Up()}, lowest_tier=2, doors={"m": scene.door})
+        for waiting, is_late in ((300, True), (0, False)):
+            scene.stands[FREE].set(**{"": waiting})
+            scene.now += RECOUNT_QUIET_S
+            single, *others = (make_request(name, Witness(), now=scene.now, tier=FREE) for name in "abc")
+            assert gate.judge_all(others) is None
+            for request in (single, *others):
+                assert gate.admit(request) is None
+                assert request.is_late == is_late
+                assert request.place == pytest.approx(request.arrived + 0.05 + 0.95 * is_late)
+        assert len(taken.requests) == 6
 
     def test_a_refusal_names_limit_tier_and_setting(self) -> None:
         scene = self.scene()

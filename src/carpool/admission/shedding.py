@@ -183,6 +183,7 @@ class Door:
 
     def refusal_of_all(self, tier: int, owner: str, now: float, count: int, seconds: float) -> Shed | None:
         """Let so many of one call in, the last of which has so many seconds to wait, or say why not (rule 10)."""
+        self.is_late = False
         refusal = self.refusal_if_full(tier, owner, now, count) or self.refusal_if_late(tier, owner, seconds, count)
         is_short = self._thresholds is not None and self._is_known and self.rooms[tier] < count
         if refusal is None and is_short and any(map(self._waiting, range(len(self._tiers)))):
@@ -253,8 +254,8 @@ class Door:
         wait_max_s = self._tiers[tier].wait_max_s
         burst_s = MARGIN * self._queue_s
         if sum(map(self._rate_now, range(tier))) >= 1.0:
-            # It should have its slot before it would go before those of higher tiers, who may bring more than they did so
-            # far: while all of that is supposed, nobody comes in late behind them.
+            # It should have its slot before it would go before those of higher tiers. Nobody comes in late behind them
+            # while it is not even known what they bring.
             burst_s = min(burst_s, self._goes_first_s[tier]) if self._first_call is None else 0.0
         burst_s = max(burst_s - self._call_s, wait_max_s)
         stands_s = now - self._stands_since

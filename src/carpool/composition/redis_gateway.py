@@ -286,8 +286,9 @@ class RedisGatewayHalf(GatewayHalf):
                 first_call = partial(self._first_call, model, at_once)
                 door.suppose(first_call, standings, counts_running=True)
         self._door_ticks.tick()
-        if any(
-            sum(door.rates) > MORE_TIMES * self._told_rates.get(model, SOME_RPS) for model, door in self.doors.items()
+        told = self._told_rates
+        if self.is_connected() and any(
+            sum(door.rates) > MORE_TIMES * told.get(model, SOME_RPS) for model, door in self.doors.items()
         ):
             self.meeting.registry.beat()  # the others share the capacity with this one: by now, not at the next beat
 

@@ -153,7 +153,7 @@ class RedisQueue:
             events=events,
             clock=clock,
         )
-        self._groups: Kept[tuple[str, bytes, bytes, int, float, bool, bool], Group] = Kept(GROUPS_KEPT_MAX)
+        self._groups: Kept[tuple[str, bytes, bytes, int, float, bool, bool, bool], Group] = Kept(GROUPS_KEPT_MAX)
         self._leaving: list[Group] = []
         self._cancelled: defaultdict[int, list[Withdrawal]] = defaultdict(list)
         self._to_withdraw: list[tuple[Shard, bytes, bytes]] = []
