@@ -243,7 +243,7 @@ class RedisBroker:
             self._replies,
             RedisDeadLetterBox(steps, bounds=bounds),
             [SuiteModel(model) for model in MODELS],
-            lines=list(self._offsets_ms),
+            line_offsets_ms=self._offsets_ms,
             late_ms={line: 2000 for line in self._offsets_ms if line.startswith(b"o")},
             strict_order=strict_order,
             trickle=trickle,

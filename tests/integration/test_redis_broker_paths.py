@@ -354,7 +354,8 @@ async def gateway_half(workshop: Workshop) -> AsyncIterator[tuple[RedisQueue, Wi
     queues: list[RedisQueue] = []
     nodes = Nodes(parse_broker_url(workshop.server.url), changed=lambda: queues[0].nodes_changed())
     bounds: dict[str, Any] = {"waiting_max": 10_000, "bytes_max": 10**9, "lanes_max": 100, "models": ["default"]}
-    queue = RedisQueue(Steps(nodes, workshop.keys), b"half", line_offsets_ms={}, **bounds)
+    offsets_ms = {b"s0": 50, b"s2": 500}
+    queue = RedisQueue(Steps(nodes, workshop.keys), b"half", line_offsets_ms=offsets_ms, **bounds)
     queues.append(queue)
     nodes.start()
     try:

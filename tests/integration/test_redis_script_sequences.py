@@ -299,7 +299,9 @@ class ShardMachine(RuleBasedStateMachine):
         waiting = [(field, entry_id) for field, ids in sorted(self.waiting.items()) for entry_id in ids]
         everything = [key for key in waiting + sorted(self.taken) if not is_of_tasks(key[0])]
         chosen = sorted({everything[pick % len(everything)] for pick in picks}) if everything else []
-        assert self.shard.cancel(*chosen) == [int(key in waiting) for key in chosen]
+        # What was given back no batcher has.
+        without_owner = [*waiting, *(key for key, lease in self.taken.items() if lease.is_given_back)]
+        assert self.shard.cancel(*chosen) == [int(key in without_owner) for key in chosen]
         for field, entry_id in chosen:
             if (field, entry_id) in waiting:
                 self.waiting[field].remove(entry_id)

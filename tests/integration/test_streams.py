@@ -299,10 +299,11 @@ class TestCors:
     def test_every_answer_says_so(
         self, gateway: GatewayProcess, method: str, target: str, body: Any, status: int
     ) -> None:
-        answer = ask(gateway.port, method, target, body, f"Origin: {PAGE}")
+        json = "Content-Type: application/json"
+        answer = ask(gateway.port, method, target, body, f"Origin: {PAGE}", json)
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (status, PAGE)
         assert "Retry-After" in answer.headers["access-control-expose-headers"]
-        foreign = ask(gateway.port, method, target, body, "Origin: https://evil.example")
+        foreign = ask(gateway.port, method, target, body, "Origin: https://evil.example", json)
         assert foreign.status == status
         assert "access-control-allow-origin" not in foreign.headers
         assert "vary" not in ask(gateway.port, method, target, body).headers

@@ -94,8 +94,8 @@ def check(lane: Lane, ranks: Ranks, waiting: list[Request]) -> None:
     if waiting:
         assert lane.oldest() == min(request.arrived for request in waiting)
         assert lane.place() == min(request.place for request in waiting)
-    for index, standing in enumerate(ranks.standings):
-        own = [r for r in waiting if r.tier + 2 * r.is_task == index]
+    for index, standing in enumerate(ranks.standings[: 2 * ranks.tiers]):  # behind them the first ones are told again
+        own = [r for r in waiting if r.tier + ranks.tiers * r.is_task == index]
         assert (standing.waiting, standing.owners) == (len(own), len({request.owner for request in own}))
         assert abs(standing.cost - sum(map(cost_of, own))) < 1e-6
         for owner in OWNERS:

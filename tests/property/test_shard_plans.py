@@ -4,9 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carpool.broker.redis.batcher.shards import (
-    SHARDS_A_QUESTION_MAX,
+    Place,
     ShardView,
     best_first,
+    cut,
     is_due_again,
     is_scarce,
     plan_by_place,
@@ -89,34 +90,52 @@ def test_what_is_read_can_be_used(views: list[list[Head]], budgets: list[Budget]
 
 
 LATE_MS = {b"o0": 20}
+places = st.builds(lambda first, length, unread: Place(first, first + length, unread), *[st.integers(0, 100)] * 3)
 
 
-@given(views=views, budgets=budgets())
-def test_by_place_the_free_slots_are_filled_with_the_best(views: list[list[Head]], budgets: list[Budget]) -> None:
+@given(places=st.lists(places, min_size=1, max_size=20), total=st.integers(0, 300))
+def test_a_cut_takes_the_first_of_all(places: list[Place], total: int) -> None:
+    numbers = cut(places, total)
+    assert sum(numbers) == min(total, sum(place.unread for place in places))
+    assert all(0 <= number <= place.unread for number, place in zip(numbers, places, strict=True))
+    # Streams that stand behind another's last one have nothing while that has some left.
+    for number, place in zip(numbers, places, strict=True):
+        if number < place.unread:
+            assert not any(
+                more for more, other in zip(numbers, places, strict=True) if other.first > place.last + place.unread
+            )
+
+
+@given(views=views, budgets=budgets(), now_ms=st.integers(0, 100))
+def test_by_place_no_more_is_read_than_can_be_used(views: list[list[Head]], budgets: list[Budget], now_ms: int) -> None:
     shards = [ShardView(SHARDS[number], list(found)) for number, found in enumerate(views)]
     offers = [(view, usable) for view in shards if (usable := view.usable(budgets))]
-    reads = plan_by_place(offers, budgets, LATE_MS)
-    read = {(number, field): count for number, streams in reads.items() for field, count in streams}
+    reads = plan_by_place(offers, budgets, {b"s1": 10, b"t0": 30}, LATE_MS, now_ms)
     heads = {(view.shard.number, head.field): head for view, usable in offers for head in usable}
-    assert all(0 < count <= heads[which].unread for which, count in read.items())
     numbers: dict[bytes, int] = {}
-    for which, count in read.items():
-        numbers[heads[which].lane] = numbers.get(heads[which].lane, 0) + count
+    for number, streams in reads.items():
+        assert len(streams) == len(dict(streams))
+        for field, count in streams:
+            head = heads[number, field]
+            assert 0 < count <= head.unread
+            numbers[head.lane] = numbers.get(head.lane, 0) + count
     for budget in budgets:
         assert batches_needed(numbers, budget) <= budget.batches
-    left = {which: head for which, head in heads.items() if read.get(which, 0) < head.unread}
-    for which, head in left.items():
-        if which[0] in reads or len(reads) < SHARDS_A_QUESTION_MAX:
-            # Nothing more of this lane would fit, and nothing of its tier that was read stands behind it.
-            [budget] = [budget for budget in budgets if budget.model == head.model]
-            assert batches_needed({**numbers, head.lane: numbers.get(head.lane, 0) + 1}, budget) > budget.batches
-            behind = [
-                heads[other]
-                for other in read
-                if heads[other].lane == head.lane and same_tier(heads[other].line) == same_tier(head.line)
-            ]
-            late_place = head.place + LATE_MS.get(head.line, 0)
-            assert all(each.place + LATE_MS.get(each.line, 0) <= late_place for each in behind)
+    if offers and is_scarce(offers, budgets):
+        assert reads, "there is room for some"
+
+
+def test_by_place_streams_are_cut_and_not_emptied_one_after_the_other() -> None:
+    """Two shards have each 100 of the last second, one 10 of a higher tier that just came: 64 are read."""
+    heads = [
+        [Head(b"a:s1", "m", 1000.0 + number, 100), *([Head(b"a:s0", "m", 1010.0, 10)] if number else [])]
+        for number in range(2)
+    ]
+    offers = [(ShardView(SHARDS[number], found), found) for number, found in enumerate(heads)]
+    reads = plan_by_place(offers, [Budget("m", 1, 64, {}, {})], {b"s0": 0, b"s1": 1000}, {}, 1020)
+    assert dict(reads[1])[b"a:s0"] == 10
+    assert sum(count for streams in reads.values() for _, count in streams) == 64
+    assert abs(dict(reads[0])[b"a:s1"] - dict(reads[1])[b"a:s1"]) <= 2
 
 
 @given(budgets=budgets(), due=st.integers(1, 16))

@@ -339,7 +339,7 @@ class Halves:
         replies = ReplyWriter(steps, name, result_ttl_ms=60_000, letter_bounds=bounds)
         letters = RedisDeadLetterBox(steps, bounds=bounds)
         settings: dict[str, Any] = {"lease_ms": NEVER_MS, "late_ms": LATE_MS, **options}
-        settings |= {"lines": list(LINE_OFFSETS_MS), "tier_target_s": TARGETS_S, "letter_bounds": bounds}
+        settings |= {"line_offsets_ms": LINE_OFFSETS_MS, "tier_target_s": TARGETS_S, "letter_bounds": bounds}
         feed = Feed(steps, name, broker, replies, letters, [model, *others], **settings)
         self._opened.callback(feed.close)
         if started:

@@ -51,7 +51,7 @@ class RedisBatcherHalf(BatcherHalf):
             self.replies,
             meeting.dead_letters,
             self.services,
-            lines=list(meeting.line_offsets_ms),
+            line_offsets_ms=meeting.line_offsets_ms,
             late_ms=late_ms(settings),
             strict_order=settings.broker.order == "strict",
             trickle=settings.broker.trickle if settings.broker.order == "strict" else 0.0,

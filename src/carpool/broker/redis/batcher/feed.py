@@ -106,8 +106,8 @@ class Feed:
         dead_letters: SuspectLetters,
         models: Sequence[FedModel],
         *,
-        # The names of all lines (`line_name`), in their order.
-        lines: Sequence[bytes],
+        # The names of all lines (`line_name`), in their order, and what each adds to an entry's time for its place.
+        line_offsets_ms: Mapping[bytes, int],
         # Of these, which stand so many ms later inside their tier: what exceeds an owner's share.
         late_ms: Mapping[bytes, int] | None = None,
         strict_order: bool = False,
@@ -130,12 +130,15 @@ class Feed:
         self._models = {model.name: model for model in models}
         self._model_names = list(self._models)
         self._late_ms = late_ms or {}
-        self._lines = [b"%b=%d" % (line, late) if (late := self._late_ms.get(line)) else line for line in lines]
+        self._lines = [
+            b"%b=%d" % (line, late) if (late := self._late_ms.get(line)) else line for line in line_offsets_ms
+        ]
+        self._line_offsets_ms = line_offsets_ms
         self._trickle = Trickle(trickle) if trickle else None
         self._is_strict = strict_order
         # By model: what others have does not count, for they have slots of their own.
         self._synchronous = {name: Trickle(SYNCHRONOUS_SHARE, debt_max=0.0) for name in self._models}
-        self._lowest_tier = max(map(tier_of, lines), default=0)
+        self._lowest_tier = max(map(tier_of, line_offsets_ms), default=0)
         self._lease_ms = lease_ms
         self._renew_every_s = lease_ms / 1000 / RENEWALS_A_LEASE
         self._look_every_s = lease_ms / 1000 / LOOKS_A_LEASE
@@ -358,7 +361,8 @@ class Feed:
                 offers = offers[first:] + offers[:first]
             reads = self._plan_shares(offers, budgets, is_tight)
             if not reads and is_tight and len(offers) > 1:
-                reads = plan_by_place(offers, budgets, self._late_ms)
+                now_ms = self._steps.time_ms(offers[0][0].shard)
+                reads = plan_by_place(offers, budgets, self._line_offsets_ms, self._late_ms, now_ms)
             if reads or (reads := plan_reads(offers, budgets)):
                 self._read(reads)
             else:

@@ -1,7 +1,9 @@
 """What a batcher knows of the shards, and how it asks them for what its free slots can use. Pure."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
+from typing import NamedTuple
 
 import msgspec
 
@@ -10,10 +12,14 @@ from carpool.broker.redis.terms import NONE, NOTHING, Budget, Claim, Head, Taken
 
 # One question goes to so many shards at most.
 SHARDS_A_QUESTION_MAX = 8
+# Where what goes first is looked for in all of them.
+SHARDS_BY_PLACE_MAX = 16
 # So many streams of a model are known in a shard: more than a question brings, and enough for any free slots.
 HEADS_KNOWN_MAX = 64
 # One shard gives no more at once.
 BATCHES_A_CLAIM_MAX = 4
+# How exactly it is worked out where many streams are cut: of two seconds, to a millisecond.
+CUT_STEPS = 12
 NO_MODELS: Mapping[str, int] = {}
 
 
@@ -242,28 +248,80 @@ def is_scarce(offers: Offers, budgets: Sequence[Budget]) -> bool:
     return False
 
 
-def plan_by_place(offers: Offers, budgets: Sequence[Budget], late_ms: Mapping[bytes, int]) -> Reads:
-    """The same where more waits than can be taken, in several shards: stream by stream, by the places of their first
-    entries. The tier whose first entry has the smallest place goes first; inside it a line may stand later.
+class Place(NamedTuple):
+    """Where a stream stands: the places of its first entry and of one that came now, and how many wait in it."""
+
+    first: float
+    last: float
+    unread: int
+
+    def before(self, place: float) -> int:
+        """How many stand before a place, if they came evenly."""
+        if place < self.first:
+            return 0
+        return min(self.unread, 1 + int(self.unread * (place - self.first) / max(self.last - self.first, 1.0)))
+
+
+def cut(places: Sequence[Place], total: int) -> list[int]:
+    """How many of each stream are among the first so many of all."""
+    if sum(place.unread for place in places) <= total:
+        return [place.unread for place in places]
+    low, high = min(place.first for place in places), max(place.last for place in places)
+    for _ in range(CUT_STEPS):
+        middle = (low + high) / 2
+        if sum(place.before(middle) for place in places) <= total:
+            low = middle
+        else:
+            high = middle
+    numbers = [place.before(low) for place in places]
+    left = total - sum(numbers)
+    best_first = sorted(range(len(places)), key=lambda index: places[index].first)
+    for index in best_first if left > 0 else reversed(best_first):
+        more = max(min(left, places[index].unread - numbers[index]), -numbers[index])
+        numbers[index] += more
+        left -= more
+    return numbers
+
+
+def plan_by_place(
+    offers: Offers,
+    budgets: Sequence[Budget],
+    offsets_ms: Mapping[bytes, int],
+    late_ms: Mapping[bytes, int],
+    now_ms: int,
+) -> Reads:
+    """The same where more waits than can be taken, in several shards: in the order of the places, as if the entries of
+    each stream had come evenly. Inside its tier a line may stand later. What was planned for a lane that has no room is
+    left.
     """
     room = Room(budgets)
     reads: Reads = {}
-    tiers: dict[tuple[str, bytes], list[tuple[float, int, Head]]] = {}
-    for view, heads in offers:
-        for head in heads:
-            late_place = head.place + late_ms.get(head.line, 0)
-            tiers.setdefault((head.model, same_tier(head.line)), []).append((late_place, view.shard.number, head))
-    for streams in tiers.values():
-        streams.sort(key=lambda stream: stream[0], reverse=True)
-    while tiers:
-        best = min(tiers, key=lambda tier: min(head.place for _, _, head in tiers[tier]))
-        _, number, head = tiers[best].pop()
-        if not tiers[best]:
-            del tiers[best]
-        count = min(head.unread, room.for_lane(head))
-        if count > 0 and (number in reads or len(reads) < SHARDS_A_QUESTION_MAX):
-            reads.setdefault(number, []).append((head.field, count))
-            room.use(head, count)
+    for budget in budgets:
+        own_offers = offers_of(offers[:SHARDS_BY_PLACE_MAX], budget.model)
+        found = [(head, view.shard.number) for view, heads in own_offers for head in heads]
+        if not found:
+            continue
+        total = budget.batches * budget.largest + sum(budget.rooms.values())
+        places = [Place(head.place, now_ms + offsets_ms.get(head.line, 0), head.unread) for head, _ in found]
+        of_tiers: defaultdict[bytes, list[int]] = defaultdict(list)
+        numbers = cut(places, total)
+        for index, (head, _) in enumerate(found):
+            of_tiers[same_tier(head.line)].append(index)
+        for own in of_tiers.values():
+            late = [late_ms.get(found[index][0].line, 0) for index in own]
+            if any(late):
+                later = [
+                    Place(first + more, last + more, unread)
+                    for (first, last, unread), more in zip((places[index] for index in own), late, strict=True)
+                ]
+                for index, number in zip(own, cut(later, sum(numbers[index] for index in own)), strict=True):
+                    numbers[index] = number
+        for index in sorted(range(len(found)), key=lambda index: places[index].first):
+            head, shard = found[index]
+            number = min(numbers[index], room.for_lane(head))
+            if number > 0:
+                reads.setdefault(shard, []).append((head.field, number))
+                room.use(head, number)
     return reads
 
 
