@@ -1,5 +1,6 @@
 """What a batcher plans to read: never more than its free slots can use, and nothing out of turn."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -136,6 +137,15 @@ def test_by_place_streams_are_cut_and_not_emptied_one_after_the_other() -> None:
     assert dict(reads[1])[b"a:s0"] == 10
     assert sum(count for streams in reads.values() for _, count in streams) == 64
     assert abs(dict(reads[0])[b"a:s1"] - dict(reads[1])[b"a:s1"]) <= 2
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 8])
+def test_by_place_batches_are_full_however_many_lanes_wait(lanes: int) -> None:
+    heads = [[Head(b"%d:s0" % lane, "m", 1000.0 + lane + shard, 100) for lane in range(lanes)] for shard in range(4)]
+    offers = [(ShardView(SHARDS[number], found), found) for number, found in enumerate(heads)]
+    for batches in (1, 2):
+        reads = plan_by_place(offers, [Budget("m", batches, 64, {}, {})], {}, {}, 2000)
+        assert sum(count for streams in reads.values() for _, count in streams) == 64 * batches
 
 
 @given(budgets=budgets(), due=st.integers(1, 16))

@@ -675,6 +675,27 @@ class TestCapacity:
 
         stand.run(main)
 
+    def test_a_quiet_hour_after_those_who_waited_have_left_takes_nothing_from_it(self) -> None:
+        stand = Stand(slots=1)
+
+        async def main() -> None:
+            stand.arrive(MAX_BATCH)
+            await asyncio.sleep(1)
+            known = stand.loop.capacity_rps(1)
+            *_, last = stand.arrive(2 * MAX_BATCH + 1)
+            await asyncio.sleep(1.5 * SERVICE_S)
+            stand.broker.cancel(last)
+            await asyncio.sleep(3600)
+            stand.arrive()
+            await asyncio.sleep(1)
+            assert stand.loop.capacity_rps(1) > 0.5 * known
+            for _ in range(300):
+                stand.arrive()
+                await asyncio.sleep(2 * SERVICE_S)
+            assert stand.loop.capacity_rps(1) == pytest.approx(known, rel=0.01)
+
+        stand.run(main)
+
     def test_it_is_known_after_the_first_batch(self) -> None:
         stand = Stand(slots=2)
         told: list[bool] = []

@@ -85,15 +85,15 @@ def test_it_is_counted_who_of_those_that_wait_came_in_late() -> None:
     counted = ranks.standings[FREE]
     first, second, _ = (late(lane, name, now) for name, now in (("a", 0.0), ("b", 0.01), ("c", 0.02)))
     waiting(lane, "in time", 0.0)
-    assert (counted.waiting, counted.late) == (4, 3)
+    assert (counted.waiting, counted.late_of("")) == (4, 3)
     leave(lane, second)
-    assert (counted.waiting, counted.late) == (3, 2)
+    assert (counted.waiting, counted.late_of("")) == (3, 2)
     assert names(lane.take(2, 0.1)[0]) == ["in time", "a"]
-    assert (counted.waiting, counted.late) == (1, 1)
+    assert (counted.waiting, counted.late_of("")) == (1, 1)
     lane.put_back(first)
-    assert (counted.waiting, counted.late) == (2, 2)
+    assert (counted.waiting, counted.late_of("")) == (2, 2)
     assert names(lane.take(9, 0.1)[0]) == ["a", "c"]
-    assert (counted.waiting, counted.late, lane.waiting) == (0, 0, 0)
+    assert (counted.waiting, counted.late_of(""), counted.has_late) == (0, 0, False)
 
 
 def test_old_tasks_leave_what_came_in_late_its_share(lane: Lane) -> None:
@@ -201,6 +201,16 @@ def test_the_trickle_is_of_the_whole_model() -> None:
     backlog(free, FREE, 8000)
     served = sum(lowest_of([paying, free], 100, 64))
     assert served == pytest.approx(0.05 * 6400, abs=64)  # whole batches: they share no lane with others
+
+
+def test_what_came_in_late_has_its_part_of_the_trickle() -> None:
+    lane = Lane("m", b"", Ranks(3, strict=True, trickle=0.1))
+    for number in range(200):
+        waiting(lane, f"e{number}", 0.0, ENTERPRISE)
+    for number in range(20):
+        late(lane, f"l{number}", 0.0)
+    taken = [request for _ in range(10) for request in lane.take(10, 0.1)[0]]
+    assert 5 <= sum(request.is_late for request in taken) <= 15
 
 
 def test_without_a_trickle_the_lowest_tier_waits() -> None:

@@ -69,8 +69,8 @@ class Stands(msgspec.Struct):
     """Who waits, as a test says."""
 
     waiting: int = 0
-    late: int = 0
     by_owner: dict[str, int] = {}
+    late: set[str] = set()
 
     @property
     def cost(self) -> float:
@@ -82,6 +82,13 @@ class Stands(msgspec.Struct):
 
     def of(self, owner: str) -> int:
         return self.by_owner.get(owner, 0)
+
+    def late_of(self, owner: str) -> int:
+        return int(owner in self.late)
+
+    @property
+    def has_late(self) -> bool:
+        return bool(self.late)
 
     def set(self, **by_owner: int) -> None:
         self.by_owner, self.waiting = by_owner, sum(by_owner.values())
@@ -202,16 +209,19 @@ class TestBursts:
         assert self.comes_in(scene, 700, PAID) == "late"
         assert self.comes_in(scene, 800, PAID) == "not at all"
 
-    def test_of_its_tier_only_owners_with_little_waiting_come_in_until_it_has_its_slot(self) -> None:
+    def test_while_it_waits_its_owner_comes_in_late_too_or_not_at_all(self) -> None:
         scene = self.scene()
+        scene.stands[FREE].set(somebody=100, another=100)
+        scene.stands[FREE].late = {"somebody"}
+        for owner, is_late in (("somebody", True), ("another", False), ("a third", False)):
+            assert scene.ask(FREE, owner) is None
+            assert scene.door.is_late == is_late
         self.stand_for(scene, 3)
-        scene.stands[FREE].set(somebody=100)
-        scene.stands[FREE].late = 50
         assert scene.ask(FREE) is not None
         assert scene.ask(FREE, "another") is None
-        assert not scene.door.is_late
-        scene.stands[FREE].late = 0
+        scene.stands[FREE].late = set()
         assert scene.ask(FREE) is None
+        assert not scene.door.is_late
 
     def test_higher_tiers_do_not_wait_for_it(self) -> None:
         scene = self.scene()
@@ -231,6 +241,37 @@ class TestBursts:
         brought = 400 * 1.2  # it should have its slot before it would go before them, too
         most = round(1200 - brought - 3 * sqrt(brought))
         assert [self.comes_in(scene, waiting) for waiting in (most - 20, most + 20)] == ["late", "not at all"]
+
+    def test_so_is_what_others_of_its_tier_bring_who_go_before_it(self) -> None:
+        """They have little waiting, and come in time."""
+        scene = self.scene()
+        for _ in range(100):
+            for number in range(40):
+                assert scene.door.refusal(FREE, f"owner{number}", scene.now) is None
+            scene.now += 0.1
+            scene.door.tick(0.1, scene.now)
+        assert self.comes_in(scene, 0) == "in time"
+        most = round(1760 - 704 - 3 * sqrt(704))
+        assert [self.comes_in(scene, waiting) for waiting in (most - 30, most + 30)] == ["late", "not at all"]
+
+    def test_and_what_higher_tiers_bring_to_other_gateways(self) -> None:
+        scene = self.scene()
+        learn_share(scene.door, 1000.0, 8.0, [0.0, 400.0, 0.0], scene.stands, 0.2, 2)
+        brought = 200 * 1.2  # the half of it, as this one counts on the half of what can be served
+        most = round(600 - brought - 3 * sqrt(brought))
+        assert [self.comes_in(scene, waiting) for waiting in (most - 20, most + 20)] == ["late", "not at all"]
+
+    def test_one_with_a_deadline_of_its_own_does_not_come_in_late_for_nothing(self) -> None:
+        scene = self.scene()
+        for _ in range(100):
+            for _ in range(40):
+                scene.door.refusal(PAID, "p", scene.now)
+            scene.now += 0.1
+            scene.door.tick(0.1, scene.now)
+        scene.stands[FREE].set(somebody=300)
+        scene.ask(FREE)
+        assert scene.door.refusal_if_late(FREE, "somebody", 0.5) is not None
+        assert scene.door.refusal_if_late(FREE, "somebody", 1.0) is None
 
     def test_a_rate_is_known_at_once(self) -> None:
         scene = self.scene()

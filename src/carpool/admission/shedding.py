@@ -12,10 +12,9 @@
    after the last refusal: one that is short because the door cuts it still stands. In its first second a request for
    which there is no room may come in late: it may wait for as long as its time in the queue, less one call. Over the
    next second that falls in a line to its tier's `wait_max`. Its place in the order is so late that those of higher
-   tiers who come meanwhile go first; of its own tier only owners with little waiting come in, until it has its slot. It
-   takes nothing that was promised: all that wait are ahead of it, and of many gateways each has an equal part. Until a
-   call has ended, one is taken to need twice what the oldest has needed so far; while none runs nothing is known, and
-   nobody is refused.
+   tiers who come meanwhile go first; while it waits its owner comes in late, too, or not at all. It takes nothing that
+   was promised: all that wait are ahead of it, and of many gateways each has an equal part. Until a call has ended, one
+   is taken to need twice what the oldest has needed so far; while none runs nothing is known, and nobody is refused.
 5. An estimate may be wrong. If even the shortest wait that was seen in a while is longer than the tier may wait, the
    capacity is trusted less, until it is not (as CoDel does it).
 6. The lowest tier always has room for a trickle: it must not starve while others use everything.
@@ -127,6 +126,12 @@ class Door:
         self._stands_since = inf
         self._refused_at = -inf
         self._late_rooms = [0.0] * count
+        # The room that is for those alone of whose owners none came in late.
+        self._withheld = [0.0] * count
+        # What came in, in requests a second, when the queue did not stand; and what comes to other gateways, as far as
+        # this one counts on what it takes.
+        self._calm_rates = [0.0] * count
+        self._elsewhere = [0.0] * count
         # Whether the last one that was let in comes late.
         self.is_late = False
         # Until a call has ended: how many can be served at once, and since when the first one runs.
@@ -202,8 +207,11 @@ class Door:
             return None
         if self._thresholds is None:
             # Everybody has its turn behind one of each owner who waits: where those are too many, nobody need be asked.
-            allowed = self._allowed[tier]
-            if self._standings[tier].owners + 1 < allowed and self._turns(tier, owner) < allowed:
+            allowed, standing = self._allowed[tier], self._standings[tier]
+            if not standing.late_of(owner) and (
+                self.rooms[tier] + self._withheld[tier] > 0
+                or (standing.owners + 1 < allowed and self._turns(tier, owner) < allowed)
+            ):
                 return None
             if self.rooms[tier] + self._late_rooms[tier] > 0:
                 self.is_late = True
@@ -227,7 +235,10 @@ class Door:
         ahead = self._ahead(tier) - waiting + min(waiting + count - 1, self._turns(tier, owner, count))
         if not ahead:
             return None  # nobody overtakes one that does not wait
-        wait_s = (ahead + self._overtakers(tier, seconds)) / capacity if capacity > 0.0 else inf
+        overtakers = self._overtakers(tier, seconds)
+        if self.rooms[tier] <= 0:
+            overtakers = max(overtakers, self._overtaking_late(tier, seconds))
+        wait_s = (ahead + overtakers) / capacity if capacity > 0.0 else inf
         if wait_s <= seconds:
             return None
         fewer = int(capacity * seconds)
@@ -253,7 +264,7 @@ class Door:
         """How long a request of this tier that comes now may wait for a slot (rule 4)."""
         wait_max_s = self._tiers[tier].wait_max_s
         burst_s = MARGIN * self._queue_s
-        if sum(map(self._rate_now, range(tier))) >= 1.0:
+        if sum(self._rate_now(n) + self._elsewhere[n] for n in range(tier)) >= 1.0:
             # It should have its slot before it would go before those of higher tiers. Nobody comes in late behind them
             # while it is not even known what they bring.
             burst_s = min(burst_s, self._goes_first_s[tier]) if self._first_call is None else 0.0
@@ -276,10 +287,11 @@ class Door:
         *,
         call_s: float = 0.0,
         burst_rps: float = 0.0,
+        elsewhere: Sequence[float] = (),
         batch_s: float = 0.0,
     ) -> None:
-        """What can be served, and is in a batch, by tier; where it waits. For rule 4: how long a call takes, and what
-        may be let in late.
+        """What can be served, and is in a batch, by tier; where it waits. For rule 4: how long a call takes, what may
+        be let in late, and what others bring that takes of that, by tier.
 
         With `batch_s`, the standings count those too that are being served, for so long each.
         """
@@ -287,6 +299,7 @@ class Door:
         self._standings = standings
         self._batch_s = batch_s
         self._call_s, self._burst_rps = call_s, burst_rps
+        self._elsewhere = list(elsewhere) or [0.0] * len(self._tiers)
         self._is_known, self._first_call = True, None
 
     def suppose(
@@ -358,8 +371,7 @@ class Door:
         if not self._is_known:
             return
         self._refusals = [None] * len(self._tiers)
-        if self._batch_s:
-            self._running = self._count_running()
+        self._running = self._count_running() if self._batch_s else [0.0] * len(self._tiers)
         if self._thresholds is not None:
             self.rooms[:] = self._rooms_by_threshold(self._thresholds)
             return
@@ -372,10 +384,11 @@ class Door:
             allowed = served - self._overtaking(tier) - (self._ahead(tier) - waiting)
             if tier == self._lowest:
                 allowed = max(allowed, served * self._trickle)
-            if self._standings[tier].late > self._running[tier]:
-                allowed = min(allowed, waiting)
+            room = allowed - waiting
             self._allowed[tier] = allowed
-            self.rooms[tier] = allowed - waiting
+            # While some are late, each who comes is looked at.
+            self._withheld[tier] = max(room, 0.0) if self._standings[tier].has_late else 0.0
+            self.rooms[tier] = room - self._withheld[tier]
             limit_s, late = self._limit_s(tier, now), -inf
             if limit_s > rule.wait_max_s:
                 late = self._burst_rps * self.trust[tier] * limit_s - self._overtaking_late(tier, limit_s) - stand
@@ -390,6 +403,7 @@ class Door:
             self._stands_since = min(self._stands_since, now)
         elif now > self._refused_at + BURST_S:
             self._stands_since = inf
+            self._calm_rates = list(self._admitted_rates)
 
     def _rooms_by_threshold(self, thresholds: Thresholds) -> list[float]:
         capacity = self.capacity[-1]
@@ -455,8 +469,11 @@ class Door:
         return sum(self._rate_now(n) * min(each, seconds) for n, each in enumerate(self._overtaking_s[tier]))
 
     def _overtaking_late(self, tier: int, seconds: float) -> float:
-        """The same for one that came in late: those of higher tiers go first, also those who are refused just now."""
-        most = sum(max(self._rate_now(n), self.rates[n]) for n in range(tier)) * seconds
+        """The same for one that came in late. Those of higher tiers go first, also those who are refused just now; and
+        of its own tier others who come as they did before the burst.
+        """
+        higher = sum(max(self._rate_now(n), self.rates[n]) + self._elsewhere[n] for n in range(tier))
+        most = (higher + self._calm_rates[tier]) * seconds
         return most + SIGMAS * sqrt(most)
 
     def _rate_now(self, tier: int) -> float:

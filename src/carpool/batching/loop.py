@@ -289,7 +289,9 @@ class BatchLoop:
         """After a batch of this size: what the slots can do, and whether the next one may leave at once."""
         is_waiting, is_full = self.is_waiting(), self._slots.free() <= 0
         if self._free_since and self._is_crowded:
-            self._gap_s += GAP_WEIGHT * (now - self._free_since[0] - self._gap_s)
+            # A longer one is none between two batches: those who waited have left, or nothing could be fetched.
+            gap_s = min(now - self._free_since[0], self.max_wait_s + COMPANY_S)
+            self._gap_s += GAP_WEIGHT * (gap_s - self._gap_s)
         if is_full:
             self._free_since.clear()
         elif self._free_since:
@@ -299,6 +301,7 @@ class BatchLoop:
             self._is_crowded = True
         else:
             self.busy_size += SIZE_DRIFT * (largest - self.busy_size)
+            self._gap_s *= 1.0 - SIZE_DRIFT
             self._is_crowded = self._is_crowded and is_waiting
         slots = self._slots.total()
         if slots > 1 and self._batches_ended >= APART_AFTER:

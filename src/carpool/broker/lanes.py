@@ -39,7 +39,7 @@ class Ranks:
         # places, so they need lines of their own. Of a tier's two lines of synchronous requests the same one counts.
         counts = [WaitingCount() for _ in range(2 * tiers)]
         self.standings = counts + counts[:tiers]
-        self.lowest = (tiers - 1, 2 * tiers - 1)
+        self.lowest = (tiers - 1, 3 * tiers - 1, 2 * tiers - 1)
         self.trickle = Trickle(trickle) if strict and trickle and tiers > 1 else None
         self.synchronous = Trickle(SYNCHRONOUS_SHARE, debt_max=0.0)
 
@@ -57,7 +57,7 @@ class Ranks:
             tier = self.tiers - 1
             lowest = sum(request.tier == tier for request in batch)
             waiting = sum(standing.waiting for standing in standings[: 2 * tiers])
-            lowest_waiting = sum(self.standings[index].waiting for index in self.lowest)
+            lowest_waiting = standings[tier].waiting + standings[tier + tiers].waiting
             self.trickle.served(
                 len(batch) - lowest,
                 lowest,
@@ -113,7 +113,7 @@ class Lane:
         if request.is_task:
             index += self._tiers
         elif request.is_late:
-            self._standings[index].late += 1
+            self._standings[index].add_late(request.owner)
             index += 2 * self._tiers
         owner = request.owner
         standing = self._standings[index]
@@ -136,7 +136,8 @@ class Lane:
         self.waiting_bytes += request.size
         index = self._index_of(request)
         self._standings[index].add(request.owner, request.size)
-        self._standings[index].late += index >= 2 * self._tiers
+        if index >= 2 * self._tiers:
+            self._standings[index].add_late(request.owner)
         self._lines[index].put_back(request)
 
     def forget(self, request: Request) -> None:
@@ -145,7 +146,8 @@ class Lane:
         self.waiting_bytes -= request.size
         index = self._index_of(request)
         self._standings[index].remove(request.owner, 1, request.size)
-        self._standings[index].late -= index >= 2 * self._tiers
+        if index >= 2 * self._tiers:
+            self._standings[index].remove_late(request.owner)
         line = self._lines[index]
         line.dead += 1
         if line.dead > REBUILD_DEAD_MIN and line.dead > self.waiting:
@@ -210,11 +212,13 @@ class Lane:
 
     def _take_from(self, index: int, bound: float, taking: Taking) -> None:
         """Move requests from one line while it is still the best (its place not after `bound`) and there is room."""
+        before = len(taking.batch), len(taking.expired)
         number, size = self._lines[index].move(taking, bound, self._standings[index])
         self.waiting -= number
         self.waiting_bytes -= size
         if index >= 2 * self._tiers:
-            self._standings[index].late -= number
+            for request in (*taking.batch[before[0] :], *taking.expired[before[1] :]):
+                self._standings[index].remove_late(request.owner)
 
     def _index_of(self, request: Request) -> int:
         kind = 1 if request.is_task else 2 if request.is_late else 0

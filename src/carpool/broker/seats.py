@@ -446,7 +446,6 @@ class Seats:
             seated.deadline = max(seated.deadline, request.deadline)
         last = seat.requests[-1]
         is_better = request.tier < last.tier and (self._strict_order or request.place < last.place)
-        is_better = is_better or (request.tier == last.tier and last.is_late and not request.is_late)
         if (is_better or self._has_less_waiting(request, seat, last)) and not self._offends(request):
             self._move_up(seat, last, request)
         return None
@@ -455,8 +454,8 @@ class Seats:
         """Whether a seat of this member's tier waits in the line of an owner who has far more waiting."""
         if self._standing is None or member.tier != seated.tier or member.owner == seated.owner:
             return False
-        if self._far is not None and not (seated.is_over or seat.is_looked_for):
-            return False  # there only what exceeds its owner's share goes later
+        if self._far is not None and not (seated.is_over or seated.is_late or seat.is_looked_for):
+            return False  # there only what exceeds its owner's share, or came in late, goes later
         standing = self._standing(seated.model, seated.tier)
         return FAR_MORE * (standing.of(member.owner) + 1) < standing.of(seated.owner)
 

@@ -18,10 +18,12 @@ ALONE_S = 60.0
 class OwnerShare:
     """What one owner has parked."""
 
-    __slots__ = ("count", "over", "weight")
+    __slots__ = ("count", "late", "over", "weight")
 
     def __init__(self) -> None:
         self.count = 0
+        # How many of them came in late, with a burst.
+        self.late = 0
         # The cost, in bytes: whole numbers add up.
         self.weight = 0
         # How many of them are over.
@@ -31,12 +33,11 @@ class OwnerShare:
 class ParkedShares:
     """Of one model and tier: the synchronous requests that are parked, whether they wait or run."""
 
-    __slots__ = ("_last", "_owners", "_shared_until", "_weight", "late", "waiting")
+    __slots__ = ("_last", "_late", "_owners", "_shared_until", "_weight", "waiting")
 
     def __init__(self) -> None:
         self.waiting = 0
-        # Those that came in late, with a burst.
-        self.late = 0
+        self._late = 0
         self._weight = 0
         self._owners: dict[str, OwnerShare] = {}
         # Who came last, and until when others count as being about.
@@ -61,6 +62,16 @@ class ParkedShares:
         share = self._owners.get(owner)
         return 0 if share is None else share.count
 
+    def late_of(self, owner: str) -> int:
+        """Requests of one owner that came in late."""
+        share = self._owners.get(owner)
+        return 0 if share is None else share.late
+
+    @property
+    def has_late(self) -> bool:
+        """Whether some are parked that came in late."""
+        return self._late > 0
+
     def add(self, request: Request) -> None:
         """A request is parked: see whether it is over."""
         owner = request.owner
@@ -73,9 +84,11 @@ class ParkedShares:
             share = self._owners[owner] = OwnerShare()
         weight = COST_BYTES + request.size
         self.waiting += 1
-        self.late += request.is_late
         self._weight += weight
         share.count += 1
+        if request.is_late:
+            share.late += 1
+            self._late += 1
         share.weight += weight
         if share.over or (share.weight > SHARE_COST * COST_BYTES and request.arrived < self._shared_until):
             share.over += 1
@@ -86,9 +99,11 @@ class ParkedShares:
         weight = COST_BYTES + request.size
         share = self._owners[request.owner]
         self.waiting -= 1
-        self.late -= request.is_late
         self._weight -= weight
         share.count -= 1
+        if request.is_late:
+            share.late -= 1
+            self._late -= 1
         if not share.count:
             del self._owners[request.owner]
         share.weight -= weight

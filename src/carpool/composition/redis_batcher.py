@@ -153,7 +153,5 @@ def waiting_in_redis(feed: BatcherSide, service: ModelService) -> int:
 
 
 def company_comes(feed: BatcherSide, service: ModelService) -> bool:
-    """Whether those that are here when a slot becomes free should wait a moment for others, which the feed fetches:
-    they were cleared by a search, or left when the last batch was full.
-    """
-    return waiting_in_redis(feed, service) > 0
+    """Whether requests that were cleared by a search should wait a moment for others, which the feed fetches."""
+    return service.dispatcher.isolation.running > 0 and waiting_in_redis(feed, service) > 0

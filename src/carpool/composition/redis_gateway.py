@@ -23,7 +23,6 @@ from carpool.composition.shedding import (
     Ticks,
     learn_own,
     learn_share,
-    let_see,
     make_doors,
     sample,
     standings_of,
@@ -160,10 +159,10 @@ class RedisGatewayHalf(GatewayHalf):
             sharers=meeting.gateways_last_seen,
             far=meeting.make_results(),
         )
-        for model, door in doors.items():
-            let_see(door, [service for service in own.services if service.name == model])
         if doors:
             self.queue.parking.sampled = self._sampled
+            for service in own.services:
+                service.loop.sampled = self._sampled_here
         meeting.counted = self.queue.parking
         meeting.when_nodes_change.append(self.queue.nodes_changed)
         meeting.when_fleet_changes.append(self._look_at_fleet)
@@ -295,6 +294,11 @@ class RedisGatewayHalf(GatewayHalf):
     def _first_call(self, model: str, at_once: float) -> tuple[float, float]:
         """Since when the first call runs: since its first request came, or so."""
         return at_once, self.queue.parking.oldest(model)
+
+    def _sampled_here(self, request: Request) -> None:
+        """One that goes to an endpoint of this process; what came by Redis is seen with its outcome."""
+        if not self.is_connected():
+            self._sampled(request)
 
     def _sampled(self, request: Request) -> None:
         sample(self.doors[request.model], request)

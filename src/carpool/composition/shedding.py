@@ -120,8 +120,15 @@ def learn_share(
         # Whoever had nothing so far may be about to.
         share = max(own, SOME_RPS) / (max(own, SOME_RPS) + elsewhere)
         shares.append(max(capacity * share, capacity - elsewhere))
-    batches = [batch * share / capacity for share in shares]
-    door.learn(shares, batches, standings, call_s=batch_s, burst_rps=capacity / gateways, batch_s=batch_s)
+    door.learn(
+        shares,
+        [batch * share / capacity for share in shares],
+        standings,
+        call_s=batch_s,
+        burst_rps=capacity / gateways,
+        elsewhere=[each / gateways for each in others],
+        batch_s=batch_s,
+    )
 
 
 def wanted(doors: Mapping[str, Door]) -> dict[str, tuple[float, ...]]:

@@ -52,11 +52,6 @@ class Standing(Protocol):
         ...
 
     @property
-    def late(self) -> int:
-        """Those of them that came in late, with a burst."""
-        ...
-
-    @property
     def cost(self) -> float:
         """What they cost together: 1 each, and 1 for every 4,096 bytes of input."""
         ...
@@ -68,6 +63,15 @@ class Standing(Protocol):
 
     def of(self, owner: str) -> int:
         """Requests of one owner that wait."""
+        ...
+
+    def late_of(self, owner: str) -> int:
+        """Those of them that came in late, with a burst."""
+        ...
+
+    @property
+    def has_late(self) -> bool:
+        """Whether some wait that came in late."""
         ...
 
 

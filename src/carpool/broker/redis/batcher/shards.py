@@ -283,6 +283,21 @@ def cut(places: Sequence[Place], total: int) -> list[int]:
     return numbers
 
 
+def best_lanes(offers: Offers, budget: Budget) -> list[tuple[Head, int]]:
+    """The streams of the lanes for which there are batches, by their places, and their shards: the others would be
+    planned for nothing.
+    """
+    found: list[tuple[Head, int]] = []
+    lanes = set(budget.rooms)
+    lanes_max = len(lanes) + budget.batches
+    everything = ((head, view.shard.number) for view, heads in offers for head in heads)
+    for head, shard in sorted(everything, key=lambda each: each[0].place):
+        if head.lane in lanes or len(lanes) < lanes_max:
+            lanes.add(head.lane)
+            found.append((head, shard))
+    return found
+
+
 def plan_by_place(
     offers: Offers,
     budgets: Sequence[Budget],
@@ -291,14 +306,12 @@ def plan_by_place(
     now_ms: int,
 ) -> Reads:
     """The same where more waits than can be taken, in several shards: in the order of the places, as if the entries of
-    each stream had come evenly. Inside its tier a line may stand later. What was planned for a lane that has no room is
-    left.
+    each stream had come evenly. Inside its tier a line may stand later. Lanes come in by their first entries.
     """
     room = Room(budgets)
     reads: Reads = {}
     for budget in budgets:
-        own_offers = offers_of(offers[:SHARDS_BY_PLACE_MAX], budget.model)
-        found = [(head, view.shard.number) for view, heads in own_offers for head in heads]
+        found = best_lanes(offers_of(offers[:SHARDS_BY_PLACE_MAX], budget.model), budget)
         if not found:
             continue
         total = budget.batches * budget.largest + sum(budget.rooms.values())
@@ -316,12 +329,15 @@ def plan_by_place(
                 ]
                 for index, number in zip(own, cut(later, sum(numbers[index] for index in own)), strict=True):
                     numbers[index] = number
-        for index in sorted(range(len(found)), key=lambda index: places[index].first):
-            head, shard = found[index]
-            number = min(numbers[index], room.for_lane(head))
-            if number > 0:
-                reads.setdefault(shard, []).append((head.field, number))
-                room.use(head, number)
+        counts = [0] * len(found)
+        for wanted in (numbers, [place.unread for place in places]):  # then what is left of the lanes' last batches
+            for index, (head, _) in enumerate(found):
+                if (more := min(wanted[index] - counts[index], room.for_lane(head))) > 0:
+                    counts[index] += more
+                    room.use(head, more)
+        for (head, shard), count in zip(found, counts, strict=True):
+            if count:
+                reads.setdefault(shard, []).append((head.field, count))
     return reads
 
 
