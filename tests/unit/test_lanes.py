@@ -93,7 +93,7 @@ def test_it_is_counted_who_of_those_that_wait_came_in_late() -> None:
     lane.put_back(first)
     assert (counted.waiting, counted.late_of("")) == (2, 2)
     assert names(lane.take(9, 0.1)[0]) == ["a", "c"]
-    assert (counted.waiting, counted.late_of(""), counted.has_late) == (0, 0, False)
+    assert (counted.waiting, counted.late_of(""), counted.late) == (0, 0, 0)
 
 
 def test_old_tasks_leave_what_came_in_late_its_share(lane: Lane) -> None:

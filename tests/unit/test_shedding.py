@@ -70,7 +70,8 @@ class Stands(msgspec.Struct):
 
     waiting: int = 0
     by_owner: dict[str, int] = {}
-    late: set[str] = set()
+    late: int = 0
+    late_owners: set[str] = set()
 
     @property
     def cost(self) -> float:
@@ -84,11 +85,7 @@ class Stands(msgspec.Struct):
         return self.by_owner.get(owner, 0)
 
     def late_of(self, owner: str) -> int:
-        return int(owner in self.late)
-
-    @property
-    def has_late(self) -> bool:
-        return bool(self.late)
+        return int(owner in self.late_owners)
 
     def set(self, **by_owner: int) -> None:
         self.by_owner, self.waiting = by_owner, sum(by_owner.values())
@@ -212,14 +209,14 @@ class TestBursts:
     def test_while_it_waits_its_owner_comes_in_late_too_or_not_at_all(self) -> None:
         scene = self.scene()
         scene.stands[FREE].set(somebody=100, another=100)
-        scene.stands[FREE].late = {"somebody"}
+        scene.stands[FREE].late, scene.stands[FREE].late_owners = 100, {"somebody"}
         for owner, is_late in (("somebody", True), ("another", False), ("a third", False)):
             assert scene.ask(FREE, owner) is None
             assert scene.door.is_late == is_late
         self.stand_for(scene, 3)
         assert scene.ask(FREE) is not None
         assert scene.ask(FREE, "another") is None
-        scene.stands[FREE].late = set()
+        scene.stands[FREE].late, scene.stands[FREE].late_owners = 0, set()
         assert scene.ask(FREE) is None
         assert not scene.door.is_late
 
@@ -227,9 +224,18 @@ class TestBursts:
         scene = self.scene()
         for _ in range(20):
             scene.door.waited(FREE, 0.6)
-        scene.stands[FREE].set(somebody=5000)
+        scene.stands[FREE].set(somebody=1000)
+        scene.stands[FREE].late = 900
         scene.ask(ENTERPRISE)
-        assert scene.door.predicted_wait_s(ENTERPRISE) < 0.25
+        assert scene.door.predicted_wait_s(ENTERPRISE) < 0.1
+
+    def test_nor_do_others_of_its_tier(self) -> None:
+        scene = self.scene()
+        self.stand_for(scene, 3)
+        scene.stands[FREE].set(flood=1000, **{f"other{number}": 8 for number in range(9)})
+        scene.stands[FREE].late, scene.stands[FREE].late_owners = 1000, {"flood"}
+        assert [scene.ask(FREE, f"other{number}") for number in range(9)] == [None] * 9
+        assert scene.ask(FREE, "flood") is not None
 
     def test_what_higher_tiers_bring_meanwhile_is_left_for_them(self) -> None:
         scene = self.scene()

@@ -206,12 +206,7 @@ class Door:
         if self.rooms[tier] > 0 or not self._is_known:
             return None
         if self._thresholds is None:
-            # Everybody has its turn behind one of each owner who waits: where those are too many, nobody need be asked.
-            allowed, standing = self._allowed[tier], self._standings[tier]
-            if not standing.late_of(owner) and (
-                self.rooms[tier] + self._withheld[tier] > 0
-                or (standing.owners + 1 < allowed and self._turns(tier, owner) < allowed)
-            ):
+            if self._comes_in_time(tier, owner):
                 return None
             if self.rooms[tier] + self._late_rooms[tier] > 0:
                 self.is_late = True
@@ -223,6 +218,16 @@ class Door:
         if refusal is None:
             refusal = self._refusals[tier] = self._too_long(tier)
         return refusal
+
+    def _comes_in_time(self, tier: int, owner: str) -> bool:
+        """Whether a request need not come in late, where its tier has no room for all."""
+        allowed, standing = self._allowed[tier], self._standings[tier]
+        if standing.late_of(owner):
+            return False
+        if self.rooms[tier] + self._withheld[tier] > 0:
+            return True
+        # Everybody has its turn behind one of each owner who waits: where those are too many, nobody need be asked.
+        return standing.owners + 1 < allowed and self._turns(tier, owner) < allowed
 
     def refusal_if_late(self, tier: int, owner: str, seconds: float, count: int = 1) -> Shed | None:
         """Why a request that has so many seconds until its deadline is not let in; it would not be served by then.
@@ -236,8 +241,9 @@ class Door:
         if not ahead:
             return None  # nobody overtakes one that does not wait
         overtakers = self._overtakers(tier, seconds)
-        if self.rooms[tier] <= 0:
-            overtakers = max(overtakers, self._overtaking_late(tier, seconds))
+        if self.rooms[tier] <= 0 and not self._comes_in_time(tier, owner):
+            ahead = max(ahead, sum(each.waiting for each in self._standings) + count - 1)
+            overtakers = self._overtaking_late(tier, seconds)
         wait_s = (ahead + overtakers) / capacity if capacity > 0.0 else inf
         if wait_s <= seconds:
             return None
@@ -387,7 +393,7 @@ class Door:
             room = allowed - waiting
             self._allowed[tier] = allowed
             # While some are late, each who comes is looked at.
-            self._withheld[tier] = max(room, 0.0) if self._standings[tier].has_late else 0.0
+            self._withheld[tier] = max(room, 0.0) if self._standings[tier].late else 0.0
             self.rooms[tier] = room - self._withheld[tier]
             limit_s, late = self._limit_s(tier, now), -inf
             if limit_s > rule.wait_max_s:
@@ -399,7 +405,7 @@ class Door:
 
     def _look_at_queue(self, now: float) -> None:
         """Whether the queue stands (rule 4)."""
-        if sum(map(self._waiting, range(len(self._tiers)))) > self._batch[-1]:
+        if sum(each.waiting for each in self._standings) - sum(self._running) > self._batch[-1]:
             self._stands_since = min(self._stands_since, now)
         elif now > self._refused_at + BURST_S:
             self._stands_since = inf
@@ -435,7 +441,9 @@ class Door:
         return running
 
     def _waiting(self, tier: int) -> float:
-        stands = self._standings[tier].waiting
+        """Those that did not come in late: these stand behind them."""
+        standing = self._standings[tier]
+        stands = standing.waiting - standing.late
         return max(0.0, stands - self._running[tier]) if self._batch_s else stands
 
     def _ahead(self, tier: int) -> float:
@@ -445,9 +453,7 @@ class Door:
             for lower in range(tier + 1, len(self._tiers)):
                 head_start_s = self._tiers[lower].target_s - self._tiers[tier].target_s
                 if (wait_s := self._waits[lower]) > head_start_s:
-                    # Those beyond that came in late, and let others go first.
-                    in_time = self.capacity[lower] * self._tiers[lower].wait_max_s
-                    ahead += min(self._waiting(lower), in_time) * (1.0 - head_start_s / wait_s)
+                    ahead += self._waiting(lower) * (1.0 - head_start_s / wait_s)
         return ahead
 
     def _turns(self, tier: int, owner: str, count: int = 1) -> float:

@@ -33,11 +33,12 @@ class OwnerShare:
 class ParkedShares:
     """Of one model and tier: the synchronous requests that are parked, whether they wait or run."""
 
-    __slots__ = ("_last", "_late", "_owners", "_shared_until", "_weight", "waiting")
+    __slots__ = ("_last", "_owners", "_shared_until", "_weight", "late", "waiting")
 
     def __init__(self) -> None:
         self.waiting = 0
-        self._late = 0
+        # Those that came in late, with a burst.
+        self.late = 0
         self._weight = 0
         self._owners: dict[str, OwnerShare] = {}
         # Who came last, and until when others count as being about.
@@ -67,11 +68,6 @@ class ParkedShares:
         share = self._owners.get(owner)
         return 0 if share is None else share.late
 
-    @property
-    def has_late(self) -> bool:
-        """Whether some are parked that came in late."""
-        return self._late > 0
-
     def add(self, request: Request) -> None:
         """A request is parked: see whether it is over."""
         owner = request.owner
@@ -88,7 +84,7 @@ class ParkedShares:
         share.count += 1
         if request.is_late:
             share.late += 1
-            self._late += 1
+            self.late += 1
         share.weight += weight
         if share.over or (share.weight > SHARE_COST * COST_BYTES and request.arrived < self._shared_until):
             share.over += 1
@@ -103,7 +99,7 @@ class ParkedShares:
         share.count -= 1
         if request.is_late:
             share.late -= 1
-            self._late -= 1
+            self.late -= 1
         if not share.count:
             del self._owners[request.owner]
         share.weight -= weight

@@ -7,14 +7,15 @@ COST_BYTES = 4096
 class WaitingCount:
     """Of one model, tier and kind (synchronous requests, or tasks)."""
 
-    __slots__ = ("by_owner", "bytes", "late_by_owner", "waiting")
+    __slots__ = ("by_owner", "bytes", "late", "late_by_owner", "waiting")
 
     def __init__(self) -> None:
         self.waiting = 0
         self.bytes = 0
         # Only owners who wait.
         self.by_owner: dict[str, int] = {}
-        # The same of those that came in late, with a burst.
+        # Those that came in late, with a burst.
+        self.late = 0
         self.late_by_owner: dict[str, int] = {}
 
     def __repr__(self) -> str:
@@ -34,21 +35,18 @@ class WaitingCount:
         """How many requests of one owner wait."""
         return self.by_owner.get(owner, 0)
 
-    @property
-    def has_late(self) -> bool:
-        """Whether some wait that came in late."""
-        return bool(self.late_by_owner)
-
     def late_of(self, owner: str) -> int:
         """How many requests of one owner wait that came in late."""
         return self.late_by_owner.get(owner, 0)
 
     def add_late(self, owner: str) -> None:
         """One that came in late waits."""
+        self.late += 1
         self.late_by_owner[owner] = self.late_by_owner.get(owner, 0) + 1
 
     def remove_late(self, owner: str) -> None:
         """One that came in late waits no more."""
+        self.late -= 1
         left = self.late_by_owner[owner] - 1
         if left:
             self.late_by_owner[owner] = left

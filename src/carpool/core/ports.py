@@ -70,8 +70,8 @@ class Standing(Protocol):
         ...
 
     @property
-    def has_late(self) -> bool:
-        """Whether some wait that came in late."""
+    def late(self) -> int:
+        """How many wait that came in late."""
         ...
 
 
