@@ -12,9 +12,10 @@
    after the last refusal: one that is short because the door cuts it still stands. In its first second a request for
    which there is no room may come in late: it may wait for as long as its time in the queue, less one call. Over the
    next second that falls in a line to its tier's `wait_max`. Its place in the order is so late that those of higher
-   tiers who come meanwhile go first; while it waits its owner comes in late, too, or not at all. It takes nothing that
-   was promised: all that wait are ahead of it, and of many gateways each has an equal part. Until a call has ended, one
-   is taken to need twice what the oldest has needed so far; while none runs nothing is known, and nobody is refused.
+   tiers who come meanwhile go first; while it waits its owner comes in late, too, or not at all, until all that wait
+   are few enough for its tier. It takes nothing that was promised: all that wait are ahead of it, and of many gateways
+   each has an equal part. Until a call has ended, one is taken to need twice what the oldest has needed so far; while
+   none runs nothing is known, and nobody is refused.
 5. An estimate may be wrong. If even the shortest wait that was seen in a while is longer than the tier may wait, the
    capacity is trusted less, until it is not (as CoDel does it).
 6. The lowest tier always has room for a trickle: it must not starve while others use everything.
@@ -126,8 +127,12 @@ class Door:
         self._stands_since = inf
         self._refused_at = -inf
         self._late_rooms = [0.0] * count
-        # The room that is for those alone of whose owners none came in late.
+        # While some are late: the room for those who are not; and what of it is for owners that have some.
         self._withheld = [0.0] * count
+        self._for_late = [0.0] * count
+        # Since when some of a tier are late; how many of them have waited so long that nobody goes before them.
+        self._late_since = [inf] * count
+        self._overdue = [0] * count
         # What came in, in requests a second, when the queue did not stand; and what comes to other gateways, as far as
         # this one counts on what it takes.
         self._calm_rates = [0.0] * count
@@ -223,11 +228,11 @@ class Door:
         """Whether a request need not come in late, where its tier has no room for all."""
         allowed, standing = self._allowed[tier], self._standings[tier]
         if standing.late_of(owner):
-            return False
+            return self.rooms[tier] + self._for_late[tier] > 0
         if self.rooms[tier] + self._withheld[tier] > 0:
             return True
         # Everybody has its turn behind one of each owner who waits: where those are too many, nobody need be asked.
-        return standing.owners + 1 < allowed and self._turns(tier, owner) < allowed
+        return standing.owners - standing.late_owners + 1 < allowed and self._turns(tier, owner) < allowed
 
     def refusal_if_late(self, tier: int, owner: str, seconds: float, count: int = 1) -> Shed | None:
         """Why a request that has so many seconds until its deadline is not let in; it would not be served by then.
@@ -383,6 +388,7 @@ class Door:
             return
         self._look_at_queue(now)
         stand = sum(standing.waiting for standing in self._standings)
+        all_waiting = max(0.0, stand - sum(self._running))
         is_quiet = True
         for tier, rule in enumerate(self._tiers):
             served = max(self.capacity[tier] * self.trust[tier] * rule.wait_max_s, self._batch[tier])
@@ -395,6 +401,7 @@ class Door:
             # While some are late, each who comes is looked at.
             self._withheld[tier] = max(room, 0.0) if self._standings[tier].late else 0.0
             self.rooms[tier] = room - self._withheld[tier]
+            self._for_late[tier] = min(self._withheld[tier], allowed + self._overdue[tier] - all_waiting)
             limit_s, late = self._limit_s(tier, now), -inf
             if limit_s > rule.wait_max_s:
                 late = self._burst_rps * self.trust[tier] * limit_s - self._overtaking_late(tier, limit_s) - stand
@@ -410,6 +417,9 @@ class Door:
         elif now > self._refused_at + BURST_S:
             self._stands_since = inf
             self._calm_rates = list(self._admitted_rates)
+        for tier, standing in enumerate(self._standings):
+            self._late_since[tier] = min(self._late_since[tier], now) if standing.late else inf
+            self._overdue[tier] = standing.late if now > self._late_since[tier] + self.late_s[tier] else 0
 
     def _rooms_by_threshold(self, thresholds: Thresholds) -> list[float]:
         capacity = self.capacity[-1]
@@ -444,11 +454,13 @@ class Door:
         """Those that did not come in late: these stand behind them."""
         standing = self._standings[tier]
         stands = standing.waiting - standing.late
-        return max(0.0, stands - self._running[tier]) if self._batch_s else stands
+        if not self._batch_s:
+            return stands
+        return max(0.0, stands - self._running[tier] * stands / max(standing.waiting, 1))
 
     def _ahead(self, tier: int) -> float:
         """What is served before a request of this tier that comes now: of lower tiers what has waited long enough."""
-        ahead = sum(map(self._waiting, range(tier + 1)))
+        ahead = sum(map(self._waiting, range(tier + 1))) + self._overdue[tier]
         if not self._is_strict:
             for lower in range(tier + 1, len(self._tiers)):
                 head_start_s = self._tiers[lower].target_s - self._tiers[tier].target_s
@@ -459,8 +471,8 @@ class Door:
     def _turns(self, tier: int, owner: str, count: int = 1) -> float:
         """Rule 3: what is served of a tier until it is the turn of one more request of this owner, or of so many."""
         standing = self._standings[tier]
-        own: float = standing.of(owner)
-        owners = standing.owners + (own == 0)
+        own: float = standing.of(owner) - standing.late_of(owner)
+        owners = max(standing.owners - standing.late_owners + (own == 0), 1)
         if self._batch_s:  # rule 8: of what is being served, owners have equal shares
             own = max(0.0, own - self._running[tier] / owners)
         return (own + count) * owners
