@@ -416,7 +416,8 @@ class Door:
             self._stands_since = min(self._stands_since, now)
         elif now > self._refused_at + BURST_S:
             self._stands_since = inf
-            self._calm_rates = list(self._admitted_rates)
+            # The smaller of the two: a burst that is over is soon forgotten.
+            self._calm_rates = list(map(min, self._admitted_rates, self._quick_rates))
         for tier, standing in enumerate(self._standings):
             self._late_since[tier] = min(self._late_since[tier], now) if standing.late else inf
             self._overdue[tier] = standing.late if now > self._late_since[tier] + self.late_s[tier] else 0
