@@ -293,8 +293,11 @@ class TestBursts:
             scene.now += 0.1
             scene.door.tick(0.1, scene.now)
         assert self.comes_in(scene, 0) == "in time"
-        most = round(1760 - 704 - 3 * sqrt(704))
-        assert [self.comes_in(scene, waiting) for waiting in (most - 30, most + 30)] == ["late", "not at all"]
+        brought = 0.9 * 400 * 1.76
+        most = round(1760 - brought - 3 * sqrt(brought))
+        for waiting, is_let_in in ((most - 30, True), (most + 30, False)):
+            scene.stands[FREE].set(somebody=waiting, **{f"owner{number}": 0 for number in range(9)})
+            assert (scene.ask(FREE) is None) == is_let_in
 
     def test_and_what_higher_tiers_bring_to_other_gateways(self) -> None:
         scene = self.scene()

@@ -404,7 +404,10 @@ class Door:
             self._for_late[tier] = min(self._withheld[tier], allowed + self._overdue[tier] - all_waiting)
             limit_s, late = self._limit_s(tier, now), -inf
             if limit_s > rule.wait_max_s:
-                late = self._burst_rps * self.trust[tier] * limit_s - self._overtaking_late(tier, limit_s) - stand
+                late = self._burst_rps * self.trust[tier] * limit_s - self._overtaking_late(tier, limit_s)
+                if self._batch_s:  # those that run are among them: the last batch may be full
+                    late = ceil(late / self._batch[tier]) * self._batch[tier]
+                late -= stand
             self._late_rooms[tier] = late - self.rooms[tier]
             is_quiet = is_quiet and allowed > 2 * waiting
         if is_quiet:
@@ -489,10 +492,11 @@ class Door:
 
     def _overtaking_late(self, tier: int, seconds: float) -> float:
         """The same for one that came in late. Those of higher tiers go first, also those who are refused just now; and
-        of its own tier others who come as they did before the burst.
+        of its own tier other owners, if they come as before the burst.
         """
         higher = sum(max(self._rate_now(n), self.rates[n]) + self._elsewhere[n] for n in range(tier))
-        most = (higher + self._calm_rates[tier]) * seconds
+        others = self._calm_rates[tier] * (1.0 - 1.0 / max(self._standings[tier].owners, 1))
+        most = (higher + others) * seconds
         return most + SIGMAS * sqrt(most)
 
     def _rate_now(self, tier: int) -> float:
