@@ -17,8 +17,7 @@ search.py, refusals.py and slot_share.py; who is at fault is decided here.
 7. Where other batchers have endpoints that work, one of them is asked before an input is blamed, with this input alone.
    Only a refusal that blames the input (400, 422), by an endpoint that answered others of the same batch, is final.
    Nobody is an offender for what goes back to the queue.
-8. For a call that began before an endpoint had answered one well, nobody is at fault and nobody an offender
-   (first_contact.py).
+8. Until an endpoint has answered a call well, nobody is at fault and nobody an offender (first_contact.py).
 """
 
 import asyncio
@@ -68,8 +67,7 @@ SURE_S = 1.0
 # How many endpoints are asked about one input alone, if none of those before is known to be right.
 ASKED_ALONE_MAX = 4
 
-# With when the call began that failed.
-GiveUp = Callable[[Request, CarpoolError, float], None]
+GiveUp = Callable[[Request, CarpoolError], None]
 
 
 class Isolation:
@@ -453,7 +451,7 @@ class Isolation:
                 if is_late:
                     self._settle([request], unresolved())
                 else:
-                    self._give_up(request, result.error, result.started)
+                    self._give_up(request, result.error)
             case.search.left(group)
 
     def _refused(self, case: Case, group: Group, result: Failure) -> None:
@@ -467,7 +465,7 @@ class Isolation:
         owner = members[0].owner
         if group.size > 1 and owner not in case.counted and all(each.owner == owner for each in members):
             case.counted.add(owner)
-            self._offends(owner, result.started)
+            self._offends(owner)
         if result.size == group.size == 1:
             self._judge(case, group.first)
 
@@ -504,9 +502,9 @@ class Isolation:
 
     def _is_at_fault(self, case: Case, index: int) -> bool:
         """Rule 5."""
-        failure = case.last[index]
-        if failure.started < self._pool.proven_at:
+        if not self._pool.is_proven:
             return False
+        failure = case.last[index]
         by, by_alone = case.refused_by.get(index, set()), case.refused_alone_by.get(index, set())
         lane = case.batch[index].plain_key
 
@@ -532,24 +530,24 @@ class Isolation:
         if request.owner in case.counted:  # for the group that it was in
             case.counted.discard(request.owner)
         else:
-            self._offends(request.owner, failure.started)
+            self._offends(request.owner)
         # In the lane where the next ones of this owner will be.
         request.is_apart = (self._model, request.owner) in self._offenders
         self._shares.refused(request.lane_key)
-        self._give_up(request, input_refused(failure), failure.started)
+        self._give_up(request, input_refused(failure))
 
     def _look_for_common(self, members: list[Request], *, is_refused: bool, is_batch: bool) -> None:
-        if not (self._common or is_batch) or not self._pool.is_proven:
+        if not (self._common or is_batch):
             return
         owners = {request.owner for request in members}
         found = self._common.refused(owners, is_batch=is_batch) if is_refused else self._common.answered(owners)
         if found is not None:
             self._common.forget()
             self._pool.isolation.refused_share = 0.0  # the reason for it is gone
-            self._offends(found, self._clock(), OFFENDS_FROM)
+            self._offends(found, OFFENDS_FROM)
 
-    def _offends(self, owner: str, began: float, count: float = 1.0) -> None:
-        if began < self._pool.proven_at:
+    def _offends(self, owner: str, count: float = 1.0) -> None:
+        if not self._pool.is_proven:
             return  # it may be the endpoint that refuses everything
         was_apart = (self._model, owner) in self._offenders
         self._offenders.refused(self._model, owner, self._clock(), count)
@@ -627,13 +625,13 @@ class Isolation:
             if self._attempts.goes_back(request, for_verdict=last is not None and last.is_certain):
                 went_back = True
             elif last is None:
-                self._give_up(request, unresolved(), case.started)
+                self._give_up(request, unresolved())
             elif last.is_certain and index in case.search.refused_alone:
-                if last.started >= self._pool.proven_at:
+                if self._pool.is_proven:
                     self._shares.refused(request.lane_key)
-                self._give_up(request, input_refused(last), last.started)
+                self._give_up(request, input_refused(last))
             else:
-                self._give_up(request, last.error, last.started)
+                self._give_up(request, last.error)
         if went_back:
             self._take_back_offences(case)
         if not self._cases:
