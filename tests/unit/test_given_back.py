@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 import msgspec
@@ -40,10 +41,10 @@ def kills(call: Call) -> Answer:
     return echo(call)
 
 
-def refuses(call: Call) -> Answer:
-    """A server that answers 500 to a batch with a bad input."""
+def refuses(call: Call, status: int = 500) -> Answer:
+    """A server that answers with an error to a batch with a bad input."""
     if any(b"bad" in value for value in inputs_of(call)):
-        return Answer(500, msgspec.json.encode({"error": "no"}))
+        return Answer(status, msgspec.json.encode({"error": "no"}))
     return echo(call)
 
 
@@ -141,3 +142,19 @@ def test_one_owner_that_poisons_harms_nobody_else() -> None:
     assert answered(good) == len(good)
     breakers = [stand.pool.members[0].breaker for stand in fleet.stands]
     assert all(breaker.state == "closed" or breaker.blamed_owner == "poisoner" for breaker in breakers)
+
+
+@pytest.mark.parametrize("owners", [1, 3])
+def test_where_every_batch_has_a_bad_input_others_are_answered(owners: int) -> None:
+    # Each batch is refused whole, by both: it must not go to and fro until neither endpoint seems to work.
+    fleet = VirtualFleet(*(endpoint(partial(refuses, status=422), f"server {number}") for number in range(2)))
+
+    async def main() -> None:
+        await load(fleet, 50, owners, per_s=200)
+        for index in range(300):
+            fleet.send(*((b"bad", "poisoner") if index % 2 == 0 else (b"good", f"client {index % owners}")))
+            await asyncio.sleep(0.005)
+
+    fleet.run(main)
+    good = [entry for entry in fleet.entries if b"good" in entry.value]
+    assert answered(good) == len(good)

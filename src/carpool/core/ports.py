@@ -138,6 +138,10 @@ class OtherBatchers(Protocol):
         """
         ...
 
+    def had(self, request: Request) -> bool:
+        """Whether one of them has given a request back."""
+        ...
+
 
 class Broker(RequestQueue, Outcomes, Protocol):
     """Keeps what was admitted until it has an outcome."""

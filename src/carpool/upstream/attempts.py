@@ -15,7 +15,8 @@
    that is known to be well is asked first, with the whole batch: one call in place of many.
 8. Where no endpoint here is known to be well, but another batcher has one, a batch that failed goes back to the queue.
    Its slot stays taken as long as a call takes: else an endpoint that fails at once would be free first each time, and
-   all requests would come here before they are served elsewhere.
+   all requests would come here before they are served elsewhere. A refused batch with members that another batcher gave
+   back stays: else one client's bad inputs would go to and fro with everybody else until no endpoint seemed to work.
 """
 
 import asyncio
@@ -306,6 +307,8 @@ class Attempts:
         if self._others is None or self._pool.has_well(failed):
             return True, 0.0
         is_refusal = failure.refusal.kind == "bisect"
+        if is_refusal and any(self._others.had(request) for request in members):
+            return False, 0.0  # looked into here
         went = [request for request in members if self.goes_back(request)]
         if went and is_refusal:
             # Nothing says whether the inputs are at fault or the endpoint: it is suspected, by these owners' inputs.

@@ -19,3 +19,8 @@ class BatchersElsewhere:
         if not isinstance(lease, Lease) or not lease.history.may_go_back or (for_verdict and lease.history.was_blamed):
             return False
         return self.are_well()
+
+    def had(self, request: Request) -> bool:
+        """Whether another batcher has given a request back."""
+        lease = request.ticket
+        return isinstance(lease, Lease) and lease.history.returns > 0
