@@ -10,7 +10,7 @@ import pytest
 from carpool.core.errors import CarpoolError, InputRefused, UpstreamFailed, UpstreamRefused
 from carpool.core.outcome import Output
 from carpool.core.request import Request
-from carpool.testing import Answer, FakeUpstream
+from carpool.testing import Answer, FakeUpstream, echo
 from carpool.upstream.first_contact import (
     KINDS_MAX,
     NAMES_MAX,
@@ -74,6 +74,25 @@ def test_a_task_waits_until_the_endpoint_works(status: int) -> None:
         assert isinstance(stand.witness.outcome(task), Output)
         assert stand.pool.members[0].trouble is None and stand.pool.is_proven
         assert stand.broker.held == 0
+
+    stand.run(main)
+
+
+@pytest.mark.parametrize("status", [400, 422, 500])
+@pytest.mark.parametrize("slots", [1, 4, 8])
+@pytest.mark.parametrize("refused", [5, 12, 17, 23, 40])
+def test_what_was_refused_before_the_first_answer_is_not_judged_after_it(status: int, slots: int, refused: int) -> None:
+    upstream = FakeUpstream(slots=slots).then(Answer(status, b""), delay_s=SERVICE_S, times=refused)
+    upstream.then(echo, delay_s=SERVICE_S, times=9999)
+    letters = Letters()
+    stand = Stand(upstream, dead_letters=letters)
+
+    async def main() -> None:
+        tasks = [stand.send(b"input %d" % number, "X", is_task=True) for number in range(100)]
+        await asyncio.sleep(90.0)
+        outcomes = [stand.witness.outcome(task) for task in tasks]
+        assert [outcome for outcome in outcomes if not isinstance(outcome, Output)] == []
+        assert not stand.dispatcher.poisoned and not letters.buried and not stand.offenders
 
     stand.run(main)
 

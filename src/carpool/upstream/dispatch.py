@@ -208,7 +208,7 @@ class UpstreamDispatcher:
                 batch = [request for request in batch if request.deadline <= self._clock()]
             else:
                 for request in self.attempts.live(batch):
-                    self._give_up(request, result.error)
+                    self._give_up(request, result.error, result.started)
                 batch = [request for request in batch if request not in self._patient_tasks]
         except asyncio.CancelledError:  # by `finish`: tasks are left to the next process
             failure = Draining("this gateway shut down before the result came; send the request again")
@@ -241,17 +241,17 @@ class UpstreamDispatcher:
             for request in members:
                 self.offenders.passed(self._model, request.owner, now)
 
-    def _give_up(self, request: Request, error: CarpoolError) -> None:
+    def _give_up(self, request: Request, error: CarpoolError, began: float) -> None:
         """Settle a request with an error, and keep it as a dead letter if that is wanted. What another batcher may
-        serve goes back to the queue: it failed here, and nobody has shown that it is its own fault. Before any call was
-        answered nothing is known of it: a task is tried again, and nobody else is kept.
+        serve goes back to the queue: it failed here, and nobody has shown that it is its own fault. Of one whose call
+        began before any was answered nothing is known: a task is tried again, and nobody else is kept.
         """
         if request.phase == DONE:
             return
         is_own = isinstance(error, InputRefused | DeadlineExceeded)
         if not is_own and self.attempts.goes_back(request):
             return
-        if not self._pool.is_proven and not isinstance(error, DeadlineExceeded):
+        if began < self._pool.proven_at and not isinstance(error, DeadlineExceeded):
             if request.is_task:
                 self._patient_tasks.keep(request, error)
             else:

@@ -17,7 +17,8 @@ search.py, refusals.py and slot_share.py; who is at fault is decided here.
 7. Where other batchers have endpoints that work, one of them is asked before an input is blamed, with this input alone.
    Only a refusal that blames the input (400, 422), by an endpoint that answered others of the same batch, is final.
    Nobody is an offender for what goes back to the queue.
-8. Until an endpoint has answered a call well, nobody is at fault and nobody an offender (first_contact.py).
+8. For a call that began before an endpoint had answered one well, nobody is at fault and nobody an offender
+   (first_contact.py).
 """
 
 import asyncio
@@ -67,7 +68,8 @@ SURE_S = 1.0
 # How many endpoints are asked about one input alone, if none of those before is known to be right.
 ASKED_ALONE_MAX = 4
 
-GiveUp = Callable[[Request, CarpoolError], None]
+# With when the call began that failed.
+GiveUp = Callable[[Request, CarpoolError, float], None]
 
 
 class Isolation:
@@ -451,7 +453,7 @@ class Isolation:
                 if is_late:
                     self._settle([request], unresolved())
                 else:
-                    self._give_up(request, result.error)
+                    self._give_up(request, result.error, result.started)
             case.search.left(group)
 
     def _refused(self, case: Case, group: Group, result: Failure) -> None:
@@ -465,7 +467,7 @@ class Isolation:
         owner = members[0].owner
         if group.size > 1 and owner not in case.counted and all(each.owner == owner for each in members):
             case.counted.add(owner)
-            self._offends(owner)
+            self._offends(owner, result.started)
         if result.size == group.size == 1:
             self._judge(case, group.first)
 
@@ -502,9 +504,9 @@ class Isolation:
 
     def _is_at_fault(self, case: Case, index: int) -> bool:
         """Rule 5."""
-        if not self._pool.is_proven:
-            return False
         failure = case.last[index]
+        if failure.started < self._pool.proven_at:
+            return False
         by, by_alone = case.refused_by.get(index, set()), case.refused_alone_by.get(index, set())
         lane = case.batch[index].plain_key
 
@@ -530,24 +532,24 @@ class Isolation:
         if request.owner in case.counted:  # for the group that it was in
             case.counted.discard(request.owner)
         else:
-            self._offends(request.owner)
+            self._offends(request.owner, failure.started)
         # In the lane where the next ones of this owner will be.
         request.is_apart = (self._model, request.owner) in self._offenders
         self._shares.refused(request.lane_key)
-        self._give_up(request, input_refused(failure))
+        self._give_up(request, input_refused(failure), failure.started)
 
     def _look_for_common(self, members: list[Request], *, is_refused: bool, is_batch: bool) -> None:
-        if not (self._common or is_batch):
+        if not (self._common or is_batch) or not self._pool.is_proven:
             return
         owners = {request.owner for request in members}
         found = self._common.refused(owners, is_batch=is_batch) if is_refused else self._common.answered(owners)
         if found is not None:
             self._common.forget()
             self._pool.isolation.refused_share = 0.0  # the reason for it is gone
-            self._offends(found, OFFENDS_FROM)
+            self._offends(found, self._clock(), OFFENDS_FROM)
 
-    def _offends(self, owner: str, count: float = 1.0) -> None:
-        if not self._pool.is_proven:
+    def _offends(self, owner: str, began: float, count: float = 1.0) -> None:
+        if began < self._pool.proven_at:
             return  # it may be the endpoint that refuses everything
         was_apart = (self._model, owner) in self._offenders
         self._offenders.refused(self._model, owner, self._clock(), count)
@@ -625,13 +627,13 @@ class Isolation:
             if self._attempts.goes_back(request, for_verdict=last is not None and last.is_certain):
                 went_back = True
             elif last is None:
-                self._give_up(request, unresolved())
+                self._give_up(request, unresolved(), case.started)
             elif last.is_certain and index in case.search.refused_alone:
-                if self._pool.is_proven:
+                if last.started >= self._pool.proven_at:
                     self._shares.refused(request.lane_key)
-                self._give_up(request, input_refused(last))
+                self._give_up(request, input_refused(last), last.started)
             else:
-                self._give_up(request, last.error)
+                self._give_up(request, last.error, last.started)
         if went_back:
             self._take_back_offences(case)
         if not self._cases:

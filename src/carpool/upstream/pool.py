@@ -186,8 +186,9 @@ class Pool:
         self._leaving: dict[Member, Callable[[], None]] = {}
         # Slot-seconds of endpoints that are no longer here.
         self._busy_s_gone = 0.0
-        # Whether any endpoint has answered a call well. Until then no input can be blamed (first_contact.py).
-        self.is_proven = False
+        # When an endpoint answered a call well for the first time. No input can be blamed for what became of a call
+        # that began before that (first_contact.py).
+        self.proven_at = inf
         # True while no endpoint may be called: synchronous requests are refused at the door then.
         self.is_down = False
         # How many endpoints work, as far as is known. True while none does: some may be tried with a call at a time.
@@ -258,6 +259,11 @@ class Pool:
         """While the pool is down: whole seconds until the next probe."""
         soonest = min((member.breaker.probe_at() for member in self.members), default=0.0)
         return max(1, round(soonest - self._clock() + 0.5))
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether any endpoint has answered a call well."""
+        return self.proven_at < inf
 
     def has_never_worked(self) -> bool:
         """Whether no endpoint has answered a call well, though some were made."""
@@ -349,7 +355,7 @@ class Pool:
     def went_well(self, member: Member, lane: bytes = b"", began: float = -inf) -> None:
         """A call of a lane, which began then, was answered as it should be."""
         member.succeeded += 1
-        self.is_proven = True
+        self.proven_at = min(self.proven_at, self._clock())
         if member.trouble is not None:
             call_answered(member)
         member.well_at = self._clock()
