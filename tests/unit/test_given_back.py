@@ -64,6 +64,16 @@ def test_one_of_two_batchers_is_sick(fault: str, owners: int) -> None:
     assert all(stand.dispatcher.poisoned == 0 for stand in fleet.stands)
 
 
+@pytest.mark.parametrize("fault", ["400", "500"])
+def test_one_that_refuses_everything_blames_nobody(fault: str) -> None:
+    """Each input that it blamed was sent alone by the other batcher, which had no slots left for the rest."""
+    well = endpoint(echo, "well")
+    fleet = VirtualFleet(endpoint(FAULTS[fault], "sick", 0.005), well)
+    fleet.run(lambda: load(fleet, 300))
+    assert not any(entry.history.was_blamed for entry in fleet.entries)
+    assert answered(fleet.entries) == len(fleet.entries)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_an_endpoint_that_fails_half_of_its_calls_blames_no_input(seed: int) -> None:
     chance = Random(seed)

@@ -622,9 +622,11 @@ class Isolation:
         if failure is not None:
             self._look_at_good_wholes(case)
         went_back = False
+        # Rule 7. One that refused all of a batch, or has answered nothing yet, says nothing of any input.
+        is_word = self._pool.is_proven and (case.search.any_answered or len(case.batch) == 1)
         for index, request in left.items():
             last = case.last.get(index)
-            if self._attempts.goes_back(request, for_verdict=last is not None and last.is_certain):
+            if self._attempts.goes_back(request, for_verdict=is_word and last is not None and last.is_certain):
                 went_back = True
             elif last is None:
                 self._give_up(request, unresolved(), case.started)
