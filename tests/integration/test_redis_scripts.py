@@ -556,6 +556,15 @@ class TestLeases:
         # Where no other batcher is well, its own may have it.
         assert shard.claim(PLENTY, consumer="b1", left=0) == taken
 
+    def test_who_blamed_its_input_does_not_judge_it_again(self, shard: ShardBench) -> None:
+        shard.submit("a:s0", 2)
+        blamed, other = shard.take(PLENTY)
+        shard.release(blamed, carried=History(failures=2, returns=1, was_blamed=True).carried)
+        shard.release(other, carried=History(failures=1, returns=1).carried)
+        # As if the others, which are well, had had no slot for longer than a lease.
+        assert [entry.id for entry in shard.claim(PLENTY, consumer="b1", lease_ms=0)] == [other.id]
+        assert [entry.id for entry in shard.claim(PLENTY)] == [blamed.id]
+
     def test_a_probe_is_no_probe_again(self, shard: ShardBench) -> None:
         shard.submit("a:s0", 2)
         probe, other = shard.take(PLENTY)

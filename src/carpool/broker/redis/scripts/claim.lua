@@ -35,9 +35,13 @@ end
 
 -- Whether an entry that was given back is left to other batchers, where one is well, for as long as a lease: this one
 -- gave it back itself; or no endpoint of this one is known to work, and it was sent to try one before, or may not go back.
+-- Where this one would have blamed its input, another one's word is waited for, however long that takes.
 local function is_for_others(lease, model)
-  if model.left == 0 or lease[3] < GIVEN_BACK_MS or lease[3] >= GIVEN_BACK_MS + tonumber(lease_ms) then
+  if model.left == 0 or lease[3] < GIVEN_BACK_MS then
     return false
+  end
+  if lease[3] >= GIVEN_BACK_MS + tonumber(lease_ms) then
+    return lease[2] == consumer and was_blamed(lease)
   end
   return lease[2] == consumer or (model.left == 2 and (was_probe(lease) or was_given_back_twice(lease)))
 end

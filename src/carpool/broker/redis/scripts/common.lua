@@ -139,7 +139,7 @@ local function deliveries_of(lease)
 end
 
 -- What is carried along: with how many batchers it failed (0 to 7), how often it was given back (times 8), whether it
--- was sent to try an endpoint that had failed (32).
+-- was sent to try an endpoint that had failed (32), whether a batcher would have blamed its input (64).
 local function goes_alone(lease)
   return math.floor(lease[4] / CARRIED_FROM) % 8 >= 2
 end
@@ -150,6 +150,10 @@ end
 
 local function was_probe(lease)
   return math.floor(lease[4] / CARRIED_FROM / 32) % 2 == 1
+end
+
+local function was_blamed(lease)
+  return math.floor(lease[4] / CARRIED_FROM / 64) % 2 == 1
 end
 
 -- The lease of an entry: its id, who has it, for how many ms, how often it was delivered; nil if nobody has it.
