@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 
 from carpool.admission.gate import Gate
 from carpool.admission.shedding import (
@@ -87,10 +86,6 @@ class Stands(msgspec.Struct):
         return self.of(owner) if owner in self.late_names else 0
 
     @property
-    def late_owners(self) -> int:
-        return len(self.late_names)
-
-    @property
     def late(self) -> int:
         return sum(map(self.late_of, self.late_names))
 
@@ -154,9 +149,7 @@ class TestBursts:
 
     def scene(self, call_s: float = 0.2, burst_rps: float = 1000.0) -> Scene:
         scene = Scene()
-        # After 1.4 s one of them that came in late goes before all who come later.
-        tiers = [*TIERS[:1], replace(TIERS[1], late_s=1.3), replace(TIERS[2], late_s=0.95)]
-        scene.door = Door(tiers, scene.stands, queue_s=2.0)
+        scene.door = Door(TIERS, scene.stands, queue_s=2.0)
         scene.door.learn([1000.0] * 3, [8.0] * 3, scene.stands, call_s=call_s, burst_rps=burst_rps)
         return scene
 
@@ -231,30 +224,50 @@ class TestBursts:
         assert scene.ask(FREE) is None
         assert not scene.door.is_late
 
-    def test_until_all_that_wait_are_few_enough_for_its_tier(self) -> None:
-        """Else an owner whose requests overlap would be late for ever."""
+    def test_its_owner_comes_in_behind_it_where_all_that_wait_are_few_enough(self) -> None:
         scene = self.scene()
         scene.stands[FREE].late_names = {"somebody"}
-        assert [self.comes_in(scene, waiting) for waiting in (240, 260)] == ["in time", "late"]
+        self.stand_for(scene, 3)
+        assert [self.comes_in(scene, waiting) for waiting in (240, 260)] == ["late", "not at all"]
 
-    def test_one_that_nobody_goes_before_any_more_is_ahead_of_those_who_come(self) -> None:
+    def test_it_is_ahead_of_lower_tiers_alone(self) -> None:
         scene = self.scene()
-        scene.stands[FREE].late_names = {"somebody"}
-        self.stand_for(scene, 0.9, waiting=400)
-        scene.stands[FREE].set(somebody=400, another=2)
-        assert scene.ask(FREE, "another") is None
-        self.stand_for(scene, 0.3, waiting=400)
-        scene.stands[FREE].set(somebody=400, another=2)
-        assert scene.door.predicted_wait_s(FREE) >= 0.4
+        scene.stands[PAID].set(somebody=400)
+        scene.stands[PAID].late_names = {"somebody"}
+        self.stand_for(scene, 3, waiting=0)
+        assert scene.ask(ENTERPRISE) is None
+        assert scene.ask(PAID, "another") is None
+        scene.stands[FREE].set(another=20)  # more than the trickle
+        assert scene.ask(FREE, "another") is not None
 
-    def test_owners_of_whom_all_are_late_have_no_turn_before_others(self) -> None:
+    def test_where_many_came_in_late_others_have_their_turn_behind_one_of_each(self) -> None:
+        """Else those who come later, each of another owner, would go before them until their time is over."""
         scene = self.scene()
         self.stand_for(scene, 3)
-        many = {f"late{number}": 1 for number in range(300)}
-        scene.stands[FREE].set(heavy=260, **many)
-        scene.stands[FREE].late_names = set(many)
-        assert scene.ask(FREE, "new") is None
-        assert scene.ask(FREE, "heavy") is not None
+        for late, is_let_in in ((200, True), (300, False)):
+            many = {f"late{number}": 1 for number in range(late)}
+            scene.stands[FREE].set(**many)
+            scene.stands[FREE].late_names = set(many)
+            assert (scene.ask(FREE, "new") is None) == is_let_in
+
+    def test_a_call_of_many_does_not_push_it_out(self) -> None:
+        scene = self.scene()
+        scene.stands[FREE].set(somebody=1600)
+        scene.stands[FREE].late_names = {"somebody"}
+        scene.now += 1
+        for owner, count, is_late in (("few", 100, False), ("many", 140, True)):
+            assert scene.door.refusal_of_all(FREE, owner, scene.now, count, 2.0) is None
+            assert scene.door.is_late == is_late
+        assert scene.door.refusal_of_all(FREE, "more", scene.now + 0.01, 500, 2.0) is not None
+
+    def test_what_was_counted_while_it_waited_is_not_held_against_those_with_deadlines(self) -> None:
+        """They are asked about first; nothing else may count anew."""
+        scene = self.scene()
+        scene.stands[FREE].set(somebody=900)
+        scene.stands[FREE].late_names = {"somebody"}
+        scene.ask(FREE)
+        scene.stands[FREE].set()
+        assert scene.door.refusal_by_deadline(FREE, "somebody", scene.now + 10, 0.3) is None
 
     def test_higher_tiers_do_not_wait_for_it(self) -> None:
         scene = self.scene()
@@ -280,8 +293,8 @@ class TestBursts:
                 scene.door.refusal(PAID, "p", scene.now)
             scene.now += 0.1
             scene.door.tick(0.1, scene.now)
-        brought = 400 * 1.2  # it should have its slot before it would go before them, too
-        most = round(1200 - brought - 3 * sqrt(brought))
+        brought = 400 * 1.76
+        most = round(1760 - brought - 3 * sqrt(brought))
         assert [self.comes_in(scene, waiting) for waiting in (most - 20, most + 20)] == ["late", "not at all"]
 
     def test_so_is_what_others_of_its_tier_bring_who_go_before_it(self) -> None:
@@ -293,7 +306,7 @@ class TestBursts:
             scene.now += 0.1
             scene.door.tick(0.1, scene.now)
         assert self.comes_in(scene, 0) == "in time"
-        brought = 0.9 * 400 * 1.76
+        brought = 400 * 1.76
         most = round(1760 - brought - 3 * sqrt(brought))
         for waiting, is_let_in in ((most - 30, True), (most + 30, False)):
             scene.stands[FREE].set(somebody=waiting, **{f"owner{number}": 0 for number in range(9)})
@@ -302,8 +315,8 @@ class TestBursts:
     def test_and_what_higher_tiers_bring_to_other_gateways(self) -> None:
         scene = self.scene()
         learn_share(scene.door, 1000.0, 8.0, [0.0, 400.0, 0.0], scene.stands, 0.2, 2)
-        brought = 200 * 1.2  # the half of it, as this one counts on the half of what can be served
-        most = round(600 - brought - 3 * sqrt(brought))
+        brought = 200 * 1.76  # the half of it, as this one counts on the half of what can be served
+        most = round(880 - brought - 3 * sqrt(brought))
         assert [self.comes_in(scene, waiting) for waiting in (most - 20, most + 20)] == ["late", "not at all"]
 
     def test_one_with_a_deadline_of_its_own_does_not_come_in_late_for_nothing(self) -> None:
@@ -315,8 +328,8 @@ class TestBursts:
             scene.door.tick(0.1, scene.now)
         scene.stands[FREE].set(somebody=300)
         scene.ask(FREE)
-        assert scene.door.refusal_if_late(FREE, "somebody", 0.5) is not None
-        assert scene.door.refusal_if_late(FREE, "somebody", 1.0) is None
+        assert scene.door.refusal_by_deadline(FREE, "somebody", scene.now, 0.5) is not None
+        assert scene.door.refusal_by_deadline(FREE, "somebody", scene.now, 1.0) is None
 
     def test_a_rate_is_known_at_once(self) -> None:
         scene = self.scene()
@@ -349,7 +362,7 @@ class TestBursts:
             for request in (single, *others):
                 assert gate.admit(request) is None
                 assert request.is_late == is_late
-                assert request.place == pytest.approx(request.arrived + 0.05 + 0.95 * is_late)
+                assert request.place == pytest.approx(request.arrived + 0.05 + 2.0 * is_late)
         assert len(taken.requests) == 6
 
     def test_a_refusal_names_limit_tier_and_setting(self) -> None:
@@ -481,8 +494,8 @@ def test_less_capacity_closes_the_door_and_more_opens_it() -> None:
 def test_a_deadline_of_its_own() -> None:
     scene = Scene()
     scene.stands[ENTERPRISE].set(somebody=100)
-    assert scene.door.refusal_if_late(ENTERPRISE, "somebody", 0.2) is None
-    refusal = scene.door.refusal_if_late(ENTERPRISE, "somebody", 0.05)
+    assert scene.door.refusal_by_deadline(ENTERPRISE, "somebody", scene.now, 0.2) is None
+    refusal = scene.door.refusal_by_deadline(ENTERPRISE, "somebody", scene.now, 0.05)
     assert refusal is not None
     assert refusal.predicted_wait_ms == 100
     assert scene.door.shed[ENTERPRISE] == 1
@@ -491,8 +504,8 @@ def test_a_deadline_of_its_own() -> None:
 def test_what_one_owner_has_waiting_makes_no_other_late() -> None:
     scene = Scene()
     scene.stands[FREE].set(flood=200)
-    assert scene.door.refusal_if_late(FREE, "flood", 0.1) is not None
-    assert scene.door.refusal_if_late(FREE, "little", 0.01) is None
+    assert scene.door.refusal_by_deadline(FREE, "flood", scene.now, 0.1) is not None
+    assert scene.door.refusal_by_deadline(FREE, "little", scene.now, 0.01) is None
 
 
 def test_nobody_overtakes_one_that_does_not_wait() -> None:
@@ -502,11 +515,11 @@ def test_nobody_overtakes_one_that_does_not_wait() -> None:
         for _ in range(60):
             scene.ask(ENTERPRISE)
         scene.door.tick(0.1, scene.now)
-    assert scene.door.refusal_if_late(FREE, "hasty", 0.02) is None
+    assert scene.door.refusal_by_deadline(FREE, "hasty", scene.now, 0.02) is None
     scene.stands[ENTERPRISE].set(somebody=6)
-    assert scene.door.refusal_if_late(FREE, "hasty", 0.02) is None
+    assert scene.door.refusal_by_deadline(FREE, "hasty", scene.now, 0.02) is None
     scene.stands[ENTERPRISE].set(somebody=10)
-    assert scene.door.refusal_if_late(FREE, "hasty", 0.02) is not None
+    assert scene.door.refusal_by_deadline(FREE, "hasty", scene.now, 0.02) is not None
 
 
 def test_who_would_be_late_takes_no_place_from_others() -> None:

@@ -106,12 +106,13 @@ class Gate:
             return self._broker.submit(request)
         now, refusal = request.arrived, None
         if request.own_timeout_s:
-            refusal = door.refusal_if_late(request.tier, request.owner, request.deadline - now)
+            seconds = request.deadline - now - door.call_s
+            refusal = door.refusal_by_deadline(request.tier, request.owner, now, seconds)
         if (refusal := refusal or door.refusal(request.tier, request.owner, now)) is not None:
             return refusal
         if door.is_late:
             request.is_late = True
-            request.place += door.late_s[request.tier]
+            request.place += door.queue_s
         return self._broker.submit(request)
 
     def judge_all(self, requests: Sequence[Request]) -> CarpoolError | None:
@@ -124,14 +125,14 @@ class Gate:
         if (refusal := self._broker.refusal_of_all(requests)) is not None:
             return refusal
         if (door := self._doors.get(first.model)) is not None:
-            seconds = min(first.queue_timeout_s, first.deadline - first.arrived)
+            seconds = min(first.queue_timeout_s, first.deadline - first.arrived - door.call_s)
             refusal = door.refusal_of_all(first.tier, first.owner, first.arrived, len(requests), seconds)
             if refusal is not None:
                 return refusal
             if door.is_late:
                 for request in requests:
                     request.is_late = True
-                    request.place += door.late_s[request.tier]
+                    request.place += door.queue_s
         for request in requests:
             request.is_judged = True
         return None
@@ -142,7 +143,8 @@ class Gate:
         door = self._doors.get(request.model)
         if refusal is None and door is not None and request.own_timeout_s and request.result is None:
             # With a result it would wait for nothing.
-            refusal = door.refusal_if_late(request.tier, request.owner, request.deadline - request.arrived)
+            seconds = request.deadline - request.arrived - door.call_s
+            refusal = door.refusal_by_deadline(request.tier, request.owner, request.arrived, seconds)
         if refusal is not None:
             accepted(refusal)
         else:

@@ -11,11 +11,12 @@
 4. Bursts are served, standing queues are cut. The queue stands while more wait than a batch takes, and for a second
    after the last refusal: one that is short because the door cuts it still stands. In its first second a request for
    which there is no room may come in late: it may wait for as long as its time in the queue, less one call. Over the
-   next second that falls in a line to its tier's `wait_max`. Its place in the order is so late that those of higher
-   tiers who come meanwhile go first; while it waits its owner comes in late, too, or not at all, until all that wait
-   are few enough for its tier. It takes nothing that was promised: all that wait are ahead of it, and of many gateways
-   each has an equal part. Until a call has ended, one is taken to need twice what the oldest has needed so far; while
-   none runs nothing is known, and nobody is refused.
+   next second that falls in a line to its tier's `wait_max`. All of its tier and of higher ones who come in time go
+   before it, so it takes nothing from them; lower tiers count it as ahead of them. While it waits its owner comes in
+   late, too, behind its own, if all that wait are few enough; others of its tier have their turns (rule 3). It is let
+   in where there is time for it, behind all that wait and all that are expected to go before it; of many gateways each
+   has an equal part. Until a call has ended, one is taken to need twice what the oldest has needed so far; while none
+   runs nothing is known, and nobody is refused.
 5. An estimate may be wrong. If even the shortest wait that was seen in a while is longer than the tier may wait, the
    capacity is trusted less, until it is not (as CoDel does it).
 6. The lowest tier always has room for a trickle: it must not starve while others use everything.
@@ -70,8 +71,6 @@ class TierRule(msgspec.Struct, frozen=True):
     target_s: float
     wait_max_s: float
     name: str = ""
-    # What is added on top of that for one that comes in late (rule 4).
-    late_s: float = 0.0
 
 
 class Thresholds(msgspec.Struct, frozen=True):
@@ -93,14 +92,11 @@ class Door:
         is_strict: bool = False,
         trickle: float = 0.05,
         thresholds: Thresholds | None = None,
-        # Rule 4: how long a request may wait for a slot at all.
         queue_s: float = 0.0,
     ) -> None:
         count = len(tiers)
-        self._queue_s = queue_s
-        self.late_s = [tier.late_s for tier in tiers]
-        # After so long nobody who comes later goes before one that came in late.
-        self._goes_first_s = [tier.late_s + tier.target_s - tiers[0].target_s for tier in tiers]
+        # Rule 4: how long a request may wait for a slot at all. So much later is the place of one that comes in late.
+        self.queue_s = queue_s
         self._tiers = tiers
         self._lowest = count - 1
         self._is_strict = is_strict
@@ -123,19 +119,14 @@ class Door:
         self._batch_s = 0.0
         # Rule 4: how long a call takes, and what this process may let in late, in requests a second; since when the
         # queue stands, or inf; when one was last refused; how many more than there is room for may come in late.
-        self._call_s = self._burst_rps = 0.0
+        self.call_s = self._burst_rps = 0.0
         self._stands_since = inf
         self._refused_at = -inf
         self._late_rooms = [0.0] * count
-        # While some are late: the room for those who are not; and what of it is for owners that have some.
-        self._withheld = [0.0] * count
-        self._for_late = [0.0] * count
-        # Since when some of a tier are late; how many of them have waited so long that nobody goes before them.
-        self._late_since = [inf] * count
-        self._overdue = [0] * count
         # What came in, in requests a second, when the queue did not stand; and what comes to other gateways, as far as
         # this one counts on what it takes.
         self._calm_rates = [0.0] * count
+        self._last_rates = [0.0] * count
         self._elsewhere = [0.0] * count
         # Whether the last one that was let in comes late.
         self.is_late = False
@@ -194,7 +185,8 @@ class Door:
     def refusal_of_all(self, tier: int, owner: str, now: float, count: int, seconds: float) -> Shed | None:
         """Let so many of one call in, the last of which has so many seconds to wait, or say why not (rule 10)."""
         self.is_late = False
-        refusal = self.refusal_if_full(tier, owner, now, count) or self.refusal_if_late(tier, owner, seconds, count)
+        refusal = self.refusal_if_full(tier, owner, now, count)
+        refusal = refusal or self.refusal_by_deadline(tier, owner, now, seconds, count)
         is_short = self._thresholds is not None and self._is_known and self.rooms[tier] < count
         if refusal is None and is_short and any(map(self._waiting, range(len(self._tiers)))):
             refusal = self._refuse(tier, count, self._too_long(tier))
@@ -206,55 +198,59 @@ class Door:
 
     def refusal_if_full(self, tier: int, owner: str, now: float, count: int = 1) -> Shed | None:
         """Why a request would be refused; None leaves the decision for later: then it is asked for again."""
-        if now >= self._recount_at or (self.rooms[tier] <= 0 and now >= self._counted_at + RECOUNT_S):
-            self._recount(now)
+        self._recount_if_due(tier, now)
         if self.rooms[tier] > 0 or not self._is_known:
             return None
         if self._thresholds is None:
-            if self._comes_in_time(tier, owner):
+            if self._comes_in_time(tier, owner, count):
                 return None
             if self.rooms[tier] + self._late_rooms[tier] > 0:
                 self.is_late = True
                 return None
         self._refused_at = now
-        self._refused[tier] += count
-        self.shed[tier] += count
         refusal = self._refusals[tier]
         if refusal is None:
             refusal = self._refusals[tier] = self._too_long(tier)
-        return refusal
+        return self._refuse(tier, count, refusal)
 
-    def _comes_in_time(self, tier: int, owner: str) -> bool:
+    def _recount_if_due(self, tier: int, now: float) -> None:
+        if now >= self._recount_at or (self.rooms[tier] <= 0 and now >= self._counted_at + RECOUNT_S):
+            self._recount(now)
+
+    def _comes_in_time(self, tier: int, owner: str, count: int) -> bool:
         """Whether a request need not come in late, where its tier has no room for all."""
         allowed, standing = self._allowed[tier], self._standings[tier]
         if standing.late_of(owner):
-            return self.rooms[tier] + self._for_late[tier] > 0
-        if self.rooms[tier] + self._withheld[tier] > 0:
-            return True
+            return False  # behind its own
+        # Of a call of many the first is asked for; but all of them where they would go before some who came in late.
+        count = count if standing.late else 1
         # Everybody has its turn behind one of each owner who waits: where those are too many, nobody need be asked.
-        return standing.owners - standing.late_owners + 1 < allowed and self._turns(tier, owner) < allowed
+        return standing.owners + 1 < allowed and self._turns(tier, owner, count) < allowed
 
-    def refusal_if_late(self, tier: int, owner: str, seconds: float, count: int = 1) -> Shed | None:
-        """Why a request that has so many seconds until its deadline is not let in; it would not be served by then.
+    def refusal_by_deadline(self, tier: int, owner: str, now: float, seconds: float, count: int = 1) -> Shed | None:
+        """Why a request that must have its slot within so many seconds is not let in; it would not be served by then.
 
         To be asked before it is let in: it takes no place. Of a call of so many, the last.
         """
+        self._recount_if_due(tier, now)
         if self._thresholds is not None or not self._is_known:
             return None
-        capacity, waiting = self.capacity[tier] * self.trust[tier], self._waiting(tier)
-        ahead = self._ahead(tier) - waiting + min(waiting + count - 1, self._turns(tier, owner, count))
-        if not ahead:
-            return None  # nobody overtakes one that does not wait
-        overtakers = self._overtakers(tier, seconds)
-        if self.rooms[tier] <= 0 and not self._comes_in_time(tier, owner):
-            ahead = max(ahead, sum(each.waiting for each in self._standings) + count - 1)
+        if self.rooms[tier] > 0 or self._comes_in_time(tier, owner, count):
+            waiting, overtakers = self._waiting(tier), self._overtakers(tier, seconds)
+            ahead = self._ahead(tier) - waiting + min(waiting + count - 1, self._turns(tier, owner, count))
+        else:
+            seconds -= self.call_s  # as rule 4 has it: the call that runs now may have just begun
             overtakers = self._overtaking_late(tier, seconds)
+            ahead = sum(each.waiting for each in self._standings) - sum(self._running) + count - 1
+        if ahead <= 0:
+            return None  # nobody overtakes one that does not wait
+        capacity = self.capacity[tier] * self.trust[tier]
         wait_s = (ahead + overtakers) / capacity if capacity > 0.0 else inf
         if wait_s <= seconds:
             return None
-        fewer = int(capacity * seconds)
+        fewer = int(capacity * max(seconds, 0.0))
         advice = f"; send {fewer} inputs at most in a call" if fewer < count else ""
-        return self._refuse(tier, count, too_long(wait_s, f"it has {as_ms(seconds)} left until its deadline", advice))
+        return self._refuse(tier, count, too_long(wait_s, f"it must have one within {as_ms(seconds)}", advice))
 
     def _refuse(self, tier: int, count: int, refusal: Shed) -> Shed:
         self._refused[tier] += count
@@ -274,12 +270,11 @@ class Door:
     def _limit_s(self, tier: int, now: float) -> float:
         """How long a request of this tier that comes now may wait for a slot (rule 4)."""
         wait_max_s = self._tiers[tier].wait_max_s
-        burst_s = MARGIN * self._queue_s
+        burst_s = MARGIN * self.queue_s
         if sum(self._rate_now(n) + self._elsewhere[n] for n in range(tier)) >= 1.0:
-            # It should have its slot before it would go before those of higher tiers. Nobody comes in late behind them
-            # while it is not even known what they bring.
-            burst_s = min(burst_s, self._goes_first_s[tier]) if self._first_call is None else 0.0
-        burst_s = max(burst_s - self._call_s, wait_max_s)
+            # Nobody comes in late behind them while it is not even known what can be served.
+            burst_s = burst_s if self._first_call is None else 0.0
+        burst_s = max(burst_s - self.call_s, wait_max_s)
         stands_s = now - self._stands_since
         return burst_s - (burst_s - wait_max_s) * min(max(0.0, stands_s / BURST_S - 1.0), 1.0)
 
@@ -309,7 +304,7 @@ class Door:
         self.capacity, self._batch = list(capacity), list(batch)
         self._standings = standings
         self._batch_s = batch_s
-        self._call_s, self._burst_rps = call_s, burst_rps
+        self.call_s, self._burst_rps = call_s, burst_rps
         self._elsewhere = list(elsewhere) or [0.0] * len(self._tiers)
         self._is_known, self._first_call = True, None
 
@@ -334,7 +329,7 @@ class Door:
         if self._is_known:
             count, call_s = len(self._tiers), UNENDED_TIMES * (now - since)
             self.capacity, self._batch = [at_once / call_s] * count, [at_once] * count
-            self._call_s, self._burst_rps = call_s, at_once / call_s
+            self.call_s, self._burst_rps = call_s, at_once / call_s
             self._batch_s = call_s if self._counts_running else 0.0
 
     def tick(self, seconds: float, now: float) -> None:
@@ -349,6 +344,10 @@ class Door:
             self._admitted[tier] = self._refused[tier] = 0
             self._stood[tier] = stands
         self._ticked_at = now
+        if self._stands_since == inf:
+            # Of the tick before: the last one may have seen a burst begin. The smaller: one that is over is forgotten.
+            self._calm_rates = self._last_rates
+            self._last_rates = list(map(min, self._admitted_rates, self._quick_rates))
         if now >= self._guard_at:
             self._guard_at = now + GUARD_S
             self._guard()
@@ -399,15 +398,13 @@ class Door:
             room = allowed - waiting
             self._allowed[tier] = allowed
             # While some are late, each who comes is looked at.
-            self._withheld[tier] = max(room, 0.0) if self._standings[tier].late else 0.0
-            self.rooms[tier] = room - self._withheld[tier]
-            self._for_late[tier] = min(self._withheld[tier], allowed + self._overdue[tier] - all_waiting)
-            limit_s, late = self._limit_s(tier, now), -inf
+            self.rooms[tier] = min(room, 0.0) if self._standings[tier].late else room
+            limit_s, late = self._limit_s(tier, now), allowed - all_waiting
             if limit_s > rule.wait_max_s:
-                late = self._burst_rps * self.trust[tier] * limit_s - self._overtaking_late(tier, limit_s)
+                most = self._burst_rps * self.trust[tier] * limit_s - self._overtaking_late(tier, limit_s)
                 if self._batch_s:  # those that run are among them: the last batch may be full
-                    late = ceil(late / self._batch[tier]) * self._batch[tier]
-                late -= stand
+                    most = ceil(most / self._batch[tier]) * self._batch[tier]
+                late = max(late, most - stand)
             self._late_rooms[tier] = late - self.rooms[tier]
             is_quiet = is_quiet and allowed > 2 * waiting
         if is_quiet:
@@ -419,11 +416,6 @@ class Door:
             self._stands_since = min(self._stands_since, now)
         elif now > self._refused_at + BURST_S:
             self._stands_since = inf
-            # The smaller of the two: a burst that is over is soon forgotten.
-            self._calm_rates = list(map(min, self._admitted_rates, self._quick_rates))
-        for tier, standing in enumerate(self._standings):
-            self._late_since[tier] = min(self._late_since[tier], now) if standing.late else inf
-            self._overdue[tier] = standing.late if now > self._late_since[tier] + self.late_s[tier] else 0
 
     def _rooms_by_threshold(self, thresholds: Thresholds) -> list[float]:
         capacity = self.capacity[-1]
@@ -454,17 +446,18 @@ class Door:
             below = max(below, most[tier])
         return running
 
-    def _waiting(self, tier: int) -> float:
-        """Those that did not come in late: these stand behind them."""
+    def _waiting(self, tier: int, *, late: bool = False) -> float:
+        """Those that did not come in late, or those that did: these stand behind them."""
         standing = self._standings[tier]
-        stands = standing.waiting - standing.late
+        stands = standing.late if late else standing.waiting - standing.late
         if not self._batch_s:
             return stands
         return max(0.0, stands - self._running[tier] * stands / max(standing.waiting, 1))
 
     def _ahead(self, tier: int) -> float:
         """What is served before a request of this tier that comes now: of lower tiers what has waited long enough."""
-        ahead = sum(map(self._waiting, range(tier + 1))) + self._overdue[tier]
+        ahead = sum(map(self._waiting, range(tier + 1)))
+        ahead += sum(self._waiting(higher, late=True) for higher in range(tier))
         if not self._is_strict:
             for lower in range(tier + 1, len(self._tiers)):
                 head_start_s = self._tiers[lower].target_s - self._tiers[tier].target_s
@@ -475,8 +468,8 @@ class Door:
     def _turns(self, tier: int, owner: str, count: int = 1) -> float:
         """Rule 3: what is served of a tier until it is the turn of one more request of this owner, or of so many."""
         standing = self._standings[tier]
-        own: float = standing.of(owner) - standing.late_of(owner)
-        owners = max(standing.owners - standing.late_owners + (own == 0), 1)
+        own: float = standing.of(owner)
+        owners = max(standing.owners + (own == 0), 1)
         if self._batch_s:  # rule 8: of what is being served, owners have equal shares
             own = max(0.0, own - self._running[tier] / owners)
         return (own + count) * owners
@@ -492,11 +485,10 @@ class Door:
 
     def _overtaking_late(self, tier: int, seconds: float) -> float:
         """The same for one that came in late. Those of higher tiers go first, also those who are refused just now; and
-        of its own tier other owners, if they come as before the burst.
+        those of its own tier, if they come as before the burst.
         """
         higher = sum(max(self._rate_now(n), self.rates[n]) + self._elsewhere[n] for n in range(tier))
-        others = self._calm_rates[tier] * (1.0 - 1.0 / max(self._standings[tier].owners, 1))
-        most = (higher + others) * seconds
+        most = (higher + self._calm_rates[tier]) * seconds
         return most + SIGMAS * sqrt(most)
 
     def _rate_now(self, tier: int) -> float:

@@ -33,7 +33,7 @@ from carpool.broker.redis.keys import Keys, line_name
 from carpool.broker.redis.steps import EndedTask, Steps
 from carpool.composition.batcher import BatcherHalf
 from carpool.composition.ground import Ground
-from carpool.composition.shedding import late_s
+from carpool.composition.shedding import queue_timeout_s
 from carpool.core.errors import CarpoolError
 from carpool.core.names import Role
 from carpool.core.request import ended_elsewhere
@@ -345,7 +345,7 @@ def line_offsets_ms(settings: Settings) -> dict[bytes, int]:
         offsets[line_name(tier, is_task=False)] = target
         offsets[line_name(tier, is_task=False, is_over=True)] = target
         if settings.shedding.mode == "predicted":
-            offsets[line_name(tier, is_task=False, is_late=True)] = target + round(late_s(settings, tier) * 1000)
+            offsets[line_name(tier, is_task=False, is_late=True)] = target + round(queue_timeout_s(settings) * 1000)
         offsets[line_name(tier, is_task=True)] = target + round(settings.tasks.patience_ms)
     return offsets
 

@@ -15,8 +15,6 @@ from carpool.settings import Settings, total_timeout_s
 FindStanding = Callable[[str, int], Standing]
 # How often a door learns what can be served.
 DOOR_TICK_S = 0.1
-# For that part of its time in the queue what came in with a burst lets all of higher tiers go first. Then it must go.
-LATE_SHARE = 0.7
 # What a gateway is taken to want at least.
 SOME_RPS = 1.0
 
@@ -26,10 +24,7 @@ def make_doors(settings: Settings, models: Iterable[str], standing: FindStanding
     shedding = settings.shedding
     if shedding.mode == "off":
         return {}
-    rules = [
-        TierRule(tier.target_ms / 1000, tier.wait_max_ms / 1000, tier.name, late_s(settings, number))
-        for number, tier in enumerate(settings.tiers)
-    ]
+    rules = [TierRule(tier.target_ms / 1000, tier.wait_max_ms / 1000, tier.name) for tier in settings.tiers]
     thresholds = None
     if shedding.mode == "thresholds":
         thresholds = Thresholds(shedding.depth_highest_only, shedding.depth_not_lowest, shedding.rate_share)
@@ -49,12 +44,6 @@ def make_doors(settings: Settings, models: Iterable[str], standing: FindStanding
 def queue_timeout_s(settings: Settings) -> float:
     """How long a request may wait for a slot at all."""
     return min(settings.broker.queue_timeout_s, total_timeout_s(settings))
-
-
-def late_s(settings: Settings, tier: int) -> float:
-    """How much later than others of its tier stands what came in with a burst; nobody goes before the highest."""
-    head_start_s = (settings.tiers[tier].target_ms - settings.tiers[0].target_ms) / 1000
-    return max(0.0, LATE_SHARE * queue_timeout_s(settings) - head_start_s) if tier else 0.0
 
 
 def standings_of(standing: FindStanding, model: str, tiers: int) -> list[Standing]:
