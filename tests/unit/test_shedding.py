@@ -224,11 +224,14 @@ class TestBursts:
         assert scene.ask(FREE) is None
         assert not scene.door.is_late
 
-    def test_its_owner_comes_in_behind_it_where_all_that_wait_are_few_enough(self) -> None:
+    def test_its_owner_comes_in_behind_it_or_not_at_all(self) -> None:
+        """Else what it sends later would go before it, and it would wait until its time is over."""
         scene = self.scene()
         scene.stands[FREE].late_names = {"somebody"}
+        self.stand_for(scene, 0.5)
+        assert self.comes_in(scene, 100) == "late"
         self.stand_for(scene, 3)
-        assert [self.comes_in(scene, waiting) for waiting in (240, 260)] == ["late", "not at all"]
+        assert [self.comes_in(scene, waiting) for waiting in (20, 0)] == ["not at all", "in time"]
 
     def test_it_is_ahead_of_lower_tiers_alone(self) -> None:
         scene = self.scene()

@@ -13,7 +13,7 @@
    which there is no room may come in late: it may wait for as long as its time in the queue, less one call. Over the
    next second that falls in a line to its tier's `wait_max`. All of its tier and of higher ones who come in time go
    before it, so it takes nothing from them; lower tiers count it as ahead of them. While it waits its owner comes in
-   late, too, behind its own, if all that wait are few enough; others of its tier have their turns (rule 3). It is let
+   late, too, behind its own, or not at all; others of its tier have their turns (rule 3). It is let
    in where there is time for it, behind all that wait and all that are expected to go before it; of many gateways each
    has an equal part. Until a call has ended, one is taken to need twice what the oldest has needed so far; while none
    runs nothing is known, and nobody is refused.
@@ -387,7 +387,6 @@ class Door:
             return
         self._look_at_queue(now)
         stand = sum(standing.waiting for standing in self._standings)
-        all_waiting = max(0.0, stand - sum(self._running))
         is_quiet = True
         for tier, rule in enumerate(self._tiers):
             served = max(self.capacity[tier] * self.trust[tier] * rule.wait_max_s, self._batch[tier])
@@ -399,12 +398,12 @@ class Door:
             self._allowed[tier] = allowed
             # While some are late, each who comes is looked at.
             self.rooms[tier] = min(room, 0.0) if self._standings[tier].late else room
-            limit_s, late = self._limit_s(tier, now), allowed - all_waiting
+            limit_s, late = self._limit_s(tier, now), -inf
             if limit_s > rule.wait_max_s:
-                most = self._burst_rps * self.trust[tier] * limit_s - self._overtaking_late(tier, limit_s)
+                late = self._burst_rps * self.trust[tier] * limit_s - self._overtaking_late(tier, limit_s)
                 if self._batch_s:  # those that run are among them: the last batch may be full
-                    most = ceil(most / self._batch[tier]) * self._batch[tier]
-                late = max(late, most - stand)
+                    late = ceil(late / self._batch[tier]) * self._batch[tier]
+                late -= stand
             self._late_rooms[tier] = late - self.rooms[tier]
             is_quiet = is_quiet and allowed > 2 * waiting
         if is_quiet:
