@@ -123,6 +123,8 @@ class Door:
         self._stands_since = inf
         self._refused_at = -inf
         self._late_rooms = [0.0] * count
+        # While some are late: how many of other owners may come in time, and go before them.
+        self._newcomers = [0.0] * count
         # What came in, in requests a second, when the queue did not stand; and what comes to other gateways, as far as
         # this one counts on what it takes.
         self._calm_rates = [0.0] * count
@@ -176,6 +178,7 @@ class Door:
             if refusal is not None:
                 return refusal
         self._admitted[tier] += 1
+        self._newcomers[tier] -= not self.is_late
         rooms[tier] -= 1
         if tier < self._lowest:
             for behind in range(tier + 1, len(rooms)):
@@ -192,6 +195,7 @@ class Door:
             refusal = self._refuse(tier, count, self._too_long(tier))
         if refusal is None:
             self._admitted[tier] += count
+            self._newcomers[tier] -= 0 if self.is_late else count
             for behind in range(tier, len(self.rooms)):
                 self.rooms[behind] -= count
         return refusal
@@ -223,7 +227,10 @@ class Door:
         if standing.late_of(owner):
             return False  # behind its own
         # Of a call of many the first is asked for; but all of them where they would go before some who came in late.
-        count = count if standing.late else 1
+        if not standing.late:
+            count = 1
+        elif self._newcomers[tier] < count:
+            return False
         # Everybody has its turn behind one of each owner who waits: where those are too many, nobody need be asked.
         return standing.owners + 1 < allowed and self._turns(tier, owner, count) < allowed
 
@@ -241,7 +248,7 @@ class Door:
         else:
             seconds -= self.call_s  # as rule 4 has it: the call that runs now may have just begun
             overtakers = self._overtaking_late(tier, seconds)
-            ahead = sum(each.waiting for each in self._standings) - sum(self._running) + count - 1
+            ahead = self._all_waiting() + count - 1
         if ahead <= 0:
             return None  # nobody overtakes one that does not wait
         capacity = self.capacity[tier] * self.trust[tier]
@@ -375,6 +382,7 @@ class Door:
             self._seen[tier], self._shortest[tier] = 0, inf
 
     def _recount(self, now: float) -> None:
+        seconds = now - self._counted_at
         self._counted_at, self._recount_at = now, now + RECOUNT_S
         if self._first_call is not None:
             self._suppose(*self._first_call(), now)
@@ -386,7 +394,10 @@ class Door:
             self.rooms[:] = self._rooms_by_threshold(self._thresholds)
             return
         self._look_at_queue(now)
-        stand = sum(standing.waiting for standing in self._standings)
+        self._count_newcomers(seconds)
+        # Of what runs, as of what may be let in late, each of many gateways has an equal part.
+        running = min(sum(self._running), self._burst_rps * self._batch_s)
+        waiting_late = sum(standing.waiting for standing in self._standings) - running
         is_quiet = True
         for tier, rule in enumerate(self._tiers):
             served = max(self.capacity[tier] * self.trust[tier] * rule.wait_max_s, self._batch[tier])
@@ -400,10 +411,9 @@ class Door:
             self.rooms[tier] = min(room, 0.0) if self._standings[tier].late else room
             limit_s, late = self._limit_s(tier, now), -inf
             if limit_s > rule.wait_max_s:
-                late = self._burst_rps * self.trust[tier] * limit_s - self._overtaking_late(tier, limit_s)
-                if self._batch_s:  # those that run are among them: the last batch may be full
-                    late = ceil(late / self._batch[tier]) * self._batch[tier]
-                late -= stand
+                most = self._burst_rps * self.trust[tier] * limit_s - self._overtaking_late(tier, limit_s)
+                # The last batch may be full: that takes no longer.
+                late = ceil(most / self._batch[tier]) * self._batch[tier] - waiting_late
             self._late_rooms[tier] = late - self.rooms[tier]
             is_quiet = is_quiet and allowed > 2 * waiting
         if is_quiet:
@@ -411,10 +421,22 @@ class Door:
 
     def _look_at_queue(self, now: float) -> None:
         """Whether the queue stands (rule 4)."""
-        if sum(each.waiting for each in self._standings) - sum(self._running) > self._batch[-1]:
+        if self._all_waiting() > self._batch[-1]:
             self._stands_since = min(self._stands_since, now)
         elif now > self._refused_at + BURST_S:
             self._stands_since = inf
+
+    def _count_newcomers(self, seconds: float) -> None:
+        """While some of a tier are late, its other owners have their share of what can be served, or what they brought
+        before if that is more: owners are served in turn. So many may come in time.
+        """
+        for tier, (rule, standing) in enumerate(zip(self._tiers, self._standings, strict=True)):
+            capacity = self.capacity[tier] * self.trust[tier] - sum(map(self._rate_now, range(tier)))
+            share = 1.0 - standing.late_owners / (standing.owners + 1)
+            rate = max(self._calm_rates[tier], capacity * share)
+            most = max(rate * rule.wait_max_s, self._batch[tier])
+            came = min(max(self._newcomers[tier], 0.0) + rate * seconds, most)
+            self._newcomers[tier] = came if standing.late else 0.0
 
     def _rooms_by_threshold(self, thresholds: Thresholds) -> list[float]:
         capacity = self.capacity[-1]
@@ -444,6 +466,10 @@ class Door:
                 running[each] += free * part / whole
             below = max(below, most[tier])
         return running
+
+    def _all_waiting(self) -> float:
+        """Of all tiers, late or not."""
+        return max(0.0, sum(standing.waiting for standing in self._standings) - sum(self._running))
 
     def _waiting(self, tier: int, *, late: bool = False) -> float:
         """Those that did not come in late, or those that did: these stand behind them."""

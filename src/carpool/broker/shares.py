@@ -33,12 +33,12 @@ class OwnerShare:
 class ParkedShares:
     """Of one model and tier: the synchronous requests that are parked, whether they wait or run."""
 
-    __slots__ = ("_last", "_owners", "_shared_until", "_weight", "late", "waiting")
+    __slots__ = ("_last", "_owners", "_shared_until", "_weight", "late", "late_owners", "waiting")
 
     def __init__(self) -> None:
         self.waiting = 0
-        # Those that came in late, with a burst.
-        self.late = 0
+        # Those that came in late, with a burst, and how many owners have some.
+        self.late = self.late_owners = 0
         self._weight = 0
         self._owners: dict[str, OwnerShare] = {}
         # Who came last, and until when others count as being about.
@@ -83,6 +83,7 @@ class ParkedShares:
         self._weight += weight
         share.count += 1
         if request.is_late:
+            self.late_owners += not share.late
             share.late += 1
             self.late += 1
         share.weight += weight
@@ -100,6 +101,7 @@ class ParkedShares:
         if request.is_late:
             share.late -= 1
             self.late -= 1
+            self.late_owners -= not share.late
         if not share.count:
             del self._owners[request.owner]
         share.weight -= weight

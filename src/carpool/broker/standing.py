@@ -35,6 +35,11 @@ class WaitingCount:
         """How many requests of one owner wait."""
         return self.by_owner.get(owner, 0)
 
+    @property
+    def late_owners(self) -> int:
+        """How many owners have such that came in late."""
+        return len(self.late_by_owner)
+
     def late_of(self, owner: str) -> int:
         """How many requests of one owner wait that came in late."""
         return self.late_by_owner.get(owner, 0)

@@ -74,6 +74,11 @@ class Standing(Protocol):
         """How many wait that came in late."""
         ...
 
+    @property
+    def late_owners(self) -> int:
+        """Owners of these."""
+        ...
+
 
 class Outcomes(Protocol):
     """Where outcomes go. Both are total: they never raise, and a request that has an outcome keeps it."""
