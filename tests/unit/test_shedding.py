@@ -207,7 +207,7 @@ class TestBursts:
         """Whoever waits is ahead of it, of whatever tier."""
         scene = self.scene()
         scene.stands[FREE].set(somebody=1000)
-        assert self.comes_in(scene, 700, PAID) == "late"
+        assert self.comes_in(scene, 600, PAID) == "late"
         assert self.comes_in(scene, 800, PAID) == "not at all"
 
     def test_while_it_waits_its_owner_comes_in_late_too_or_not_at_all(self) -> None:

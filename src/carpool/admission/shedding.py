@@ -123,7 +123,8 @@ class Door:
         self._stands_since = inf
         self._refused_at = -inf
         self._late_rooms = [0.0] * count
-        # While some are late: how many of other owners may come in time, and go before them.
+        # While some of a tier, or of higher ones, are late: how many may come in time, and go before them.
+        self._goes_before_late = [False] * count
         self._newcomers = [0.0] * count
         # What came in, in requests a second, when the queue did not stand; and what comes to other gateways, as far as
         # this one counts on what it takes.
@@ -227,7 +228,7 @@ class Door:
         if standing.late_of(owner):
             return False  # behind its own
         # Of a call of many the first is asked for; but all of them where they would go before some who came in late.
-        if not standing.late:
+        if not self._goes_before_late[tier]:
             count = 1
         elif self._newcomers[tier] < count:
             return False
@@ -408,12 +409,13 @@ class Door:
             room = allowed - waiting
             self._allowed[tier] = allowed
             # While some are late, each who comes is looked at.
-            self.rooms[tier] = min(room, 0.0) if self._standings[tier].late else room
+            self.rooms[tier] = min(room, 0.0) if self._goes_before_late[tier] else room
             limit_s, late = self._limit_s(tier, now), -inf
             if limit_s > rule.wait_max_s:
-                most = self._burst_rps * self.trust[tier] * limit_s - self._overtaking_late(tier, limit_s)
-                # The last batch may be full: that takes no longer.
-                late = ceil(most / self._batch[tier]) * self._batch[tier] - waiting_late
+                most, first = self._burst_rps * self.trust[tier] * limit_s, self._overtaking_late(tier, limit_s)
+                if first < 1.0:  # nobody goes before them: the last batch may be full, which takes no longer
+                    most = ceil(most / self._batch[tier]) * self._batch[tier]
+                late = most - first - waiting_late
             self._late_rooms[tier] = late - self.rooms[tier]
             is_quiet = is_quiet and allowed > 2 * waiting
         if is_quiet:
@@ -427,16 +429,24 @@ class Door:
             self._stands_since = inf
 
     def _count_newcomers(self, seconds: float) -> None:
-        """While some of a tier are late, its other owners have their share of what can be served, or what they brought
-        before if that is more: owners are served in turn. So many may come in time.
+        """How many may come in time while some are late, who wait for them.
+
+        Of its own tier other owners have their share of what can be served, as owners are served in turn, or what they
+        brought before if that is more. Of lower tiers what is left if those who are late have their slots in a second.
         """
+        late_above = 0
         for tier, (rule, standing) in enumerate(zip(self._tiers, self._standings, strict=True)):
-            capacity = self.capacity[tier] * self.trust[tier] - sum(map(self._rate_now, range(tier)))
-            share = 1.0 - standing.late_owners / (standing.owners + 1)
-            rate = max(self._calm_rates[tier], capacity * share)
+            capacity = self.capacity[tier] * self.trust[tier]
+            rate = capacity - sum(map(self._rate_now, range(tier))) - late_above / BURST_S
+            if standing.late:
+                rate *= 1.0 - standing.late_owners / (standing.owners + 1)
+            least = self._calm_rates[tier] if not late_above else capacity * self._trickle * (tier == self._lowest)
+            rate = max(rate, least)
             most = max(rate * rule.wait_max_s, self._batch[tier])
+            late_above += standing.late
+            self._goes_before_late[tier] = late_above > 0
             came = min(max(self._newcomers[tier], 0.0) + rate * seconds, most)
-            self._newcomers[tier] = came if standing.late else 0.0
+            self._newcomers[tier] = came if late_above else 0.0
 
     def _rooms_by_threshold(self, thresholds: Thresholds) -> list[float]:
         capacity = self.capacity[-1]
@@ -510,10 +520,11 @@ class Door:
 
     def _overtaking_late(self, tier: int, seconds: float) -> float:
         """The same for one that came in late. Those of higher tiers go first, also those who are refused just now; and
-        those of its own tier, if they come as before the burst.
+        those of its own tier, if they come as before the burst; and the trickle of the lowest.
         """
         higher = sum(max(self._rate_now(n), self.rates[n]) + self._elsewhere[n] for n in range(tier))
-        most = (higher + self._calm_rates[tier]) * seconds
+        trickle = self._burst_rps * self._trickle if tier < self._lowest else 0.0
+        most = (higher + self._calm_rates[tier] + trickle) * seconds
         return most + SIGMAS * sqrt(most)
 
     def _rate_now(self, tier: int) -> float:
