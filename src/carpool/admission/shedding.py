@@ -178,8 +178,8 @@ class Door:
             refusal = self.refusal_if_full(tier, owner, now)
             if refusal is not None:
                 return refusal
+            self._newcomers[tier] -= not self.is_late
         self._admitted[tier] += 1
-        self._newcomers[tier] -= not self.is_late
         rooms[tier] -= 1
         if tier < self._lowest:
             for behind in range(tier + 1, len(rooms)):
