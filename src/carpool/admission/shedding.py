@@ -352,7 +352,7 @@ class Door:
             self._admitted[tier] = self._refused[tier] = 0
             self._stood[tier] = stands
         self._ticked_at = now
-        if self._stands_since == inf:
+        if self._is_known and self._stands_since == inf:
             # Of the tick before: the last one may have seen a burst begin. The smaller: one that is over is forgotten.
             self._calm_rates = self._last_rates
             self._last_rates = list(map(min, self._admitted_rates, self._quick_rates))
@@ -413,7 +413,7 @@ class Door:
             limit_s, late = self._limit_s(tier, now), -inf
             if limit_s > rule.wait_max_s:
                 most, first = self._burst_rps * self.trust[tier] * limit_s, self._overtaking_late(tier, limit_s)
-                if first < 1.0:  # nobody goes before them: the last batch may be full, which takes no longer
+                if first < self._batch[tier] / 8:  # hardly any: the last batch may be full, which takes no longer
                     most = ceil(most / self._batch[tier]) * self._batch[tier]
                 late = most - first - waiting_late
             self._late_rooms[tier] = late - self.rooms[tier]
