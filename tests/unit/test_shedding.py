@@ -323,9 +323,10 @@ class TestBursts:
             scene.stands[FREE].set(somebody=waiting, **{f"owner{number}": 0 for number in range(9)})
             assert (scene.ask(FREE) is None) == is_let_in
 
-    def test_and_what_higher_tiers_bring_to_other_gateways(self) -> None:
+    @pytest.mark.parametrize("others", [[0.0, 400.0, 0.0], [0.0, 0.0, 400.0]], ids=["higher", "its own"])
+    def test_and_what_its_tier_and_higher_ones_bring_to_other_gateways(self, others: list[float]) -> None:
         scene = self.scene()
-        learn_share(scene.door, 1000.0, 8.0, [0.0, 400.0, 0.0], scene.stands, 0.2, 2)
+        learn_share(scene.door, 1000.0, 8.0, others, scene.stands, 0.2, 2)
         brought = 200 * 1.76  # the half of it, as this one counts on the half of what can be served
         most = round(880 + 500 * 0.2 - brought - 3 * sqrt(brought))  # and what runs
         assert [self.comes_in(scene, waiting) for waiting in (most - 20, most + 20)] == ["late", "not at all"]

@@ -520,11 +520,12 @@ class Door:
 
     def _overtaking_late(self, tier: int, seconds: float) -> float:
         """The same for one that came in late. Those of higher tiers go first, also those who are refused just now; and
-        those of its own tier, if they come as before the burst; and the trickle of the lowest.
+        those of its own tier, here if they come as before the burst; and the trickle of the lowest.
         """
-        higher = sum(max(self._rate_now(n), self.rates[n]) + self._elsewhere[n] for n in range(tier))
+        higher = sum(max(self._rate_now(n), self.rates[n]) for n in range(tier))
+        elsewhere = sum(self._elsewhere[: tier + 1])
         trickle = self._burst_rps * self._trickle if tier < self._lowest else 0.0
-        most = (higher + self._calm_rates[tier] + trickle) * seconds
+        most = (higher + elsewhere + self._calm_rates[tier] + trickle) * seconds
         return most + SIGMAS * sqrt(most)
 
     def _rate_now(self, tier: int) -> float:
