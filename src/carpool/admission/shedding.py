@@ -13,7 +13,7 @@
    which there is no room may come in late: it may wait for as long as its time in the queue, less one call. Over the
    next second that falls in a line to its tier's `wait_max`. All of its tier and of higher ones who come in time go
    before it, so it takes nothing from them; lower tiers count it as ahead of them. While it waits its owner comes in
-   late, too, behind its own, or not at all; others of its tier have their turns (rule 3). It is let
+   late, too, behind its own, or not at all; others of its tier come in time by their share of the owners. It is let
    in where there is time for it, behind all that wait and all that are expected to go before it; of many gateways each
    has an equal part. Until a call has ended, one is taken to need twice what the oldest has needed so far; while none
    runs nothing is known, and nobody is refused.
