@@ -39,7 +39,7 @@ class Burst(NamedTuple):
 async def bursts(directory: Path, broker: Broker, sizes: list[int], quiet_s: float = QUIET_S) -> Burst:
     """One burst after another, each when everybody of the last one is answered; one request goes before them."""
     async with stage(directory, FLAGS, broker) as running:
-        checker, refusals = Checker("O7"), [0.0]
+        checker, refusals = Checker("O7", {"": {503}}), [0.0]
         clients = [await Connection.open(running.gateway.port) for _ in range(max(sizes))]
 
         async def ask(client: Connection) -> int:
