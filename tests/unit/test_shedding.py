@@ -323,6 +323,17 @@ class TestBursts:
             scene.stands[FREE].set(somebody=waiting, **{f"owner{number}": 0 for number in range(9)})
             assert (scene.ask(FREE) is None) == is_let_in
 
+    def test_but_half_is_left_for_a_burst_of_those_who_always_come(self) -> None:
+        scene = self.scene()
+        for _ in range(100):
+            for _ in range(80):
+                assert scene.door.refusal(FREE, "somebody", scene.now) is None
+            scene.now += 0.1
+            scene.door.tick(0.1, scene.now)
+        brought = 500 * 1.76
+        most = round(1760 - brought - 3 * sqrt(brought))
+        assert [self.comes_in(scene, waiting) for waiting in (most - 20, most + 20)] == ["late", "not at all"]
+
     @pytest.mark.parametrize("others", [[0.0, 400.0, 0.0], [0.0, 0.0, 400.0]], ids=["higher", "its own"])
     def test_and_what_its_tier_and_higher_ones_bring_to_other_gateways(self, others: list[float]) -> None:
         scene = self.scene()

@@ -524,8 +524,10 @@ class Door:
         """
         higher = sum(max(self._rate_now(n), self.rates[n]) for n in range(tier))
         elsewhere = sum(self._elsewhere[: tier + 1])
+        # Half is left at least: some who came may be those who come in late now.
+        own = min(self._calm_rates[tier], self._burst_rps / 2)
         trickle = self._burst_rps * self._trickle if tier < self._lowest else 0.0
-        most = (higher + elsewhere + self._calm_rates[tier] + trickle) * seconds
+        most = (higher + elsewhere + own + trickle) * seconds
         return most + SIGMAS * sqrt(most)
 
     def _rate_now(self, tier: int) -> float:
