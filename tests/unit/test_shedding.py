@@ -354,6 +354,13 @@ class TestBursts:
         assert scene.door.refusal_by_deadline(FREE, "somebody", scene.now, 0.5) is not None
         assert scene.door.refusal_by_deadline(FREE, "somebody", scene.now, 1.0) is None
 
+    def test_a_client_that_waits_for_less_than_a_call_takes_is_told_so_in_words_that_make_sense(self) -> None:
+        scene = self.scene()
+        scene.stands[FREE].set(somebody=300)
+        refusal = scene.door.refusal_by_deadline(FREE, "another", scene.now, -0.1)
+        assert refusal is not None
+        assert "within 0 ms" in refusal.detail
+
     def test_a_rate_is_known_at_once(self) -> None:
         scene = self.scene()
         scene.door.tick(0.1, scene.now)

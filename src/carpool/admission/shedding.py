@@ -256,7 +256,8 @@ class Door:
         wait_s = (ahead + overtakers) / capacity if capacity > 0.0 else inf
         if wait_s <= seconds:
             return None
-        fewer = int(capacity * max(seconds, 0.0))
+        seconds = max(seconds, 0.0)  # less than none is left where a call takes longer than the client waits
+        fewer = int(capacity * seconds)
         advice = f"; send {fewer} inputs at most in a call" if fewer < count else ""
         return self._refuse(tier, count, too_long(wait_s, f"it must have one within {as_ms(seconds)}", advice))
 
