@@ -226,7 +226,7 @@ class ModelService(ModelFace):
             in_flight_bytes_max=batching.in_flight_bytes_max,
             clock=clock,
         )
-        self.loop.is_waiting = lambda: broker.is_waiting(self.name) or self.waiting_elsewhere() > 0
+        self.loop.waiting_elsewhere = lambda: self.waiting_elsewhere()
         self._broker = broker
         # For `prove`.
         self.probe_input = upstream.probe_input.encode()

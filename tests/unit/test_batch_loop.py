@@ -739,6 +739,22 @@ class TestCapacity:
 
         stand.run(main)
 
+    @pytest.mark.parametrize(("waiting", "share"), [(3, 1.0), (MAX_BATCH, 0.25)])
+    def test_small_batches_count_where_those_who_wait_elsewhere_would_have_filled_them(
+        self, waiting: int, share: float
+    ) -> None:
+        stand = Stand()
+
+        async def main() -> None:
+            stand.loop.waiting_elsewhere = lambda: waiting
+            for _ in range(60):
+                stand.arrive(MAX_BATCH // 4)
+                await asyncio.sleep(SERVICE_S * 1.01)
+            known = MAX_BATCH / SERVICE_S
+            assert stand.loop.capacity_rps(1) == pytest.approx(known * share, rel=0.15)
+
+        stand.run(main)
+
     def test_one_of_each_batch_is_shown(self) -> None:
         stand = Stand()
 

@@ -132,8 +132,9 @@ class BatchLoop:
         self._idle_slots, self._idle_since = 0, 0.0
         # Since when slots are free, the longest first.
         self._free_since: deque[float] = deque()
-        # Whether requests of this model wait, here or elsewhere; and who wants to see one of each batch that leaves.
-        self.is_waiting: Callable[[], bool] = lambda: any(True for _ in broker.lanes(model))
+        # Requests of this model that wait where they are taken from, as far as is known.
+        self.waiting_elsewhere: Callable[[], int] = lambda: 0
+        # Who wants to see one of each batch that leaves.
         self.sampled: Callable[[Request], None] | None = None
         # Who is told when the first batch has ended: now it is known how long one takes.
         self.when_known: Callable[[], None] | None = None
@@ -287,7 +288,9 @@ class BatchLoop:
 
     def _look_around(self, size: int, largest: int, now: float) -> None:
         """After a batch of this size: what the slots can do, and whether the next one may leave at once."""
-        is_waiting, is_full = self.is_waiting(), self._slots.free() <= 0
+        # Of those who wait elsewhere some have only just come: the batch would have been larger, not the next one full.
+        is_waiting = any(True for _ in self._broker.lanes(self.model)) or self.waiting_elsewhere() > largest - size
+        is_full = self._slots.free() <= 0
         if self._free_since and self._is_crowded:
             # A longer one is none between two batches: those who waited have left, or nothing could be fetched.
             gap_s = min(now - self._free_since[0], self.max_wait_s + COMPANY_S)

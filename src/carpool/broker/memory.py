@@ -87,10 +87,6 @@ class MemoryBroker:
         """Requests that wait for a slot."""
         return sum(map(self.depth_of, self._active))
 
-    def is_waiting(self, model: str) -> bool:
-        """Whether requests of one model wait for a slot."""
-        return bool(self._active[model])
-
     def depth_of(self, model: str) -> int:
         """Requests of one model that wait for a slot."""
         return sum(lane.waiting for lane in self._active[model].values())
