@@ -16,7 +16,7 @@ from carpool.broker.memory import MemoryBroker
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, QueueFull
 from carpool.core.outcome import Outcome
-from carpool.core.ports import CallTraces, DeadLetters, OtherBatchers, Sharing, Slots
+from carpool.core.ports import CallTraces, DeadLetters, LaneCounts, OtherBatchers, Sharing, Slots
 from carpool.core.request import Request
 from carpool.core.snapshot import ModelNumbers, ModelState
 from carpool.core.tensors import is_packed
@@ -226,7 +226,6 @@ class ModelService(ModelFace):
             in_flight_bytes_max=batching.in_flight_bytes_max,
             clock=clock,
         )
-        self.loop.waiting_elsewhere = lambda: self.waiting_elsewhere()
         self._broker = broker
         # For `prove`.
         self.probe_input = upstream.probe_input.encode()
@@ -237,6 +236,10 @@ class ModelService(ModelFace):
         self.utilization = 0.0
         self._arrivals_then = 0
         self._busy_s_then = 0.0
+
+    def lane_counts(self) -> LaneCounts:
+        """Who waits here, by lane."""
+        return self._broker.lane_counts(self.name, self.loop.max_batch)
 
     def owners_apart(self) -> set[tuple[str, str]]:
         """Model and owner of the offenders whose requests wait, of all models of this process."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ from carpool.admission.shedding import Door, TierRule
 from carpool.batching.loop import BatchLoop
 from carpool.batching.policy import Fixed
 from carpool.broker.memory import MemoryBroker
-from carpool.composition.shedding import DOOR_TICK_S
+from carpool.composition.shedding import DOOR_TICK_S, learn_own
 from carpool.core.errors import CarpoolError
 from carpool.core.outcome import Outcome
 from carpool.core.request import Request
-from carpool.testing import Answer, Call, FakeClock, FakeUpstream, echo, make_request
+from carpool.testing import Answer, Call, FakeClock, FakeUpstream, echo, inputs_of, make_request
 from carpool.upstream.codecs import JsonCodec
 from carpool.upstream.dispatch import UpstreamDispatcher
 from carpool.upstream.offenders import Offenders
@@ -30,17 +31,20 @@ USUAL_S = 2 * CALL_S + 0.02
 
 
 class SlowEndpoint(FakeUpstream):
-    """Every call takes as long."""
+    """Every call takes as long, or longer with each input."""
+
+    input_s = 0.0
 
     async def post(self, call: Call, timeout_s: float) -> Answer:
-        self.then(echo, delay_s=CALL_S)
+        self.then(echo, delay_s=0.05 + self.input_s * len(inputs_of(call)) if self.input_s else CALL_S)
         return await super().post(call, timeout_s)
 
 
 class Scene:
     """One slot behind a door. Clients are known by a name; what became of their requests is written down by it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, input_s: float = 0.0) -> None:
+        self._input_s = input_s
         self.clock = FakeClock()
         self.outcomes: dict[str, Counter[str]] = defaultdict(Counter)
         self.seconds: dict[str, list[float]] = defaultdict(list)
@@ -66,9 +70,11 @@ class Scene:
     def _start(self) -> None:
         clock, offenders = self.clock, Offenders()
         self._broker = MemoryBroker(
-            waiting_max=10_000, bytes_max=10**9, lanes_max=9, tiers=3, offenders=offenders, clock=clock
+            waiting_max=10_000, bytes_max=10**9, lanes_max=64, tiers=3, offenders=offenders, clock=clock
         )
-        self._pool = Pool([SlowEndpoint("gpu", 1)], clock, random_share=lambda: 0.5)
+        endpoint = SlowEndpoint("gpu", 1)
+        endpoint.input_s = self._input_s
+        self._pool = Pool([endpoint], clock, random_share=lambda: 0.5)
         self._pool.others_wait = lambda: self._broker.all_waiting("m") > 0
         self._dispatcher = UpstreamDispatcher(
             self._pool,
@@ -92,6 +98,14 @@ class Scene:
         nothing: Any = None
         self._gate = Gate(self._broker, nothing, {"m": self._pool}, lowest_tier=FREE, doors={"m": self._door})
 
+    def _service(self) -> Any:
+        return SimpleNamespace(
+            loop=self._loop,
+            capacity_rps=lambda: self._loop.capacity_rps(1),
+            fleet=SimpleNamespace(healthy_slots=lambda: 1),
+            lane_counts=lambda: self._broker.lane_counts("m", BATCH),
+        )
+
     def _standings(self) -> list[Any]:
         return [self._broker.standing("m", tier) for tier in range(3)]
 
@@ -100,12 +114,12 @@ class Scene:
             for _ in range(10):
                 await asyncio.sleep(DOOR_TICK_S / 10)
                 self._broker.expire(self.clock())
-            if self._loop.is_capacity_known():
-                capacity, call_s = self._loop.capacity_rps(1), self._loop.service_s
-                self._door.learn([capacity] * 3, [BATCH] * 3, self._standings(), call_s=call_s, burst_rps=capacity)
+            learn_own(self._door, self._service(), self._standings())
             self._door.tick(DOOR_TICK_S, self.clock())
 
-    def send(self, name: str, tier: int = FREE, *, owner: str = "", timeout_s: float = 0.0) -> None:
+    def send(
+        self, name: str, tier: int = FREE, *, owner: str = "", timeout_s: float = 0.0, parameters: bytes = b""
+    ) -> None:
         """One request."""
         scene = self
 
@@ -126,16 +140,27 @@ class Scene:
             total_timeout_s=timeout_s or 4.0,
             own_timeout_s=timeout_s,
             owner=owner or name,
+            parameters=parameters,
         )
         if (refusal := self._gate.admit(request)) is not None:
             self.outcomes[name][type(refusal).__name__] += 1
 
     async def send_steadily(
-        self, name: str, rate: float, seconds: float, tier: int = FREE, *, owners: int = 1, timeout_s: float = 0.0
+        self,
+        name: str,
+        rate: float,
+        seconds: float,
+        tier: int = FREE,
+        *,
+        owners: int = 1,
+        timeout_s: float = 0.0,
+        lanes: int = 1,
     ) -> None:
-        """So many a second, of so many owners in turn."""
+        """So many a second, of so many owners, and lanes, in turn."""
         for number in range(int(rate * seconds)):
-            self.send(name, tier, owner=f"{name}{number % owners}", timeout_s=timeout_s)
+            parameters = b'{"n":%d}' % (number % lanes) if lanes > 1 else b""
+            owner = f"{name}{number % owners}"
+            self.send(name, tier, owner=owner, timeout_s=timeout_s, parameters=parameters)
             await asyncio.sleep(1 / rate)
 
     def p99(self, name: str) -> float:
@@ -207,6 +232,84 @@ def test_nobody_who_was_let_in_times_out_where_too_much_begins_to_come(times: fl
     scene.run(main)
     assert {code for outcomes in scene.outcomes.values() for code in outcomes} == {"ok", "Shed"}
     assert set(scene.outcomes["much0"]) == {"ok"}
+
+
+def test_a_flood_of_a_lower_tier_takes_no_burst_from_a_higher_one() -> None:
+    scene = Scene()
+
+    async def bursts() -> None:
+        await asyncio.sleep(3.0)
+        for _ in range(4):
+            for _ in range(300):
+                scene.send("paid", PAID)
+            await asyncio.sleep(3.0)
+
+    scene.run(lambda: _both(scene.send_steadily("free", 640, 15), bursts()))
+    assert scene.outcomes["paid"] == {"ok": 1200}
+
+
+@pytest.mark.parametrize("timeout_s", [0.1, 0.25, 0.3])
+def test_a_deadline_that_is_shorter_than_two_calls_is_refused_while_a_burst_waits(timeout_s: float) -> None:
+    scene = Scene()
+
+    async def main() -> None:
+        await scene.send_steadily("calm", 60, 3)
+        for _ in range(300):
+            scene.send("calm")
+        await scene.send_steadily("calm", 10, 1, timeout_s=timeout_s)
+
+    scene.run(main)
+    assert set(scene.outcomes["calm"]) <= {"ok", "Shed", "DeadlineExceeded"}  # and no error of our own
+    assert scene.outcomes["calm"]["ok"] >= 480
+
+
+@pytest.mark.parametrize("lanes", [2, 3, 8])
+def test_requests_that_share_no_batch_are_served_as_those_that_do(lanes: int) -> None:
+    """What is cut is cut by calls: small batches would tell of less capacity, by which fewer may wait, and so on."""
+    scene = Scene()
+
+    async def main() -> None:
+        await scene.send_steadily("much", 480, 15, lanes=lanes)
+        await scene.send_steadily("after", 150 if lanes < 8 else 80, 10, lanes=lanes)
+
+    scene.run(main)
+    # Eight lanes take nearly all of the time that a request may wait: not each of them is served all the time.
+    share = 0.95 if lanes < 8 else 0.75
+    assert scene.outcomes["much"]["ok"] >= share * 320 * 15
+    assert scene.outcomes["much"]["QueueTimeout"] <= 0.02 * 480 * 15
+    assert scene.outcomes["after"]["ok"] >= share * scene.outcomes["after"].total()
+
+
+def test_one_owner_of_many_lanes_takes_none_from_others_and_none_from_higher_tiers() -> None:
+    scene = Scene()
+
+    async def main() -> None:
+        await asyncio.gather(
+            scene.send_steadily("lanes", 160, 15, lanes=20),
+            scene.send_steadily("others", 96, 15, owners=10),
+            scene.send_steadily("paid", 16, 15, PAID),
+        )
+
+    scene.run(main)
+    assert scene.outcomes["others"]["ok"] >= 0.9 * scene.outcomes["others"].total()
+    assert set(scene.outcomes["paid"]) == {"ok"}
+
+
+def test_calls_that_take_longer_with_each_input_are_known_by_the_second_burst() -> None:
+    """Small calls between bursts do not make it forget how long full ones take."""
+    scene = Scene(input_s=0.01)
+
+    async def main() -> None:
+        for number in range(4):
+            await scene.send_steadily("calm", 5, 8)
+            for _ in range(500):
+                scene.send(f"burst{number}")
+            await asyncio.sleep(4.0)
+
+    scene.run(main)
+    for number in (2, 3):
+        assert set(scene.outcomes[f"burst{number}"]) == {"ok", "Shed"}
+        assert scene.outcomes[f"burst{number}"]["ok"] >= 100
 
 
 async def _both(*parts: Coroutine[Any, Any, None]) -> None:

@@ -108,7 +108,7 @@ class Gate:
         if request.own_timeout_s:
             seconds = request.deadline - now - door.call_s
             refusal = door.refusal_by_deadline(request.tier, request.owner, now, seconds)
-        if (refusal := refusal or door.refusal(request.tier, request.owner, now)) is not None:
+        if (refusal := refusal or door.refusal(request.tier, request.owner, now, request)) is not None:
             return refusal
         if door.is_late:
             request.is_late = True
@@ -126,7 +126,7 @@ class Gate:
             return refusal
         if (door := self._doors.get(first.model)) is not None:
             seconds = min(first.queue_timeout_s, first.deadline - first.arrived - door.call_s)
-            refusal = door.refusal_of_all(first.tier, first.owner, first.arrived, len(requests), seconds)
+            refusal = door.refusal_of_all(first.tier, first.owner, first.arrived, len(requests), seconds, first)
             if refusal is not None:
                 return refusal
             if door.is_late:

@@ -8,8 +8,9 @@
    used half of its room, a count may be older: it is one of too little room, and none is refused by it.
 3. Where a tier has no room, an owner is asked for its own wait: inside a tier owners are served in turn, so one that
    has little waiting stands behind as much of each other owner, and not behind all that the busiest of them has.
-4. Bursts are served, standing queues are cut. The queue stands while more wait than a batch takes, and for a second
-   after the last refusal: one that is short because the door cuts it still stands. In its first second a request for
+4. Bursts are served, standing queues are cut. The queue of a tier and those above it stands while more of them wait
+   than a batch takes, and for a second after the last refusal: one that is short because the door cuts it still stands.
+   In its first second a request for
    which there is no room may come in late: it may wait for as long as its time in the queue, less one call. Over the
    next second that falls in a line to its tier's `wait_max`. All of its tier and of higher ones who come in time go
    before it, so it takes nothing from them; lower tiers count it as ahead of them. While it waits its owner comes in
@@ -24,7 +25,10 @@
 8. Over Redis a gateway does not see who of its requests still waits and who is being served. As many as the slots can
    have at once are; of each tier in proportion to what was served of it lately, and of each owner as many.
 9. One batch may always wait, however slow the model is: a slot that becomes free must find a full one.
-10. A call of many comes in whole or not at all: where its first would come in, and its last would get a slot before its
+10. Requests of different lanes share no batch. While several lanes wait, one that joins a batch which is not full comes
+    in: it costs no call. One that opens a lane comes in if it is its owner's only one, or if the calls of all lanes of
+    its tier and above take no longer than it may wait, or than half of that while higher tiers come.
+11. A call of many comes in whole or not at all: where its first would come in, and its last would get a slot before its
     time in the queue is over. By thresholds: where there is room for all of them, or nobody waits.
 """
 
@@ -35,7 +39,8 @@ from math import ceil, inf, sqrt
 import msgspec
 
 from carpool.core.errors import Shed
-from carpool.core.ports import Standing
+from carpool.core.ports import LaneCounts, Standing
+from carpool.core.request import Request
 from carpool.core.tally import SECONDS_BOUNDS, off_by
 
 # Rule 2: so old a count may be; and while there is much room.
@@ -101,6 +106,9 @@ class Door:
         self._lowest = count - 1
         self._is_strict = is_strict
         self._standings = standings
+        # Rule 10: how many wait, by lane; None where that is not known. By tier: how many lanes of it and above wait.
+        self._lanes: LaneCounts | None = None
+        self._lane_counts = [0] * count
         self._trickle = trickle
         self._thresholds = thresholds
         # For how long after a request's arrival one of a higher tier, by number, that comes later still overtakes it.
@@ -117,11 +125,12 @@ class Door:
         self._batch = [1.0] * count
         # Rule 8: above 0 where `standings` count those too that are being served. How long a batch takes.
         self._batch_s = 0.0
-        # Rule 4: how long a call takes, and what this process may let in late, in requests a second; since when the
-        # queue stands, or inf; when one was last refused; how many more than there is room for may come in late.
+        # Rule 4: how long a call takes, and what this process may let in late, in requests a second. By tier: since
+        # when the queue of it and those above stands, or inf; when one was last refused; how many more than there is
+        # room for may come in late.
         self.call_s = self._burst_rps = 0.0
-        self._stands_since = inf
-        self._refused_at = -inf
+        self._stands_since = [inf] * count
+        self._refused_at = [-inf] * count
         self._late_rooms = [0.0] * count
         # While some of a tier, or of higher ones, are late: how many may come in time, and go before them.
         self._goes_before_late = [False] * count
@@ -170,12 +179,13 @@ class Door:
     def __repr__(self) -> str:
         return f"<Door capacity={self.capacity} rooms={self.rooms} trust={self.trust}>"
 
-    def refusal(self, tier: int, owner: str, now: float) -> Shed | None:
+    def refusal(self, tier: int, owner: str, now: float, request: Request | None = None) -> Shed | None:
         """Let a request in, or say why not. Late, if `is_late` says so then."""
         rooms = self.rooms
         self.is_late = False
-        if now >= self._recount_at or rooms[tier] <= 0:
-            refusal = self.refusal_if_full(tier, owner, now)
+        has_lane = request is not None and (request.parameters or request.lane)
+        if now >= self._recount_at or rooms[tier] <= 0 or has_lane:
+            refusal = self.refusal_if_full(tier, owner, now, request=request)
             if refusal is not None:
                 return refusal
             self._newcomers[tier] -= not self.is_late
@@ -186,10 +196,12 @@ class Door:
                 rooms[behind] -= 1
         return None
 
-    def refusal_of_all(self, tier: int, owner: str, now: float, count: int, seconds: float) -> Shed | None:
-        """Let so many of one call in, the last of which has so many seconds to wait, or say why not (rule 10)."""
+    def refusal_of_all(
+        self, tier: int, owner: str, now: float, count: int, seconds: float, request: Request | None = None
+    ) -> Shed | None:
+        """Let so many of one call in, the last of which has so many seconds to wait, or say why not (rule 11)."""
         self.is_late = False
-        refusal = self.refusal_if_full(tier, owner, now, count)
+        refusal = self.refusal_if_full(tier, owner, now, count, request)
         refusal = refusal or self.refusal_by_deadline(tier, owner, now, seconds, count)
         is_short = self._thresholds is not None and self._is_known and self.rooms[tier] < count
         if refusal is None and is_short and any(map(self._waiting, range(len(self._tiers)))):
@@ -201,22 +213,47 @@ class Door:
                 self.rooms[behind] -= count
         return refusal
 
-    def refusal_if_full(self, tier: int, owner: str, now: float, count: int = 1) -> Shed | None:
+    def refusal_if_full(
+        self, tier: int, owner: str, now: float, count: int = 1, request: Request | None = None
+    ) -> Shed | None:
         """Why a request would be refused; None leaves the decision for later: then it is asked for again."""
         self._recount_if_due(tier, now)
-        if self.rooms[tier] > 0 or not self._is_known:
+        if not self._is_known:
             return None
-        if self._thresholds is None:
+        may_come = self._thresholds is None
+        if may_come and self._lanes is not None and (self._lane_counts[-1] > 1 or (request and request.lane_key)):
+            if request is None or self._finds_batch(self._lanes, request):
+                return None
+            may_come = self._may_open_lane(self._lanes, tier, owner)
+            if may_come and not self._goes_before_late[tier] and self._waiting(tier) < self._allowed[tier]:
+                return None
+        elif self.rooms[tier] > 0:
+            return None
+        if may_come:
             if self._comes_in_time(tier, owner, count):
                 return None
             if self.rooms[tier] + self._late_rooms[tier] > 0:
                 self.is_late = True
                 return None
-        self._refused_at = now
+        self._refused_at[tier:] = [now] * (len(self._tiers) - tier)
         refusal = self._refusals[tier]
         if refusal is None:
             refusal = self._refusals[tier] = self._too_long(tier)
         return self._refuse(tier, count, refusal)
+
+    def _finds_batch(self, lanes: LaneCounts, request: Request) -> bool:
+        """Whether others of its lane wait for a batch that it can join (rule 10)."""
+        return 0 < lanes.waiting_in(request.lane_key) < lanes.batch_max
+
+    def _may_open_lane(self, lanes: LaneCounts, tier: int, owner: str) -> bool:
+        """Whether a request that finds no batch to join may make a call necessary (rule 10)."""
+        for behind in range(tier, len(self._tiers)):
+            self._lane_counts[behind] += 1  # until the next count
+        may_wait_s = MARGIN * self.queue_s - self.call_s
+        if sum(map(self._rate_now, range(tier))) >= 1.0:
+            may_wait_s /= 2
+        calls = self._lane_counts[tier]
+        return not lanes.opened_by(owner) or calls * self._batch[tier] <= self.capacity[tier] * may_wait_s
 
     def _recount_if_due(self, tier: int, now: float) -> None:
         if now >= self._recount_at or (self.rooms[tier] <= 0 and now >= self._counted_at + RECOUNT_S):
@@ -243,11 +280,13 @@ class Door:
         self._recount_if_due(tier, now)
         if self._thresholds is not None or not self._is_known:
             return None
+        seconds = max(seconds, 0.0)
         if self.rooms[tier] > 0 or self._comes_in_time(tier, owner, count):
             waiting, overtakers = self._waiting(tier), self._overtakers(tier, seconds)
             ahead = self._ahead(tier) - waiting + min(waiting + count - 1, self._turns(tier, owner, count))
         else:
-            seconds -= self.call_s  # as rule 4 has it: the call that runs now may have just begun
+            # As rule 4 has it: the call that runs now may have just begun. It may take longer than the client waits.
+            seconds = max(seconds - self.call_s, 0.0)
             overtakers = self._overtaking_late(tier, seconds)
             ahead = self._all_waiting() + count - 1
         if ahead <= 0:
@@ -256,7 +295,6 @@ class Door:
         wait_s = (ahead + overtakers) / capacity if capacity > 0.0 else inf
         if wait_s <= seconds:
             return None
-        seconds = max(seconds, 0.0)  # less than none is left where a call takes longer than the client waits
         fewer = int(capacity * seconds)
         advice = f"; send {fewer} inputs at most in a call" if fewer < count else ""
         return self._refuse(tier, count, too_long(wait_s, f"it must have one within {as_ms(seconds)}", advice))
@@ -284,7 +322,7 @@ class Door:
             # Nobody comes in late behind them while it is not even known what can be served.
             burst_s = burst_s if self._first_call is None else 0.0
         burst_s = max(burst_s - self.call_s, wait_max_s)
-        stands_s = now - self._stands_since
+        stands_s = now - self._stands_since[tier]
         return burst_s - (burst_s - wait_max_s) * min(max(0.0, stands_s / BURST_S - 1.0), 1.0)
 
     def predicted_wait_s(self, tier: int) -> float:
@@ -304,6 +342,7 @@ class Door:
         burst_rps: float = 0.0,
         elsewhere: Sequence[float] = (),
         batch_s: float = 0.0,
+        lanes: LaneCounts | None = None,
     ) -> None:
         """What can be served, and is in a batch, by tier; where it waits. For rule 4: how long a call takes, what may
         be let in late, and what others bring that takes of that, by tier.
@@ -311,7 +350,7 @@ class Door:
         With `batch_s`, the standings count those too that are being served, for so long each.
         """
         self.capacity, self._batch = list(capacity), list(batch)
-        self._standings = standings
+        self._standings, self._lanes = standings, lanes
         self._batch_s = batch_s
         self.call_s, self._burst_rps = call_s, burst_rps
         self._elsewhere = list(elsewhere) or [0.0] * len(self._tiers)
@@ -353,10 +392,11 @@ class Door:
             self._admitted[tier] = self._refused[tier] = 0
             self._stood[tier] = stands
         self._ticked_at = now
-        if self._is_known and self._stands_since == inf:
-            # Of the tick before: the last one may have seen a burst begin. The smaller: one that is over is forgotten.
-            self._calm_rates = self._last_rates
-            self._last_rates = list(map(min, self._admitted_rates, self._quick_rates))
+        for tier, since in enumerate(self._stands_since):
+            if self._is_known and since == inf:
+                # Of the tick before: the last may have seen a burst begin. The smaller: one that is over is forgotten.
+                self._calm_rates[tier] = self._last_rates[tier]
+                self._last_rates[tier] = min(self._admitted_rates[tier], self._quick_rates[tier])
         if now >= self._guard_at:
             self._guard_at = now + GUARD_S
             self._guard()
@@ -401,6 +441,8 @@ class Door:
         running = min(sum(self._running), self._burst_rps * self._batch_s)
         waiting_late = sum(standing.waiting for standing in self._standings) - running
         is_quiet = True
+        if self._lanes is not None:
+            self._lane_counts = self._lanes.by_tier()
         for tier, rule in enumerate(self._tiers):
             served = max(self.capacity[tier] * self.trust[tier] * rule.wait_max_s, self._batch[tier])
             waiting = self._waiting(tier)
@@ -409,8 +451,8 @@ class Door:
                 allowed = max(allowed, served * self._trickle)
             room = allowed - waiting
             self._allowed[tier] = allowed
-            # While some are late, each who comes is looked at.
-            self.rooms[tier] = min(room, 0.0) if self._goes_before_late[tier] else room
+            # While some are late, or lanes wait, each who comes is looked at.
+            self.rooms[tier] = min(room, 0.0) if self._goes_before_late[tier] or self._lane_counts[-1] > 1 else room
             limit_s, late = self._limit_s(tier, now), -inf
             if limit_s > rule.wait_max_s:
                 most, first = self._burst_rps * self.trust[tier] * limit_s, self._overtaking_late(tier, limit_s)
@@ -423,11 +465,14 @@ class Door:
             self._recount_at = now + RECOUNT_QUIET_S
 
     def _look_at_queue(self, now: float) -> None:
-        """Whether the queue stands (rule 4)."""
-        if self._all_waiting() > self._batch[-1]:
-            self._stands_since = min(self._stands_since, now)
-        elif now > self._refused_at + BURST_S:
-            self._stands_since = inf
+        """Whether the queue stands (rule 4). A flood of lower tiers says nothing: it is cut by itself."""
+        waiting = 0.0
+        for tier, standing in enumerate(self._standings):
+            waiting += max(0.0, standing.waiting - self._running[tier])
+            if waiting > self._batch[tier]:
+                self._stands_since[tier] = min(self._stands_since[tier], now)
+            elif now > self._refused_at[tier] + BURST_S:
+                self._stands_since[tier] = inf
 
     def _count_newcomers(self, seconds: float) -> None:
         """How many may come in time while some are late, who wait for them.
@@ -496,7 +541,7 @@ class Door:
         ahead += sum(self._waiting(higher, late=True) for higher in range(tier))
         if not self._is_strict:
             for lower in range(tier + 1, len(self._tiers)):
-                head_start_s = self._tiers[lower].target_s - self._tiers[tier].target_s
+                head_start_s = max(0.0, self._tiers[lower].target_s - self._tiers[tier].target_s)
                 if (wait_s := self._waits[lower]) > head_start_s:
                     ahead += self._waiting(lower) * (1.0 - head_start_s / wait_s)
         return ahead

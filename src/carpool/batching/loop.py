@@ -18,10 +18,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from heapq import heapify, heappop, heappush
 from math import inf
 from secrets import token_hex
 
+from carpool.batching.call_times import CallTimes
 from carpool.batching.policy import Policy, Send, View, WaitUntil
 from carpool.batching.rate import ArrivalRate
 from carpool.core.batch import Batch, BatchIds
@@ -85,9 +87,9 @@ class BatchLoop:
         self.in_flight_bytes_max = in_flight_bytes_max
         self.policy = policy
         self.service_s = SERVICE_S_PRIOR
-        # The same, of the last second: where calls take now long, now short, ten of them say little of the capacity.
-        self._steady_s = SERVICE_S_PRIOR
-        self._batches_ended = 0
+        # The same by size, of the last second: where calls take now long, now short, ten of them say little of the
+        # capacity.
+        self._times = CallTimes(SERVICE_S_PRIOR)
         # While no call has ended well: the oldest batch that is under way, or has failed.
         self._first: Batch | None = None
         # How long a slot stands idle though others wait: until they were fetched, or leave apart.
@@ -262,14 +264,15 @@ class BatchLoop:
         named = Batch(self._batch_ids.next(), self.model, len(batch), send.reason, now)
         for request in batch:
             request.batch = named
-        self._dispatcher.dispatch(batch, self._batch_ended)  # first: nothing that fails may come between
-        if not self._batches_ended and (self._first is None or self._first.ended):
+        # First: nothing that fails may come between.
+        self._dispatcher.dispatch(batch, partial(self._batch_ended, len(batch)))
+        if not self._times.ended and (self._first is None or self._first.ended):
             self._first = named
         self.batches[send.reason] = self.batches.get(send.reason, 0) + 1
         self.batch_sizes.observe(len(batch))
         self._count_fill(send.reason, 1.0 if is_full else len(batch) / largest)
         self.policy.sent(largest if is_full else len(batch), largest)
-        self._look_around(len(batch), largest, now)
+        self._look_around(len(batch), largest, now, is_cut=lane.waiting > 0)
         if self.sampled is not None:
             self.sampled(batch[-1])
         return True
@@ -286,11 +289,11 @@ class BatchLoop:
         if most >= RATE_CHECKED_MIN:
             self.rate_errors["too-high" if expected > came else "too-low"].observe(abs(expected - came) / most)
 
-    def _look_around(self, size: int, largest: int, now: float) -> None:
+    def _look_around(self, size: int, largest: int, now: float, *, is_cut: bool) -> None:
         """After a batch of this size: what the slots can do, and whether the next one may leave at once."""
-        # Of those who wait elsewhere some have only just come: the batch would have been larger, not the next one full.
-        is_waiting = any(True for _ in self._broker.lanes(self.model)) or self.waiting_elsewhere() > largest - size
-        is_full = self._slots.free() <= 0
+        # Those who would have fitted into the batch say nothing: they have only just come, or a door lets no more wait.
+        here = sum(lane.waiting for lane in self._broker.lanes(self.model))
+        is_waiting, is_full = is_cut or here + self.waiting_elsewhere() > largest - size, self._slots.free() <= 0
         if self._free_since and self._is_crowded:
             # A longer one is none between two batches: those who waited have left, or nothing could be fetched.
             gap_s = min(now - self._free_since[0], self.max_wait_s + COMPANY_S)
@@ -307,7 +310,7 @@ class BatchLoop:
             self._gap_s *= 1.0 - SIZE_DRIFT
             self._is_crowded = self._is_crowded and is_waiting
         slots = self._slots.total()
-        if slots > 1 and self._batches_ended >= APART_AFTER:
+        if slots > 1 and self._times.ended >= APART_AFTER:
             all_in_step_s = slots * min(self.service_s, SPREAD_SERVICE_S_MAX) / 2
             self._purse_s = min(self._purse_s + SPREAD_SHARE * self.service_s, all_in_step_s)
             pace_s = self._pace_s()
@@ -338,11 +341,11 @@ class BatchLoop:
 
     def capacity_rps(self, slots: int) -> float:
         """Requests a second that so many slots serve while all of them are busy."""
-        return slots * self.busy_size / (self._steady_s + self._gap_s)
+        return slots * self.busy_size / (self._times.of(self.busy_size, self.max_batch) + self._gap_s)
 
     def is_capacity_known(self) -> bool:
         """Whether it is known how long a batch takes."""
-        return self._batches_ended > 0
+        return self._times.ended > 0
 
     def first_sent(self) -> float:
         """While that is not known: since when the first batch is under way; inf if none is."""
@@ -387,16 +390,15 @@ class BatchLoop:
     def _has_stood_still(self, now: float) -> bool:
         return now - self._looked_at > LOOK_S + STOOD_STILL_S
 
-    def _batch_ended(self, seconds: float) -> None:
+    def _batch_ended(self, size: int, seconds: float) -> None:
         """Learn how long a batch occupies a slot; nothing from those during which this process stood still."""
         now = self._clock()
         if self._has_stood_still(now) or now - seconds < self._stood_still_until:
             return
-        if not self._batches_ended:
-            self.service_s = self._steady_s = seconds
-        self._batches_ended += 1
+        if not self._times.ended:
+            self.service_s = seconds
         self.service_s += SERVICE_WEIGHT * (seconds - self.service_s)
-        weight = min(SERVICE_WEIGHT, self._steady_s / (STEADY_S * max(1, self._slots.total())))
-        self._steady_s += max(weight, 1.0 / self._batches_ended) * (seconds - self._steady_s)
-        if self._batches_ended == 1 and self.when_known is not None:
+        weight = min(SERVICE_WEIGHT, self.service_s / (STEADY_S * max(1, self._slots.total())))
+        self._times.seen(size, self.max_batch, seconds, weight)
+        if self._times.ended == 1 and self.when_known is not None:
             self.when_known()

@@ -103,6 +103,14 @@ class Lane:
     def __repr__(self) -> str:
         return f"<Lane {self.model} waiting={self.waiting} dead={sum(line.dead for line in self._lines)}>"
 
+    def highest_on_line(self) -> int | None:
+        """The highest tier of which somebody waits on the line; None if all that waits are tasks."""
+        tiers, lines = self._tiers, self._lines
+        for tier in range(tiers):
+            if lines[tier].longest_waiting() is not None or lines[2 * tiers + tier].longest_waiting() is not None:
+                return tier
+        return None
+
     def append(self, request: Request) -> None:
         """Let a request wait."""
         request.phase = QUEUED

@@ -5,8 +5,9 @@ lanes in which requests wait. All settling goes through `settle`, the one place 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from math import inf
 
 from carpool.broker.deadlines import Deadlines
@@ -16,12 +17,39 @@ from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import CarpoolError, ClientLeft, DeadlineExceeded, QueueFull, queue_time_passed
 from carpool.core.events import Events
 from carpool.core.outcome import Outcome, Output
-from carpool.core.ports import LaneQueue, Standing
+from carpool.core.ports import LaneCounts, LaneQueue, Standing
 from carpool.core.request import ADMITTED, DONE, QUEUED, RUNNING, Request
 from carpool.core.tally import SECONDS_BOUNDS, Histogram, RequestSeconds
 
 # Lanes without requests are kept for their arrival rate; beyond so many lanes the longest-unused go.
 IDLE_LANES_KEPT = 256
+
+
+class WaitingLanes:
+    """Synchronous requests that wait, by lane; without those who ride apart (core.ports.LaneCounts)."""
+
+    def __init__(self, lanes: Mapping[bytes, Lane], opened: Mapping[str, int], tiers: int, batch_max: int) -> None:
+        self.batch_max = batch_max
+        self._lanes = lanes
+        self._opened = opened
+        self._tiers = tiers
+
+    def by_tier(self) -> list[int]:
+        """In how many lanes some of a tier, or of those above it, wait on the line."""
+        counts = [0] * self._tiers
+        for lane in self._lanes.values():
+            if not lane.is_apart and (highest := lane.highest_on_line()) is not None:
+                counts[highest] += 1
+        return list(accumulate(counts))
+
+    def opened_by(self, owner: str) -> int:
+        """How many of them this owner opened."""
+        return self._opened.get(owner, 0)
+
+    def waiting_in(self, lane_key: bytes) -> int:
+        """How many wait in a lane; none if those are tasks."""
+        lane = self._lanes.get(lane_key)
+        return lane.waiting if lane is not None and lane.highest_on_line() is not None else 0
 
 
 class MemoryBroker:
@@ -122,6 +150,10 @@ class MemoryBroker:
     def standing(self, model: str, tier: int, *, is_task: bool = False) -> Standing:
         """Who waits of one tier, in all lanes of a model: synchronous requests, or tasks. It stays the same object."""
         return self._ranks[model].standings[tier + self._tiers * is_task]
+
+    def lane_counts(self, model: str, batch_max: int) -> LaneCounts:
+        """Who waits of a model on the line, by lane."""
+        return WaitingLanes(self._active[model], self._opened[model], self._tiers, batch_max)
 
     def when_work_arrives(self, model: str, arrived: Callable[[LaneQueue], None]) -> None:
         """Have `arrived(lane)` called for each arrival. Models are known before the first request."""

@@ -68,6 +68,7 @@ class RedisBatcherHalf(BatcherHalf):
             service.loop.left_apart = self.feed.ring
             service.loop.when_known = meeting.registry.beat
             service.waiting_elsewhere = partial(waiting_in_redis, self.feed, service)
+            service.loop.waiting_elsewhere = partial(self.feed.unread, service.name)
             service.loop.company_comes = partial(company_comes, self.feed, service)
         meeting.when_nodes_change.append(self.feed.ring)
 

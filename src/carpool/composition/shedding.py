@@ -84,7 +84,8 @@ def learn_own(door: Door, service: ModelService, standings: Sequence[Standing]) 
     count, loop = len(standings), service.loop
     if loop.is_capacity_known():
         capacity, batches = service.capacity_rps(), [loop.busy_size] * count
-        door.learn([capacity] * count, batches, standings, call_s=loop.service_s, burst_rps=capacity)
+        call_s, lanes = loop.service_s, service.lane_counts()
+        door.learn([capacity] * count, batches, standings, call_s=call_s, burst_rps=capacity, lanes=lanes)
     else:
         door.suppose(lambda: (service.fleet.healthy_slots() * loop.busy_size, loop.first_sent()), standings)
 
@@ -102,8 +103,9 @@ def learn_share(
 
     What the others do not want of a tier and those above it is free; where they want it all, everybody has a share by
     what comes to it. So much of a low tier elsewhere takes nothing from a higher tier here. A burst may come to all of
-    the gateways at once: each has an equal part for it.
+    the gateways at once: each has an equal part for it, or one by what comes to it if that is more.
     """
+    part = max(1 / gateways, sum(door.rates) / max(sum(door.rates) + sum(others), SOME_RPS))
     shares: list[float] = []
     for own, elsewhere in zip(accumulate(door.rates), accumulate(others), strict=True):
         # Whoever had nothing so far may be about to.
@@ -114,8 +116,8 @@ def learn_share(
         [batch * share / capacity for share in shares],
         standings,
         call_s=batch_s,
-        burst_rps=capacity / gateways,
-        elsewhere=[each / gateways for each in others],
+        burst_rps=capacity * part,
+        elsewhere=[each * part for each in others],
         batch_s=batch_s,
     )
 

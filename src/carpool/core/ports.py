@@ -43,6 +43,27 @@ class LaneQueue(Protocol):
         ...
 
 
+class LaneCounts(Protocol):
+    """How many wait of one model, by lane."""
+
+    @property
+    def batch_max(self) -> int:
+        """Requests that a batch has at most."""
+        ...
+
+    def by_tier(self) -> list[int]:
+        """In how many lanes some of a tier, or of those above it, wait on the line."""
+        ...
+
+    def opened_by(self, owner: str) -> int:
+        """How many of them this owner opened."""
+        ...
+
+    def waiting_in(self, lane_key: bytes) -> int:
+        """How many wait in a lane."""
+        ...
+
+
 class Standing(Protocol):
     """Who waits of one model and tier: synchronous requests alone, or tasks alone."""
 
