@@ -261,9 +261,12 @@ class Isolation:
         """What waits of a search goes back to the queue, for another batcher."""
         waiting = [case.batch[index] for index in case.search.waiting()]
         went = {request.owner for request in waiting if self._attempts.goes_back(request)}
-        if went and case.failure is not None:
+        if not went:
+            return
+        self._take_back_offences(case)
+        if case.failure is not None and not self._pool.is_none_closed:
+            # Nothing says whether the inputs are at fault or the endpoint: it is suspected, by these owners' inputs.
             self._blame([case.failure.member], went)
-            self._take_back_offences(case)
 
     def _start_steps(self) -> None:
         """Use slots that are free now."""
