@@ -37,6 +37,12 @@ async def test_a_batcher_whose_endpoint_is_sick_leaves_its_work_to_another(
     assert judge(seen, f"one of two batchers, {fault}, {owners} owners")
 
 
+@pytest.mark.parametrize("owners", [1, 3])
+async def test_one_that_is_slow_to_fail_leaves_its_work_to_another(tmp_path: Path, owners: int) -> None:
+    seen = await one_batcher_is_sick(tmp_path, "status 500", owners=owners, sick_s=SICK_S, is_slow=True)
+    assert judge(seen, f"one of two batchers, status 500 after a call's time at 60 % load, {owners} owners")
+
+
 @pytest.mark.parametrize("fault", ["status 500", "status 429"])
 async def test_a_sick_batcher_that_joins_fails_nobody(tmp_path: Path, fault: str) -> None:
     seen = await one_batcher_is_sick(tmp_path, fault, owners=1, sick_s=SICK_S, well=3, joins=True)

@@ -13,6 +13,7 @@ from carpool.broker.redis.batcher.history import History, history_of
 from carpool.broker.redis.formats import encode_record
 from carpool.broker.redis.keys import Keys
 from carpool.broker.redis.scripts import CLAIM
+from carpool.broker.redis.terms import NOT_HELD, NOT_TAKEN
 from support.gateway import eventually
 from support.processes import PATIENCE_S
 from support.redis_servers import RedisCluster, RedisServer, running_redis
@@ -615,10 +616,18 @@ class TestEnds:
         taken = shard.take(Budget(1, 2))
         shard.done(taken[0])
         wanted = [("a:s0", entry_id) for entry_id in ids]
-        assert shard.cancel(*wanted, ("ff:s0", "1-1"), has_left=False) == [0, 0, 1, 1, 0]
-        assert shard.cancel(*wanted, has_left=False) == [0, 0, 0, 0]
+        assert shard.cancel(*wanted, ("ff:s0", "1-1"), which=NOT_HELD) == [0, 0, 1, 1, 0]
+        assert shard.cancel(*wanted, which=NOT_HELD) == [0, 0, 0, 0]
         assert shard.ids("a:s0") == [taken[1].id]
         assert shard.counts() == shard.true_counts() == {"held": 1, "unread": 0}
+
+    def test_what_was_given_back_was_taken_in_time(self, shard: ShardBench) -> None:
+        (entry_id,) = shard.submit("a:s0", 1)
+        shard.release(*shard.take(PLENTY), carried=History(failures=1, returns=1).carried)
+        assert shard.cancel(("a:s0", entry_id), which=NOT_TAKEN) == [0]
+        assert shard.ids("a:s0") == [entry_id]
+        assert shard.cancel(("a:s0", entry_id), which=NOT_HELD) == [1]
+        assert shard.counts() == shard.true_counts() == {"held": 0, "unread": 0}
 
     def test_what_was_taken_goes_too_when_its_client_left(self, shard: ShardBench) -> None:
         ids = shard.submit("a:s0", 3)

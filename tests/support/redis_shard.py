@@ -30,6 +30,7 @@ from carpool.broker.redis.scripts import (
     TAKE,
     WAS_READ,
 )
+from carpool.broker.redis.terms import LEFT
 from support.processes import PATIENCE_S
 from support.redis_servers import HOST
 
@@ -163,9 +164,9 @@ class ShardBench:
         number: int = self.run(WAS_READ, self._now(), *tasks)
         return number
 
-    def cancel(self, *entries: tuple[str, str], has_left: bool = True) -> list[int]:
+    def cancel(self, *entries: tuple[str, str], which: int = LEFT) -> list[int]:
         """Delete (field, id) that nobody took; which of them were."""
-        return list(self.run(CANCEL, *(part for pair in entries for part in (*pair, int(has_left)))))
+        return list(self.run(CANCEL, *(part for pair in entries for part in (*pair, which))))
 
     # What a batcher does.
 

@@ -64,6 +64,27 @@ def test_one_of_two_batchers_is_sick(fault: str, owners: int) -> None:
     assert all(stand.dispatcher.poisoned == 0 for stand in fleet.stands)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_one_that_is_slow_to_fail_now_and_then_keeps_nobody(seed: int) -> None:
+    chance, sick = Random(seed), False
+
+    def answer(call: Call) -> Answer:
+        return Answer(500, b"{}") if sick else echo(call)
+
+    fleet = VirtualFleet(endpoint(answer, "slow", 0.2), endpoint(echo, "well", 0.2), max_batch=64)
+
+    async def main() -> None:
+        nonlocal sick
+        for index in range(1900):
+            await asyncio.sleep(chance.expovariate(190))
+            sick = int(index / 285) % 2 == 1
+            fleet.send(b"good", "client", timeout_s=4.0)
+
+    fleet.run(main)
+    assert answered(fleet.entries) == len(fleet.entries)
+    assert all(stand.dispatcher.poisoned == 0 and not stand.offenders for stand in fleet.stands)
+
+
 @pytest.mark.parametrize("fault", ["400", "500"])
 def test_one_that_refuses_everything_blames_nobody(fault: str) -> None:
     """Each input that it blamed was sent alone by the other batcher, which had no slots left for the rest."""

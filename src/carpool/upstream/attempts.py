@@ -185,6 +185,10 @@ class Attempts:
         """Whether another batcher has an endpoint that works."""
         return self._others is not None and self._others.are_well()
 
+    def others_had(self, request: Request) -> bool:
+        """Whether another batcher has given a request back."""
+        return self._others is not None and self._others.had(request)
+
     def goes_back(self, request: Request, *, for_verdict: bool = False) -> bool:
         """Give a request that cannot be served here back to the queue, if another batcher can serve it: whether it is.
 
@@ -307,7 +311,7 @@ class Attempts:
         if self._others is None or self._pool.has_well(failed):
             return True, 0.0
         is_refusal = failure.refusal.kind == "bisect"
-        if is_refusal and any(self._others.had(request) for request in members):
+        if is_refusal and any(self.others_had(request) for request in members):
             return False, 0.0  # looked into here
         went = [request for request in members if self.goes_back(request)]
         if went and is_refusal:

@@ -19,6 +19,9 @@ search.py, refusals.py and slot_share.py; who is at fault is decided here.
    Nobody is an offender for what goes back to the queue.
 8. For a call that began before an endpoint had answered one well, nobody is at fault and nobody an offender
    (first_contact.py).
+9. Where both halves of a batch were refused, too, and nothing was answered meanwhile, it is hardly an input. If another
+   batcher has an endpoint that works, those who wait for the search go back to the queue, unless one of them came from
+   there: an endpoint that is sick, and slow to say so, would keep them until they have no time left.
 """
 
 import asyncio
@@ -67,6 +70,8 @@ FEW = 3
 SURE_S = 1.0
 # How many endpoints are asked about one input alone, if none of those before is known to be right.
 ASKED_ALONE_MAX = 4
+# Rule 9: a batch and its halves.
+WHOLES_REFUSED_MAX = 3
 
 # With when the call began that failed.
 GiveUp = Callable[[Request, CarpoolError, float], None]
@@ -229,9 +234,8 @@ class Isolation:
         """Tell those for whom it is too late, and end what is over."""
         too_late = self._clock() + min(self._attempts.service_s, STEP_S_MAX)
         late = [case.batch[index] for index in case.search.waiting() if case.batch[index].deadline <= too_late]
-        if self._pool.is_none_closed and self._attempts.are_others_well():
-            for index in case.search.waiting():
-                self._attempts.goes_back(case.batch[index])
+        if (self._pool.is_none_closed or self._is_in_vain(case)) and self._attempts.are_others_well():
+            self._leave_to_others(case)
         late = [request for request in late if request.phase != DONE]
         self.unresolved += len(late)
         self._settle(late, unresolved())
@@ -246,6 +250,23 @@ class Isolation:
             except Exception:
                 self._broke([case.batch[index] for index in indices])
                 self._cases.pop(case, None)
+
+    def _is_in_vain(self, case: Case) -> bool:
+        """Rule 9. The whole counts as well as its halves."""
+        if case.failure is None or len(case.wholes_refused) < WHOLES_REFUSED_MAX or self._goes_on(case):
+            return False
+        return not any(self._attempts.others_had(request) for request in case.batch)
+
+    def _leave_to_others(self, case: Case) -> None:
+        """What waits of a search goes back to the queue, for another batcher."""
+        waiting = [case.batch[index] for index in case.search.waiting()]
+        went = {request.owner for request in waiting if self._attempts.goes_back(request)}
+        if not went:
+            return
+        self._take_back_offences(case)
+        if case.failure is not None and not self._pool.is_none_closed:
+            # Nothing says whether the inputs are at fault or the endpoint: it is suspected, by these owners' inputs.
+            self._blame([case.failure.member], went)
 
     def _start_steps(self) -> None:
         """Use slots that are free now."""

@@ -20,6 +20,9 @@ OWNERS = ("192.0.2.1", "192.0.2.2", "192.0.2.3")
 CALL_S = 0.1
 ASKS_PER_S, TASKS_PER_S = 50, 20
 WARM_S, AFTER_S = 2.0, 6.0
+# The same for an endpoint that is as slow to fail as it is to answer: 60 % of what one endpoint carries.
+SLOW_CALL_S = 0.2
+SLOW_ASKS_PER_S, SLOW_TASKS_PER_S = 154, 38
 # By then the endpoint that was sick must have answered a call again.
 BACK_S = 5.0
 
@@ -52,9 +55,9 @@ class Seen(NamedTuple):
 class Endpoint(ScriptedUpstream):
     """One endpoint that may fall sick, and says when it answered."""
 
-    def __init__(self) -> None:
+    def __init__(self, call_s: float = CALL_S) -> None:
         super().__init__()
-        self.latency_s = CALL_S
+        self.latency_s = call_s
         self.answered_at: list[float] = []
 
     async def answer(self, inputs: list[str], writer: asyncio.StreamWriter) -> None:
@@ -65,22 +68,33 @@ class Endpoint(ScriptedUpstream):
 
 
 async def one_batcher_is_sick(
-    directory: Path, fault: str, *, owners: int, sick_s: float, well: int = 1, joins: bool = False
+    directory: Path,
+    fault: str,
+    *,
+    owners: int,
+    sick_s: float,
+    well: int = 1,
+    joins: bool = False,
+    is_slow: bool = False,
 ) -> Seen:
     """`well` batchers whose endpoints are well beside one whose endpoint fails every call for `sick_s`.
 
     With `joins` that one starts sick while the others are at work. A fault "refused" closes the endpoint's port.
+    `is_slow`: a call that fails takes as long as one that is answered, and more comes in.
     """
+    call_s, asks_per_s, tasks_per_s = CALL_S, ASKS_PER_S, TASKS_PER_S
+    if is_slow:
+        call_s, asks_per_s, tasks_per_s = SLOW_CALL_S, SLOW_ASKS_PER_S, SLOW_TASKS_PER_S
     checker = Checker("U11")
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(running_redis(directory / "redis"))
         settings: dict[str, object] = {"gateway.trusted_proxies": "127.0.0.1"}
         fleet = await stack.enter_async_context(fleet_over(directory, server.url, settings))
-        sick = Endpoint()
+        sick = Endpoint(call_s)
         listening = await stack.enter_async_context(AsyncExitStack())
         await listening.enter_async_context(scripted_upstream(sick))
         url, port = sick.url, sick.server.port
-        others = [Endpoint() for _ in range(well)]
+        others = [Endpoint(call_s) for _ in range(well)]
         for endpoint in others:
             await stack.enter_async_context(scripted_upstream(endpoint))
             await fleet.add("batcher", "--upstream", endpoint.url)
@@ -89,17 +103,17 @@ async def one_batcher_is_sick(
         await fleet.add("gateway")
         await fleet.wait_until_ready()
         clients = await stack.enter_async_context(Clients(checker, fleet.ports, owners=OWNERS[:owners]))
-        clients.start(asks_per_s=ASKS_PER_S, tasks_per_s=TASKS_PER_S)
+        clients.start(asks_per_s=asks_per_s, tasks_per_s=tasks_per_s)
         await asyncio.sleep(WARM_S)
         if fault == "refused":
             await listening.aclose()
         else:
-            sick.behaviour, sick.latency_s = fault, 0.005
+            sick.behaviour, sick.latency_s = fault, call_s if is_slow else 0.005
         if joins:
             await fleet.add("batcher", "--upstream", url)
         await asyncio.sleep(sick_s)
         well_at = time.monotonic()
-        sick.behaviour, sick.latency_s = "good", CALL_S
+        sick.behaviour, sick.latency_s = "good", call_s
         if fault == "refused":
             await listening.enter_async_context(scripted_upstream(sick, port))
         await asyncio.sleep(AFTER_S)

@@ -274,13 +274,13 @@ class Steps:
         """Their submitters are told that they are accepted: from now on they may have outcomes."""
         self.nodes.send(shard.slot, reading(int, done), b"ZREM", shard.unsure, *task_ids)
 
-    def cancel(self, shard: Shard, entries: Iterable[tuple[bytes, bytes, bool]], done: Done[list[bool]]) -> None:
-        """Delete entries (field, id, whether nobody waits any more) that nobody took, and those for which nobody waits:
-        then the batcher that took it is told. Says of each whether it was deleted before somebody took it.
+    def cancel(self, shard: Shard, entries: Iterable[tuple[bytes, bytes, int]], done: Done[list[bool]]) -> None:
+        """Delete entries (field, id, and in which case: NOT_HELD, LEFT or NOT_TAKEN). Where nobody waits for one any
+        more, the batcher that has it is told. Says of each whether it was deleted while no batcher had it.
         """
         arguments: list[Argument] = []
-        for field, entry_id, has_left in entries:
-            arguments += (field, entry_id, int(has_left))
+        for entry in entries:
+            arguments += entry
         self._run(scripts.CANCEL, shard, arguments, reading(lambda reply: [bool(each) for each in reply], done))
 
     def confirm(self, nodes: Nodes, shard: Shard, replicas: int, timeout_ms: int, done: Done[bool]) -> None:

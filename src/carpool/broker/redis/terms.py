@@ -11,6 +11,8 @@ Entry = Sequence[Any]
 NONE, WITH_COMPANY, ANY = 0, 1, 2
 # Which entries that were given back a claim leaves to others.
 NOTHING, OWN, FINAL = 0, 1, 2
+# In which case a gateway deletes an entry: no batcher has it; nobody waits for it; no batcher has it, or had it before.
+NOT_HELD, LEFT, NOT_TAKEN = 0, 1, 2
 
 
 class Head(msgspec.Struct):

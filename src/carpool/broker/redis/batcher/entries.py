@@ -106,8 +106,8 @@ class Unpacker:
         delivery = history.deliveries
         if request.deadline <= now:
             return DeadlineExceeded("the deadline passed before a slot was free")
-        # What another batcher had sent, or had when it died, was taken in time.
-        was_taken = delivery > 1 or history.failures > 0
+        # What another batcher gave back, or had when it died, was taken in time.
+        was_taken = delivery > 1 or history.returns > 0
         if header.queue_ms and not was_taken and now - request.arrived >= header.queue_ms / 1000:
             return queue_time_passed(header.queue_ms / 1000)
         if delivery > self._deliveries_max:

@@ -31,7 +31,7 @@ from carpool.broker.redis.gateway.refusals import REFUSALS, error_of, out_of_rea
 from carpool.broker.redis.gateway.replies import ReplyReader
 from carpool.broker.redis.keys import Shard
 from carpool.broker.redis.steps import Added, Addition, Queued, Steps
-from carpool.broker.redis.terms import QueueStream
+from carpool.broker.redis.terms import LEFT, NOT_HELD, NOT_TAKEN, QueueStream
 from carpool.core.clock import Clock, monotonic
 from carpool.core.errors import (
     BrokerDown,
@@ -101,6 +101,14 @@ class Withdrawal(NamedTuple):
     # Of one that is still parked: what it is told if no batcher has its entry.
     request: Request | None = None
     error: CarpoolError | None = None
+
+    @property
+    def which(self) -> int:
+        """In which case it is deleted."""
+        if self.request is None:
+            return LEFT
+        # One whose time in the queue is over still waits if a batcher took it, also if that gave it back.
+        return NOT_TAKEN if isinstance(self.error, QueueTimeout) else NOT_HELD
 
 
 class RedisQueue:
@@ -541,8 +549,7 @@ class RedisQueue:
         self.flush.ring()
 
     def _delete(self, shard: Shard, entries: list[Withdrawal]) -> None:
-        # One whose time in the queue is over still waits, if a batcher took it.
-        ids = [(each.field, each.entry_id, each.request is None) for each in entries]
+        ids = [(each.field, each.entry_id, each.which) for each in entries]
         self._steps.cancel(shard, ids, partial(self._deleted, shard, entries))
 
     def _deleted(self, shard: Shard, entries: list[Withdrawal], deleted: list[bool] | RedisFailure) -> None:

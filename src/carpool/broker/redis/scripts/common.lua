@@ -144,6 +144,10 @@ local function goes_alone(lease)
   return math.floor(lease[4] / CARRIED_FROM) % 8 >= 2
 end
 
+local function was_given_back(lease)
+  return math.floor(lease[4] / CARRIED_FROM / 8) % 4 >= 1
+end
+
 local function was_given_back_twice(lease)
   return math.floor(lease[4] / CARRIED_FROM / 8) % 4 >= 2
 end
