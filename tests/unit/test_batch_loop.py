@@ -1,7 +1,7 @@
 """When batches are sent, and which: the loop with the real broker, pool and policies, in virtual time."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Container, Coroutine
 from itertools import count, pairwise
 from math import inf
 from random import Random
@@ -58,17 +58,26 @@ class Stand:
         policy: Policy | None = None,
         max_batch: int = MAX_BATCH,
         gpu: FakeUpstream | None = None,
+        offenders: Container[tuple[str, str]] = (),
         **bounds: float,
     ) -> None:
         self.clock = FakeClock(START)
         self.witness = Witness()
         self.gpu = gpu or FakeUpstream(slots=slots).then(echo, delay_s=SERVICE_S, times=1000)
         self._slots, self._policy, self._max_batch, self._bounds = slots, policy or Fixed(), max_batch, bounds
+        self._offenders = offenders
         self._serial = count()
 
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async def started() -> None:
-            self.broker = MemoryBroker(waiting_max=1000, bytes_max=10**6, lanes_max=99, tiers=3, clock=self.clock)
+            self.broker = MemoryBroker(
+                waiting_max=1000,
+                bytes_max=10**6,
+                lanes_max=99,
+                tiers=3,
+                offenders=self._offenders,
+                clock=self.clock,
+            )
             self.pool = Pool([self.gpu], self.clock, random_share=lambda: 0.5)
             self.dispatcher = UpstreamDispatcher(
                 self.pool,
@@ -736,6 +745,22 @@ class TestCapacity:
                 stand.arrive()
                 await asyncio.sleep(0.5)
             assert stand.loop.capacity_rps(1) == pytest.approx(MAX_BATCH / SERVICE_S)
+
+        stand.run(main)
+
+    def test_those_who_ride_apart_tell_nothing_of_it(self) -> None:
+        """They always wait, for they have a share of the slots; others come in small batches, with all slots busy."""
+        stand = Stand(offenders={("m", "bad")})
+
+        async def main() -> None:
+            stand.pool.others_wait = lambda: True
+            stand.arrive(20 * MAX_BATCH, owner="bad", queue_timeout_s=99.0, total_timeout_s=99.0)
+            for _ in range(60):
+                stand.arrive()
+                await asyncio.sleep(SERVICE_S * 1.01)
+            capacity = stand.loop.capacity_rps(1)
+            await asyncio.sleep(60 * SERVICE_S)
+            assert capacity == pytest.approx(MAX_BATCH / SERVICE_S, rel=0.05)
 
         stand.run(main)
 

@@ -272,7 +272,7 @@ class BatchLoop:
         self.batch_sizes.observe(len(batch))
         self._count_fill(send.reason, 1.0 if is_full else len(batch) / largest)
         self.policy.sent(largest if is_full else len(batch), largest)
-        self._look_around(len(batch), largest, now, is_cut=lane.waiting > 0)
+        self._look_around(lane, len(batch), largest, now)
         if self.sampled is not None:
             self.sampled(batch[-1])
         return True
@@ -289,11 +289,14 @@ class BatchLoop:
         if most >= RATE_CHECKED_MIN:
             self.rate_errors["too-high" if expected > came else "too-low"].observe(abs(expected - came) / most)
 
-    def _look_around(self, size: int, largest: int, now: float, *, is_cut: bool) -> None:
+    def _look_around(self, lane: LaneQueue, size: int, largest: int, now: float) -> None:
         """After a batch of this size: what the slots can do, and whether the next one may leave at once."""
         # Those who would have fitted into the batch say nothing: they have only just come, or a door lets no more wait.
-        here = sum(lane.waiting for lane in self._broker.lanes(self.model))
-        is_waiting, is_full = is_cut or here + self.waiting_elsewhere() > largest - size, self._slots.free() <= 0
+        # Nor do those who ride apart: they have their share of the slots, and fill no other batch.
+        lanes = self._broker.lanes(self.model)
+        waiting = sum(each.waiting for each in lanes if not each.is_apart) + self.waiting_elsewhere()
+        room = largest if lane.is_apart else 0 if lane.waiting else largest - size
+        is_waiting, is_full = waiting > room, self._slots.free() <= 0
         if self._free_since and self._is_crowded:
             # A longer one is none between two batches: those who waited have left, or nothing could be fetched.
             gap_s = min(now - self._free_since[0], self.max_wait_s + COMPANY_S)
@@ -303,7 +306,7 @@ class BatchLoop:
         elif self._free_since:
             self._free_since.popleft()
         if is_full and is_waiting:
-            self.busy_size += SIZE_WEIGHT * (size - self.busy_size)
+            self.busy_size += SIZE_WEIGHT * (size - self.busy_size) * (not lane.is_apart)
             self._is_crowded = True
         else:
             self.busy_size += SIZE_DRIFT * (largest - self.busy_size)

@@ -14,7 +14,7 @@ logger = logging.getLogger("carpool")
 # So long a turn of the event loop may be held up by work that can wait, about.
 TURN_S = 0.005
 # One that took longer is followed by a rest.
-LONG_TURN_S = 4 * TURN_S
+LONG_TURN_S = 2 * TURN_S
 
 
 class Every:
