@@ -109,6 +109,7 @@ class Door:
         # Rule 10: how many wait, by lane; None where that is not known. By tier: how many lanes of it and above wait.
         self._lanes: LaneCounts | None = None
         self._lane_counts = [0] * count
+        self._lanes_counted_at = -inf
         self._trickle = trickle
         self._thresholds = thresholds
         # For how long after a request's arrival one of a higher tier, by number, that comes later still overtakes it.
@@ -222,7 +223,7 @@ class Door:
             return None
         may_come = self._thresholds is None
         if may_come and self._lanes is not None and (self._lane_counts[-1] > 1 or (request and request.lane_key)):
-            if request is None or self._finds_batch(self._lanes, request):
+            if request is None or self._finds_batch(self._lanes, request, count):
                 return None
             may_come = self._may_open_lane(self._lanes, tier, owner)
             if may_come and not self._goes_before_late[tier] and self._waiting(tier) < self._allowed[tier]:
@@ -241,9 +242,10 @@ class Door:
             refusal = self._refusals[tier] = self._too_long(tier)
         return self._refuse(tier, count, refusal)
 
-    def _finds_batch(self, lanes: LaneCounts, request: Request) -> bool:
-        """Whether others of its lane wait for a batch that it can join (rule 10)."""
-        return 0 < lanes.waiting_in(request.lane_key) < lanes.batch_max
+    def _finds_batch(self, lanes: LaneCounts, request: Request, count: int) -> bool:
+        """Whether others of its lane wait for a batch that it can join, with all of its call (rule 10)."""
+        waiting = lanes.waiting_in(request.lane_key)
+        return waiting > 0 and waiting + count <= lanes.batch_max
 
     def _may_open_lane(self, lanes: LaneCounts, tier: int, owner: str) -> bool:
         """Whether a request that finds no batch to join may make a call necessary (rule 10)."""
@@ -441,8 +443,9 @@ class Door:
         running = min(sum(self._running), self._burst_rps * self._batch_s)
         waiting_late = sum(standing.waiting for standing in self._standings) - running
         is_quiet = True
-        if self._lanes is not None:
-            self._lane_counts = self._lanes.by_tier()
+        if self._lanes is not None and now >= self._lanes_counted_at + RECOUNT_QUIET_S:
+            # Not each time: there may be a thousand. Meanwhile those are counted that open.
+            self._lane_counts, self._lanes_counted_at = self._lanes.by_tier(), now
         for tier, rule in enumerate(self._tiers):
             served = max(self.capacity[tier] * self.trust[tier] * rule.wait_max_s, self._batch[tier])
             waiting = self._waiting(tier)
