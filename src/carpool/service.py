@@ -239,7 +239,7 @@ class ModelService(ModelFace):
 
     def lane_counts(self) -> LaneCounts:
         """Who waits here, by lane."""
-        return self._broker.lane_counts(self.name, self.loop.max_batch)
+        return self._broker.lane_counts(self.name, self.pool.batch_max(self.loop.max_batch))
 
     def owners_apart(self) -> set[tuple[str, str]]:
         """Model and owner of the offenders whose requests wait, of all models of this process."""

@@ -574,6 +574,30 @@ def test_who_would_be_late_takes_no_place_from_others() -> None:
     assert scene.door.predicted_wait_s(FREE) == pytest.approx(0.02)
 
 
+def test_lanes_of_this_process_are_forgotten_when_redis_has_them() -> None:
+    """A gateway was in direct mode, with two lanes waiting, and has Redis again: its own broker is empty now."""
+
+    class Lanes:
+        batch_max = 8
+
+        def by_tier(self) -> list[int]:
+            return [0, 0, 2]
+
+        def opened_by(self, owner: str) -> int:
+            return 2
+
+        def waiting_in(self, lane_key: bytes) -> int:
+            return 0
+
+    scene = Scene()
+    scene.door.learn([1000.0] * 3, [8.0] * 3, scene.stands, lanes=Lanes())
+    scene.door.refusal(FREE, "a", scene.now)
+    assert scene.door.rooms[FREE] <= 0  # each who comes is looked at
+    scene.door.learn([1000.0] * 3, [8.0] * 3, scene.stands)
+    scene.door.refusal(FREE, "a", scene.now + 1.0)
+    assert scene.door.rooms[FREE] > 0
+
+
 class TestCallsOfMany:
     def ask(self, scene: Scene, count: int, seconds: float = 2.0, tier: int = FREE, owner: str = "o") -> Shed | None:
         scene.now += RECOUNT_QUIET_S

@@ -10,13 +10,12 @@
    has little waiting stands behind as much of each other owner, and not behind all that the busiest of them has.
 4. Bursts are served, standing queues are cut. The queue of a tier and those above it stands while more of them wait
    than a batch takes, and for a second after the last refusal: one that is short because the door cuts it still stands.
-   In its first second a request for
-   which there is no room may come in late: it may wait for as long as its time in the queue, less one call. Over the
-   next second that falls in a line to its tier's `wait_max`. All of its tier and of higher ones who come in time go
-   before it, so it takes nothing from them; lower tiers count it as ahead of them. While it waits its owner comes in
-   late, too, behind its own, or not at all; others of its tier come in time by their share of the owners. It is let
-   in where there is time for it, behind all that wait and all that are expected to go before it; of many gateways each
-   has an equal part. Until a call has ended, one is taken to need twice what the oldest has needed so far; while none
+   In its first second a request for which there is no room may come in late: it may wait for as long as its time in the
+   queue, less one call. Over the next second that falls in a line to its tier's `wait_max`. All of its tier and of
+   higher ones who come in time go before it, so it takes nothing from them; lower tiers count it as ahead of them.
+   While it waits its owner comes in late, too, behind its own, or not at all; others of its tier come in time by their
+   share of the owners. It is let in where there is time for it, behind all that wait and all that are expected to go
+   before it; each of many gateways has an equal part, or one by what comes to it if that is more. Until a call has ended, one is taken to need twice what the oldest has needed so far; while none
    runs nothing is known, and nobody is refused.
 5. An estimate may be wrong. If even the shortest wait that was seen in a while is longer than the tier may wait, the
    capacity is trusted less, until it is not (as CoDel does it).
@@ -443,7 +442,9 @@ class Door:
         running = min(sum(self._running), self._burst_rps * self._batch_s)
         waiting_late = sum(standing.waiting for standing in self._standings) - running
         is_quiet = True
-        if self._lanes is not None and now >= self._lanes_counted_at + RECOUNT_QUIET_S:
+        if self._lanes is None:  # a gateway that has Redis again does not know what waits there
+            self._lane_counts = [0] * len(self._tiers)
+        elif now >= self._lanes_counted_at + RECOUNT_QUIET_S:
             # Not each time: there may be a thousand. Meanwhile those are counted that open.
             self._lane_counts, self._lanes_counted_at = self._lanes.by_tier(), now
         for tier, rule in enumerate(self._tiers):
