@@ -15,8 +15,9 @@
    higher ones who come in time go before it, so it takes nothing from them; lower tiers count it as ahead of them.
    While it waits its owner comes in late, too, behind its own, or not at all; others of its tier come in time by their
    share of the owners. It is let in where there is time for it, behind all that wait and all that are expected to go
-   before it; each of many gateways has an equal part, or one by what comes to it if that is more. Until a call has ended, one is taken to need twice what the oldest has needed so far; while none
-   runs nothing is known, and nobody is refused.
+   before it; each of many gateways has an equal part, or one by what comes to it if that is more. Until a call has
+   ended, one is taken to need twice what the oldest has needed so far; while none runs nothing is known, and nobody is
+   refused.
 5. An estimate may be wrong. If even the shortest wait that was seen in a while is longer than the tier may wait, the
    capacity is trusted less, until it is not (as CoDel does it).
 6. The lowest tier always has room for a trickle: it must not starve while others use everything.
