@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
+from random import Random
 
 import pytest
 
@@ -244,3 +245,21 @@ def test_what_to_look_at() -> None:
     assert "inputs_field" not in look_at_after(422, "")
     assert "path" in look_at_after(404, "inputs") and "token_file" in look_at_after(401, "inputs")
     assert "redirects" in look_at_after(307, "inputs") and "log" in look_at_after(500, "inputs")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_bad_client_of_ten_from_the_first_request_on_is_found_within_a_second(seed: int) -> None:
+    upstream = FakeUpstream(slots=4).then(failing(400), delay_s=0.2, times=9999)
+    stand, choose = Stand(upstream, max_batch=64), Random(seed)
+
+    async def main() -> None:
+        for _ in range(20):  # a second, half of what the endpoint can do
+            for _ in range(32):
+                owner = choose.randrange(10)
+                stand.send(b"bad" if owner == 5 else b"good", f"owner {owner}")
+            await asyncio.sleep(0.05)
+        found = stand.offenders.of_model("m")
+        await asyncio.sleep(8.0)
+        assert found == ["owner 5"]
+
+    stand.run(main)

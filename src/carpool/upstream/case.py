@@ -18,6 +18,7 @@ class Case:
         "batch",
         "counted",
         "failure",
+        "is_unproven",
         "known",
         "last",
         "parts_answered",
@@ -50,6 +51,8 @@ class Case:
         self.counted: set[str] = set()
         # How many endpoints were asked about a member alone, where it was more than one.
         self.asked: dict[int, int] = {}
+        # Whether it was refused before any call was answered, and no part of it since.
+        self.is_unproven = False
         self.under_way = 0
         # Since when it waits for a slot.
         self.waiting_since = now

@@ -174,6 +174,7 @@ class Isolation:
         else:
             search = Search([whole], cut_at=cut_at)
         case = Case(live, search, failure, self._clock())
+        case.is_unproven = not self._pool.is_proven
         if failure.refusal.kind == "bisect":
             case.note(whole, failure)
             if failure.refused_too is not None:
@@ -464,7 +465,10 @@ class Isolation:
     def _failed(self, case: Case, group: Group, result: Failure) -> None:
         members = case.batch[group.first : group.end]
         if result.refusal.kind == "bisect":
-            self._look_for_common(members, is_refused=True, is_batch=False)
+            # What was refused before the first answer counts as a batch when a part of it is refused after it.
+            is_batch = case.is_unproven and self._pool.is_proven
+            self._look_for_common(members, is_refused=True, is_batch=is_batch)
+            case.is_unproven &= not is_batch
             self._refused(case, group, result)
         elif result.refusal.kind == "split" and group.size > 1:
             case.search.too_large(group)
